@@ -27,6 +27,8 @@ from transformers import (
     BertModel,
     DistilBertConfig,
     DistilBertModel,
+    MPNetConfig,
+    MPNetForMaskedLM,
     NomicBertConfig,
     NomicBertModel,
     PreTrainedModel,
@@ -49,7 +51,9 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": SPECIAL.index("[PAD]"),
 }
-POOLING = {"bert": "mean", "roberta": "cls", "nomic": "mean", "distilbert": "mean"}
+POOLING = {"bert": "mean", "roberta": "cls", "nomic": "mean", "distilbert": "mean", "mpnet": "mean"}
+MPNET = {"[CLS]": "<s>", "[PAD]": "<pad>", "[SEP]": "</s>", "[MASK]": "<mask>"}  # how it spells some special tokens
+LONG = 150  # tokens: MPNet's distances beyond 128 are alike
 ARCHITECTURES = {"bert": "bert", "nomic": "nomic-bert", "distilbert": "bert"}
 MODES = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
@@ -93,7 +97,7 @@ def main() -> None:
         tokens = np.random.default_rng(crc32(name.encode())).integers(len(SPECIAL), len(VOCAB), size=PROMPT)
         expected = states(model, tokens)
         check_it_matters(name, tokens, expected)
-        tokenizer = wordpiece()
+        tokenizer = wordpiece(MPNET if name == "mpnet" else {})
         vectors = [embedding(model, tokenizer.encode(text).ids, POOLING[name]) for text in TEXTS]
         write_folder(folder, name, model, tokenizer)
         if name in ARCHITECTURES:
@@ -104,6 +108,7 @@ def main() -> None:
             states=expected,
             texts=np.array(TEXTS),
             vectors=np.stack(vectors),
+            **(long_prompt(model) if name == "mpnet" else {}),
         )
         print(f"{name:8} {sum(file.stat().st_size for file in folder.rglob('*')):8} bytes")
 
@@ -121,6 +126,9 @@ def random_model(name: str, **changes: Any) -> PreTrainedModel:
         own = {"dim": 36, "n_heads": 3, "n_layers": 2, "hidden_dim": 40, "max_position_embeddings": 64}
         tokens = {key: SIZES[key] for key in ("vocab_size", "pad_token_id")}
         model = DistilBertModel(DistilBertConfig(**own, **tokens, **eager))
+    elif name == "mpnet":
+        own = {"hidden_size": 36, "num_attention_heads": 3, "max_position_embeddings": 2 + LONG}
+        model = MPNetForMaskedLM(MPNetConfig(**SIZES | own | changes))
     else:
         model = RobertaForMaskedLM(RobertaConfig(**SIZES | {"num_hidden_layers": 1, "type_vocab_size": 1}, **eager))
     with torch.no_grad():
@@ -134,6 +142,11 @@ def random_model(name: str, **changes: Any) -> PreTrainedModel:
 def states(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model.base_model(torch.tensor(tokens)[None]).last_hidden_state[0].numpy()
+
+
+def long_prompt(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(0).integers(len(SPECIAL), len(VOCAB), size=LONG)
+    return {"long_tokens": tokens.astype(np.int32), "long_states": states(model, tokens)}
 
 
 def embedding(model: PreTrainedModel, ids: list[int], pooling: str) -> np.ndarray:
@@ -152,16 +165,23 @@ def check_it_matters(name: str, tokens: np.ndarray, expected: np.ndarray) -> Non
         assert np.abs(states(random_model(name, **other), tokens) - expected).max() > 0.1
 
 
-def wordpiece() -> Tokenizer:
-    ids = {token: id for id, token in enumerate(VOCAB)}
+def wordpiece(spelled: dict[str, str]) -> Tokenizer:
+    """Returns a tokenizer with some special tokens spelled otherwise."""
+    special = [spelled.get(token, token) for token in SPECIAL]
+    ids = {spelled.get(token, token): id for id, token in enumerate(VOCAB)}
     library = Tokenizer(models.WordPiece(vocab=ids, unk_token="[UNK]"))
     library.normalizer = normalizers.BertNormalizer(lowercase=True)
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     library.decoder = decoders.WordPiece()
-    library.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[(token, ids[token]) for token in ("[CLS]", "[SEP]")]
+    begin, end = special[0], special[2]
+    library.post_processor = (
+        processors.RobertaProcessing((end, ids[end]), (begin, ids[begin]))
+        if spelled
+        else processors.TemplateProcessing(
+            single=f"{begin} $A {end}", special_tokens=[(token, ids[token]) for token in (begin, end)]
+        )
     )
-    library.add_special_tokens(SPECIAL)
+    library.add_special_tokens(special)
     return library
 
 
@@ -178,7 +198,8 @@ def write_folder(folder: Path, name: str, model: PreTrainedModel, tokenizer: Tok
     modes = {mode: kind == POOLING[name] for kind, mode in MODES.items()}
     write_json(folder / "modules.json", modules)
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": model.config.hidden_size, **modes})
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 50, "do_lower_case": False})
+    longest = LONG if name == "mpnet" else 50
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -60,7 +60,13 @@ GOLDENS: dict[str, dict[str, Any]] = {
     },
     "opt_350m": SMALLER
     | LAYER_NORMS
-    | {"do_layer_norm_before": False, "ffn_dim": 40, "hidden_size": 36, "word_embed_proj_dim": 20},
+    | {
+        "do_layer_norm_before": False,
+        "ffn_dim": 40,
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "word_embed_proj_dim": 20,
+    },
 }
 WITHOUT: dict[str, list[dict[str, Any]]] = {  # what makes a difference: see check_it_matters of make_goldens.py
     "llama4": [{"use_qk_norm": False}, {"no_rope_layers": [1] * 4}],

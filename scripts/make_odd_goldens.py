@@ -111,6 +111,7 @@ MLA = GROUPED | {
     "v_head_dim": 20,
     "num_key_value_heads": 4,
 }
+INDEX = {"index_head_dim": 22, "index_n_heads": 11, "index_topk": 23}
 MULTIPLIED = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0,
@@ -406,6 +407,52 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         MLA | TIED | {"mlp_layer_types": ["sparse"] * 3, "n_group": 1, "topk_group": 1, "v_head_dim": 16} | rope(),
     ),
+    "deepseek_v2_odd_latents": (
+        "deepseek_v2",
+        MLA
+        | UNTIED
+        | {"kv_lora_rank": 22, "qk_rope_head_dim": 10, "topk_method": "greedy", "norm_topk_prob": False}
+        | {"num_attention_heads": 5, "num_key_value_heads": 5, "n_group": 1, "topk_group": 1}
+        | rope(700.0),
+    ),
+    "kimi_k2_odd_latents": (
+        "deepseek_v3",
+        MLA
+        | UNTIED
+        | {"kv_lora_rank": 50, "qk_rope_head_dim": 6, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+        | {"routed_scaling_factor": 2.8, "num_hidden_layers": 4}
+        | yarn(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "glm4_moe_lite_odd_latents": (
+        "glm4_moe_lite",
+        MLA
+        | UNTIED
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "kv_lora_rank": 36, "qk_rope_head_dim": 14}
+        | {"num_attention_heads": 5, "num_key_value_heads": 5}
+        | rope(),
+    ),
+    "deepseek_v32_few": ("deepseek_v32", MLA | INDEX | UNTIED | yarn(mscale=1.0, mscale_all_dim=1.0)),
+    "deepseek_v32_many": (
+        "deepseek_v32",
+        MLA
+        | INDEX
+        | TIED
+        | {"index_topk": 301, "index_head_dim": 16, "kv_lora_rank": 18, "first_k_dense_replace": 0}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "n_group": 1, "topk_group": 1}
+        | rope(300.0),
+    ),
+    "glm_moe_dsa_shared": (
+        "glm_moe_dsa",
+        MLA | INDEX | UNTIED | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4} | rope(),
+    ),
+    "glm_moe_dsa_each": (
+        "glm_moe_dsa",
+        MLA
+        | INDEX
+        | UNTIED
+        | {"index_topk": 130, "qk_rope_head_dim": 10, "index_head_dim": 18, "mlp_layer_types": ["sparse"] * 3}
+        | rope(2000.0),
+    ),
     "gpt_oss_windows": (
         "gpt_oss",
         THREE_HEADS | UNTIED | {"sliding_window": 5, "layer_types": SLIDING} | yarn(truncate=False),
@@ -477,6 +524,46 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35_moe_first_full": (
         "qwen3_5_moe_text",
         DELTA | ONE_KV | TIED | {"layer_types": FIRST_FULL, "linear_conv_kernel_dim": 5} | HALF,
+    ),
+    "lfm2_biases": (
+        "lfm2",
+        ONE_KV
+        | UNTIED
+        | {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "conv_L_cache": 5}
+        | {"num_attention_heads": 5, "block_auto_adjust_ff_dim": False}
+        | rope(),
+    ),
+    "lfm2_rounded_width": (
+        "lfm2",
+        TIED
+        | {"full_attn_idxs": [0], "conv_L_cache": 2, "block_multiple_of": 9, "block_ffn_dim_multiplier": 1.3}
+        | LLAMA3,
+    ),
+    "lfm2_moe_scaled": (
+        "lfm2_moe",
+        UNTIED
+        | {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "num_dense_layers": 0}
+        | {"norm_topk_prob": False, "routed_scaling_factor": 1.7, "moe_intermediate_size": 12}
+        | rope(),
+    ),
+    "lfm2_moe_unbiased": (
+        "lfm2_moe",
+        TIED
+        | {"layer_types": ["full_attention", "conv", "conv"], "use_expert_bias": False, "num_dense_layers": 2}
+        | {"moe_intermediate_size": 12}
+        | rope(),
+    ),
+    "jamba_biases": (
+        "jamba",
+        ONE_KV
+        | TIED
+        | {"num_hidden_layers": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "num_attention_heads": 5}
+        | {"expert_layer_period": 3, "expert_layer_offset": 0, "mamba_expand": 3, "mamba_d_state": 5}
+        | {"mamba_d_conv": 3, "mamba_dt_rank": 7, "mamba_conv_bias": False, "mamba_proj_bias": True},
+    ),
+    "jamba_dense": (
+        "jamba",
+        UNTIED | {"num_experts": 1, "num_experts_per_tok": 1, "attn_layer_period": 3, "attn_layer_offset": 2},
     ),
     "bert_five_heads": ("bert", {"num_attention_heads": 5}),
     "roberta_relu": (

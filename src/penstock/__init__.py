@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from penstock.llm import LLM
     from penstock.llm.async_llm import AsyncEngineArgs, AsyncLLM
     from penstock.llm.beams import BeamSearchParams
+    from penstock.llm.lora import LoRARequest
     from penstock.llm.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, RequestOutputKind
     from penstock.types import Grammar, SamplingParams, StructuredOutputsParams
 
@@ -21,6 +22,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "Grammar",
+    "LoRARequest",
     "Logprob",
     "PenstockError",
     "PoolingRequestOutput",
@@ -36,6 +38,7 @@ _HOMES = {  # modules that are imported when a name of theirs is first used
     "penstock.llm": ("LLM",),
     "penstock.llm.async_llm": ("AsyncEngineArgs", "AsyncLLM"),
     "penstock.llm.beams": ("BeamSearchParams",),
+    "penstock.llm.lora": ("LoRARequest",),
     "penstock.llm.outputs": (
         "CompletionOutput",
         "Logprob",

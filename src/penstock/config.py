@@ -6,6 +6,7 @@ command line. Flags, `--help` and docs/cli.md are generated from these declarati
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from bisect import bisect_right
@@ -155,7 +156,48 @@ class Config:
     config: tuple[str, ...] = option(
         (), "KEY=VALUE that replaces a field of the folder's config.json; VALUE is JSON. May be repeated."
     )
+    adapter: tuple[str, ...] = option(
+        (),
+        "NAME=PATH[:SCALE] of an adapter (LoRA) that requests may name: a PEFT folder or a GGUF file. May be repeated.",
+    )
+    max_adapters: int = option(
+        32, "Most adapters that are in memory at once; further ones take turns.", minimum=1, maximum=1024
+    )
+    adapter_memory: int = option(0, "Bytes for adapters in memory. 0: an eighth of the free memory.")
     strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
+
+
+class AdapterOption(NamedTuple):
+    """Is what `--adapter` says."""
+
+    name: str
+    path: str
+    scale: float = 1.0
+
+
+def parse_adapter(text: str) -> AdapterOption:
+    """Reads NAME=PATH[:SCALE], or vLLM's JSON form {"name": ..., "path": ...}."""
+    if text.startswith("{"):
+        return _adapter_in_json(text)
+    name, equals, place = text.partition("=")
+    if not (name and equals and place):
+        raise ConfigError(f"--adapter takes NAME=PATH[:SCALE]; got {text!r}")
+    path, colon, tail = place.rpartition(":")
+    try:
+        return AdapterOption(name, path, float(tail)) if colon and path else AdapterOption(name, place)
+    except ValueError:  # a colon of the path itself
+        return AdapterOption(name, place)
+
+
+def _adapter_in_json(text: str) -> AdapterOption:
+    """Reads vLLM's JSON form of an adapter; `base_model_name` has no effect."""
+    try:
+        match json.loads(text):
+            case {"name": str(name), "path": str(path)} if name and path:
+                return AdapterOption(name, path)
+    except ValueError:
+        pass
+    raise ConfigError(f'an adapter in JSON is {{"name": "...", "path": "..."}}; got {text!r}')
 
 
 OPTIONS: dict[str, ConfigOption] = {

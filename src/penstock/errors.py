@@ -3,13 +3,15 @@
 PenstockError                 code, message; one line, no traceback at the command line
 ├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
 │   ├── ContextTooLong        prompt and answer do not fit in the context
-│   └── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
+│   ├── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
+│   └── AdapterError          an adapter that does not fit the model, or whose name is in use
 ├── NotSupported              a route of another server that this one does not have  HTTP 501
 ├── Unauthorized              a key is needed, and none or a wrong one was sent    HTTP 401
 ├── Forbidden                 the key is good, but not for this                   HTTP 403
 ├── RateLimited               the key's limit is met for now                      HTTP 429
 ├── NotFound                  there is nothing by that name                       HTTP 404
-│   └── ModelNotFound         no such model, here or at its source
+│   ├── ModelNotFound         no such model, here or at its source
+│   └── AdapterNotFound       no adapter is registered by that name
 ├── ModelError                the model's files are damaged or not supported
 │   ├── MalformedFile         truncated, wrong magic, offsets outside the file ...
 │   └── UnsupportedModel      a well-formed file that this engine cannot run
@@ -64,6 +66,10 @@ class InvalidGrammar(InvalidRequest):
     code = "invalid_grammar"
 
 
+class AdapterError(InvalidRequest):
+    code = "invalid_adapter"
+
+
 class NotSupported(PenstockError):
     code = "not_supported"
 
@@ -90,6 +96,10 @@ class NotFound(PenstockError):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class AdapterNotFound(NotFound):
+    code = "adapter_not_found"
 
 
 class ModelError(PenstockError):

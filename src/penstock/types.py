@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
+from penstock.sampler_types import SAMPLERS as SAMPLERS
+from penstock.sampler_types import DryPenalty as DryPenalty
+from penstock.sampler_types import SamplerChain as SamplerChain
 
 
 class Thinking(NamedTuple):
@@ -78,37 +81,6 @@ class StructuredOutputsParams(NamedTuple):
         if self.structural_tag is not None:
             return Grammar("structural_tag", _as_json(self.structural_tag))
         return Grammar("json", _as_json({"type": "object"} if self.json is None else self.json))
-
-
-class SamplerChain(NamedTuple):
-    """Describes samplers beyond top_k, top_p and min_p, and the order in which all of them cut a row's candidates. The
-    host runs a chain, so a request has one only if it asks for something that the usual three cuts cannot say."""
-
-    order: tuple[str, ...] = ("top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature")
-    top_n_sigma: float = -1.0  # keeps logits within that many standard deviations of the highest; at most 0: off
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    mirostat: int = 0  # 1 or 2: it replaces the cuts, and `order` does not count
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    min_keep: int = 0  # candidates that every cut leaves
-    mersenne: bool = False  # draws with llama.cpp's generator: a seed gives the text that it gives there
-
-
-SAMPLERS = frozenset(SamplerChain().order)  # the names that an order may have
-
-
-class DryPenalty(NamedTuple):
-    """Describes a penalty for tokens that would continue a repetition ("don't repeat yourself")."""
-
-    multiplier: float
-    base: float = 1.75
-    allowed_length: int = 2
-    window: int = -1  # tokens that are searched; -1: all of them
-    breakers: tuple[str, ...] = ("\n", ":", '"', "*")  # texts across which nothing counts as repeated
 
 
 MOST = 2**31 - 1
@@ -257,6 +229,24 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
+class AdapterUse(NamedTuple):
+    """Names a registered adapter (LoRA) that a request is computed with, and what its update is multiplied by."""
+
+    name: str
+    scale: float = 1.0  # besides the scale that it was registered with
+
+
+class AdapterInfo(NamedTuple):
+    """Describes a registered adapter."""
+
+    name: str
+    path: str
+    scale: float
+    rank: int  # the highest of its matrices
+    digest: str = ""  # of its contents; empty until it was loaded once
+    loaded: bool = False  # it is in a slot of the backend now
+
+
 class Request(NamedTuple):
     """Asks for one token stream: it is what a user sent, once text has become token ids."""
 
@@ -273,6 +263,7 @@ class Request(NamedTuple):
     background: bool = False  # may wait: runs behind every foreground request and never crowds them out
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the answer never completes
     dry_breakers: tuple[tuple[int, ...], ...] = ()  # token sequences that spell a breaker of the DRY penalty
+    adapters: tuple[AdapterUse, ...] = ()  # their updates add up
 
 
 class Limits(NamedTuple):
@@ -441,7 +432,14 @@ class Failed(NamedTuple):
     message: str
 
 
-Event = Tokens | Finished | Aborted | Failed
+class AdapterList(NamedTuple):
+    """Answers a control message about adapters: the one that was registered, or all that are."""
+
+    seq: int  # the message's id
+    adapters: tuple[AdapterInfo, ...]
+
+
+Event = Tokens | Finished | Aborted | Failed | AdapterList
 
 
 class BlockStored(NamedTuple):
@@ -499,3 +497,4 @@ class Hello(NamedTuple):
     pid: int
     model: str
     limits: Limits
+    adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started

@@ -92,7 +92,7 @@ def test_sampling_is_the_models_own_unless_it_is_given(
     penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[SamplingParams] = []
-    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: asked.append(params) or iter(()))
+    monkeypatch.setattr(LLM, "stream", lambda self, prompt, params, **_: asked.append(params) or iter(()))
     monkeypatch.setattr("penstock.cli.run._print_stream", list)
     own = {"temperature": 0.25, "top_k": 5, "num_predict": 3}
     save_derived(DerivedModel(name="mine", base="reciter", path=str(reciter), parameters=own))

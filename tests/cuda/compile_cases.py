@@ -6,6 +6,7 @@ Tensors hold no values and lie in host memory: a launch is compiled, never run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,19 +34,20 @@ from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_token
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
-from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
+from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.norm_qk import norm_qk, norm_runs
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
+from penstock.backend.cuda.kernels.select_positions import select_positions, store_index
 from penstock.backend.cuda.kernels.selective_scan import selective_scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
-from penstock.model.ops import DeltaWeights, Mamba2Weights, ScanWeights
+from penstock.model.ops import DeltaInputs, DeltaWeights, Mamba2Weights, ScanWeights
 from penstock.model.recurrence import DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import ExpertSpec
 
@@ -259,6 +261,7 @@ def fp8_matrices_and_many_rows(tilings: Tilings) -> None:
     wide=(BF16, 256, 2, {"soft_cap": 50.0}),
     sinks=(BF16, 64, 8, {"window": 128, "sinks": True}),
     gain=(BF16, 128, 4, {"q_gain": True}),
+    bias=(BF16, 64, 1, {"causal": False, "distance_bias": 128}),
     chunks=(BF16, 128, 5, {"chunk": 8192}),
     temperature=(BF16, 128, 5, {"temperature": 0.1, "temperature_span": 8192}),
     int8=(torch.int8, 128, 4, {}),
@@ -277,7 +280,8 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     tables, header = ints(64), ints(4)
     tiling = tilings.prefill_attention(queries_per_tile(shared), dims, 2)
     others = {key: about[key] for key in ("chunk", "temperature", "temperature_span") if key in about}
-    how = 0.1, window, scales, cap, True, sinks, q_gain
+    bias = empty(heads * 257, dtype=F32) if "distance_bias" in about else None
+    how = 0.1, window, scales, cap, about.get("causal", True), sinks, q_gain, bias
     prefill_attention(qkv, cache, ints(4, 5), tables, header, out, *how, **others, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     about = 0.1, window, scales, cap, sinks, q_gain
@@ -300,16 +304,32 @@ def multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -> None:
     mla_prefill(q, cache, ints(4, 5), ints(64), ints(4), out, v_dim, 0.1, scales, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     mla_decode(q, cache, ints(72, 8), ints(64), ints(4), out, split_kv, v_dim, 0.1, scales)
+    for work, tokens in (ints(4, 5), 8), (ints(72, 8), 1):
+        mla_selected(q, cache, work, ints(64), ints(4), out, v_dim, 0.1, scales, empty(8, 2048, dtype=F32), tokens)
 
 
 @case()
-def delta_nets(tilings: Tilings) -> None:
-    spec = DeltaSpec(4, 8, 128, 128, 4)
+def index_of_sparse_attention(tilings: Tilings) -> None:
+    q, k, weights, cache = empty(8, 64 * 128), empty(8, 128), empty(8, 64, dtype=F32), empty(4, 16, 128)
+    step = SimpleNamespace(positions=ints(8), places=ints(8))
+    for interleaved in (False, True):
+        store_index(q, k, torch.empty(32, dtype=torch.float64), 32, 1.0, interleaved, step, cache)
+    scores, out = empty(32, 64, dtype=F32), empty(8, 2048, dtype=F32)
+    for work, tokens in (ints(4, 5), 8), (ints(72, 8), 1):
+        select_positions(q, weights, cache, work, ints(64), ints(4), tokens, scores, out)
+
+
+@case(
+    qwen3_next=(DeltaSpec(4, 8, 128, 128, 4),),
+    kimi_linear=(DeltaSpec(8, 8, 128, 128, 4, channel_decay=True, gate="sigmoid"),),
+)
+def delta_nets(tilings: Tilings, spec: DeltaSpec) -> None:
     weights = DeltaWeights(*[empty(spec.width * 4, dtype=F32) for _ in DeltaWeights._fields])
-    qkvz, ba = empty(8, spec.width + spec.v_width), empty(8, 2 * spec.v_heads)
+    qkvz, ba = empty(8, spec.width + spec.v_width), empty(8, spec.v_heads + spec.decay_width)
     states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
     scratch = DeltaScratch(empty(8, spec.width, dtype=F32), empty(8, spec.v_width, dtype=F32))
-    delta_net(qkvz, ba, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
+    inputs = DeltaInputs(qkvz, qkvz, ba, ba)
+    delta_net(inputs, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
 
 
 @case(biased=(True, True), plain=(False, False))
@@ -320,9 +340,9 @@ def convolution_over_time(tilings: Tilings, biased: bool, silu: bool) -> None:
     causal_conv(empty(8, 1024), taps, bias, sizes, states, rows, empty(8, width, dtype=F32), silu)
 
 
-@case(normed=(8,), plain=(0,))
-def mamba2_layers(tilings: Tilings, norm_groups: int) -> None:
-    spec = Mamba2Spec(32, 64, 128, 8, 4, norm_groups=norm_groups)
+@case(normed=(8, 128), plain=(0, 256))
+def mamba2_layers(tilings: Tilings, norm_groups: int, state_dim: int) -> None:
+    spec = Mamba2Spec(32, 64, state_dim, 8, 4, norm_groups=norm_groups)
     sizes = spec.width * 4, spec.width, spec.heads, spec.heads, spec.heads
     gain = empty(spec.inner, dtype=F32) if norm_groups else None
     weights = Mamba2Weights(*(empty(size, dtype=F32) for size in sizes), gain)

@@ -37,7 +37,14 @@ def pooled(backend: CudaBackend | RefBackend, path: Path, prompts: list[list[int
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (HALF, 3e-2)], ids=["f32", "half"])
 @pytest.mark.parametrize(
     ("file", "kind"),
-    [("bert", "mean"), ("bert/model.gguf", "last"), ("roberta", "cls"), ("nomic", "mean"), ("distilbert", "mean")],
+    [
+        ("bert", "mean"),
+        ("bert/model.gguf", "last"),
+        ("roberta", "cls"),
+        ("nomic", "mean"),
+        ("distilbert", "mean"),
+        ("mpnet", "mean"),
+    ],
 )
 def test_states_are_those_of_transformers(file: str, kind: str, dtype: torch.dtype, tolerance: float) -> None:
     with np.load((ENCODERS / file.split("/")[0]) / "expected.npz") as stored:

@@ -42,7 +42,7 @@ def test_matrices_by_format(format: str, quantize: str, bits: float) -> None:
     assert tensor_bytes(matrix, quantize) == pytest.approx(512 * 1024 * bits / 8, rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "glm4_moe", "lfm2", "jamba"])
 def test_workspace_is_about_what_a_program_takes(name: str) -> None:
     backend = CudaBackend(512, 64, device=DEVICE, dtype=HALF)
     checkpoint = open_checkpoint(GOLDENS / name)

@@ -51,7 +51,7 @@ def steps() -> Iterator[Batch]:
     answers = greedy_batch([Chunk([-1], 5, [2, 0], 0, 1), Chunk([-1], 3, [1], 1, 1)], 1)
     chain = ChainRow(1, SamplerChain(("typical_p", "top_k"), typical_p=0.9), 0.7, 0.9, 5, 0.1, 2.5)
     rows = replace(answers.sample, chains=(chain,))
-    yield replace(answers, sample=rows, constrained=ints(0, 1), moves=(StateMove(0, -1, 2, 1),))
+    yield replace(answers, sample=rows, constrained=ints(0, 1), moves=(StateMove(0, -1, 2, 1),), adapters=ints(-1, -1))
 
 
 def masks_of(batch: Batch) -> Ints:

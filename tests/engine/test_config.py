@@ -99,7 +99,10 @@ def test_what_a_user_sets_is_checked() -> None:
         ({"config": [8]}, "config takes a text; got 8"),
         ({"strict_config": 1}, "strict_config takes True or False; got 1"),
         ({"step_tokens": 64, "prefill_budget": 65}, "prefill_budget 65 is more than step_tokens 64"),
-        ({"speed": 1, "width": 2}, "unknown options: speed, width; there are block_size, config, device"),
+        (
+            {"speed": 1, "width": 2},
+            "unknown options: speed, width; there are adapter, adapter_memory, block_size",
+        ),
         ({"max_tokens": 1, "step_tokens": 2}, "option step_tokens was given twice"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -173,14 +173,14 @@ def test_requests_wait_for_what_they_need_and_leave_in_order_when_it_is_there() 
     delivered: list[int] = []
     for id, adapter in enumerate(adapters):
         need = Need("adapter", adapter, lambda id=id: delivered.append(id))  # type: ignore[misc]
-        room.enter(RequestRecord(request(id, 1)), need, now=10.0 + id)
+        room.enter(RequestRecord(request(id, 1)), [need], now=10.0 + id)
     room.wait(0.5)
     assert adapters[0].waits == [0.5]
     assert list(room.take_ready(20.0)) == []
     adapters[1].ready = adapters[2].ready = True
     ready = list(room.take_ready(20.0))
     assert [(record.request.id, record.waited) for record, _ in ready] == [(1, {"adapter": 9.0}), (2, {"adapter": 8.0})]
-    for _, need in ready:
+    for _, (need,) in ready:
         need.deliver()
     assert delivered == [1, 2]
     assert len(room) == 1
@@ -193,7 +193,7 @@ def test_a_request_that_waited_says_for_what_and_how_long() -> None:
     small, adapter = engine(), Adapter()
     record = RequestRecord(request(1, 1, 2))
     small._records[1] = record
-    small._waiting_room.enter(record, Need("adapter", adapter, lambda: None), now=0.0)
+    small._waiting_room.enter(record, [Need("adapter", adapter, lambda: None)], now=0.0)
     small.add(request(2, 3, 4))
     others = drain_until(small, 2)
     assert all(event.seq == 2 for event in others)
@@ -221,7 +221,7 @@ def test_what_cannot_be_had_fails_the_request_that_needs_it() -> None:
     adapter.ready = True
     for id, deliver in ((1, refuse), (2, lambda: None)):
         small._records[id] = record = RequestRecord(request(id, 1, 2))
-        small._waiting_room.enter(record, Need("adapter", adapter, deliver), now=0.0)
+        small._waiting_room.enter(record, [Need("adapter", adapter, deliver)], now=0.0)
     small.abort(2)
     assert [type(event) for event in drain(small)] == [Aborted, Failed]
     assert small.idle

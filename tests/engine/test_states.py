@@ -21,7 +21,7 @@ from penstock.planning.memory_plan import all_states, plan_memory
 from penstock.types import Event, Finished, Limits, Request, SamplingParams, Tokens
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
-NAMES = ("qwen35", "qwen35moe", "qwen3next")
+NAMES = ("qwen35", "qwen35moe", "qwen3next", "kimi_linear")
 LIMITS = Limits(max_len=64, max_rows=4, step_tokens=24, block_size=4, num_blocks=64, vocab=48, states=8)
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
 GREEDY = SamplingParams(temperature=0)

@@ -218,6 +218,7 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
 @pytest.mark.parametrize(
     ("golden", "key", "value", "words"),
     [
+        ("glm_moe_dsa", "index_head_dim", 20, "glmdsa cannot express index_head_dim = 20"),
         ("deepseek_v3", "rope_interleave", False, "rope_interleave = False"),
         ("deepseek_v3", "rope_parameters.mscale", 2.0, "deepseek2 cannot express what config.json says: scale is 1.1"),
         ("gpt_oss", "layer_types", ["sliding_attention"] * 2, "layer_types .* every other layer"),

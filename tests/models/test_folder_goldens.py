@@ -1,5 +1,5 @@
 """Models that GGUF files cannot express, against logits that transformers computed (scripts/make_dense_goldens.py,
-scripts/make_older_goldens.py, scripts/make_llama4_goldens.py)."""
+scripts/make_older_goldens.py, scripts/make_llama4_goldens.py, scripts/make_kimi_goldens.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.model.load import load_model, open_checkpoint
 FOLDERS = Path(__file__).parent / "folders"
 BLOCK_SIZE = 16
 WINDOWED = ("cwm", "llama4_chunks", "vaultgemma")
-NAMES = (*WINDOWED, "falcon_grouped", "gpt_neox_serial", "opt", "opt_350m")
+NAMES = (*WINDOWED, "falcon_grouped", "gpt_neox_serial", "opt", "opt_350m", "kimi_linear")
 
 
 @pytest.mark.parametrize("make", [partial(CpuBackend, 2, kv="f32"), RefBackend], ids=["cpu", "ref"])

@@ -199,7 +199,7 @@ def test_smaller_layers_share_the_room_of_a_larger_one():
     spec = known(gemma_4(E2B))
     assert [len(group.layers) for group in spec.kv_groups] == [3, 6, 6]
     assert spec.kv_group_layers == 3
-    whole = sum(attn.kv_values for attn in spec.kv_attention)
+    whole = sum(attn.kv_values for attn in spec.cached_attention)
     assert spec.kv_group_bytes(2 * whole) * len(spec.kv_groups) == 2 * whole
 
 

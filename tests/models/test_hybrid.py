@@ -19,7 +19,7 @@ from penstock.model.config_reader import ConfigReader
 from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
 
 GOLDENS = Path(__file__).parent / "goldens"
-NAMES = ("qwen35", "qwen35moe", "qwen3next")
+NAMES = ("qwen35", "qwen35moe", "qwen3next", "kimi_linear")
 QWEN3_NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],
     "attention_bias": False,

@@ -17,7 +17,9 @@ from penstock.backend.ref import RefBackend
 from penstock.backend.ref.random_steps import blocks_for, random_steps, with_groups
 from penstock.errors import ModelError
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.families import llama4
+from penstock.model.gguf.reader import read_gguf
+from penstock.model.load import METADATA, load_model, open_checkpoint, read_config, read_fields
 from penstock.model.spec import ModelSpec
 from penstock.model.split_fused import each_expert
 from penstock.model.tensor import Tensor, transposed
@@ -211,14 +213,22 @@ def test_experts_may_have_tensors_of_their_own(folder_with, goldens):
         assert np.abs(got - file["logits"]).max() < 1e-4
 
 
-def test_files_of_128_experts_have_no_norms(gguf_with, goldens):
-    file = goldens / "llama4" / "model.gguf"
-    assert open_checkpoint(file).spec.attention(0).qk_norm == "unit"
-    with pytest.raises(ModelError, match=r"llama4\.attention\.sliding_window = 0"):
-        open_checkpoint(
-            gguf_with("llama4", metadata=lambda metadata: metadata.update({"llama4.attention.sliding_window": 0}))
-        )
-    with pytest.raises(ModelError, match=r"llama4\.expert_gating_func = 1"):
-        open_checkpoint(
-            gguf_with("llama4", metadata=lambda metadata: metadata.update({"llama4.expert_gating_func": 1}))
-        )
+def test_files_of_128_experts_mean_no_norms(goldens):
+    file = read_gguf(goldens / "llama4" / "model.gguf")
+    metadata = {**file.metadata, "llama4.context_length": 10**6}
+    few, many = (
+        llama4.read_gguf(ConfigReader(metadata | {"llama4.expert_count": count}, METADATA, "llama4."), file.tensors)
+        for count in (3, 128)
+    )
+    assert (few.attention(0).qk_norm, many.attention(0).qk_norm) == ("unit", "")
+    assert (few.attention(0).chunk, few.attention(3).chunk, few.attention(3).temperature) == (8192, 0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attention.sliding_window", 0), ("attention.sliding_window", 4096), ("expert_gating_func", 1)],
+)
+def test_what_llama_cpp_reads_otherwise_is_refused(gguf_with, key, value):
+    path = gguf_with("llama4", metadata=lambda metadata: metadata.update({f"llama4.{key}": value}))
+    with pytest.raises(ModelError, match=f"llama4.{key} = {value}"):
+        open_checkpoint(path)

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
+from penstock.model.gguf.export import export
 from penstock.model.load import open_checkpoint, read_config, read_fields
 from penstock.model.recurrence import Mamba2Spec
 from penstock.model.spec import ModelSpec
@@ -313,6 +314,12 @@ def test_time_steps_have_limits(limit: list[Any]) -> None:
 def test_what_is_refused(config: dict[str, Any], change: dict[str, Any], error: str) -> None:
     with pytest.raises((UnsupportedModel, MalformedFile), match=error):
         read_config(config | change)
+
+
+@pytest.mark.parametrize("name", ["bamba", "granitemoehybrid", "nemotron_h", "falcon_h1"])
+def test_folders_cannot_be_written_as_gguf_yet(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match="cannot be written as GGUF yet"):
+        export(GOLDENS / name, "q8_0", lambda tensor, format: tensor)
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "falcon_h1_norm"])

@@ -22,11 +22,21 @@ from tests.models.shapes import Shaped, execute, recorded, shaped_model
 
 HERE = Path(__file__).parent
 MODELS = sorted([*HERE.glob("goldens/*"), *HERE.glob("encoders/*")])
-NO_GATE = {"gpt2", "starcoder2", "bert", "distilbert", "gptneox", "phi2", "falcon"}  # families whose MLP has no gate
+NO_GATE = {
+    "gpt2",
+    "starcoder2",
+    "bert",
+    "distilbert",
+    "mpnet",
+    "gptneox",
+    "phi2",
+    "falcon",
+}  # families whose MLP has no gate
 BESIDE = {"gemma4"}  # layers with experts have an MLP, too
 READ_TWICE = {
     "bert",
     "distilbert",
+    "mpnet",
     "phi2",
     "falcon",
 }  # those whose norms are read by residuals, too, or by attention and MLP
@@ -134,14 +144,15 @@ def test_products_and_silu_gates_are_fused(path: Path):
 
 
 @every_model
-def test_only_logits_of_routers_and_heads_and_coefficients_are_float32(path: Path):
+def test_only_what_routers_heads_streams_and_indexes_choose_by_is_float32(path: Path):
     spec, model = shaped_model(path)
     nodes = recorded(model)
     router_logits = {node.inputs[1] for node in nodes if node.op == "moe"}
-    coefficients = {node.inputs[-1] for node in nodes if node.op in ("mix_streams", "correct_streams")}
+    selecting = {one for node in nodes if node.op == "select_positions" for one in (node.inputs[2], *node.outputs)}
+    selecting |= {node.inputs[-1] for node in nodes if node.op in ("mix_streams", "correct_streams")}
     for node in nodes:
         for value in node.outputs:
-            logits = value in router_logits | coefficients or (value.symbol == "S" and value.width == spec.vocab)
+            logits = value in router_logits | selecting or (value.symbol == "S" and value.width == spec.vocab)
             assert value.precision == ("float32" if logits else "activation")
     assert len(router_logits) == (0 if spec.experts is None else spec.layers - len(spec.dense))
     if not spec.encoder:

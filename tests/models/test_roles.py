@@ -35,7 +35,7 @@ PLAIN_NAMES = re.compile(
     r".*(norm|layernorm|LayerNorm|ln_\d|ln_f|ln_attn|ln_mlp|emb_ln|norm\d|norm_\d|norm_f|norms\.\d+)(\.weight)?"
     r"|.*bias.*|.*exp_probs_b.*|.*sinks.*|.*conv1d.*|.*conv\.conv\..*|.*\b(A_log|ssm_a|ssm_d|mamba\.D|mixer\.D)\b.*"
     r"|.*(mlp|block_sparse_moe|feed_forward|mixer)\.(gate|router)(\.layer|\.wg)?\.weight|.*ffn_gate_inp\.weight"
-    r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight"
+    r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight|.*\bindexer\..*"
     r"|.*altup\.(modality_router|prediction_coefs|correction_coefs|correct_output_scale)(\.weight)?"
     r"|.*(router\.(proj|scale|per_expert_scale)|layer_scalar|layer_output_scale|_(inp|exps)\.scale)(\.weight)?"
     r"|.*altup_(router|predict_coef|correct_coef|correct_scale)\.weight"
@@ -45,6 +45,7 @@ FINER_NAMES = re.compile(
     r".*(embed_tokens|embed_tokens_per_layer|per_layer_token_embd|(backbone|model)\.embeddings|embed_in|embed_out)\.weight"
     r"|.*(tok_embeddings|wte|word_embeddings|token_embd|lm_head)\.weight|output\.weight"
     r"|.*(in_proj_ba|in_proj_a|in_proj_b|ssm_ba|ssm_alpha|ssm_beta|x_proj|dt_proj|ssm_x|ssm_dt)\.weight"
+    r"|.*(self_attn\.b_proj|f_a_proj|f_b_proj|ssm_f_a|ssm_f_b)\.weight"
 )
 HEAD_NAMES = re.compile(r".*(kv_b_proj|attn_kv_b|attn_k_b|attn_v_b)\.weight")
 EXPERT_NAMES = re.compile(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import available_memory, total_memory
+from penstock.model.low_rank import LowRankUpdate
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import SamplerChain, StepResult
@@ -190,6 +191,12 @@ class Batch:
     pools: tuple[Pool, ...] = ()
     moves: tuple[StateMove, ...] = ()
     program: int = 0  # which of the loaded programs runs
+    adapters: Ints = field(default_factory=no_ints)  # [R] each row's adapter slot, -1: none; [0]: no row has one
+
+    @property
+    def adapter_rows(self) -> Ints:
+        """Returns the adapter slot of each token: [T]."""
+        return np.repeat(self.adapters, np.diff(self.row_start))
 
 
 class StoredAs(NamedTuple):
@@ -336,6 +343,33 @@ class BlockMemory(Protocol):
         """Names the layout of a block: type, block size, layers, heads. Blocks may be exchanged if it is the same."""
 
 
+class PackedAdapter(Protocol):
+    """Is an adapter in the layout that a backend computes with, in no slot yet."""
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes that it takes in a slot."""
+
+
+class AdapterSlots(Protocol):
+    """Keeps adapters for the rows of batches, numbered from 0 (Batch.adapters). Program 0 alone has adapters.
+
+    A row's answer depends on what lay in its slot when its step was launched, and not on the other rows of the step.
+    """
+
+    def check(self) -> None:
+        """Raises NotSupported, with the device's name, where there are no adapters."""
+
+    def pack(self, updates: Sequence[LowRankUpdate]) -> Any:
+        """Returns a PackedAdapter. It may be called in any thread while steps run."""
+
+    def load(self, slot: int, packed: Any) -> None:
+        """Puts a packed adapter into a slot that is free, for steps launched from now on."""
+
+    def drop(self, slot: int) -> None:
+        """Frees a slot after all launched steps."""
+
+
 class Backend(WeightPacker, Runner, Tuner, Protocol):
     """Packs weights, runs batches and tunes itself, on one device."""
 
@@ -343,3 +377,4 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     device: str  # as a config names it: cpu, cuda:1, ref
     depth: int  # steps that it pays to have in flight while the next one is planned
     kv: BlockMemory
+    adapters: AdapterSlots

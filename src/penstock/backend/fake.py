@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.backend.array_blocks import ArrayBlocks
 from penstock.backend.base import (
     LAST_SAMPLED,
+    AdapterSlots,
     Batch,
     Bitmasks,
     BlockMemory,
@@ -27,6 +28,7 @@ from penstock.backend.base import (
 from penstock.backend.pooling import Pools
 from penstock.backend.sampler_chain import chained_positions, with_chains
 from penstock.backend.synchronous import SynchronousBackend
+from penstock.model.low_rank import LowRankUpdate
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
@@ -68,12 +70,19 @@ def gathered(tokens: Iterable[int], state: int = 0) -> int:
 
 
 def continuation(
-    prompt: Sequence[int], count: int, vocab: int, stateful: bool = False, windows: Sequence[int] = (0,)
+    prompt: Sequence[int],
+    count: int,
+    vocab: int,
+    stateful: bool = False,
+    windows: Sequence[int] = (0,),
+    adapter: int = 0,
 ) -> list[int]:
-    """Returns the `count` tokens that must follow `prompt`, computed with no cache at all."""
+    """Returns the `count` tokens that must follow `prompt`, computed with no cache at all. `adapter` is the value of
+    the adapter that computes it (FakeAdapter)."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append((next_token(tokens, vocab, windows) + (gathered(tokens) if stateful else 0)) % vocab)
+        seen = [token + adapter for token in tokens]
+        tokens.append((next_token(seen, vocab, windows) + (gathered(seen) if stateful else 0)) % vocab)
     return tokens[len(prompt) :]
 
 
@@ -89,12 +98,43 @@ def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
     return mean.astype("<f4").tobytes()
 
 
+class FakeAdapter(NamedTuple):
+    """Is added to every token that a row with this adapter writes."""
+
+    value: int
+    nbytes: int
+
+
+class FakeAdapters:
+    """Keeps adapters in slots: see AdapterSlots. An adapter's value is the sum of all that its parts add up to."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, FakeAdapter] = {}
+
+    def check(self) -> None: ...
+
+    def pack(self, updates: Sequence[LowRankUpdate]) -> FakeAdapter:
+        parts = [part for update in updates for part in update.parts]
+        value = sum(float((part.b @ part.a).sum()) for part in parts)
+        return FakeAdapter(round(value), sum(part.a.nbytes + part.b.nbytes for part in parts))
+
+    def load(self, slot: int, packed: FakeAdapter) -> None:
+        assert slot not in self.slots, "the slot holds an adapter that was not dropped"
+        self.slots[slot] = packed
+
+    def drop(self, slot: int) -> None:
+        del self.slots[slot]
+
+
 class FakeProgram:
     """Stores and answers for one of the fake's programs. All that it answers is moved on by its `number`, so that one
     program's answer is not taken for another's."""
 
-    def __init__(self, number: int, max_rows: int, vocab: int, windows: Sequence[int]) -> None:
+    def __init__(
+        self, number: int, max_rows: int, vocab: int, windows: Sequence[int], adapters: Mapping[int, FakeAdapter]
+    ) -> None:
         self._number = number
+        self._adapters = adapters
         self._vocab = vocab
         self._windows = windows
         self._last = np.full(max_rows, -1, np.int64)  # by slot
@@ -131,6 +171,8 @@ class FakeProgram:
         slot, tables = batch.slots[row], batch.tables[:, row]
         tokens, positions = batch.tokens[first:last].astype(np.int64), batch.positions[first:last]
         tokens[tokens == LAST_SAMPLED] = self._last[slot]
+        if len(batch.adapters) and batch.adapters[row] >= 0:
+            tokens += self._adapters[int(batch.adapters[row])].value
         self._store(tables, positions, tokens)
         states = self._gather(tokens.tolist(), int(positions[0]), int(slot), move) if self._states else None
         result = RowResult()
@@ -192,7 +234,9 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
 
     def __init__(self, vocab: int = 1000, max_rows: int = 1024, windows: Sequence[int] = (0,)) -> None:
         super().__init__()
-        self._make = partial(FakeProgram, max_rows=max_rows, vocab=vocab, windows=windows)
+        slots = FakeAdapters()
+        self.adapters: AdapterSlots = slots
+        self._make = partial(FakeProgram, max_rows=max_rows, vocab=vocab, windows=windows, adapters=slots.slots)
         self._programs[0] = self._make(0)
         self.kv: BlockMemory = ArrayBlocks("fake", lambda: [program.kv for program in self._programs.values()])
 

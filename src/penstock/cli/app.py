@@ -33,6 +33,7 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "stop": "loaded.stop",
     "plan": "plan.plan",
     "quantize": "quantize.quantize",
+    "merge": "merge.merge",
     "eval ppl": "evaluate.ppl",
     "eval kl": "evaluate.kl",
     "bench": "bench.bench",

@@ -67,7 +67,7 @@ class ChatSession:
         """Prints the answer as it comes. Ctrl-C stops it and keeps what has come. A message that is refused is
         dropped."""
         question = {"role": "user", "content": text}
-        stream = self.llm.stream([*self.messages, question], self.params)
+        stream = self.llm.stream([*self.messages, question], self.params, lora_request=self.llm.adapter_names)
         with suppress(KeyboardInterrupt):
             for piece in stream:
                 sys.stdout.write(piece)

@@ -48,7 +48,7 @@ def quantize(
     path = obtain(model)
     began = time.perf_counter()
     exported = _export(path, to, again, engine)
-    _write(target, exported)
+    write_export(target, exported)
     took = time.perf_counter() - began
     for remark in exported.notes:
         note(remark)
@@ -94,7 +94,8 @@ def _export(path: Path, to: str, again: bool, engine: dict[str, Any]) -> Export:
     )
 
 
-def _write(target: Path, exported: Export) -> None:
+def write_export(target: Path, exported: Export) -> None:
+    """Writes a planned GGUF file, and shows how far it has come."""
     from penstock.model.gguf.writer import write_gguf
 
     bar, done = DownloadBar(), 0

@@ -45,7 +45,8 @@ def run(
     from penstock.llm import LLM
 
     with LLM(model, max_rows=1, **engine) as llm:
-        stream = llm.stream(text if raw else _messages(answer.system, text), answer.sampling(llm))
+        asked = text if raw else _messages(answer.system, text)
+        stream = llm.stream(asked, answer.sampling(llm), lora_request=llm.adapter_names)
         if json:
             print_json({"model": model} | _facts(stream.rest()))
         else:

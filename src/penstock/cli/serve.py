@@ -167,6 +167,14 @@ class TemplateOptions(NamedTuple):
         )
 
 
+class LoraOptions(NamedTuple):
+    lora_modules: Annotated[
+        list[str] | None,
+        Option(help="The same as --adapter, by vLLM's name: NAME=PATH, or JSON with name and path. May be repeated."),
+    ] = None
+    enable_lora: Annotated[bool, Option(help="Has no effect: adapters are always enabled.")] = False
+
+
 class TelemetryOptions(NamedTuple):
     log_level: Annotated[
         str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")
@@ -227,6 +235,7 @@ def serve(
     access: Annotated[AccessOptions, OptionGroup()],
     template: Annotated[TemplateOptions, OptionGroup()],
     telemetry: Annotated[TelemetryOptions, OptionGroup()],
+    lora: Annotated[LoraOptions, OptionGroup()],
     engine: options.EngineSettings,
 ) -> None:
     """Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
@@ -250,6 +259,10 @@ def serve(
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
     from penstock.server.telemetry.access_log import LogSettings
 
+    adapters = (*(engine["adapter"] or ()), *(lora.lora_modules or ()))
+    if adapters and len(found) > 1:
+        raise UsageError(f"--adapter is for one model; {len(found)} are served: name one")
+    engine = engine | {"adapter": adapters}
     rules, budget = access.rules(), pool.budget()
     aliases = _aliases(listen.alias or [], [each.name for each in found])
     settings = PoolSettings(

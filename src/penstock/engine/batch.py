@@ -42,6 +42,7 @@ class Batcher:
         sampled: list[int] = []
         wanted: list[Wanted] = []
         row_start, sample_start = [0], [0]
+        adapters: list[int] = []
         pooled = False
         for row in plan.rows:
             seq, record = sequences[row.seq], records[row.seq]
@@ -54,6 +55,7 @@ class Batcher:
             wanted += [(record.sampler, seq.tokens, at) for at in range(end - row.sample, end)]
             row_start.append(len(tokens))
             sample_start.append(len(sampled))
+            adapters.append(record.adapter_slot)
             pooled = pooled or bool(record.request.pooling)
         slots = np.array([self._slots[row.seq] for row in plan.rows], np.int32)
         width = -(-max(row.start + row.count for row in plan.rows) // self._block_size)
@@ -69,6 +71,7 @@ class Batcher:
             sample=sample_rows(wanted),
             constrained=constrained_positions(wanted),
             pools=pools(plan, sequences, records) if pooled else (),
+            adapters=np.array(adapters if max(adapters) >= 0 else (), np.int32),
             moves=tuple(self._move(at, row) for at, row in enumerate(plan.rows) if row.begin >= 0 or row.save >= 0),
         )
 

@@ -10,18 +10,21 @@ from pathlib import Path
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, Device, resolve
+from penstock.config import Config, Device, available_memory, parse_adapter, resolve
 from penstock.core import hashing
+from penstock.engine.adapters import Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
 from penstock.errors import OutOfMemory
+from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
-from penstock.model.load import Checkpoint, load_model, load_text, open_checkpoint, unknown_line
+from penstock.model.load import Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.spec import ModelSpec
 from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
+ADAPTER_SHARE = 8  # adapters may take one part in so many of the free memory
 TRIES = 4  # to reserve a cache: others may take memory meanwhile
 
 
@@ -88,7 +91,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
-    backend.load(load_model(checkpoint, backend))
+    model, placements = load_placed(checkpoint, backend)
+    backend.load(model)
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend)
     timer.stop("cache")
@@ -104,7 +108,19 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         chain=chain_hash(),
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
+        adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
     )
+
+
+def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
+    """Returns the adapters that requests may name at first: those of the config."""
+    adapters = Adapters(
+        backend.adapters, base, config.max_adapters, config.adapter_memory or available_memory() // ADAPTER_SHARE
+    )
+    for text in config.adapter:
+        name, path, scale = parse_adapter(text)
+        adapters.register(name, Path(path), scale)
+    return adapters
 
 
 def described_cache(limits: Limits, group_token: int) -> str:

@@ -5,22 +5,30 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 
 from penstock.backend.base import Backend, Ticket
 from penstock.core import Policy, Scheduler, hashing
+from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
+from penstock.engine.adapters import Adapters, Reading
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.record import RequestRecord
 from penstock.engine.waiting import Need, WaitingRoom
-from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError, StepFailed
+from penstock.errors import InvalidGrammar, InvalidRequest, NotSupported, OutOfMemory, PenstockError, StepFailed
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
     STEP_SIZES,
     Aborted,
+    AdapterInfo,
+    AdapterList,
     BlockEvent,
     Event,
     Failed,
+    Finished,
+    Grammar,
     Limits,
     Request,
     Row,
@@ -28,7 +36,6 @@ from penstock.types import (
     Stats,
     StepPlan,
     StepResult,
-    Tokens,
 )
 
 PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requests wait for something
@@ -37,8 +44,8 @@ PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requ
 class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
     flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
-    `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, and with
-    `block_events` it is recorded what enters and leaves the prefix cache."""
+    `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, `adapters` are
+    those that requests may name, and with `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -52,6 +59,7 @@ class Engine:
         block_events: bool = False,
         classifier: ClassifierHead | None = None,
         dense: DenseHead | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.limits = limits
         self._backend = backend
@@ -59,6 +67,8 @@ class Engine:
         self._grammars = grammars
         self._classifier = classifier
         self._dense = dense
+        self._adapters = adapters
+        self._registering: list[tuple[RegisterAdapter, Reading[int]]] = []
         epoch = time.time_ns() if block_events else None
         self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
@@ -77,7 +87,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Returns whether there is nothing to compute and no event to return."""
-        return not (self._waiting_room or self._computing)
+        return not (self._waiting_room or self._computing or self._registering)
 
     @property
     def _computing(self) -> bool:
@@ -85,8 +95,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Takes a request in; raises InvalidRequest for one that could never be answered. Ids are the caller's and are
-        never used twice. A request with a grammar starts when that is compiled; if it cannot be, a step returns the
-        failure."""
+        never used twice. A request with a grammar or adapters starts when those are ready; if they cannot be, a step
+        returns the failure."""
         if not (self.limits.generates or request.pooling):
             raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
         if request.pooling == "classify" and self._classifier is None:
@@ -98,15 +108,13 @@ class Engine:
         grammar = request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
             _refuse_logprobs(request)
-        if grammar is None:
-            self._start(record)
-        elif grammar.kind == "free":
+        if grammar is not None and grammar.kind == "free":
             record.constrain(Constraint.free(grammar.thinking))
-            self._start(record)
-        elif self._grammars is None:
-            raise InvalidGrammar("structured output is unavailable: this engine was started without a tokenizer")
-        else:
-            self._compile(record, self._grammars)
+        try:
+            self._begin(record, self._needs(record))
+        except PenstockError:
+            self._release(record)
+            raise
 
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step returns the event. Unknown ids have ended already."""
@@ -123,6 +131,8 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
+        if self._registering:
+            self._register_ready()
         if self._waiting_room:
             self._start_ready()
         began = self._scheduler.now = time.perf_counter()
@@ -160,6 +170,8 @@ class Engine:
 
     def close(self) -> None:
         """Gives the backend's memory back."""
+        if self._adapters is not None:
+            self._adapters.close()
         self._backend.close()
 
     # -- starting ------------------------------------------------------------------------------------------------
@@ -172,25 +184,90 @@ class Engine:
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat
 
-    def _compile(self, record: RequestRecord, grammars: Grammars) -> None:
-        """Lets a request wait until its grammar is compiled."""
-        grammar = record.request.sampling.grammar
-        assert grammar is not None
-        compiling = grammars.compile(grammar)
-        need = Need("grammar", compiling, lambda: record.constrain(grammars.follow(compiling, grammar)))
+    def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
+        """Starts a request, or lets it wait for what it needs."""
+        if not needs:
+            self._start(record)
+            return
         self._records[record.request.id] = record
-        self._waiting_room.enter(record, need, time.perf_counter())
+        self._waiting_room.enter(record, needs, time.perf_counter())
+
+    def _needs(self, record: RequestRecord) -> list[Need]:
+        """Returns what a request needs before it can run, and has it prepared."""
+        needs, grammar = [], record.request.sampling.grammar
+        if grammar is not None and grammar.kind != "free":
+            needs.append(self._compile(record, grammar))
+        if uses := [use for use in record.request.adapters if use.scale]:
+            record.lease = self._with_adapters.hold(uses)
+            if record.lease.in_slot:
+                record.adapt()
+            else:
+                needs.insert(0, Need("adapter", record.lease, record.adapt))
+        return needs
+
+    def _compile(self, record: RequestRecord, grammar: Grammar) -> Need:
+        """Begins to compile a request's grammar."""
+        if self._grammars is None:
+            raise InvalidGrammar("structured output is unavailable: this engine was started without a tokenizer")
+        grammars, compiling = self._grammars, self._grammars.compile(grammar)
+        return Need("grammar", compiling, lambda: record.constrain(grammars.follow(compiling, grammar)))
 
     def _start_ready(self) -> None:
         """Starts the requests that have what they waited for. If there is nothing to compute, it waits a little."""
         if not self._computing:
             self._waiting_room.wait(PATIENCE)
-        for record, need in self._waiting_room.take_ready(time.perf_counter()):
+        if self._adapters is not None:
+            self._adapters.advance()
+        now = time.perf_counter()
+        for record, (need, *others) in self._waiting_room.take_ready(now):
             try:
                 need.deliver()
-                self._start(record)
+                self._begin(record, others)
             except PenstockError as error:
                 self._emit([Failed(record.request.id, error.code, error.message)])
+
+    def _release(self, record: RequestRecord) -> None:
+        """Gives back what a request that has ended has held."""
+        if record.lease is not None and self._adapters is not None:
+            self._adapters.release(record.lease)
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Returns the adapters that requests may name."""
+        return () if self._adapters is None else self._adapters.listed()
+
+    @property
+    def _with_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise NotSupported("this engine has no adapters")
+        return self._adapters
+
+    def control_adapters(self, message: AdapterMessage) -> None:
+        """Registers, unregisters or lists adapters; a step returns the answer. Raises what cannot be done at once."""
+        adapters = self._with_adapters
+        match message:
+            case RegisterAdapter():
+                reading = adapters.begin_registration(message.name, Path(message.path), message.scale)
+                self._registering.append((message, reading))
+            case UnregisterAdapter(id, name):
+                self._emit([AdapterList(id, (adapters.unregister(name),))])
+            case ListAdapters(id):
+                self._emit([AdapterList(id, adapters.listed())])
+
+    def _register_ready(self) -> None:
+        """Registers the adapters whose files were checked. If there is nothing to compute, it waits a little."""
+        if not self._computing:
+            self._registering[0][1].wait(PATIENCE)
+        for message, reading in [one for one in self._registering if one[1].ready]:
+            self._registering.remove((message, reading))
+            try:
+                rank = reading.result()
+                info = self._with_adapters.registered(message.name, Path(message.path), message.scale, rank)
+                self._emit([AdapterList(message.id, (info,))])
+            except PenstockError as error:
+                self._emit([Failed(message.id, error.code, error.message)])
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -250,9 +327,10 @@ class Engine:
     def _emit(self, events: list[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
-            if not isinstance(event, Tokens) and (record := self._records.pop(event.seq, None)):
+            if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
+                self._release(record)
                 event = record.complete(event)
             self._events.append(event)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.types import BlockEvent, Event, Failed, Request, Stats
@@ -30,7 +31,7 @@ class Close(NamedTuple):
     """Asks for the loop to end."""
 
 
-Message = Add | Abort | FlushCache | Close
+Message = Add | Abort | FlushCache | Close | AdapterMessage
 Send = Callable[[list[Event], Stats, list[BlockEvent]], None]
 
 
@@ -70,10 +71,14 @@ def _apply(engine: Engine, message: Message) -> list[Event]:
         engine.abort(message.id)
     if isinstance(message, FlushCache):
         engine.flush_cache()
-    if not isinstance(message, Add):
-        return []
+    id = 0
     try:
-        engine.add(message.request)
+        if isinstance(message, Add):
+            id = message.request.id
+            engine.add(message.request)
+        if isinstance(message, RegisterAdapter | UnregisterAdapter | ListAdapters):
+            id = message.id
+            engine.control_adapters(message)
     except PenstockError as error:
-        return [Failed(message.request.id, error.code, error.message)]
+        return [Failed(id, error.code, error.message)]
     return []

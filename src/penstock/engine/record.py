@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.core import Sequence
+from penstock.engine.adapters import AdapterLease
 from penstock.engine.grammar import Constraint
 from penstock.engine.sampling import Sampler
 from penstock.model.classifier import ClassifierHead, DenseHead
@@ -12,7 +13,7 @@ from penstock.types import Aborted, Event, Failed, Finished, Request
 class RequestRecord:
     """Belongs to one request: how its tokens are sampled, what constrains them, and what it had to wait for."""
 
-    __slots__ = ("classifier", "constraint", "dense", "request", "sampler", "waited")
+    __slots__ = ("classifier", "constraint", "dense", "lease", "request", "sampler", "waited")
 
     def __init__(
         self,
@@ -26,6 +27,7 @@ class RequestRecord:
         self.classifier = classifier if request.pooling == "classify" else None
         self.sampler = Sampler(request, vocab=vocab)
         self.constraint: Constraint | None = None
+        self.lease: AdapterLease | None = None  # of the adapters that it is computed with
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
 
     @property
@@ -39,6 +41,17 @@ class RequestRecord:
         self.request = self.request._replace(stop_ids=self.request.stop_ids | constraint.ends)
         self.constraint = constraint
         self.sampler = Sampler(self.request, constraint)
+
+    def adapt(self) -> None:
+        """Makes the request's KV its adapters' own, once they are in their slot; raises if they could not be."""
+        assert self.lease is not None
+        self.lease.check()
+        self.request = self.request._replace(salt=self.request.salt + self.lease.salt)
+
+    @property
+    def adapter_slot(self) -> int:
+        """Returns the slot of its adapters; -1 if it has none."""
+        return -1 if self.lease is None else self.lease.slot
 
     @property
     def pooling(self) -> str:

@@ -1,8 +1,8 @@
-"""Keeps requests that need something before they can run: a compiled grammar, for one. Others go on meanwhile."""
+"""Keeps requests that need something before they can run: a compiled grammar or an adapter. Others go on meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.engine.record import RequestRecord
@@ -28,10 +28,10 @@ class Need(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Says which request waits for what, and since when."""
+    """Says which request waits for what, one after the other, and since when."""
 
     record: RequestRecord
-    need: Need
+    needs: tuple[Need, ...]
     since: float
 
 
@@ -49,9 +49,9 @@ class WaitingRoom:
         """Returns whether the request with this id waits."""
         return id in self._waiting
 
-    def enter(self, record: RequestRecord, need: Need, now: float) -> None:
-        """Lets a request wait for what it needs."""
-        self._waiting[record.request.id] = Waiting(record, need, now)
+    def enter(self, record: RequestRecord, needs: Sequence[Need], now: float) -> None:
+        """Lets a request wait for what it needs: at least one thing."""
+        self._waiting[record.request.id] = Waiting(record, tuple(needs), now)
 
     def leave(self, id: int) -> None:
         """Lets a request go that does not wait any longer."""
@@ -59,11 +59,13 @@ class WaitingRoom:
 
     def wait(self, seconds: float) -> None:
         """Returns when the first request's need is ready, or after this many seconds."""
-        next(iter(self._waiting.values())).need.pending.wait(seconds)
+        next(iter(self._waiting.values())).needs[0].pending.wait(seconds)
 
-    def take_ready(self, now: float) -> Iterator[tuple[RequestRecord, Need]]:
-        """Yields the requests whose needs are ready, and notes in their records how long they have waited."""
-        for record, need, since in [waiting for waiting in self._waiting.values() if waiting.need.pending.ready]:
-            self.leave(record.request.id)
-            record.waited[need.reason] = now - since
-            yield record, need
+    def take_ready(self, now: float) -> Iterator[tuple[RequestRecord, tuple[Need, ...]]]:
+        """Yields the requests whose first need is ready, with all their needs, and notes in their records how long they
+        have waited for it."""
+        for record, needs, since in list(self._waiting.values()):
+            if needs[0].pending.ready:
+                self.leave(record.request.id)
+                record.waited[needs[0].reason] = now - since
+                yield record, needs

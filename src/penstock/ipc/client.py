@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from penstock.types import Event, Hello, Request, Stats
+from penstock.types import AdapterInfo, Event, Hello, Request, Stats
 
 
 class EngineClient(Protocol):
@@ -30,6 +30,10 @@ class EngineClient(Protocol):
     def stats(self) -> Stats:
         """Returns the engine's latest statistics. They arrive after every step and every message."""
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo]:
+        """Returns the adapters that requests may name, by name."""
+
     async def start(self) -> Hello: ...
 
     def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
@@ -41,6 +45,16 @@ class EngineClient(Protocol):
 
     def flush_cache(self) -> None:
         """Empties the prefix cache; running requests keep the blocks they hold."""
+
+    async def register_adapter(self, name: str, path: str, scale: float = 1.0) -> AdapterInfo:
+        """Lets requests name an adapter from now on; raises AdapterError if it does not fit the model or another has
+        the name."""
+
+    async def unregister_adapter(self, name: str) -> AdapterInfo:
+        """Forgets an adapter; raises AdapterNotFound if there is none by that name."""
+
+    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        """Returns all registered adapters."""
 
     def next_id(self) -> int: ...
 

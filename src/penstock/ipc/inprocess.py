@@ -73,6 +73,7 @@ class InProcessClient(RequestClient):
 
     def _welcome(self, hello: Hello, stats: Stats) -> None:
         self.hello, self.stats = hello, stats
+        self.adapters = {info.name: info for info in hello.adapters}
         self._opened.set_result(hello)
 
     def _refuse(self, error: Exception) -> None:

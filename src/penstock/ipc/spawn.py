@@ -6,15 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from penstock.config import Config
+from penstock.config import Config, parse_adapter
+from penstock.engine.adapter_messages import RegisterAdapter
 from penstock.engine.loop import Message
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import wire
 from penstock.ipc.launchers import Launcher, SpawnLauncher
 from penstock.ipc.process import EngineProcess
 from penstock.ipc.streams import RequestClient
-from penstock.types import Hello, Stats
+from penstock.types import AdapterInfo, Hello, Stats
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,12 @@ class ProcessClient(RequestClient):
             await asyncio.wait({self._keeper})
         await self._lose("the engine is closed")
 
+    async def unregister_adapter(self, name: str) -> AdapterInfo:
+        info = await super().unregister_adapter(name)
+        kept = tuple(text for text in self._config.adapter if parse_adapter(text).name != name)
+        self._config = replace(self._config, adapter=kept)  # an engine that is started again has forgotten it too
+        return info
+
     def _send(self, message: Message) -> None:
         if self._engine is None:
             raise EngineUnavailable(self.unavailable_reason)
@@ -62,6 +70,14 @@ class ProcessClient(RequestClient):
     async def _launch(self) -> None:
         self._engine = await EngineProcess.launch(self._launcher, self._config)
         self.hello = self._engine.hello
+        self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters
+
+    def _register_again(self) -> None:
+        """Tells an engine that was started again of the adapters that were registered while the one before ran."""
+        known = {info.name for info in self.hello.adapters} if self.hello else set()
+        for info in self.adapters.values():
+            if info.name not in known:
+                self._send(RegisterAdapter(self.next_id(), info.name, info.path, info.scale))
 
     async def _lose(self, reason: str) -> None:
         """Ends all requests in flight and refuses new ones for this reason: there is no engine from now on."""
@@ -95,6 +111,7 @@ class ProcessClient(RequestClient):
                 log.error("the engine could not be restarted: %s", reason)
             else:
                 self.restarts += 1
+                self._register_again()
                 return
         self.unavailable_reason = f"the engine failed {len(self._pauses) + 1} times in a row and is given up: {reason}"
         log.error("%s", self.unavailable_reason)

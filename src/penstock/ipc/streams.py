@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
+from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.loop import Abort, Add, FlushCache, Message
-from penstock.errors import EngineUnavailable
+from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import by_request
-from penstock.types import Event, Failed, Hello, Request, Stats, Tokens
+from penstock.types import AdapterInfo, AdapterList, Event, Failed, Hello, Request, Stats, Tokens
 
 
 class EventMailbox:
@@ -59,6 +60,19 @@ class RequestStreams:
             if self._boxes.pop(request.id, None) is not None:
                 send(Abort(request.id))
 
+    async def answer(self, message: AdapterMessage, send: Callable[[Message], None]) -> tuple[AdapterInfo, ...]:
+        """Sends a control message and returns its answer; raises the error that it was answered with."""
+        send(message)
+        box = self._boxes[message.id] = EventMailbox()
+        try:
+            (event,) = await box.get()
+        finally:
+            self._boxes.pop(message.id, None)
+        if isinstance(event, Failed):
+            raise error_of(event.code, event.message)
+        assert isinstance(event, AdapterList)
+        return event.adapters
+
     def deliver(self, events: Iterable[Event]) -> None:
         """Hands each request its share of a step. What belongs to a request that was left is dropped."""
         for id, share in by_request(events).items():
@@ -84,6 +98,7 @@ class RequestClient(ABC):
         self.unavailable_reason = "the engine has not been started"
         self._ids = itertools.count(1)
         self._streams = RequestStreams()
+        self.adapters: dict[str, AdapterInfo] = {}
 
     @property
     def in_flight(self) -> int:
@@ -99,6 +114,20 @@ class RequestClient(ABC):
 
     def flush_cache(self) -> None:
         self._send(FlushCache())
+
+    async def register_adapter(self, name: str, path: str, scale: float = 1.0) -> AdapterInfo:
+        message = RegisterAdapter(self.next_id(), name, path, scale)
+        (info,) = await self._streams.answer(message, self._send)
+        self.adapters[name] = info
+        return info
+
+    async def unregister_adapter(self, name: str) -> AdapterInfo:
+        (info,) = await self._streams.answer(UnregisterAdapter(self.next_id(), name), self._send)
+        self.adapters.pop(name, None)
+        return info
+
+    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        return await self._streams.answer(ListAdapters(self.next_id()), self._send)
 
     def next_id(self) -> int:
         return next(self._ids)

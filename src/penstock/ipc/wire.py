@@ -8,9 +8,11 @@ from itertools import chain
 
 import msgspec
 
+from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.types import (
     Aborted,
+    AdapterList,
     BlockEvent,
     BlockRemoved,
     BlockStored,
@@ -25,11 +27,14 @@ from penstock.types import (
 
 
 class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Carries a client's message: Add, Abort or FlushCache, or Close if no field is set."""
+    """Carries a client's message: the one whose field is set, or Close if none is."""
 
     add: Request | None = None
     abort: int | None = None
     flush: bool = False
+    register: RegisterAdapter | None = None
+    unregister: UnregisterAdapter | None = None
+    list_adapters: ListAdapters | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -55,9 +60,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failed: list[Failed] = []
     stored: list[BlockStored] = []  # blocks of the prefix cache, if the engine records them
     removed: list[BlockRemoved] = []
+    adapters: list[AdapterList] = []  # answers to control messages
 
     def events(self) -> Iterator[Event]:
-        return chain(self.tokens, self.finished, self.aborted, self.failed)
+        return chain(self.tokens, self.finished, self.aborted, self.failed, self.adapters)
 
     def block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache, in the order in which it happened."""
@@ -79,6 +85,12 @@ def encode_message(message: Message) -> bytes:
             return _encoder.encode(ClientMessage(abort=id))
         case FlushCache():
             return _encoder.encode(ClientMessage(flush=True))
+        case RegisterAdapter():
+            return _encoder.encode(ClientMessage(register=message))
+        case UnregisterAdapter():
+            return _encoder.encode(ClientMessage(unregister=message))
+        case ListAdapters():
+            return _encoder.encode(ClientMessage(list_adapters=message))
         case Close():
             return _encoder.encode(ClientMessage())
 
@@ -89,6 +101,8 @@ def decode_message(data: bytes) -> Message:
         return Add(message.add)
     if message.flush:
         return FlushCache()
+    if about_adapters := message.register or message.unregister or message.list_adapters:
+        return about_adapters
     return Close() if message.abort is None else Abort(message.abort)
 
 
@@ -109,4 +123,5 @@ def step(events: list[Event], stats: Stats, blocks: Sequence[BlockEvent] = ()) -
         [event for event in events if isinstance(event, Failed)],
         [event for event in blocks if isinstance(event, BlockStored)],
         [event for event in blocks if isinstance(event, BlockRemoved)],
+        [event for event in events if isinstance(event, AdapterList)],
     )

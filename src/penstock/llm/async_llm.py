@@ -13,6 +13,7 @@ from penstock.errors import InvalidRequest, PenstockError
 from penstock.ipc.spawn import ProcessClient
 from penstock.llm.engine_options import read_options
 from penstock.llm.llm import modelfile_sampling
+from penstock.llm.lora import LoraLike, LoRARequest, several, use_of
 from penstock.llm.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, RequestOutputKind
 from penstock.llm.pending import PendingChoice, PendingOutput
 from penstock.llm.requests import PromptLike, RequestMaker
@@ -20,7 +21,7 @@ from penstock.llm.tokenizer import ModelTokenizer
 from penstock.model.load import load_text
 from penstock.store import DEFAULT, fetch
 from penstock.text import check_dimensions, embedding
-from penstock.types import SamplingParams
+from penstock.types import AdapterUse, SamplingParams
 
 
 class AsyncEngineArgs:
@@ -61,15 +62,31 @@ class AsyncLLM:
         await self._started()
 
     async def generate(
-        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoraLike = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the answer as it grows: all of it so far each time, or what `sampling_params.output_kind` asks for.
-        Leaving the generator early, or cancelling its task, aborts the request."""
+        Leaving the generator early, or cancelling its task, aborts the request. `lora_request` names its adapters."""
         make = await self._started()
-        pending = make.generation(make.prompt(prompt), sampling_params, request_id or "")
+        uses = await self._uses(lora_request)
+        pending = make.generation(make.prompt(prompt), sampling_params, request_id or "", uses)
         async with aclosing(self._outputs(pending)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def _uses(self, lora_request: LoraLike) -> list[AdapterUse]:
+        """Returns the adapters of a prompt. Those that come with a path are registered."""
+        given = several(lora_request)
+        for one in given:
+            if isinstance(one, LoRARequest) and one.lora_path:
+                known = self._client.adapters.get(one.lora_name)
+                if known is None or known.path != one.lora_path:
+                    await self._client.register_adapter(one.lora_name, one.lora_path)
+        return [use_of(one) for one in given]
 
     async def embed(
         self, prompt: PromptLike, *, pooling: str | None = None, dimensions: int | None = None

@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 from penstock.config import QUANTIZATIONS, log_to_stderr
 
-RENAMED = {"max_model_len": "max_len", "max_num_seqs": "max_rows", "max_num_batched_tokens": "step_tokens"}
+RENAMED = {
+    "max_model_len": "max_len",
+    "max_num_seqs": "max_rows",
+    "max_num_batched_tokens": "step_tokens",
+    "max_loras": "max_adapters",
+}
 KV_FORMATS = {"fp8_e4m3": "fp8", "bfloat16": "auto", "float16": "auto", "half": "auto"}
 ANY: tuple[object, ...] = ()
 
@@ -32,15 +37,17 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "trust_remote_code": ANY,  # no code of a model is ever run
     "dtype": ("auto",),
     "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
+    "enable_lora": ANY,  # adapters are always enabled, and may have any rank
+    "max_cpu_loras": ANY,
+    "max_lora_rank": ANY,
 }
 IGNORED = """
     additional_config allowed_local_media_path async_scheduling attention_backend attention_config calculate_kv_scales
     code_revision compilation_config config_format cpu_offload_gb cuda_graph_sizes disable_cascade_attn
     disable_sliding_window distributed_executor_backend download_dir enable_prompt_embeds enable_sleep_mode
     gpu_memory_utilization guided_decoding_backend hf_config_path hf_overrides hf_token ignore_patterns
-    kv_cache_memory_bytes kv_transfer_config limit_mm_per_prompt logits_processors logprobs_mode max_cpu_loras
-    max_logprobs max_lora_rank max_loras max_num_partial_prefills max_seq_len_to_capture mm_processor_cache_gb
+    kv_cache_memory_bytes kv_transfer_config limit_mm_per_prompt logits_processors logprobs_mode
+    max_logprobs max_num_partial_prefills max_seq_len_to_capture mm_processor_cache_gb
     mm_processor_kwargs model_impl num_gpu_blocks_override num_lookahead_slots num_scheduler_steps pooler_config
     preemption_mode prefix_caching_hash_algo quantization reasoning_parser revision rope_scaling rope_theta
     scheduling_policy skip_tokenizer_init speculative_config speculative_model structured_outputs_config swap_space
@@ -69,6 +76,8 @@ def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_
                 engine["quantize"] = value
             elif name in IGNORED or (NO_EFFECT[name] and value not in NO_EFFECT[name]):
                 ignored.append(name)
+        elif name == "adapters":
+            engine["adapter"] = tuple(adapter_text(adapter, place) for adapter, place in value.items())
         elif name == "kv_cache_dtype":
             engine["kv"] = KV_FORMATS.get(value, value)
         else:
@@ -76,3 +85,9 @@ def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_
     if ignored:
         warn(f"warning: options of vLLM without effect here: {', '.join(sorted(ignored))}")
     return LLMOptions(engine, seed, sampling)
+
+
+def adapter_text(name: str, place: Any) -> str:
+    """Returns an entry of `adapters`, {name: path} or {name: (path, scale)}, as the engine's option has it."""
+    path, scale = place if isinstance(place, tuple) else (place, 1.0)
+    return f"{name}={path}:{scale!r}"

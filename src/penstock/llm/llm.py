@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from penstock.config import configure
+from penstock.config import configure, parse_adapter
+from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.build import build_engine, open_configured
 from penstock.engine.loop import FlushCache
 from penstock.errors import InvalidRequest
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.beams import BeamSearchOutput, BeamSearchParams, search_beams
 from penstock.llm.engine_options import read_options
+from penstock.llm.lora import LoraArgument, LoraLike, LoRARequest, lora_list, use_of
 from penstock.llm.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -44,7 +46,7 @@ from penstock.text.embedding import state_of
 from penstock.text.pairs import check_labels, check_scores, cosine, scores
 from penstock.text.sampling_defaults import defaults_in_modelfile
 from penstock.text.tools import MessageDict
-from penstock.types import SamplingParams
+from penstock.types import AdapterInfo, AdapterUse, SamplingParams
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -66,6 +68,7 @@ class LLM:
         engine = InProcessEngine(lambda: build_engine(config, checkpoint), config.name)
         limits = engine.open().limits
         self._engine = SharedEngine(engine)
+        self._adapters = {name: path for name, path, _ in map(parse_adapter, config.adapter)}
         try:
             sampling = {**modelfile_sampling(str(model)), **read.sampling}
             self._maker = RequestMaker(text().with_sampling(sampling), limits, itertools.count(1).__next__, read.seed)
@@ -74,14 +77,24 @@ class LLM:
             raise
 
     def generate(
-        self, prompts: Prompts, sampling_params: Params = None, *, use_tqdm: ShowProgress = True
+        self,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        *,
+        use_tqdm: ShowProgress = True,
+        lora_request: LoraArgument = None,
     ) -> list[RequestOutput]:
         """Continues each prompt: a text, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids`; one
-        of them, or a list of any. Without `sampling_params`, the model's own defaults apply."""
+        of them, or a list of any. Without `sampling_params`, the model's own defaults apply. `lora_request` names the
+        adapters of all prompts, or is a list with those of each."""
         given = prompt_list(prompts)
         params = params_list(sampling_params, len(given))
+        adapters = self._uses(lora_request, len(given))
         make = self._maker
-        pending = [make.generation(make.prompt(each), how) for each, how in zip(given, params, strict=True)]
+        pending = [
+            make.generation(make.prompt(each), how, adapters=uses)
+            for each, how, uses in zip(given, params, adapters, strict=True)
+        ]
         self._complete(pending, use_tqdm)
         return [each.output() for each in pending]
 
@@ -96,29 +109,37 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoraArgument = None,
     ) -> list[RequestOutput]:
         """Returns the assistant's next message in each conversation: one list of messages, or a list of such lists.
         `tools` and `chat_template_kwargs` go to the chat template."""
         given = conversation_list(messages)
         params = params_list(sampling_params, len(given))
+        adapters = self._uses(lora_request, len(given))
         options = ChatOptions(
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs or {}
         )
         make = self._maker
         pending = [
-            make.generation(make.chat_prompt(each, options), how) for each, how in zip(given, params, strict=True)
+            make.generation(make.chat_prompt(each, options), how, adapters=uses)
+            for each, how, uses in zip(given, params, adapters, strict=True)
         ]
         self._complete(pending, use_tqdm)
         return [each.output() for each in pending]
 
     def stream(
-        self, prompt: PromptLike | Conversation, sampling_params: SamplingParams | None = None
+        self,
+        prompt: PromptLike | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoraLike = None,
     ) -> CompletionStream:
         """Does what `generate` does, or `chat` when given messages, and returns the text as it comes."""
         make = self._maker
         is_chat = not isinstance(prompt, str | Mapping) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         read = make.chat_prompt(prompt, ChatOptions()) if is_chat else make.prompt(prompt)  # type: ignore[arg-type]
-        pending = make.generation(read, sampling_params)
+        (uses,) = self._uses(lora_request, 1)
+        pending = make.generation(read, sampling_params, adapters=uses)
         if len(pending.choices) > 1:
             raise InvalidRequest("a stream has one answer: leave out n and best_of, or use generate", param="n")
         self._engine.submit(pending.choices)
@@ -132,6 +153,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         pooling: str | None = None,
         dimensions: int | None = None,
+        lora_request: LoraArgument = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Returns the embedding of each prompt, as `.outputs.embedding` (a list) and `.outputs.vector` (an array).
 
@@ -139,7 +161,7 @@ class LLM:
         "mean" (of all tokens), "last" (token) or "cls" (the first token); None takes the model's own. `dimensions`
         keeps that many leading values."""
         check_dimensions(dimensions, self._maker.limits.dim)
-        pending = self._pool(prompts, pooling, truncate_prompt_tokens, use_tqdm)
+        pending = self._pool(prompts, pooling, truncate_prompt_tokens, use_tqdm, lora_request)
         return [_pooled(each, EmbeddingOutput(embedding(each.choices[0].pooled, dimensions))) for each in pending]
 
     def encode(
@@ -205,10 +227,49 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _uses(self, lora_request: LoraArgument, count: int) -> list[tuple[AdapterUse, ...]]:
+        """Returns the adapters of each of `count` prompts. Those that come with a path are registered."""
+        given = lora_list(lora_request, count)
+        for one in dict.fromkeys(one for several in given for one in several):
+            if isinstance(one, LoRARequest) and one.lora_path and self._adapters.get(one.lora_name) != one.lora_path:
+                self.register_adapter(one.lora_name, one.lora_path)
+        return [tuple(map(use_of, several)) for several in given]
+
+    def register_adapter(self, name: str, path: str | Path, scale: float = 1.0) -> AdapterInfo:
+        """Lets calls name an adapter (LoRA): a PEFT folder or a GGUF file. Raises AdapterError if it does not fit the
+        model or another has the name."""
+        (info,) = self._engine.ask(RegisterAdapter(self._maker.next_id(), name, str(path), scale))
+        self._adapters[name] = str(path)
+        return info
+
+    def unregister_adapter(self, name: str) -> AdapterInfo:
+        """Forgets an adapter; raises AdapterNotFound if there is none by that name."""
+        (info,) = self._engine.ask(UnregisterAdapter(self._maker.next_id(), name))
+        self._adapters.pop(name, None)
+        return info
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Returns the names of the adapters that calls may name."""
+        return tuple(self._adapters)
+
+    def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        """Returns all registered adapters."""
+        return self._engine.ask(ListAdapters(self._maker.next_id()))
+
     def _pool(
-        self, prompts: Prompts, pooling: str | None, truncate: int | None, use_tqdm: ShowProgress
+        self,
+        prompts: Prompts,
+        pooling: str | None,
+        truncate: int | None,
+        use_tqdm: ShowProgress,
+        lora_request: LoraArgument = None,
     ) -> list[PendingOutput]:
-        pending = [self._maker.pooling(each, pooling, truncate) for each in prompt_list(prompts)]
+        given = prompt_list(prompts)
+        adapters = self._uses(lora_request, len(given))
+        pending = [
+            self._maker.pooling(each, pooling, truncate, uses) for each, uses in zip(given, adapters, strict=True)
+        ]
         self._complete(pending, use_tqdm)
         return pending
 

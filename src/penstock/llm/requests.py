@@ -16,7 +16,7 @@ from penstock.text.continuation import continue_last
 from penstock.text.embedding import pooling_of
 from penstock.text.pairs import PairPrompts, classify_request
 from penstock.text.tools import MessageDict
-from penstock.types import Limits, SamplingParams
+from penstock.types import AdapterUse, Limits, SamplingParams
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
@@ -85,7 +85,9 @@ class RequestMaker:
             rendered = continue_last(rendered, str(with_plain_content(messages[-1])["content"] or ""))
         return Prompt(text.encode_prompt(rendered), rendered, continuing=continues)
 
-    def generation(self, prompt: Prompt, params: SamplingParams | None, id: str = "") -> PendingOutput:
+    def generation(
+        self, prompt: Prompt, params: SamplingParams | None, id: str = "", adapters: Sequence[AdapterUse] = ()
+    ) -> PendingOutput:
         """Returns the choices to generate for a prompt, each with its own seed. As in vLLM, an answer ends where the
         context does, whatever its max_tokens."""
         self.check_answers()
@@ -100,14 +102,18 @@ class RequestMaker:
         for choice in range(count):
             sampling = replace(params, seed=seed + choice, logprobs=scored, max_tokens=most)
             request = make_request(self.next_id(), tokens, sampling, self.text.tokenizer, self.limits.max_len)
+            request = request._replace(adapters=tuple(adapters))
             choices.append(PendingChoice(request, self._stream(params, continuing=prompt.continuing)))
         return PendingOutput(id or str(choices[0].request.id), prompt.text, params, self.text.tokenizer, choices)
 
-    def pooling(self, given: Any, pooling: str | None, truncate: int | None = None) -> PendingOutput:
+    def pooling(
+        self, given: Any, pooling: str | None, truncate: int | None = None, adapters: Sequence[AdapterUse] = ()
+    ) -> PendingOutput:
         """Returns the request for the pooled hidden states of a prompt."""
         kind, prompt = pooling_of(pooling, self.limits), self.prompt(given, self.text.encode_whole)
         tokens = prompt.tokens[:truncate]
         request = embedding_request(self.next_id(), tokens, self.limits.max_len, kind, param="prompt")
+        request = request._replace(adapters=tuple(adapters))
         choice = PendingChoice(request, TextStream(self.text.tokenizer))
         return PendingOutput(str(request.id), prompt.text, request.sampling, self.text.tokenizer, [choice])
 

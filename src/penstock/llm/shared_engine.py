@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from penstock.engine.adapter_messages import AdapterMessage
 from penstock.engine.loop import Abort, Add
-from penstock.errors import EngineUnavailable
+from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.pending import PendingChoice
+from penstock.types import AdapterInfo, AdapterList, Event, Failed
 
 
 class SharedEngine:
@@ -21,6 +23,7 @@ class SharedEngine:
     def __init__(self, engine: InProcessEngine) -> None:
         self.inner = engine
         self.pending: dict[int, PendingChoice] = {}
+        self._answers: dict[int, Event | None] = {}  # to control messages, by their ids
         self._turn = threading.Condition()
         self._stepping = False
         self._closed = False
@@ -59,6 +62,21 @@ class SharedEngine:
                     self._stepping = False
                     self._turn.notify_all()
 
+    def ask(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
+        """Sends a control message and returns its answer; raises the error that it was answered with."""
+        self._check_open()
+        self._answers[message.id] = None
+        self.inner.send(message)
+        try:
+            while (event := self._answers[message.id]) is None:
+                self.advance()
+        finally:
+            del self._answers[message.id]
+        if isinstance(event, Failed):
+            raise error_of(event.code, event.message)
+        assert isinstance(event, AdapterList)
+        return event.adapters
+
     def abandon(self, choices: Iterable[PendingChoice]) -> None:
         """Aborts those that have not ended."""
         for choice in choices:
@@ -81,6 +99,8 @@ class SharedEngine:
 
     def _step(self) -> None:
         for id, events in self.inner.step().items():
+            if id in self._answers:
+                self._answers[id] = events[-1]
             if choice := self.pending.get(id):
                 choice.add(events)
                 if choice.finish_reason:

@@ -27,6 +27,7 @@ from penstock.model.config_fields import CHANGING, NEUTRAL
 from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards
+from penstock.model.low_rank import Placement
 from penstock.model.open_files import read_json
 from penstock.model.registry import CLASSIFIERS, WITHOUT_HEAD, PackedModel, family, family_of_gguf, family_of_hf
 from penstock.model.roles import BIAS, Role
@@ -93,10 +94,15 @@ def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = Fals
 
 def load_model(checkpoint: Checkpoint, backend: Packs) -> PackedModel:
     """Builds the model with weights that the backend packs."""
+    return load_placed(checkpoint, backend)[0]
+
+
+def load_placed(checkpoint: Checkpoint, backend: Packs) -> tuple[PackedModel, Sequence[Placement]]:
+    """Builds the model with weights that the backend packs; returns which tensors each of them is made of, too."""
     pack = Packer(checkpoint.tensors, backend)
     model = family(checkpoint.spec.arch).build(checkpoint.spec, pack)
     pack.check_all_used()
-    return model
+    return model, pack.placements
 
 
 def load_text(path: Path, changes: Sequence[str] = ()) -> Text:

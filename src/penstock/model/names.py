@@ -35,11 +35,11 @@ class Naming(NamedTuple):
 
     def of_file(self, tensors: Mapping[str, Tensor]) -> Naming:
         """Returns this naming as it is for a file with these tensors."""
+        if not self.renamed:
+            return self
         found = {match[2].rpartition(".")[0] for name in tensors if (match := self.layer.fullmatch(name))}
-        others = {
-            theirs: ours for part, parts in self.renamed.items() if part in found for theirs, ours in parts.items()
-        }
-        return self._replace(parts={**self.parts, **others}) if others else self
+        changes = [parts for part, parts in self.renamed.items() if part in found]
+        return self._replace(parts={theirs: ours for parts in (self.parts, *changes) for theirs, ours in parts.items()})
 
 
 class Identity(NamedTuple):

@@ -9,7 +9,7 @@ Symbols: T tokens in the step, S of them whose logits are wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
@@ -19,12 +19,25 @@ Vectors = Mapping[str, Weight]  # by the names that a spec gives them
 Precision = Literal["activation", "float32"]  # the type that a backend keeps activations in, or float32
 
 
+V = TypeVar("V")
+
+
+class DeltaInputs(NamedTuple, Generic[V]):
+    """Holds what a gated delta net takes of each token. A value may be wider: q, k, v and beta are its first columns, z
+    and alpha its last, so that one product can make two of them."""
+
+    qkv: V  # [T, q + k + v]
+    z: V  # [T, v], gates the output
+    beta: V  # [T, v_heads], how much a value is learned
+    alpha: V  # [T, decay_width], how fast a state decays
+
+
 class DeltaWeights(NamedTuple):
     """Holds the vectors of a gated delta net."""
 
     conv: Weight  # [q + k + v, conv_width], the factor of the token itself last
     decay: Weight  # [v_heads], below 0
-    dt_bias: Weight  # [v_heads]
+    dt_bias: Weight  # [decay_width]
     gain: Weight  # [v_dim]
 
 
@@ -62,9 +75,6 @@ class ExpertWeights(NamedTuple):
     scale: Weight | None = None  # [count], what the weight of each expert is multiplied by
 
 
-V = TypeVar("V")
-
-
 class Ops(Protocol[V]):
     def embed(self, table: Weight, partial: bool = False) -> V:
         """Returns the table's rows for the step's tokens: [T, dim]. If it is `partial`, tokens beyond its last row take
@@ -100,10 +110,19 @@ class Ops(Protocol[V]):
         every token over its own sequence: [T, q + k + v] -> [T, q]. `vectors` are those that `spec.vectors` names. With
         `spec.shares_kv` qkv is q alone, and the cache is only read: an op before has written this step's tokens."""
 
-    def attend_mla(self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float) -> V:
+    def attend_mla(
+        self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float, selected: V | None = None
+    ) -> V:
         """Attends with one KV head whose values are the last v_dim dimensions of its keys (MLA). Applies rms_norm and
         gain to those dimensions of kv, rotates the dimensions before them in q and kv, writes kv to the paged cache of
-        `layer`, then attends causally: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]."""
+        `layer`, then attends causally: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]. With `selected`,
+        what `select_positions` returned, a token attends to those positions alone."""
+
+    def select_positions(self, layer: int, q: V, k: V, weights: V, spec: AttentionSpec) -> V:
+        """Selects the positions that each token attends to, as `spec.index` describes: [T, heads * head_dim],
+        [T, head_dim], [T, heads] of the index -> [T, top_k] positions, ascending, in float32. Rotates q and k and
+        writes k beside the KV of `layer`. A token that sees at most top_k positions selects all of them; what is behind
+        those in its row is undefined."""
 
     def act_and_mul(self, x: V, act: str) -> V:
         """Returns act(left half) * right half: [T, 2 * hidden] -> [T, hidden]; act is "silu", "gelu" or "gelu_tanh"."""
@@ -164,14 +183,15 @@ class Ops(Protocol[V]):
         * min(left, 7)) * (1 + right, clamped to between -7 and 7). Experts that are not gated have the acts of
         `activate`."""
 
-    def delta_net(self, layer: int, qkvz: V, ba: V, weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
-        """Applies the gated delta rule: [T, q + k + v + z], [T, b + a] -> [T, v].
+    def delta_net(self, layer: int, x: DeltaInputs[V], weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
+        """Applies the gated delta rule to each token: -> [T, v].
 
         q, k and v pass a causal convolution and silu. Each head's q and k are scaled to length 1, and q is divided by
-        the root of k_dim. Then, token by token, each value head updates its state M: M *= e^(decay * softplus(a +
-        dt_bias)); M += k (sigmoid(b) * (v - k M)); o = q M. The result is rms_norm(o) * gain * silu(z), normed in each
-        head. M and the last inputs of the convolution are the state of the sequence's slot, which is zero at position 0
-        (Batch.moves describes the other cases)."""
+        the root of k_dim. Then, token by token, each value head updates its state M [k_dim, v_dim]: M *= e^(decay *
+        softplus(alpha + dt_bias)), with one alpha for a head or for each row of M; M += k (sigmoid(beta) * (v - k M));
+        o = q M. The result is rms_norm(o) * gain * gate(z), normed in each head. M and the last inputs of the
+        convolution are the state of the sequence's slot, which is zero at position 0 (Batch.moves describes the other
+        cases)."""
 
     def causal_conv(self, layer: int, x: V, weights: ConvWeights, spec: ConvSpec) -> V:
         """Convolves each channel with the last tokens of its sequence, and adds the bias: [T, *] -> [T, width].

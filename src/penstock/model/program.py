@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.model.ops import (
     ConvWeights,
+    DeltaInputs,
     DeltaWeights,
     ExpertWeights,
     Mamba2Weights,
@@ -171,9 +172,24 @@ class Recorder:
     def attend(self, layer: int, qkv: Value, spec: AttentionSpec, vectors: Vectors) -> Value:
         return self._add("attend", (qkv,), self._value("T", spec.q_width), layer=layer, spec=spec, vectors=vectors)
 
-    def attend_mla(self, layer: int, q: Value, kv: Value, gain: Weight, spec: AttentionSpec, eps: float) -> Value:
+    def attend_mla(
+        self,
+        layer: int,
+        q: Value,
+        kv: Value,
+        gain: Weight,
+        spec: AttentionSpec,
+        eps: float,
+        selected: Value | None = None,
+    ) -> Value:
         out = self._value("T", spec.heads * spec.v_dim)
-        return self._add("attend_mla", (q, kv), out, layer=layer, gain=gain, spec=spec, eps=eps)
+        inputs = (q, kv) if selected is None else (q, kv, selected)
+        return self._add("attend_mla", inputs, out, layer=layer, gain=gain, spec=spec, eps=eps)
+
+    def select_positions(self, layer: int, q: Value, k: Value, weights: Value, spec: AttentionSpec) -> Value:
+        assert spec.index is not None
+        out = self._value("T", spec.index.top_k, "float32")
+        return self._add("select_positions", (q, k, weights), out, layer=layer, spec=spec)
 
     def act_and_mul(self, x: Value, act: str) -> Value:
         return self._add("act_and_mul", (x,), self._value(x.symbol, x.width // 2), act=act)
@@ -227,11 +243,9 @@ class Recorder:
     def moe(self, x: Value, router_logits: Value, experts: ExpertWeights, spec: ExpertSpec) -> Value:
         return self._add("moe", (x, router_logits), self._value("T", x.width), experts=experts, spec=spec)
 
-    def delta_net(
-        self, layer: int, qkvz: Value, ba: Value, weights: DeltaWeights, spec: DeltaSpec, eps: float
-    ) -> Value:
+    def delta_net(self, layer: int, x: DeltaInputs[Value], weights: DeltaWeights, spec: DeltaSpec, eps: float) -> Value:
         out = self._value("T", spec.v_width)
-        return self._add("delta_net", (qkvz, ba), out, layer=layer, weights=weights, spec=spec, eps=eps)
+        return self._add("delta_net", tuple(x), out, layer=layer, weights=weights, spec=spec, eps=eps)
 
     def causal_conv(self, layer: int, x: Value, weights: ConvWeights, spec: ConvSpec) -> Value:
         return self._add("causal_conv", (x,), self._value("T", spec.width), layer=layer, weights=weights, spec=spec)

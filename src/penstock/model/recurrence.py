@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.errors import MalformedFile, UnsupportedModel
 
@@ -38,6 +38,8 @@ class DeltaSpec:
     v_dim: int
     conv_width: int  # positions that the convolution before it sees, its own included
     tiled: bool = False  # value head h has key head h % k_heads; else neighbours share one
+    channel_decay: bool = False  # each row of a head's state decays by a gate of its own; else all by one
+    gate: Literal["silu", "sigmoid"] = "silu"  # what the output is multiplied by, of z
 
     @property
     def k_width(self) -> int:
@@ -55,6 +57,11 @@ class DeltaSpec:
         return 2 * self.k_width + self.v_width
 
     @property
+    def decay_width(self) -> int:
+        """Returns how many gates decide how fast the states of all heads decay."""
+        return self.v_heads * (self.k_dim if self.channel_decay else 1)
+
+    @property
     def state_floats(self) -> int:
         """Returns the size of a sequence's state in a layer: the heads' states and the last inputs of the
         convolution."""
@@ -63,7 +70,7 @@ class DeltaSpec:
     @property
     def workspace(self) -> int:
         """Returns how many activations a token takes on a GPU while the delta net computes; some are of 32 bits."""
-        return 3 * self.width + 4 * self.v_width
+        return 3 * self.width + 4 * self.v_width + self.decay_width
 
     def check(self) -> None:
         """Raises if no backend computes such sizes."""
@@ -94,6 +101,8 @@ class ConvSpec:
 
     def check(self) -> None:
         """Raises if no backend computes such sizes."""
+        if self.conv_width < 2:
+            raise UnsupportedModel("the convolution covers 1 position, so it has no state; supported: 2 or more")
         check_convolution(self.conv_width)
 
 

@@ -21,6 +21,7 @@ class Role(Enum):
     ATTENTION_OUT = "attention projection out"
     MLA_KV_B = "MLA kv_b, keys and values of all heads"
     MLA_HEADS = "MLA matrix for each head"
+    INDEX = "index of sparse attention"
     MLP_IN = "MLP in"
     MLP_OUT = "MLP out"
     EXPERT_IN = "expert in"
@@ -48,7 +49,7 @@ class Role(Enum):
     LAUREL = "low-rank product beside attention"
     SCALE = "factor of each value, or of a layer"
     ROUTER_BIAS = "bias of the choice of experts"
-    HEAD_PARAMETER = "one number for each head"
+    HEAD_PARAMETER = "a few numbers for each head"
 
 
 EXPERTS = frozenset((Role.EXPERT_IN, Role.EXPERT_OUT))
@@ -62,6 +63,7 @@ _PARTS = {
     Role.HEAD: ("head",),
     Role.EMBEDDING_PROJECTION: ("project_in", "project_out"),
     Role.ATTENTION_IN: ("q", "k", "v", "qkv", "grouped_qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
+    Role.INDEX: ("index_q", "index_k", "index_weights"),
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
     Role.MLA_HEADS: ("k_b", "v_b"),
@@ -75,9 +77,9 @@ _PARTS = {
     Role.EXPERT_OUT: ("experts.down", "experts.*.down", "experts.down_transposed", "experts.down_either"),
     Role.ROUTER: ("router",),
     Role.SHARED_EXPERT_GATE: ("shared.router",),
-    Role.DELTA_IN: ("delta_qkvz", "delta_qkv", "delta_z"),
+    Role.DELTA_IN: ("delta_qkvz", "delta_qkv", "delta_z", "delta_z_in", "delta_z_out"),
     Role.DELTA_OUT: ("delta_o",),
-    Role.DELTA_GATES: ("delta_ba", "delta_b", "delta_a"),
+    Role.DELTA_GATES: ("delta_ba", "delta_b", "delta_a", "delta_a_in", "delta_a_out"),
     Role.DELTA_NORM: ("delta_norm",),
     Role.CONV_IN: ("conv_in",),
     Role.CONV_OUT: ("conv_o",),
@@ -85,10 +87,10 @@ _PARTS = {
     Role.SSM_OUT: ("ssm_out",),
     Role.SSM_STEP: ("ssm_x", "ssm_dt"),
     Role.SSM_NORM: ("ssm_norm",),
-    Role.CONV: ("conv",),
+    Role.CONV: ("conv", "conv_q", "conv_k", "conv_v"),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
-        *("q_norm", "k_norm", "kv_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
+        *("q_norm", "k_norm", "kv_norm", "index_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
         *("per_layer_norm", "after_per_layer_norm", "laurel_norm", "stream_router_norm"),
         *("experts_norm", "after_dense_norm", "after_experts_norm"),
     ),

@@ -19,11 +19,25 @@ class RopeSpec:
     scale: float = 1.0
 
 
-ATTENTION_VECTORS = ("sinks", "q_gain")  # options of attention that come with a vector of that name
+ATTENTION_VECTORS = ("sinks", "q_gain", "distance_bias")  # options of attention that come with a vector of that name
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
-COMPUTED_AROUND = (  # kernels get the results, or other ops compute them
-    *("rope", "multiplier", "qk_norm", "v_norm", "v_is_k", "output_gate"),
+COMPUTED_AROUND = (  # results, or computed by other ops
+    *("rope", "multiplier", "qk_norm", "v_norm", "v_is_k", "output_gate", "index"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """Describes the index of sparse attention (DeepSeek Sparse Attention, DSA): which positions a token attends to.
+
+    Each token leaves one index key. The score of a position is the sum over heads of weight * relu(query . key), and
+    the `top_k` positions with the highest scores are selected, the first of equal ones."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+    rope: RopeSpec  # rotates the first dimensions of queries and keys
+    shared: bool = False  # nothing is scored: the layer attends to what the last layer before it selected
 
 
 # How q and k are normed: not at all; by an RMS norm per head, per head without a gain, or over all heads at once; by a
@@ -50,10 +64,12 @@ class AttentionSpec:
     sinks: bool = False  # each head has a logit that takes part in the softmax and contributes no value
     q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
+    distance_bias: int = 0  # above 0: a head's scores get a bias by distance, the same for all beyond so many positions
     output_gate: bool = False  # q projects to a gate, too: the output is multiplied by its sigmoid
     v_norm: bool = False  # each head's values are normed, without a gain; only where q and k are normed per head
     v_is_k: bool = False  # values are projected as keys are; they differ after norms and RoPE
     shares_kv: bool = False  # the layer has queries alone, and reads the keys and values that another layer wrote
+    index: IndexSpec | None = None  # with MLA: selects the positions that are attended to; None: all are
 
     @property
     def scale(self) -> float:
@@ -82,14 +98,20 @@ class AttentionSpec:
 
     @property
     def kv_values(self) -> int:
-        """Returns how many values one token takes in a layer of the KV cache."""
-        return self.kv_width if self.v_dim else 2 * self.kv_width
+        """Returns how many values one token takes in a layer of the KV cache, with its index key."""
+        return (self.kv_width if self.v_dim else 2 * self.kv_width) + self.index_dim
+
+    @property
+    def index_dim(self) -> int:
+        """Returns how many values an index key has; 0: the layer keeps none."""
+        return self.index.head_dim if self.index and not self.index.shared else 0
 
     @property
     def vectors(self) -> dict[str, int]:
         """Returns the vectors that `attend` takes besides qkv, with their sizes. A layer's checkpoint has a tensor with
         each name."""
-        sizes = {"sinks": self.heads, "q_gain": self.head_dim}
+        biases = self.heads * (2 * self.distance_bias + 1)  # of keys so far before a query to those so far after it
+        sizes = {"sinks": self.heads, "q_gain": self.head_dim, "distance_bias": biases}
         return {name: sizes[name] for name in ATTENTION_VECTORS if getattr(self, name)}
 
     @property
@@ -289,15 +311,15 @@ class ModelSpec:
         return tuple(layer for layer in self.attention_layers if not self.attention(layer).shares_kv)
 
     @property
-    def kv_attention(self) -> tuple[AttentionSpec, ...]:
+    def kv_layers(self) -> int:
+        """Returns how many layers the KV cache has."""
+        return len(self.cached_attention)
+
+    @property
+    def cached_attention(self) -> tuple[AttentionSpec, ...]:
         """Returns the attention of each layer of the KV cache. The layers of an encoder write over each other's keys
         and values, so it has one."""
         return (self.attn,) if self.encoder else tuple(map(self.attention, self.kv_writers))
-
-    @property
-    def kv_layers(self) -> int:
-        """Returns how many layers the KV cache has."""
-        return len(self.kv_attention)
 
     def kv_layer(self, layer: int) -> int:
         """Returns which layer of the KV cache an attention layer writes. One that shares KV reads that of the last
@@ -321,23 +343,32 @@ class ModelSpec:
         whole of a sequence."""
         if self.encoder:
             return (KvGroup(0, (0,)),)
-        layers = self.kv_attention
+        layers = self.cached_attention
         return group_by_window([attn.reach for attn in layers], [attn.kv_values for attn in layers])
+
+    @property
+    def kv_planes(self) -> tuple[int, ...]:
+        """Returns for how many values of a token each plane of a KV block has room. A plane holds the largest layer, or
+        as many smaller ones as fit, and each group fills planes from the first one on."""
+        values = [attn.kv_values for attn in self.cached_attention]
+        planes: dict[int, int] = {}
+        for group in self.kv_groups:
+            plane = used = 0
+            for layer in group.layers:
+                if used + values[layer] > max(values):
+                    plane, used = plane + 1, 0
+                used += values[layer]
+                planes[plane] = max(planes.get(plane, 0), used)
+        return tuple(planes.values())
 
     @property
     def kv_group_layers(self) -> int:
         """Returns how many layers of the largest size a KV block has room for."""
-        values = [attn.kv_values for attn in self.kv_attention]
-        needed = [
-            -(-len(group.layers) // (max(values) // max(values[layer] for layer in group.layers)))
-            for group in self.kv_groups
-        ]
-        return max(needed)
+        return len(self.kv_planes)
 
     def kv_group_bytes(self, token: int) -> int:
         """Returns the bytes of a token in a KV block, given those of a token in all layers."""
-        values = [attn.kv_values for attn in self.kv_attention]
-        return token * self.kv_group_layers * max(values, default=0) // max(sum(values), 1)
+        return token * sum(self.kv_planes) // max(sum(attn.kv_values for attn in self.cached_attention), 1)
 
     @property
     def windows(self) -> tuple[int, ...]:

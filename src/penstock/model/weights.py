@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import dequantize
+from penstock.model.low_rank import PlacedPart, Placement
+from penstock.model.low_rank import Spans as Spans
 from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
 from penstock.model.split_heads import split_heads
 from penstock.model.tensor import FORMATS, PLAIN, Stack, Tensor, some_rows
 
 Floats = NDArray[np.float32]
-Spans = Sequence[tuple[int, int]]  # ranges of rows, each (first, last + 1)
 SHORT_SPAN = 16  # rows: shorter spans are copied together, because every part of a weight is padded
 
 
@@ -39,6 +40,7 @@ class Packer:
     def __init__(self, tensors: Mapping[str, Tensor], backend: Packs) -> None:
         self._tensors = tensors
         self._backend = backend
+        self.placements: list[Placement] = []  # what each packed matrix is made of
         self._used: set[str] = set()
         self._logged_transposed = False
 
@@ -52,7 +54,12 @@ class Packer:
         """Packs a vector that `made` computes from the named one."""
         tensor = self._take(name, (size,))
         values = made(dequantize(tensor)).astype(np.float32)
-        return self._backend.pack_vector(replace(tensor, format=FORMATS["F32"], source=values.view(np.uint8)))
+        return self._pack_computed(tensor, values)
+
+    def joined(self, *parts: tuple[str, int]) -> Any:
+        """Packs one vector made of named parts (name, size), one behind the other."""
+        tensors = [self._take(name, (size,)) for name, size in parts]
+        return self._pack_computed(tensors[0], np.concatenate([dequantize(tensor) for tensor in tensors]))
 
     def number(self, name: str) -> float:
         """Returns the one value of a tensor."""
@@ -72,7 +79,9 @@ class Packer:
     def matrix(self, *parts: tuple[str, int] | tuple[str, int, Spans], width: int) -> Any:
         """Packs one weight made of named parts (name, rows), stacked. If a part lists spans, only those of its rows are
         taken. A part's bias has its name + ".bias"."""
-        return self._backend.pack_matrix(*self._stack(*parts, width=width))
+        packed = self._backend.pack_matrix(*self._stack(*parts, width=width))
+        self.placements.append(Placement(packed, tuple(PlacedPart(*part) for part in parts)))
+        return packed
 
     def experts(self, layer: str, spec: ExpertSpec, width: int) -> Any:
         """Packs all experts of a layer, and the bias that helps to choose among them."""
@@ -143,6 +152,11 @@ class Packer:
             tensors += taken
             biases += [self._take(f"{name}.bias", (rows,)) if f"{name}.bias" in self._tensors else None] * len(taken)
         return Stack(tensors, biases)
+
+    def _pack_computed(self, tensor: Tensor, values: Floats) -> Any:
+        """Packs a vector that was computed from a tensor."""
+        made = replace(tensor, format=FORMATS["F32"], shape=values.shape, source=values.view(np.uint8))
+        return self._backend.pack_vector(made)
 
     def _pack_values(self, table: Tensor, values: Floats) -> Any:
         """Packs values that were computed from a table."""

@@ -84,7 +84,7 @@ def model_costs(
         sums[stored_as(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
     groups = tuple(WeightGroup(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
     layers = [spec.attention(layer) for layer in spec.attention_layers]
-    written = sum(attn.kv_values for attn in spec.kv_attention)
+    written = sum(attn.kv_values for attn in spec.cached_attention)
     read = kv_token * sum(attn.kv_values for attn in layers) // written if written else 0
     q_width = sum(attn.q_width for attn in layers) // max(len(layers), 1)
     windows, states = tuple(attn.window for attn in layers), (len(spec.recurrent), spec.state_bytes)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import InvalidRequest
 from penstock.server.access.accounts import Account
 from penstock.server.access.in_flight import Admission
-from penstock.types import Request
+from penstock.types import AdapterUse, Request
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import RequestSpan
@@ -70,6 +70,7 @@ class RequestContext:
     background: bool = False  # its answers may wait behind those of every foreground request
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
+    adapters: tuple[AdapterUse, ...] = ()  # that the model's name stands for
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
     streaming: bool = True  # what is sent as it comes cannot be tried again
@@ -134,6 +135,7 @@ class RequestContext:
             salt=self.salt,
             priority=self.priority,
             background=self.background,
+            adapters=self.adapters,
         )
 
 

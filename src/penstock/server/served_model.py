@@ -15,7 +15,7 @@ from penstock.server.request_context import MAX_NAME, RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel
 from penstock.text import Text, check_answers, make_request
-from penstock.types import Limits, Request, SamplingParams
+from penstock.types import AdapterUse, Limits, Request, SamplingParams
 
 T = TypeVar("T")
 
@@ -61,10 +61,24 @@ class ServedModel(NamedTuple):
         answer's headers take note."""
         if name is None or name == self.name:
             return
+        if adapters := self.adapters_named(name):
+            if context is not None:
+                context.adapters = adapters
+            return
         if not self.stands_for_it(name):
             raise unknown_model(name, [self.name])
         if context is not None:
             context.stood_in = self.name
+
+    def adapters_named(self, name: str) -> tuple[AdapterUse, ...]:
+        """Returns the adapters that a model's name stands for, as `adapter` or `model:adapter`; none if it stands for
+        no adapter."""
+        base, _, within = name.partition(":")
+        return tuple(
+            AdapterUse(adapter)
+            for adapter in (name, within if base == self.name else "")
+            if adapter in self.client.adapters
+        )[:1]
 
     def check_answers(self) -> None:
         check_answers(self.limits)

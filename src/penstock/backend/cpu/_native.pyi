@@ -28,6 +28,22 @@ class Weight:
     @property
     def gateable(self) -> bool:
         """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""
+    @property
+    def coded(self) -> bool:
+        """Whether some part is multiplied with quantized activations."""
+    @property
+    def precise(self) -> bool:
+        """Whether all its parts are F32."""
+
+class Adapter:
+    """Thin matrices that change weights: F32 or F16, or quantized where x is anyway."""
+
+    def __init__(self) -> None: ...
+    def add(self, weight: Weight, a: Weight, parts: list[tuple[int, Weight]]) -> None:
+        """Adds b . (a . x) to products with the weight, from a row of it on: (row, b) of each part. The parts share the
+        rows of `a` out among them in this order."""
+    @property
+    def nbytes(self) -> int: ...
 
 def packed_bits(format: str) -> float:
     """That a value takes once it is packed, its share of scales included."""
@@ -96,8 +112,10 @@ class Program:
     def sigmoid_mul(self, x: int, gate: int, out: int) -> None: ...
     def delta_net(
         self,
-        qkvz: int,
-        ba: int,
+        qkv: int,
+        z: int,
+        beta: int,
+        alpha: int,
         mixed: int,
         out: int,
         *,
@@ -108,6 +126,8 @@ class Program:
         v_dim: int,
         conv_width: int,
         tiled: bool,
+        channel_decay: bool,
+        gate: str,
         conv: NDArray[np.float32],
         decay: NDArray[np.float32],
         dt_bias: NDArray[np.float32],
@@ -200,6 +220,7 @@ class Program:
         self,
         q: int,
         kv: int,
+        selected: int | None,
         out: int,
         *,
         layer: int,
@@ -207,6 +228,22 @@ class Program:
         numbers: dict[str, float],
         vectors: dict[str, NDArray[np.float32]],
     ) -> None: ...
+    def select_positions(
+        self,
+        q: int,
+        k: int,
+        weights: int,
+        out: int,
+        *,
+        layer: int,
+        angles: int,
+        interleaved: bool,
+        heads: int,
+        head_dim: int,
+        top_k: int,
+        numbers: dict[str, float],
+    ) -> None:
+        """Selects the positions that attend_mla attends to. The numbers are those of the layer's attention."""
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...
@@ -214,6 +251,10 @@ class Program:
         """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one."""
     def move_states(self, moves: list[tuple[int, int, int, int]]) -> None:
         """In the next step; (row, begin, save, after) as a StateMove has them."""
+    def load_adapter(self, slot: int, adapter: Adapter) -> None: ...
+    def drop_adapter(self, slot: int) -> None: ...
+    def choose_adapters(self, slots: NDArray[np.int32]) -> None:
+        """Says which adapter's slot each row of the next step has, -1: none."""
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copies blocks, given as (source, target)."""
     def export_blocks(self, blocks: list[int]) -> bytes:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import (
+    AdapterSlots,
     Batch,
     Bitmasks,
     BlockMemory,
@@ -21,6 +22,7 @@ from penstock.backend.base import (
     StoredAs,
 )
 from penstock.backend.cpu import _native
+from penstock.backend.cpu.adapters import NativeAdapters
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.pooling import Pools
@@ -53,6 +55,8 @@ class CpuProgram:
         rows = batch.sample
         if batch.moves:
             self.native.move_states(list(batch.moves))
+        if len(batch.adapters):
+            self.native.choose_adapters(batch.adapters)
         tokens, scored = self.native.sample(
             *_arrays(batch),
             rows.target,
@@ -77,6 +81,7 @@ class CpuProgram:
         rows = len(batch.sampled) if self._answer.symbol == "S" else len(batch.tokens)
         out = np.empty((rows, self._answer.width), np.float32)
         self.native.move_states(list(batch.moves))
+        self.native.choose_adapters(batch.adapters)
         self.native.run(*_arrays(batch), out)
         return out
 
@@ -112,6 +117,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs)
+        self.adapters: AdapterSlots = NativeAdapters(self._first)
         self._packing = Packing(self._first.threads)
 
     @property
@@ -150,8 +156,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return self._program_of(batch).logits(batch)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        value_bytes, scale_bytes = KV_BYTES[self._kv_type], KV_SCALES[self._kv_type]
-        kv_token = sum(value_bytes * attn.kv_values + scale_bytes * attn.kv_heads for attn in spec.kv_attention)
+        values, scales = KV_BYTES[self._kv_type], KV_SCALES[self._kv_type]
+        kv_token = sum(values * a.kv_values + scales * (a.kv_heads + (a.index_dim > 0)) for a in spec.cached_attention)
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
 

@@ -64,6 +64,8 @@ def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> i
         widths += 2 * spec.layers * spec.per_layer.width
     if spec.altup:
         widths += 3 * spec.altup.streams * spec.dim
+    if attn.index:
+        widths += attn.index.heads * (attn.index.head_dim + 2) + 2 * (attn.index.head_dim + attn.index.top_k)
     if spec.recurrence:
         widths += spec.recurrence.workspace
     scratch = 2 * spec.dim * max(2 * spec.hidden, spec.vocab) if unpacks else 0

@@ -19,6 +19,7 @@ class LayerCache(NamedTuple):
 
     lines: Any  # [blocks, 2, kv_heads, block_size, D]; for MLA [blocks, block_size, D]
     scales: Any | None  # [blocks, 2, kv_heads, block_size] float32; for MLA [blocks, 2, block_size]
+    index_keys: Any | None = None  # [blocks, block_size, D] index keys, where positions are selected
 
     def by_block(self) -> Iterator[Any]:
         """Yields its arrays as bytes of each block: [blocks, bytes]. Torch does not index every type."""
@@ -32,17 +33,23 @@ class KvLayout(NamedTuple):
 
     dtype: torch.dtype
     scaled: bool
+    activations: torch.dtype  # the type of index keys, which have no scales
 
     def bytes_per_token(self, spec: AttentionSpec) -> int:
         """Returns the bytes of one token in one layer."""
-        return spec.kv_values * int(self.dtype.itemsize) + (8 * spec.kv_heads if self.scaled else 0)
+        values, index = (spec.kv_values - spec.index_dim) * self.dtype.itemsize, self.activations.itemsize
+        return int(values + spec.index_dim * index) + (8 * spec.kv_heads if self.scaled else 0)
 
     def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device) -> LayerCache:
         """Makes an empty cache for layers of this shape."""
         size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)
         rows = (num_blocks, block_size) if spec.v_dim else size
         lines = torch.zeros((*rows, spec.head_dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
-        return LayerCache(lines.view(self.dtype), torch.zeros(size, device=device) if self.scaled else None)
+        scales = torch.zeros(size, device=device) if self.scaled else None
+        if not spec.index_dim:
+            return LayerCache(lines.view(self.dtype), scales)
+        index = torch.zeros((*rows, spec.index_dim), dtype=self.activations, device=device)
+        return LayerCache(lines.view(self.dtype), scales, index)
 
 
 def layout_of(kind: str, activations: torch.dtype) -> KvLayout:
@@ -50,7 +57,7 @@ def layout_of(kind: str, activations: torch.dtype) -> KvLayout:
     if kind not in ("auto", *KINDS):
         raise ConfigError(f"unknown KV type {kind!r} on CUDA: use auto or one of {', '.join(KINDS)}")
     eight = None if kind == "auto" else KINDS[kind]
-    return KvLayout(eight or activations, eight is not None)
+    return KvLayout(eight or activations, eight is not None, activations)
 
 
 class KvPlace(NamedTuple):
@@ -70,6 +77,9 @@ def places_of(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) ->
     room = max([spec.kv_values for spec in layers.values()], default=0)
     places: dict[int, KvPlace] = {}
     for group in listed:
+        if any(layers[layer].v_dim for layer in group):  # MLA: each layer has a plane of its own shape
+            places |= {layer: KvPlace(index, 0) for index, layer in enumerate(group)}
+            continue
         plane = offset = 0
         for layer in group:
             values = layers[layer].kv_values
@@ -90,7 +100,8 @@ def reserve_caches(
     """Makes empty caches of `size` (blocks, positions of each); returns that of each layer, and what all blocks consist
     of. Layers that lie at the same place in different groups share a cache."""
     places = places_of(layers, groups)
-    if len({(spec.kv_heads, spec.head_dim, spec.v_dim) for spec in layers.values()}) <= 1:
+    shapes = {(spec.kv_heads, spec.head_dim) for spec in layers.values()}
+    if len(shapes) <= 1 or any(spec.v_dim for spec in layers.values()):
         specs = {place: layers[layer] for layer, place in places.items()}
         planes = {place: layout.reserve(spec, *size, device) for place, spec in specs.items()}
         return {layer: planes[place] for layer, place in places.items()}, list(planes.values())

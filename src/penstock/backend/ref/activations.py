@@ -1,4 +1,4 @@
-"""Defines activations in float32 NumPy."""
+"""Defines the activations of the op vocabulary, in float32 NumPy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from penstock.backend.base import Floats
 def sigmoid(x: Floats) -> Floats:
     with np.errstate(over="ignore"):
         y: Floats = np.reciprocal(1 + np.exp(-x))
+    return y
+
+
+def clamped(left: Floats, right: Floats) -> Floats:
+    low = np.minimum(left, np.float32(7))
+    y: Floats = low * sigmoid(np.float32(1.702) * low) * (1 + np.clip(right, np.float32(-7), np.float32(7)))
     return y
 
 
@@ -34,6 +40,10 @@ def gelu(x: Floats) -> Floats:
 
 def relu(x: Floats) -> Floats:
     return np.maximum(x, 0)
+
+
+def identity(x: Floats) -> Floats:
+    return x
 
 
 def relu2(x: Floats) -> Floats:

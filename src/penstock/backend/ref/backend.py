@@ -10,6 +10,7 @@ import numpy as np
 from penstock.backend.array_blocks import ArrayBlocks
 from penstock.backend.base import (
     LAST_SAMPLED,
+    AdapterSlots,
     Batch,
     Bitmasks,
     BlockMemory,
@@ -22,6 +23,7 @@ from penstock.backend.base import (
 )
 from penstock.backend.batches import greedy_batch
 from penstock.backend.pooling import Pools
+from penstock.backend.ref.adapters import LoadedAdapters, RefAdapters
 from penstock.backend.ref.ops import Matrix, RefCache, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.sampler_chain import chained_positions, with_chains
@@ -37,8 +39,9 @@ from penstock.types import StepResult
 class RefProgram:
     """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, adapters: LoadedAdapters) -> None:
         self._model = model
+        self._adapters = adapters
         self._last: dict[int, int] = {}  # slot: the token it sampled last
         self._pools = Pools()
         self.reserve(1, 1, 1)
@@ -66,7 +69,7 @@ class RefProgram:
 
     def forward(self, batch: Batch) -> tuple[Floats, list[Floats]]:
         """Returns the logits of the sampled positions, [S, vocab], and what embeddings are pooled from."""
-        ops = RefOps(replace(batch, tokens=self._known_tokens(batch)), self.cache)
+        ops = RefOps(replace(batch, tokens=self._known_tokens(batch)), self.cache, adapters=self._adapters)
         return self._model.forward(ops), ops.states
 
     def _known_tokens(self, batch: Batch) -> Ints:
@@ -84,6 +87,8 @@ class RefBackend(SynchronousBackend[RefProgram]):
     def __init__(self) -> None:
         super().__init__()
         self.kv: BlockMemory = ArrayBlocks("ref", self._kv_arrays)
+        self._adapters = RefAdapters()
+        self.adapters: AdapterSlots = self._adapters
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Matrix:
         weight = np.concatenate([dequantize(part) for part in parts])
@@ -110,7 +115,7 @@ class RefBackend(SynchronousBackend[RefProgram]):
         return StoredAs("F32", 32)
 
     def load(self, model: Model, program: int = 0) -> None:
-        self._programs[program] = RefProgram(model)
+        self._programs[program] = RefProgram(model, self._adapters.slots)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         for number, program in self._programs.items():
@@ -125,8 +130,7 @@ class RefBackend(SynchronousBackend[RefProgram]):
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
-        kv_token = 4 * sum(attn.kv_values for attn in spec.kv_attention)
-        return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
+        return Footprint.on_host(int(weights), 4 * sum(a.kv_values for a in spec.cached_attention), spec.state_bytes)
 
     def memory_needs(self) -> MemoryNeeds:
         programs = self._programs.values()

@@ -156,11 +156,7 @@ def attend(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest:
     def forward(ops: Ops[Any], table: Any, *vectors: Any) -> Any:
         return ops.attend(0, ops.embed(table), spec, dict(zip(spec.vectors, vectors, strict=True)))
 
-    return Trial(
-        forward,
-        [table, *vectors.values()],
-        *scattered(rng, lengths, longest),
-    )
+    return Trial(forward, [table, *vectors.values()], *scattered(rng, lengths, longest))
 
 
 def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[Batch], int]:
@@ -174,20 +170,20 @@ def scattered(rng: Random, lengths: Sequence[int], longest: int) -> tuple[list[B
 def attend_whole(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int]) -> Trial:
     """Attends over whole sequences, all in one step, in two layers that share a cache."""
     sizes = [-(-length // BLOCK_SIZE) for length in lengths]
-    tables = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
+    blocks = np.split(rng.permutation(sum(sizes)), np.cumsum(sizes)[:-1])
     ends = np.cumsum(lengths).tolist()
     chunks = [
         Chunk(range(end - length, end), 0, table.tolist(), slot)
-        for slot, (length, end, table) in enumerate(zip(lengths, ends, tables, strict=True))
+        for slot, (length, end, table) in enumerate(zip(lengths, ends, blocks, strict=True))
     ]
 
-    def forward(ops: Ops[Any], table: Any, other: Any) -> Any:
-        return ops.add(ops.attend(0, ops.embed(table), spec, {}), ops.attend(0, ops.embed(other), spec, {}))
+    def forward(ops: Ops[Any], table: Any, other: Any, *given: Any) -> Any:
+        vectors = dict(zip(spec.vectors, given, strict=True))
+        return ops.add(*(ops.attend(0, ops.embed(each), spec, vectors) for each in (table, other)))
 
-    width = spec.q_width + 2 * spec.kv_width
-    return Trial(
-        forward, [inputs(rng, sum(lengths), width) for _ in range(2)], [greedy_batch(chunks)], num_blocks=sum(sizes)
-    )
+    tables = [inputs(rng, sum(lengths), spec.q_width + 2 * spec.kv_width) for _ in range(2)]
+    vectors = [random_tensor(rng, "F32", size) for size in spec.vectors.values()]
+    return Trial(forward, [*tables, *vectors], [greedy_batch(chunks)], num_blocks=sum(sizes))
 
 
 def act_and_mul(rng: Random, *, tokens: int, hidden: int, act: str = "silu") -> Trial:
@@ -327,20 +323,6 @@ def per_head(rng: Random, *, format: str, tokens: int, shape: tuple[int, int, in
     )
 
 
-def attend_mla(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
-    """Computes MLA as `attend` does attention. Queries and what keys are made of are two tables."""
-
-    def forward(ops: Ops[Any], queries: Any, keys: Any, gain: Any) -> Any:
-        return ops.attend_mla(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5)
-
-    tables = [inputs(rng, sum(lengths), width) for width in (spec.q_width, spec.kv_width)]
-    return Trial(forward, [*tables, random_tensor(rng, "F32", spec.v_dim)], *scattered(rng, lengths, longest))
-
-
-def mla(heads: int, rotated: int, v_dim: int, *, interleaved: bool = True, **others: Any) -> Any:
-    return attention(heads, 1, rotated + v_dim, interleaved=interleaved, rotated=rotated, v_dim=v_dim, **others)
-
-
 def attention(
     heads: int,
     kv_heads: int,
@@ -367,12 +349,11 @@ BIASED_GROUPS = replace(TWO, top_k=3, groups=2, scoring="sigmoid", choice_bias=T
 UNGATED = replace(TWO, act="relu2", gated=False)
 CLAMPED = replace(TWO, top_k=4, scoring="softmax_top_k", act="clamped")
 
-MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
-MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
-
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
+from penstock.backend.ref.distance_cases import DISTANCE_CASES  # noqa: E402
 from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402
 from penstock.backend.ref.mamba2_cases import MAMBA2_CASES  # noqa: E402
+from penstock.backend.ref.mla_cases import MLA_CASES  # noqa: E402
 from penstock.backend.ref.scan_cases import SCAN_CASES  # noqa: E402
 from penstock.backend.ref.stream_cases import STREAM_CASES  # noqa: E402
 
@@ -456,13 +437,6 @@ CASES = (
     ),
     Case("per_head_linear", "odd, BF16", "BF16", HALF, partial(per_head, format="BF16", tokens=2, shape=(2, 7, 24))),
     Case("per_head_linear", "many", "F16", HALF, partial(per_head, format="F16", tokens=130, shape=(2, 33, 16))),
-    Case("attend_mla", "one token", "F32", HALF, partial(attend_mla, spec=mla(4, 16, 32), lengths=(1,))),
-    Case("attend_mla", "pairs", "F32", HALF, partial(attend_mla, spec=mla(6, 16, 48), lengths=(33, 1, 50))),
-    Case("attend_mla", "halves", "F32", HALF, partial(attend_mla, spec=MLA_HALVES, lengths=(5, 40))),
-    Case("attend_mla", "multiplier", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(5, 40))),
-    Case("attend_mla", "one by one", "F32", HALF, partial(attend_mla, spec=MLA, lengths=(20,), longest=1)),
-    Case("attend_mla", "long", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(600,), longest=60)),
-    Case("attend_mla", "deepseek", "F32", HALF, partial(attend_mla, spec=mla(16, 64, 512), lengths=(9,))),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
     Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
     Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),
@@ -494,5 +468,6 @@ CASES = (
         for window, lengths in ((5, (1, 3, 70, 33)), (65, (40, 300)), (20, (1100,)))
     ),
     *DELTA_CASES,
-    *(*SCAN_CASES, *LLAMA4_CASES, *MAMBA2_CASES, *STREAM_CASES),
+    *DISTANCE_CASES,
+    *(*SCAN_CASES, *LLAMA4_CASES, *MAMBA2_CASES, *MLA_CASES, *STREAM_CASES),
 )

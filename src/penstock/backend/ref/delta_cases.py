@@ -13,7 +13,7 @@ from penstock.backend.base import Batch, StateMove
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import BLOCK_SIZE, FLOAT, Case, Random, Trial, all_at_once, inputs
 from penstock.backend.ref.random_steps import random_steps
-from penstock.model.ops import DeltaWeights, Ops
+from penstock.model.ops import DeltaInputs, DeltaWeights, Ops
 from penstock.model.random_tensor import random_tensor
 from penstock.model.recurrence import DeltaSpec
 from penstock.model.tensor import Stack
@@ -29,21 +29,25 @@ def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
     )
 
 
-def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: int) -> Trial:
-    """Returns a trial whose states decay slowly, so that all earlier tokens count."""
+def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: int, apart: bool = False) -> Trial:
+    """Returns a trial whose states decay slowly, so that all earlier tokens count. With `apart`, each input is a value
+    of its own; else two are made together."""
 
-    def forward(ops: Ops[Any], table: Any, gates: Any, *vectors: Any) -> Any:
-        x = ops.embed(table)
-        ba = ops.linear(x, gates)
-        return ops.delta_net(0, x, ba, DeltaWeights(*vectors), spec, 1e-5)
+    def forward(ops: Ops[Any], table: Any, *weights: Any) -> Any:
+        x, products = ops.embed(table), len(weights) - len(DeltaWeights._fields)
+        gates = [ops.linear(x, weight) for weight in weights[:products]]
+        made = DeltaInputs(x, *gates) if apart else DeltaInputs(x, x, *gates * 2)
+        return ops.delta_net(0, made, DeltaWeights(*weights[products:]), spec, 1e-5)
 
-    width = spec.width + spec.v_width
-    sizes = spec.width * spec.conv_width, spec.v_heads, spec.v_heads, spec.v_dim
+    width = spec.width if apart else spec.width + spec.v_width
+    rows = (spec.v_width, spec.v_heads, spec.decay_width) if apart else (spec.v_heads + spec.decay_width,)
+    gates = [Stack([random_tensor(rng, "F32", count, width)], [None]) for count in rows]
+    for gate in gates:
+        gate.parts[0].data.view(np.float32)[:] *= width**-0.5
+    sizes = spec.width * spec.conv_width, spec.v_heads, spec.decay_width, spec.v_dim
     conv, decay, dt_bias, gain = (random_tensor(rng, "F32", size) for size in sizes)
     decay.data.view(np.float32)[:] = -np.exp(rng.normal(-3, 1, spec.v_heads))
-    gates = Stack([random_tensor(rng, "F32", 2 * spec.v_heads, width)], [None])
-    gates.parts[0].data.view(np.float32)[:] *= width**-0.5
-    return Trial(forward, [inputs(rng, tokens, width), gates, conv, decay, dt_bias, gain], steps, 1, states=8)
+    return Trial(forward, [inputs(rng, tokens, width), *gates, conv, decay, dt_bias, gain], steps, 1, states=8)
 
 
 def in_chunks(rng: Random, *lengths: int, longest: int) -> list[Batch]:
@@ -69,10 +73,16 @@ TILED = DeltaSpec(2, 6, 16, 48, 4, tiled=True)
 ODD = DeltaSpec(3, 3, 5, 21, 2)
 LARGE = DeltaSpec(1, 1, 128, 128, 4)
 LONG = DeltaSpec(1, 1, 32, 16, 4)
+GATED = DeltaSpec(2, 4, 16, 16, 4, gate="sigmoid")
+CHANNELS = DeltaSpec(2, 2, 16, 16, 4, channel_decay=True, gate="sigmoid")
+ODD_CHANNELS = DeltaSpec(2, 4, 5, 21, 3, tiled=True, channel_decay=True)
 
 
-def chunked_delta(rng: Random, *, spec: DeltaSpec, lengths: Sequence[int], longest: int) -> Trial:
-    return delta_net(rng, spec=spec, steps=in_chunks(rng, *lengths, longest=longest), tokens=max(lengths))
+def chunked_delta(rng: Random, *, lengths: Sequence[int], longest: int, **about: Any) -> Trial:
+    return delta_net(rng, steps=in_chunks(rng, *lengths, longest=longest), tokens=max(lengths), **about)
+
+
+by_channel = partial(chunked_delta, apart=True)
 
 
 DELTA_CASES = (
@@ -85,4 +95,11 @@ DELTA_CASES = (
     Case("delta_net", "tiled", "F32", FLOAT, partial(chunked_delta, spec=TILED, lengths=(9, 1, 14), longest=6)),
     Case("delta_net", "odd widths", "F32", FLOAT, partial(chunked_delta, spec=ODD, lengths=(5, 9), longest=4)),
     Case("delta_net", "states", "F32", FLOAT, partial(delta_net, spec=DELTA, steps=saved_and_begun(), tokens=50)),
+    Case("delta_net", "sigmoid gate", "F32", FLOAT, partial(chunked_delta, spec=GATED, lengths=(9,), longest=4)),
+    Case("delta_net", "by channel", "F32", FLOAT, partial(by_channel, spec=CHANNELS, lengths=(1, 70), longest=40)),
+    Case("delta_net", "odd channels", "F32", FLOAT, partial(by_channel, spec=ODD_CHANNELS, lengths=(9,), longest=4)),
+    Case(
+        *("delta_net", "states by channel", "F32", FLOAT),
+        partial(delta_net, spec=CHANNELS, steps=saved_and_begun(), tokens=50, apart=True),
+    ),
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penstock.backend.base import Batch
+from penstock.backend.base import Batch, StateMove
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref.cases import FLOAT, Case, Random, Trial, inputs
 from penstock.backend.ref.delta_cases import in_chunks, saved_and_begun
 from penstock.model.ops import Mamba2Weights, Ops
@@ -38,6 +40,17 @@ def chunked(rng: Random, *, spec: Mamba2Spec, lengths: Sequence[int], longest: i
     return mamba2(rng, spec=spec, steps=steps, tokens=max(lengths), biased=biased)
 
 
+def saved_far() -> list[Batch]:
+    """Returns steps in which a state is saved far into a row, and another row goes on from there."""
+    blocks = [0] * 5
+    first = greedy_batch([Chunk(range(41), 0, blocks, 0), Chunk(range(50, 66), 0, blocks, 3)])
+    then = greedy_batch([Chunk(range(30, 60), 37, blocks, 1), Chunk([7], 41, blocks, 0)], 1)
+    return [
+        replace(first, moves=(StateMove(0, -1, 6, 37), StateMove(1, -1, 5, 16))),
+        replace(then, moves=(StateMove(0, 6, 7, 3),)),
+    ]
+
+
 MAMBA2 = Mamba2Spec(4, 16, 16, 2, 4, norm_groups=2)
 ODD = Mamba2Spec(3, 21, 5, 1, 2, norm_groups=3, z_scale=0.7, dt_scale=1.5, dt_min=0.1, dt_max=0.9)
 PLAIN = Mamba2Spec(6, 48, 32, 3, 4, norm_groups=0)
@@ -49,7 +62,9 @@ MAMBA2_CASES = (
     Case("mamba2", "whole prompt", "F32", FLOAT, partial(chunked, spec=LONG, lengths=(70,), longest=999)),
     Case("mamba2", "large heads", "F32", FLOAT, partial(chunked, spec=LARGE, lengths=(5,), longest=3)),
     Case("mamba2", "token by token", "F32", FLOAT, partial(chunked, spec=MAMBA2, lengths=(6, 3), longest=1)),
+    Case("mamba2", "states of prompts", "F32", FLOAT, partial(mamba2, spec=MAMBA2, steps=saved_far(), tokens=70)),
     Case("mamba2", "no norm", "F32", FLOAT, partial(chunked, spec=PLAIN, lengths=(9, 1, 14), longest=6)),
     Case("mamba2", "odd widths", "F32", FLOAT, partial(chunked, spec=ODD, lengths=(5, 9), longest=4, biased=False)),
+    Case("mamba2", "odd prompts", "F32", FLOAT, partial(chunked, spec=ODD, lengths=(45, 3), longest=40)),
     Case("mamba2", "states", "F32", FLOAT, partial(mamba2, spec=MAMBA2, steps=saved_and_begun(), tokens=50)),
 )

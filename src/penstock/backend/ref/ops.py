@@ -13,10 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
-from penstock.backend.ref.activations import ACTS, sigmoid, silu
+from penstock.backend.ref.activations import ACTS, clamped, identity, relu, sigmoid, silu
+from penstock.backend.ref.adapters import LoadedAdapters, adapted
+from penstock.backend.ref.delta import delta_rule
 from penstock.backend.ref.mamba2 import selective_scan, time_steps
 from penstock.backend.ref.stream_ops import RefStreamOps, split
-from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, Precision, ScanWeights, Vectors
+from penstock.model.ops import (
+    ConvWeights,
+    DeltaInputs,
+    DeltaWeights,
+    ExpertWeights,
+    Mamba2Weights,
+    Precision,
+    ScanWeights,
+    Vectors,
+)
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
 
@@ -30,8 +41,9 @@ class Matrix:
 
 
 class RefCache:
-    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers of the same shape
-    that have the same index within their KV groups share an array: a block belongs to one group at a time."""
+    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; for MLA keys alone and, where positions are
+    selected, index keys. Layers of the same shape that have the same index within their KV groups share an array: a
+    block belongs to one group at a time."""
 
     def __init__(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self.num_blocks = num_blocks
@@ -51,8 +63,10 @@ class RefCache:
         """Returns the arrays that a layer's keys and values are in."""
         key = self._places.get(layer, (0, layer))[1], spec.kv_heads, spec.head_dim
         if key not in self.layers:
-            shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
-            self.layers[key] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
+            dims = [spec.head_dim] if spec.v_dim else [spec.head_dim] * 2
+            dims += [spec.index_dim] if spec.index_dim else []
+            shape = (self.num_blocks, self.block_size, spec.kv_heads)
+            self.layers[key] = tuple(np.zeros((*shape, each), np.float32) for each in dims)
         return self.layers[key]
 
     @property
@@ -74,6 +88,7 @@ class RefOps(RefStreamOps):
     batch: Batch
     cache: RefCache
     states: list[Floats] = field(default_factory=list)  # what embeddings are pooled from
+    adapters: LoadedAdapters = field(default_factory=dict)
 
     def embed(self, table: Matrix, partial: bool = False) -> Floats:
         tokens = self.batch.tokens
@@ -86,7 +101,9 @@ class RefOps(RefStreamOps):
 
     def linear(self, x: Floats, weight: Matrix, precision: Precision = "activation") -> Floats:
         y = x @ weight.weight.T
-        return y if weight.bias is None else y + weight.bias
+        if weight.bias is not None:
+            y = y + weight.bias
+        return adapted(x, y, weight, self.batch, self.adapters) if len(self.batch.adapters) else y
 
     def norm_qk(self, qkv: Floats, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
         q, k, v = np.split(qkv, [spec.q_width, spec.q_width + spec.kv_width], axis=1)
@@ -173,36 +190,68 @@ class RefOps(RefStreamOps):
         products = np.einsum("tha,hba->thb", heads[..., :width], weight)
         return np.concatenate([heads[..., width:], products], axis=2).reshape(len(x), count * (passthrough + rows))
 
-    def attend_mla(self, layer: int, q: Floats, kv: Floats, gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
+    def attend_mla(
+        self,
+        layer: int,
+        q: Floats,
+        kv: Floats,
+        gain: Floats,
+        spec: AttentionSpec,
+        eps: float,
+        selected: Floats | None = None,
+    ) -> Floats:
         rotated = spec.head_dim - spec.v_dim
         kv = np.concatenate([kv[:, :rotated], rms_norm(kv[:, rotated:], gain, eps)], axis=1)
         q, k = (rotate(split(x, spec.head_dim), self.batch.positions, spec.rope) for x in (q, kv))
-        (keys,) = self.cache.layer(layer, spec)
+        keys = self.cache.layer(layer, spec)[0]
         out = np.zeros((len(q), spec.heads, spec.v_dim), np.float32)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
             keys[self._places(layer, row, positions)] = k[tokens]
             seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))]
             out[tokens] = attention(q[tokens], seen, seen[..., rotated:], (positions, 0), spec, {})
+            if selected is None:
+                continue
+            last = selected.shape[1] - 1
+            for token in tokens.start + np.flatnonzero(positions > last):
+                some = seen[selected[token].astype(np.intp)]
+                out[token] = attention(q[[token]], some, some[..., rotated:], (np.array([last]), 0), spec, {})
         return out.reshape(len(q), spec.heads * spec.v_dim)
+
+    def select_positions(self, layer: int, q: Floats, k: Floats, weights: Floats, spec: AttentionSpec) -> Floats:
+        index = spec.index
+        assert index is not None
+        q, k = (rotate(split(x, index.head_dim), self.batch.positions, index.rope) for x in (q, k))
+        keys = self.cache.layer(layer, spec)[-1]
+        out = np.zeros((len(q), index.top_k), np.float32)
+        for row, tokens in enumerate(self._row_tokens()):
+            positions = self.batch.positions[tokens]
+            keys[self._places(layer, row, positions)] = k[tokens]
+            seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))][:, 0]  # [C, D]
+            scores = np.einsum("th,thc->tc", weights[tokens], relu(np.einsum("thd,cd->thc", q[tokens], seen)))
+            scores[~visible(positions, 0, len(seen), spec)] = -np.inf
+            selected = np.sort(highest(scores, index.top_k), axis=1)
+            out[tokens, : selected.shape[1]] = selected
+        return out
 
     def sigmoid_mul(self, x: Floats, gate: Floats) -> Floats:
         return x * sigmoid(gate)
 
     def delta_net(
-        self, layer: int, qkvz: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec, eps: float
+        self, layer: int, x: DeltaInputs[Floats], weights: DeltaWeights, spec: DeltaSpec, eps: float
     ) -> Floats:
-        out = np.zeros((len(qkvz), spec.v_heads, spec.v_dim), np.float32)
+        out = np.zeros((len(x.qkv), spec.v_heads, spec.v_dim), np.float32)
+        learned, alpha = sigmoid(x.beta[:, : spec.v_heads]), x.alpha[:, -spec.decay_width :]
 
         def step(state: State, token: int) -> State:
             last, memory = state
-            last, mixed = causal_conv(last, qkvz[token, : spec.width], weights.conv)
-            memory, out[token] = delta_rule(memory, mixed, ba[token], weights, spec)
+            last, mixed = causal_conv(last, x.qkv[token, : spec.width], weights.conv)
+            memory, out[token] = delta_rule(memory, mixed, learned[token], alpha[token], weights, spec)
             return last, memory
 
         self._recur(layer, [(spec.conv_width - 1, spec.width), (spec.v_heads, spec.k_dim, spec.v_dim)], step)
-        z = qkvz[:, spec.width :].reshape(out.shape)
-        return (rms_norm(out, weights.gain, eps) * silu(z)).reshape(len(qkvz), spec.v_width)
+        z = x.z[:, -spec.v_width :].reshape(out.shape)
+        return (rms_norm(out, weights.gain, eps) * GATES[spec.gate](z)).reshape(-1, spec.v_width)
 
     def causal_conv(self, layer: int, x: Floats, weights: ConvWeights, spec: ConvSpec) -> Floats:
         out = np.zeros((len(x), spec.width), np.float32)
@@ -345,11 +394,21 @@ def attention(
     scores = np.einsum("thd,chd->htc", q, keys) * np.float32(spec.scale)
     if spec.soft_cap:
         scores = soft_capped(scores, spec.soft_cap)
+    if spec.distance_bias:
+        scores += bias_of(*places, len(keys), spec, vectors["distance_bias"])
     if spec.causal or spec.window:
         scores[:, ~visible(*places, len(keys), spec)] = -np.inf
     weights = softmax_with_sinks(scores, vectors.get("sinks", np.full(spec.heads, -np.inf, np.float32)))
     out: Floats = np.einsum("htc,chd->thd", weights, values)
     return out
+
+
+def bias_of(positions: Ints, first: int, context: int, spec: AttentionSpec, biases: Floats) -> Floats:
+    """Returns what each score gets for how far the key is from the query: [heads, T, C]."""
+    reach = spec.distance_bias
+    distances = np.clip(first + np.arange(context) - positions[:, None], -reach, reach)
+    found: Floats = biases.reshape(spec.heads, -1)[:, distances + reach]
+    return found
 
 
 def softmax_with_sinks(scores: Floats, sinks: Floats) -> Floats:
@@ -417,16 +476,7 @@ def softmax(x: Floats) -> Floats:
     return y
 
 
-def clamped(left: Floats, right: Floats) -> Floats:
-    low = np.minimum(left, np.float32(7))
-    y: Floats = low * sigmoid(np.float32(1.702) * low) * (1 + np.clip(right, np.float32(-7), np.float32(7)))
-    return y
-
-
-def identity(x: Floats) -> Floats:
-    return x
-
-
+GATES: dict[str, Callable[[Floats], Floats]] = {"silu": silu, "sigmoid": sigmoid}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
@@ -441,29 +491,3 @@ def causal_conv(
     seen = np.concatenate([last, x[None]])  # [conv_width, width]
     y: Floats = (seen * taps.reshape(len(x), len(seen)).T).sum(axis=0)
     return seen[1:], act(y if bias is None else y + bias)
-
-
-def delta_rule(
-    state: Floats, mixed: Floats, ba: Floats, weights: DeltaWeights, spec: DeltaSpec
-) -> tuple[Floats, Floats]:
-    """Returns the heads' states after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads,
-    v_dim]."""
-    q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
-    q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]
-    beta, alpha = np.split(ba, 2)
-    state = state * np.exp(weights.decay * np.logaddexp(np.float32(0), alpha + weights.dt_bias))[:, None, None]
-    known = np.einsum("hk,hkv->hv", k, state)
-    update = sigmoid(beta)[:, None] * (v.reshape(spec.v_heads, spec.v_dim) - known)
-    state = state + k[:, :, None] * update[:, None, :]
-    return state, np.einsum("hk,hkv->hv", q * np.float32(spec.k_dim**-0.5), state)
-
-
-def each_value_head(x: Floats, spec: DeltaSpec) -> Floats:
-    """Returns the key head of each value head: [k_heads, k_dim] -> [v_heads, k_dim]."""
-    shared = spec.v_heads // spec.k_heads
-    return np.tile(x, (shared, 1)) if spec.tiled else np.repeat(x, shared, axis=0)
-
-
-def unit(x: Floats) -> Floats:
-    y: Floats = x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + np.float32(1e-6))
-    return y

@@ -175,8 +175,14 @@ def embeddings(spec: ModelSpec, pack: Packer) -> Weight:
     return pack.twice("embed", spec.vocab, spec.dim, types="types")
 
 
-def assemble(spec: ModelSpec, pack: Packer, positions: Weight, mlp: decoder.MakePart) -> Bert:
-    """Builds an encoder with such a table of positions and such MLPs."""
+def assemble(
+    spec: ModelSpec,
+    pack: Packer,
+    positions: Weight,
+    mlp: decoder.MakePart,
+    attention: decoder.MakePart = decoder.attention,
+) -> Bert:
+    """Builds an encoder with such a table of positions, such MLPs and such attention."""
 
     def block(layer: int, kind: str, make: decoder.MakePart) -> PostNormBlock:
         return PostNormBlock(make(spec, pack, layer), decoder.layer_norm(spec, pack, f"layers.{layer}.{kind}_norm"))
@@ -188,6 +194,6 @@ def assemble(spec: ModelSpec, pack: Packer, positions: Weight, mlp: decoder.Make
         blocks=tuple(
             block(layer, kind, make)
             for layer in range(spec.layers)
-            for kind, make in (("attn", decoder.attention), ("mlp", mlp))
+            for kind, make in (("attn", attention), ("mlp", mlp))
         ),
     )

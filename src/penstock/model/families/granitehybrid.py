@@ -60,11 +60,7 @@ def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    layers = config.size("block_count")
-    kv_heads = config.counts(mamba2_mixer.KV_HEADS)
-    if len(kv_heads) != layers or len({*kv_heads} - {0}) != 1:
-        raise config.unsupported(mamba2_mixer.KV_HEADS, list(kv_heads), (f"0 or the same number for {layers} layers",))
-    scalar = config.with_value(mamba2_mixer.KV_HEADS, max(kv_heads))
+    scalar, attentive = gguf_config.read_attentive(config)
     spec = gguf_config.read_decoder(
         scalar, tensors, "granitehybrid", interleaved=True, partial=True, keys=KEYS, experts=True
     )
@@ -75,5 +71,5 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     shared = config.count(granitemoe.SHARED_SIZE, 0)
     if config.count("expert_count", 0):
         spec = replace(spec, experts=gguf_config.read_experts(config, spec), shared_hidden=shared)
-    recurrent = frozenset(i for i, heads in enumerate(kv_heads) if heads == 0)
+    recurrent = frozenset(i for i, one in enumerate(attentive) if not one)
     return mamba2_mixer.with_mamba2(spec, mamba, recurrent)

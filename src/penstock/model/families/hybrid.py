@@ -13,7 +13,7 @@ import numpy as np
 from penstock.model import config_hf, decoder
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
-from penstock.model.ops import DeltaWeights, Ops, V, Weight
+from penstock.model.ops import DeltaInputs, DeltaWeights, Ops, V, Weight
 from penstock.model.recurrence import DeltaSpec
 from penstock.model.spec import ExpertSpec, ModelSpec
 from penstock.model.weights import Packer, Spans
@@ -46,7 +46,8 @@ class DeltaNet:
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         qkvz, ba = ops.linear(x, self.qkvz), ops.linear(x, self.ba)
-        return ops.linear(ops.delta_net(self.layer, qkvz, ba, self.weights, self.spec, self.eps), self.o)
+        inputs = DeltaInputs(qkvz, qkvz, ba, ba)
+        return ops.linear(ops.delta_net(self.layer, inputs, self.weights, self.spec, self.eps), self.o)
 
 
 def mixer(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:

@@ -69,13 +69,12 @@ def every(config: ConfigReader, name: str, period: int, offset: int, layers: int
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    one_kind = config.without(gguf_config.KV_HEADS)
+    scalar, attentive = gguf_config.read_attentive(config)
     keys = mamba_layer.GGUF_KEYS
-    spec = gguf_config.read_decoder(one_kind, tensors, "jamba", interleaved=False, keys=keys, experts=True)
-    kv_heads, attentive = gguf_config.read_attentive(config, spec.layers)
+    spec = gguf_config.read_decoder(scalar, tensors, "jamba", interleaved=False, keys=keys, experts=True)
+    spec = replace(spec, biases=frozenset(("ssm_dt", "conv")))
     sizes = ("ssm.inner_size", "ssm.conv_kernel", "ssm.state_size", "ssm.time_step_rank")
     mamba = mamba_layer.mamba_spec(*(config.size(key) for key in sizes))
-    spec = replace(spec, attn=replace(spec.attn, kv_heads=kv_heads), biases=frozenset(("ssm_dt", "conv")))
     sparse = [f"blk.{layer}.ffn_gate_inp.weight" in tensors for layer in range(spec.layers)]
     experts = gguf_config.read_experts(config, spec, renormalize=False) if any(sparse) else None
     return in_layers(spec, mamba, attentive, experts, sparse)

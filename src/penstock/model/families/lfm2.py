@@ -164,18 +164,17 @@ def read_experts(config: ConfigReader, spec: ModelSpec) -> tuple[ExpertSpec, int
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     experts = "expert_count" in config
+    scalar, attentive = gguf_config.read_attentive(config)
     spec = gguf_config.read_decoder(
-        config.without(gguf_config.KV_HEADS),
+        scalar,
         tensors,
         "lfm2",
         interleaved=False,
         keys=("shortconv.l_cache", "leading_dense_block_count"),
         experts=experts,
     )
-    kv_heads, attentive = gguf_config.read_attentive(config, spec.layers)
-    spec = replace(spec, attn=replace(spec.attn, kv_heads=kv_heads), biases=frozenset())
     conv = ConvSpec(spec.dim, config.size("shortconv.l_cache"), gated=True)
-    spec = in_layers(spec, conv, [not one for one in attentive])
+    spec = in_layers(replace(spec, biases=frozenset()), conv, [not one for one in attentive])
     if not experts:
         return spec
     made = replace(gguf_config.read_experts(config, spec, scoring=2), choice_bias=True)

@@ -35,7 +35,6 @@ GGUF_PARTS = {
     "ssm_out": "ssm_out",
 }
 GGUF_KEYS = ("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
-KV_HEADS = "attention.head_count_kv"  # in GGUF files, of each layer: 0 where it has no attention
 LINEAR, FULL = ("linear_attention", "mamba"), ("full_attention", "attention")  # newer and older words for layers
 
 

@@ -190,14 +190,14 @@ def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     unused = config.count("nextn_predict_layers", 0, most=MAX_LAYERS)
     layers = config.size("block_count", most=MAX_LAYERS) - unused
-    hidden, kv_heads = config.counts(HIDDEN)[:layers], config.counts(mamba2_mixer.KV_HEADS)[:layers]
-    for key, values in ((HIDDEN, hidden), (mamba2_mixer.KV_HEADS, kv_heads)):
+    hidden, kv_heads = config.counts(HIDDEN)[:layers], config.counts(gguf_config.KV_HEADS)[:layers]
+    for key, values in ((HIDDEN, hidden), (gguf_config.KV_HEADS, kv_heads)):
         if len(values) != layers or len({*values} - {0}) > 1:
             raise config.unsupported(key, list(values), (f"0 or the same number for {layers} layers",))
     counted = "expert_count" in config
     other = EXPERTS if counted and config.count("expert_count", 0) else MLP
     kinds = [ATTENTION if kv else other if ff else MAMBA for ff, kv in zip(hidden, kv_heads, strict=True)]
-    scalar = config.with_value(HIDDEN, max(hidden)).with_value(mamba2_mixer.KV_HEADS, max(kv_heads))
+    scalar = config.with_value(HIDDEN, max(hidden)).with_value(gguf_config.KV_HEADS, max(kv_heads))
     spec = gguf_config.read_decoder(
         scalar.without("rope.dimension_count"), tensors, "nemotronh", interleaved=False, keys=KEYS, experts=True
     )

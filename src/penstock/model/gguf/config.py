@@ -39,7 +39,7 @@ KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
-KV_HEADS = "attention.head_count_kv"
+KV_HEADS = "attention.head_count_kv"  # one number, or one for each layer
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 EXPERTS = {  # keys of MoE families
     "expert_feed_forward_length",
@@ -95,7 +95,7 @@ def read_decoder(
         eps=config.number(eps_key),
         attn=AttentionSpec(
             heads=heads,
-            kv_heads=config.size("attention.head_count_kv", heads),
+            kv_heads=config.size(KV_HEADS, heads),
             head_dim=head_dim,
             rope=replace(read_rope(config, tensors, rotated, max_len), interleaved=interleaved),
         ),
@@ -122,12 +122,13 @@ def read_experts(config: ConfigReader, spec: ModelSpec, *, scoring: int = 1, ren
     )
 
 
-def read_attentive(config: ConfigReader, layers: int) -> tuple[int, list[bool]]:
-    """Reads how many KV heads layers with attention have, and which layers those are: the list has 0 for others."""
-    counts = config.counts(KV_HEADS)
+def read_attentive(config: ConfigReader) -> tuple[ConfigReader, list[bool]]:
+    """Reads which layers have attention, where the number of KV heads is 0 for those without. Returns a reader that
+    sees one number of KV heads, too."""
+    counts, layers = config.counts(KV_HEADS), config.size("block_count", most=MAX_LAYERS)
     if len(counts) != layers or len({*counts} - {0}) != 1:
-        raise config.unsupported(KV_HEADS, counts, (f"0 or one number of KV heads for each of {layers} layers",))
-    return max(counts), [count > 0 for count in counts]
+        raise config.unsupported(KV_HEADS, list(counts), (f"0 or the same number for {layers} layers",))
+    return config.with_value(KV_HEADS, max(counts)), [count > 0 for count in counts]
 
 
 def read_pooling(config: ConfigReader) -> str:

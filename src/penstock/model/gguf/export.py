@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, UnsupportedModel
 from penstock.model import names
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
-from penstock.model.gguf.metadata import config_keys
+from penstock.model.gguf.metadata import check_family, config_keys
 from penstock.model.gguf.shards import read_shards
 from penstock.model.gguf.tensor_order import reorder_for_gguf
 from penstock.model.gguf.writer import FORMAT_KINDS, PendingTensor, encoded, rows_at_once
@@ -148,6 +148,7 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
             "a model with dense layers after its pooling cannot be written as GGUF yet: use its folder"
         )
     spec, config = checkpoint.spec, ConfigReader(checkpoint.metadata, CONFIG)
+    check_family(spec)
     load_model(checkpoint, Unpacked())
     parts = file_tensors(checkpoint)
     config_values, extra, found = config_keys(config, spec, {part.name: part.sources[0] for part in parts.values()})

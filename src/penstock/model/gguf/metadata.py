@@ -16,7 +16,7 @@ import numpy as np
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, registry, rope
 from penstock.model.config_reader import ConfigReader
-from penstock.model.families import deepseek2, gemma2, llama4
+from penstock.model.families import deepseek2, deepseek32, gemma2, glmdsa, llama4
 from penstock.model.gguf import config as gguf_config
 from penstock.model.recurrence import ConvSpec, DeltaSpec, MambaSpec
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
@@ -52,9 +52,8 @@ def config_keys(
 ) -> tuple[Keys, Tensors, ModelSpec]:
     """Returns the keys, the tensors that belong to the config, and the spec as a reader of the file will have it.
     `weights`: the other tensors of the file, by their names there."""
-    own = OWN.get(spec.arch)
-    if own is None:
-        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
+    check_family(spec)
+    own = OWN[spec.arch]
     check_read_alike(spec)
     arch = architecture(spec)
     if "text_config" in config:
@@ -67,6 +66,12 @@ def config_keys(
     if odd := difference(spec, found):
         raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot express what config.json says: {odd}")
     return {"general.architecture": arch, **metadata}, extra, found
+
+
+def check_family(spec: ModelSpec) -> None:
+    """Raises if files of the family cannot be written."""
+    if spec.arch not in OWN:
+        raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
 
 
 def check_read_alike(spec: ModelSpec) -> None:
@@ -94,6 +99,12 @@ def check_read_alike(spec: ModelSpec) -> None:
         raise UnsupportedModel(
             f"a GGUF file of {spec.arch} cannot express {said} = true: llama.cpp has no tensors for the biases of "
             f"{', '.join(odd)} and refuses the file"
+        )
+    rotated = 2 * len(spec.attn.rope.inv_freq)
+    if spec.attn.index is not None and spec.attn.index.head_dim != 2 * rotated:
+        raise UnsupportedModel(
+            f"a GGUF file of {spec.arch} cannot express index_head_dim = {spec.attn.index.head_dim}: llama.cpp takes "
+            f"it as twice qk_rope_head_dim, which is {rotated}"
         )
     if spec.arch == "cohere" and (spec.attn.qk_norm == "layer") != (spec.layers >= COHERE_LAYERS):
         raise UnsupportedModel(
@@ -125,7 +136,7 @@ def decoder_keys(spec: ModelSpec) -> Keys:
         "feed_forward_length": spec.hidden,
         "vocab_size": spec.vocab,
         "attention.head_count": attn.heads,
-        "attention.head_count_kv": attn.kv_heads,
+        gguf_config.KV_HEADS: attn.kv_heads,
         "attention.key_length": attn.head_dim,
         "attention.value_length": attn.head_dim,
         gguf_config.RMS_EPS: spec.eps,
@@ -361,6 +372,18 @@ def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
     }
 
 
+def deepseek_32(config: ConfigReader, spec: ModelSpec) -> Keys:
+    index = spec.attn.index
+    assert index is not None
+    numbers = index.heads, index.head_dim, index.top_k
+    return deepseek_2(config, spec) | dict(zip(deepseek32.KEYS, numbers, strict=True))
+
+
+def glm_dsa(config: ConfigReader, spec: ModelSpec) -> Keys:
+    full = [int(attn.index_dim > 0) for attn in spec.cached_attention]
+    return deepseek_32(config, spec) | {glmdsa.TYPES: full}
+
+
 def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
     usual = all_but_each(2, spec.layers)
     if list(config_hf.read_sliding(config, usual)) != usual:
@@ -443,6 +466,8 @@ OWN: dict[str, Own] = {
     "nomic_bert": encoder,
     "modernbert": modern_bert,
     "deepseek2": deepseek_2,
+    "deepseek32": deepseek_32,
+    "glmdsa": glm_dsa,
     "gptoss": gpt_oss,
     "llama4": llama_4,
 }

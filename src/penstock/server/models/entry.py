@@ -38,9 +38,17 @@ class ModelEntry:
     loading: asyncio.Task[ServedModel] | None = None
     variants: dict[str, ServedModel] = field(default_factory=dict)  # those derived from it, by digest, while loaded
 
+    adapters: frozenset[str] = frozenset()  # names of those that it had when it was last loaded
+
     @property
     def name(self) -> str:
         return self.source.name
+
+    def has_adapter(self, name: str) -> bool:
+        """Returns whether a name means the model with one of its adapters: `adapter` or `model:adapter`."""
+        if self.served is not None:
+            return bool(self.served.adapters_named(name))
+        return name in self.adapters or name.removeprefix(f"{self.name}:") in self.adapters
 
     @property
     def awake(self) -> ServedModel | None:

@@ -109,11 +109,15 @@ class ModelPool:
                 raise EngineUnavailable(client.unavailable_reason)
 
     def find(self, name: str) -> ModelEntry | None:
-        """Returns the model of this name, the one that the name stands for, or the one that it is derived from."""
+        """Returns the model of this name, the one with an adapter so named, the one that the name stands for, or the
+        one that it is derived from."""
         plain = name.removesuffix(":latest")
         for each in (name, plain):
             if each in self._entries:
                 return self._entries[each]
+        for entry in self._entries.values():
+            if entry.has_adapter(name):
+                return entry
         for pattern, model in self.settings.aliases:
             if fnmatchcase(name, pattern):
                 return self._entries[model]
@@ -228,7 +232,7 @@ class ModelPool:
             raise
         else:
             entry.served = self._served(entry.source, client, text)
-            entry.state, entry.error = ModelState.AWAKE, ""
+            entry.state, entry.error, entry.adapters = ModelState.AWAKE, "", frozenset(client.adapters)
             if client.hello is not None and client.hello.limits.memory:
                 entry.bytes = client.hello.limits.memory
             return entry.served

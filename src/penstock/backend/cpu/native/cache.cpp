@@ -42,16 +42,22 @@ size_t Cache::bytes_per_token() const {
   return bytes;
 }
 
+size_t Cache::block_bytes() const {
+  size_t bytes = 0;
+  for (const Plane& plane : planes_) bytes += plane.bytes;
+  return bytes;
+}
+
 std::string Cache::layout() const {
   std::string text = std::string(type_.name) + ", blocks of " + std::to_string(block_size_) + " positions, " +
-                     std::to_string(groups_) + " groups of layers with heads x dim x v_dim";
+                     std::to_string(groups_) + " groups of layers with heads x dim x v_dim x index_dim";
   const auto add = [&](const KvShape& shape) {
     text.append(" ").append(std::to_string(shape.heads)).append("x").append(std::to_string(shape.dim)).append("x")
-        .append(std::to_string(shape.v_dim));
+        .append(std::to_string(shape.v_dim)).append("x").append(std::to_string(shape.index_dim));
   };
   const bool same = std::all_of(shapes_.begin(), shapes_.end(), [&](const auto& s) { return s == shapes_[0]; });
   if (same)
-    for (size_t plane = 0; plane < planes_; ++plane) add(shapes_[0]);
+    for (size_t plane = 0; plane < planes_.size(); ++plane) add(shapes_[0]);
   else
     for (size_t layer = 0; layer < shapes_.size(); ++layer) {
       add(shapes_[layer]);
@@ -94,21 +100,34 @@ void Cache::reserve(size_t blocks, size_t block_size, const LayerGroups& groups)
   }
   const std::vector<Place> places = places_of(groups);
   memory_ = Memory();
-  blocks_ = planes_ = plane_bytes_ = 0;
+  blocks_ = 0;
   block_size_ = block_size;
   padded_size_ = (block_size + TILE - 1) / TILE * TILE;
   const size_t tiles = padded_size_ / TILE;
-  for (const KvShape& shape : shapes_) plane_bytes_ = std::max(plane_bytes_, tiles * layer_bytes(shape));
-  for (const Place& place : places) planes_ = std::max(planes_, place.plane + 1);
+  planes_.clear();
+  for (size_t layer = 0; layer < places.size(); ++layer) {
+    const Place& place = places[layer];
+    if (place.plane >= planes_.size()) planes_.resize(place.plane + 1, Plane{nullptr, 0});
+    size_t& bytes = planes_[place.plane].bytes;
+    bytes = std::max(bytes, tiles * (place.offset + layer_bytes(shapes_[layer])));
+  }
   const double wanted = double(blocks) * double(block_bytes());
   if (wanted > MAX_BYTES) throw std::bad_alloc();
   memory_ = Memory(size_t(wanted));
   blocks_ = blocks;
   groups_ = groups.size();
   group_of_.assign(shapes_.size(), 0);
+  std::byte* next = memory_.as();
+  for (Plane& plane : planes_) {
+    plane.base = next;
+    next += blocks * plane.bytes;
+  }
   base_.clear();
-  for (const Place& place : places)
-    base_.push_back(memory_.as() + place.plane * blocks * plane_bytes_ + place.offset * tiles);
+  stride_.clear();
+  for (const Place& place : places) {
+    base_.push_back(planes_[place.plane].base + place.offset * tiles);
+    stride_.push_back(planes_[place.plane].bytes);
+  }
   for (size_t group = 0; group < groups.size(); ++group)
     for (const size_t layer : groups[group]) group_of_[layer] = group;
 }
@@ -125,22 +144,26 @@ void Cache::copy(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
     check_blocks(both);
   }
   for (const auto& [source, target] : pairs)
-    for (size_t plane = 0; plane < planes_; ++plane)
-      std::memmove(at(plane, target), at(plane, source), plane_bytes_);
+    for (const auto& [base, bytes] : planes_)
+      std::memmove(base + size_t(target) * bytes, base + size_t(source) * bytes, bytes);
 }
 
 void Cache::export_blocks(Blocks blocks, std::byte* out) const {
   check_blocks(blocks);
   for (int64_t block : blocks)
-    for (size_t plane = 0; plane < planes_; ++plane, out += plane_bytes_)
-      std::memcpy(out, at(plane, block), plane_bytes_);
+    for (const auto& [base, bytes] : planes_) {
+      std::memcpy(out, base + size_t(block) * bytes, bytes);
+      out += bytes;
+    }
 }
 
 void Cache::import_blocks(Blocks blocks, const std::byte* data) {
   check_blocks(blocks);
   for (int64_t block : blocks)
-    for (size_t plane = 0; plane < planes_; ++plane, data += plane_bytes_)
-      std::memcpy(at(plane, block), data, plane_bytes_);
+    for (const auto& [base, bytes] : planes_) {
+      std::memcpy(base + size_t(block) * bytes, data, bytes);
+      data += bytes;
+    }
 }
 
 }  // namespace penstock

@@ -7,7 +7,8 @@
 //
 // A tile has keys [dim][16], then values [16][padded dim]. 8-bit tiles begin with the scales of keys and those of
 // values. Because keys are transposed, a query is scored against 16 positions without a sum across lanes. The values of
-// MLA are a part of its keys: a tile has keys [16][dim], and scales for the rotated part and for the values.
+// MLA are a part of its keys: a tile has keys [16][dim], and scales for the rotated part and for the values. Where an
+// index selects positions, its keys follow in a tile of their own, [index dim][16].
 //
 // A block whose size is not a multiple of 16 ends in unused places: `place` counts positions with those included.
 #pragma once
@@ -27,6 +28,7 @@ namespace penstock {
 struct KvShape {
   size_t heads, dim;
   size_t v_dim = 0;  // above 0: MLA
+  size_t index_dim = 0;  // above 0: positions have an index key
 
   size_t padded() const { return ((v_dim ? v_dim : dim) + 15) / 16 * 16; }
   size_t tile_values() const { return TILE * (v_dim ? dim : dim + padded()); }
@@ -50,11 +52,12 @@ class Cache {
   size_t groups() const { return groups_; }
   size_t group(size_t layer) const { return group_of_[layer]; }
   size_t bytes_per_token() const;  // in all layers
-  size_t block_bytes() const { return planes_ * plane_bytes_; }  // in the layers of one group
+  size_t block_bytes() const;      // in the layers of one group
   std::string layout() const;      // two caches with equal layouts can exchange blocks
   size_t blocks() const { return blocks_; }
   size_t block_size() const { return block_size_; }
   size_t place(size_t position) const { return position / block_size_ * padded_size_ + position % block_size_; }
+  size_t position(size_t place) const { return place / padded_size_ * block_size_ + place % padded_size_; }
   bool unused(size_t place) const { return place % padded_size_ >= block_size_; }
   bool has_unused() const { return padded_size_ != block_size_; }
   const KvKernels& kernels(const Kernels& all) const { return all.*type_.kernels; }
@@ -66,7 +69,16 @@ class Cache {
     const size_t tiles = padded_size_ / TILE;
     const size_t block = size_t(table[place / padded_size_]);
     const size_t index = head * tiles + place % padded_size_ / TILE;
-    return base_[layer] + block * plane_bytes_ + index * tile_bytes(shape);
+    return base_[layer] + block * stride_[layer] + index * tile_bytes(shape);
+  }
+
+  size_t kv_tile_bytes(const KvShape& shape) const {  // without index keys
+    return type_.scale_bytes + shape.tile_values() * type_.value_bytes;
+  }
+
+  // The tile of index keys beside the tile that holds `place`.
+  std::byte* index_tile(size_t layer, const int32_t* table, size_t place) const {
+    return tile(layer, 0, table, place) + kv_tile_bytes(shapes_[layer]);
   }
 
  private:
@@ -85,11 +97,9 @@ class Cache {
 
   std::vector<Place> places_of(const LayerGroups& groups) const;
   void check_blocks(Blocks blocks) const;
-  std::byte* at(size_t plane, int64_t block) const {
-    return memory_.as() + (plane * blocks_ + size_t(block)) * plane_bytes_;
-  }
   size_t tile_bytes(const KvShape& shape) const {
-    return type_.scale_bytes + shape.tile_values() * type_.value_bytes;
+    const size_t index = shape.index_dim ? type_.scale_bytes + TILE * shape.index_dim * type_.value_bytes : 0;
+    return kv_tile_bytes(shape) + index;
   }
   size_t layer_bytes(const KvShape& shape) const { return shape.heads * tile_bytes(shape); }  // of 16 positions
 
@@ -97,7 +107,12 @@ class Cache {
   std::vector<KvShape> shapes_;   // of each layer
   std::vector<size_t> group_of_;  // of each layer
   std::vector<std::byte*> base_;  // of each layer: where it lies in the first block
-  size_t planes_ = 0, plane_bytes_ = 0;  // bytes of one block in one plane
+  std::vector<size_t> stride_;    // of each layer: bytes from block to block
+  struct Plane {
+    std::byte* base;
+    size_t bytes;  // of one block
+  };
+  std::vector<Plane> planes_;
   size_t groups_ = 1, blocks_ = 0, block_size_ = 1, padded_size_ = TILE;
   Memory memory_;
 };

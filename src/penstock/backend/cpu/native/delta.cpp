@@ -12,8 +12,6 @@ constexpr float LEAST_SQUARE = 1e-6f;
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 void make_unit(const float* x, size_t dim, float factor, float* out) {
   float squares = 0;
   for (size_t i = 0; i < dim; ++i) squares += x[i] * x[i];
@@ -24,33 +22,40 @@ void make_unit(const float* x, size_t dim, float factor, float* out) {
 // One value head of one row.
 class Head {
  public:
-  Head(const Frame& frame, const DeltaShape& shape, const DeltaVectors& vectors, size_t row, size_t head)
+  Head(const Frame& frame, const DeltaShape& shape, const DeltaVectors& vectors, const DeltaInputs& inputs, size_t row,
+       size_t head)
       : frame_(frame),
         shape_(shape),
         vectors_(vectors),
+        inputs_(inputs),
         head_(head),
         state_(frame.states, frame.row_states[row], shape.layer, head * shape.memory_floats(), shape.memory_floats()) {}
 
   const StatePart& state() const { return state_; }
 
-  void delta_rule(size_t first, size_t count, const Buffer& mixed, const Buffer& ba, const Buffer& out,
-                float* scratch) const {
-    float *q = scratch, *k = q + RUN * shape_.k_dim, *decay = k + RUN * shape_.k_dim, *beta = decay + RUN;
-    const float root = 1.0f / std::sqrt(float(shape_.k_dim));
+  void delta_rule(size_t first, size_t count, const Buffer& mixed, const Buffer& out, float* scratch) const {
+    const size_t k_dim = shape_.k_dim, decays = shape_.decays();
+    float *q = scratch, *k = q + RUN * k_dim, *faded = k + RUN * k_dim, *decay = faded + RUN * k_dim;
+    float* beta = decay + RUN * decays;
+    const float root = 1.0f / std::sqrt(float(k_dim));
     for (size_t i = 0; i < count; ++i) {
-      const float* key_head = mixed.row(first + i) + shape_.key_head(head_) * shape_.k_dim;
-      make_unit(key_head, shape_.k_dim, root, q + i * shape_.k_dim);
-      make_unit(key_head + shape_.k_width(), shape_.k_dim, 1.0f, k + i * shape_.k_dim);
-      const float* gates = ba.row(first + i) + head_;
-      beta[i] = sigmoid(gates[0]);
-      decay[i] = std::exp(vectors_.decay[head_] * softplus(gates[shape_.v_heads] + vectors_.dt[head_]));
+      const float* key_head = mixed.row(first + i) + shape_.key_head(head_) * k_dim;
+      make_unit(key_head, k_dim, root, q + i * k_dim);
+      make_unit(key_head + shape_.k_width(), k_dim, 1.0f, k + i * k_dim);
+      beta[i] = sigmoid(inputs_.beta.row(frame_, first + i)[head_]);
+      frame_.kernels.delta.decay(inputs_.alpha.row(frame_, first + i) + head_ * decays, &vectors_.dt[head_ * decays],
+                                 vectors_.decay[head_], decays, decay + i * decays);
+      for (size_t j = 0; j < k_dim; ++j)
+        faded[i * k_dim + j] = k[i * k_dim + j] * decay[i * decays + (shape_.channel_decay ? j : 0)];
     }
     frame_.kernels.delta.delta_rule({.q = q,
                                      .k = k,
+                                     .faded = faded,
                                      .v = mixed.row(first) + 2 * shape_.k_width() + head_ * shape_.v_dim,
                                      .decay = decay,
                                      .beta = beta,
-                                     .k_dim = shape_.k_dim,
+                                     .channels = shape_.channel_decay,
+                                     .k_dim = k_dim,
                                      .v_dim = shape_.v_dim,
                                      .v_stride = mixed.width,
                                      .count = count,
@@ -59,12 +64,13 @@ class Head {
                                      .out_stride = out.width});
   }
 
-  // out = rms_norm(out) * gain * silu(z)
-  void finish(size_t token, const Buffer& qkvz, const Buffer& out, float* scratch) const {
-    float* values = out.row(token) + head_ * shape_.v_dim;
-    std::copy_n(qkvz.row(token) + shape_.width() + head_ * shape_.v_dim, shape_.v_dim, scratch);
-    frame_.kernels.add_norm(values, nullptr, vectors_.gain.data(), vectors_.eps, shape_.v_dim, nullptr,
-                            scratch + shape_.v_dim);
+  // out = rms_norm(out) * gain * silu(z), or sigmoid(z)
+  void finish(size_t token, const Buffer& out, float* scratch) const {
+    const float* z = inputs_.z.row(frame_, token) + head_ * shape_.v_dim;
+    float *values = out.row(token) + head_ * shape_.v_dim, *normed = scratch + shape_.v_dim;
+    frame_.kernels.add_norm(values, nullptr, vectors_.gain.data(), vectors_.eps, shape_.v_dim, nullptr, normed);
+    if (shape_.sigmoid_gate) return frame_.kernels.delta.gate_by(normed, z, shape_.v_dim, values);
+    std::copy_n(z, shape_.v_dim, scratch);
     frame_.kernels.gate(scratch, shape_.v_dim, values);
   }
 
@@ -72,6 +78,7 @@ class Head {
   const Frame& frame_;
   const DeltaShape& shape_;
   const DeltaVectors& vectors_;
+  const DeltaInputs& inputs_;
   size_t head_;
   StatePart state_;
 };
@@ -79,11 +86,11 @@ class Head {
 }  // namespace
 
 size_t DeltaShape::scratch_floats() const {
-  return std::max({RUN * 2 * (k_dim + 1), 2 * v_dim, conv().kept_floats()});
+  return std::max({RUN * (3 * k_dim + decays() + 1), 2 * v_dim, conv().kept_floats()});
 }
 
-Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, int qkvz, int mixed, int ba,
-                     int out) {
+Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, const DeltaInputs& inputs,
+                       int mixed, int out) {
   const size_t parts = shape.v_heads + 1;
   const auto chunks = [parts](const Frame& frame) { return frame.batch.rows * parts; };
   const auto run = [=](const Frame& frame, size_t chunk, unsigned worker) {
@@ -92,12 +99,12 @@ Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVecto
     const size_t row = chunk / parts, part = chunk % parts;
     const auto first = size_t(frame.batch.row_start[row]), last = size_t(frame.batch.row_start[row + 1]);
     if (first == last) return;
-    if (part == shape.v_heads) return keep_last(frame, shape.conv(), qkvz, row, scratch);
-    const Head head(frame, shape, *vectors, row, part);
+    if (part == shape.v_heads) return keep_last(frame, shape.conv(), inputs.qkv, row, scratch);
+    const Head head(frame, shape, *vectors, inputs, row, part);
     head.state().walk(first, last, RUN, [&](size_t token, size_t count) {
-      head.delta_rule(token, count, buffer(mixed), buffer(ba), buffer(out), scratch);
+      head.delta_rule(token, count, buffer(mixed), buffer(out), scratch);
     });
-    for (size_t token = first; token < last; ++token) head.finish(token, buffer(qkvz), buffer(out), scratch);
+    for (size_t token = first; token < last; ++token) head.finish(token, buffer(out), scratch);
   };
   return {chunks, run};
 }

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "adapters.h"
 #include "cache.h"
 #include "formats.h"
 #include "kernels.h"
@@ -71,6 +72,14 @@ struct WorkItem {
   size_t split, splits;  // the first split, and how many
 };
 
+// Scores of positions by the index of sparse attention, while positions are selected.
+struct IndexScores {
+  size_t width = 0;     // places of the longest context of the step, in whole tiles
+  bool by_token = false;  // the rows of `scores` are those of tokens, so that workers share a token; else of workers
+  Memory scores = {};      // [tokens or workers][width]
+  Memory candidates = {};  // [workers][width] positions
+};
+
 struct Frame {
   Batch batch;
   const Kernels& kernels;
@@ -81,9 +90,15 @@ struct Frame {
   std::vector<WorkItem> work_items;
   std::vector<size_t> split_tiles;   // the first work items of those tiles that have several
   Memory partials;                   // [work item][group of heads] partial results, where a tile has several
+  IndexScores index;                 // of models that select positions
   std::vector<RowState> row_states;  // of models with recurrent layers
   std::vector<Memory> scratch;       // one for each worker
   unsigned workers;
+  std::vector<AdapterRun> adapter_runs[2] = {};  // of all tokens, and of those whose logits are wanted
+  Memory ranks = {};                             // [rows][rank_stride]: what the thin matrices `a` make of rows
+  size_t rank_stride = 0;
+
+  float* rank_row(size_t row) const { return ranks.as<float>() + row * rank_stride; }
 
   // The block table of a row's sequence for the group that the layer is in.
   const int32_t* table(size_t layer, size_t row) const {

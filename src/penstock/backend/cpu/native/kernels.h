@@ -30,6 +30,7 @@ struct PanelProduct {
   size_t columns;
   const int8_t* table;  // of 16 numbers that codes stand for, and what all of them are multiplied with;
   float factor;         // read by kinds of formats that have a table
+  bool add = false;     // to what y holds; for F32 and F16 without a bias
 };
 
 struct Rotation {
@@ -48,23 +49,27 @@ struct KvKernels {
   void (*score)(const float* queries, size_t count, size_t dim, const void* tile, const void* soon, float* scores);
   // out[q] += sum over the first n positions of weights[q][j] * values[j]
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);
+  void (*store_key)(const float* key, size_t dim, size_t lane, void* tile);  // the key alone
 };
 
 using Activation = void (*)(const float* x, size_t n, float* out);
-// KV of MLA, a tile of 16 positions: dimensions are multiples of 16, and the last v_dim of keys are their values.
+// KV of MLA, a tile of 16 positions. The last v_dim dimensions of keys are their values. v_dim and what comes before it
+// are padded to multiples of 16.
 struct MlaKernels {
   void (*store)(const float* key, size_t dim, size_t v_dim, size_t lane, void* tile);
   void (*score)(const float* queries, size_t count, size_t dim, size_t v_dim, const void* tile, float* scores);
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t v_dim, float* out);
+  void (*copy)(const void* from, size_t from_lane, size_t dim, void* to, size_t to_lane);  // one position
 };
 
 inline constexpr size_t MAX_CONV_WIDTH = 16;
 
 // The delta rule for one head: for each token in order, its memory decays, learns the value under the key, and is read.
 struct DeltaRule {
-  const float *q, *k;          // [count][k_dim]
+  const float *q, *k, *faded;  // [count][k_dim]; `faded` is k times the decay
   const float* v;              // rows are v_stride apart
-  const float *decay, *beta;   // [count]
+  const float *decay, *beta;   // [count], and decay [count][k_dim] with `channels`
+  bool channels;               // each row of the memory has a decay of its own
   size_t k_dim, v_dim, v_stride, count;
   float* memory;               // [k_dim][v_dim]
   float* out;                  // rows are out_stride apart
@@ -85,6 +90,8 @@ struct DeltaKernels {
   void (*convolve)(const Convolution&);
   void (*delta_rule)(const DeltaRule&);
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
+  // out = e^(rate * softplus(x + bias))
+  void (*decay)(const float* x, const float* bias, float rate, size_t width, float* out);
 };
 
 // Parts of rows, and streams that are parts of rows.
@@ -164,6 +171,8 @@ struct Kernels {
   MambaKernels mamba;
   Mamba2Kernels mamba2;
   Activation relu2;  // the square of relu
+  // out[i] = sum over heads of weights[head] * relu(scores[head][i]); rows of scores are SPAN apart, n is whole tiles
+  void (*index_scores)(const float* scores, const float* weights, size_t heads, size_t n, float* out);
   StreamKernels streams;
 };
 

@@ -3,16 +3,6 @@
 namespace penstock {
 namespace {
 
-// log(1 + e^x) is max(x, 0) + log(1 + t) for t = e^-|x|, and log(1 + t) is 2 * atanh(s) for s = t / (2 + t), at most a
-// third: seven terms of its series are as good as a float.
-inline F softplus(F x) {
-  constexpr float FACTORS[] = {1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f};
-  const F t = exp(sub(zero(), abs(x))), s = div(t, add(all(2.0f), t)), square = mul(s, s);
-  F series = all(1.0f / 13);
-  for (float factor : FACTORS) series = fma(series, square, all(factor));
-  return fma(mul(all(2.0f), s), series, max(x, zero()));
-}
-
 struct Mamba {
   // Channels i to i + n, n up to 16, through all tokens.
   static void scan_some(const ChannelScan& r, size_t i, size_t n) {

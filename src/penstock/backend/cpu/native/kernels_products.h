@@ -44,6 +44,16 @@ inline F relu(F x) { return max(x, zero()); }
 
 inline F relu2(F x) { return mul(relu(x), relu(x)); }
 
+// log(1 + e^x) is max(x, 0) + log(1 + t) for t = e^-|x|, and log(1 + t) is 2 * atanh(s) for s = t / (2 + t), at most a
+// third: seven terms of its series are as good as a float.
+inline F softplus(F x) {
+  constexpr float FACTORS[] = {1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f};
+  const F t = exp(sub(zero(), abs(x))), s = div(t, add(all(2.0f), t)), square = mul(s, s);
+  F series = all(1.0f / 13);
+  for (float factor : FACTORS) series = fma(series, square, all(factor));
+  return fma(mul(all(2.0f), s), series, max(x, zero()));
+}
+
 // x or 0, less |x| times the part of a normal distribution beyond |x|: Abramowitz and Stegun 7.1.26, within 1e-7.
 inline F gelu(F x) {
   constexpr float FACTORS[] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
@@ -167,8 +177,10 @@ INLINE void add_block(const Ready<Q>* const (&ready)[P], const CodeBlock* const 
 
 inline void finish(const PanelProduct& p, size_t panel, size_t row, F sums) {
   const size_t column = panel * LANES, lanes = at_most(p.columns - column, LANES);
+  float* y = p.y + row * p.y_stride + column;
   if (p.bias) sums = add(sums, load_some(p.bias + column, lanes));
-  store_some(p.y + row * p.y_stride + column, sums, lanes);
+  if (p.add) sums = add(load_some(y, lanes), sums);
+  store_some(y, sums, lanes);
 }
 
 // Asks for memory that will be read soon. Panels follow each other, so what follows a block is the next to be read.

@@ -12,17 +12,6 @@ constexpr size_t TILE_PANELS = 2;  // what kernels like to take at once
 
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
-struct Rows {
-  const void* data;
-  size_t stride;  // bytes
-};
-
-Rows rows_for(const Kernels& kernels, const Buffer& from, Format format, size_t row) {
-  if (format >= Format::QUANTIZED) return {from.code_row(row), from.code_stride() * sizeof(CodeBlock)};
-  if (format == Format::BF16 && kernels.to_bfloats) return {from.bfloat_row(row), from.bfloat_stride() * 2};
-  return {from.row(row), from.width * sizeof(float)};
-}
-
 size_t panels_of(const Weight& weight, bool gated) { return gated ? weight.panels() / 2 : weight.panels(); }
 
 struct Product {
@@ -97,6 +86,12 @@ struct HeadProducts {
 };
 
 }  // namespace
+
+Rows rows_for(const Kernels& kernels, const Buffer& from, Format format, size_t row) {
+  if (format >= Format::QUANTIZED) return {from.code_row(row), from.code_stride() * sizeof(CodeBlock)};
+  if (format == Format::BF16 && kernels.to_bfloats) return {from.bfloat_row(row), from.bfloat_stride() * 2};
+  return {from.row(row), from.width * sizeof(float)};
+}
 
 Phase heads_phase(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t kept, int out) {
   const HeadProducts products = {x, out, std::move(weight), heads, kept};

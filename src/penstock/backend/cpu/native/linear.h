@@ -8,6 +8,14 @@
 
 namespace penstock {
 
+struct Rows {
+  const void* data;
+  size_t stride;  // bytes
+};
+
+// The rows of a buffer from `row` on, in the form that products with this format take.
+Rows rows_for(const Kernels& kernels, const Buffer& from, Format format, size_t row);
+
 // `gated`: silu(x @ first half of the weight) * (x @ second half), for a weight that is gateable.
 Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
 

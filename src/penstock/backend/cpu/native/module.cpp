@@ -13,6 +13,7 @@
 #include "dispatch.h"
 #include "program.h"
 #include "quantize.h"
+#include "require.h"
 #include "weights.h"
 
 namespace nb = nanobind;
@@ -162,7 +163,14 @@ NB_MODULE(_native, m) {
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)
-      .def_prop_ro("gateable", &Weight::gateable);
+      .def_prop_ro("gateable", &Weight::gateable)
+      .def_prop_ro("coded", &Weight::coded)
+      .def_prop_ro("precise", &Weight::precise);
+
+  nb::class_<Adapter>(m, "Adapter")
+      .def(nb::init<>())
+      .def("add", &Adapter::add, "weight"_a, "a"_a, "parts"_a)
+      .def_prop_ro("nbytes", &Adapter::bytes);
 
   m.def("fill_parts", fill_all, "parts"_a, "threads"_a);
   m.def("packed_bits", packed_bits, "format"_a);
@@ -228,15 +236,19 @@ NB_MODULE(_native, m) {
       .def("embed_positions", &Program::embed_positions, "table"_a, "out"_a)
       .def("sigmoid_mul", &Program::sigmoid_mul, "x"_a, "gate"_a, "out"_a)
       .def("delta_net",
-           [](Program& program, int qkvz, int ba, int mixed, int out, size_t layer, size_t k_heads, size_t v_heads,
-              size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, Array<const float, 1> conv,
-              Array<const float, 1> decay, Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
-             program.delta_net(qkvz, ba, {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled},
+           [](Program& program, int qkv, int z, int beta, int alpha, int mixed, int out, size_t layer, size_t k_heads,
+              size_t v_heads, size_t k_dim, size_t v_dim, size_t conv_width, bool tiled, bool channel_decay,
+              const std::string& gate, Array<const float, 1> conv, Array<const float, 1> decay,
+              Array<const float, 1> dt_bias, Array<const float, 1> gain, float eps) {
+             require(gate == "silu" || gate == "sigmoid", "the output of a delta net is gated by silu or sigmoid");
+             program.delta_net({qkv, z, beta, alpha},
+                               {layer, k_heads, v_heads, k_dim, v_dim, conv_width, tiled, channel_decay,
+                                gate == "sigmoid"},
                                {copied(conv), {}}, {copied(decay), copied(dt_bias), copied(gain), eps}, mixed, out);
            },
-           "qkvz"_a, "ba"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a, "k_dim"_a,
-           "v_dim"_a, "conv_width"_a, "tiled"_a, "conv"_a.noconvert(), "decay"_a.noconvert(), "dt_bias"_a.noconvert(),
-           "gain"_a.noconvert(), "eps"_a)
+           "qkv"_a, "z"_a, "beta"_a, "alpha"_a, "mixed"_a, "out"_a, nb::kw_only(), "layer"_a, "k_heads"_a, "v_heads"_a,
+           "k_dim"_a, "v_dim"_a, "conv_width"_a, "tiled"_a, "channel_decay"_a, "gate"_a, "conv"_a.noconvert(),
+           "decay"_a.noconvert(), "dt_bias"_a.noconvert(), "gain"_a.noconvert(), "eps"_a)
       .def("causal_conv",
            [](Program& program, int x, std::optional<int> product, int out, size_t layer, size_t width,
               size_t conv_width, Array<const float, 1> conv, Array<const float, 1> bias) {
@@ -285,11 +297,22 @@ NB_MODULE(_native, m) {
            "weigh_inputs"_a = false, "expert_scale"_a.none() = nb::none())
       .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
       .def("attend_mla",
-           [](Program& program, int q, int kv, int out, size_t layer, int angles, Numbers numbers,
-              const VectorArrays& vectors) {
-             program.attend_mla(q, kv, attention_of(layer, angles, std::move(numbers), copied_vectors(vectors)), out);
+           [](Program& program, int q, int kv, std::optional<int> selected, int out, size_t layer, int angles,
+              Numbers numbers, const VectorArrays& vectors) {
+             const Attention attention = attention_of(layer, angles, std::move(numbers), copied_vectors(vectors));
+             program.attend_mla(q, kv, selected, attention, out);
            },
-           "q"_a, "kv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
+           "q"_a, "kv"_a, "selected"_a.none(), "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a,
+           "vectors"_a.noconvert())
+      .def("select_positions",
+           [](Program& program, int q, int k, int weights, int out, size_t layer, int angles, bool interleaved,
+              size_t heads, size_t head_dim, size_t top_k, Numbers numbers) {
+             const Attention attention = attention_of(layer, angles, std::move(numbers), {});
+             const Index index = {layer, heads, head_dim, top_k, angles, interleaved};
+             program.select_positions(q, k, weights, index, attention.shape(), out);
+           },
+           "q"_a, "k"_a, "weights"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "interleaved"_a, "heads"_a,
+           "head_dim"_a, "top_k"_a, "numbers"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
@@ -301,6 +324,10 @@ NB_MODULE(_native, m) {
              program.move_states(std::move(moves));
            },
            "moves"_a)
+      .def("load_adapter", &Program::load_adapter, "slot"_a, "adapter"_a)
+      .def("drop_adapter", &Program::drop_adapter, "slot"_a)
+      .def("choose_adapters",
+           [](Program& program, IntArray slots) { program.choose_adapters(copied(slots)); }, "slots"_a.noconvert())
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
       .def("export_blocks", export_blocks, "blocks"_a)
       .def("import_blocks", import_blocks, "blocks"_a, "data"_a)

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "delta.h"
 #include "dispatch.h"
@@ -18,6 +19,7 @@
 #include "pool.h"
 #include "sample.h"
 #include "scan.h"
+#include "select.h"
 #include "weights.h"
 
 namespace penstock {
@@ -82,7 +84,9 @@ class Program {
   void activate(int x, int out, const std::string& act);
   void embed_positions(std::shared_ptr<const Weight> table, int out);
   void sigmoid_mul(int x, int gate, int out);  // x * sigmoid(gate), one for each row or for each value
-  void delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed, int out);
+  // Reads the first columns of `qkv` and `beta` and the last ones of `z` and `alpha`; two may be the same buffer.
+  void delta_net(const DeltaBuffers& given, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed,
+                 int out);
   // Of the first columns of x or, given a buffer for them, of b * u for rows [b, c, u] of x: then out is c * that.
   void causal_conv(int x, const ConvShape& shape, ConvVectors vectors, std::optional<int> product, int out);
   void selective_scan(const ScanBuffers& buffers, const ScanShape& shape, ScanVectors vectors);
@@ -90,7 +94,9 @@ class Program {
   void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
-  void attend_mla(int q, int kv, const Attention& attention, int out);
+  void attend_mla(int q, int kv, std::optional<int> selected, const Attention& attention, int out);
+  // Writes the positions that attend_mla attends to; `shape` is that of the layer's KV.
+  void select_positions(int q, int k, int weights, const Index& index, KvShape shape, int out);
   void keep(int buffer);    // no op added later may write to it, so its rows can be read after a step
   void answer(int buffer);  // the result of a step; no op is added after it
 
@@ -100,6 +106,9 @@ class Program {
   void import_blocks(Blocks blocks, std::span<const std::byte> data);
 
   void move_states(std::vector<StateMove> moves);  // takes effect in the next step
+  void load_adapter(size_t slot, std::shared_ptr<const Adapter> adapter);
+  void drop_adapter(size_t slot);
+  void choose_adapters(std::vector<int32_t> slots);  // of each row of the next step, -1: none
   void run(const Step& step, std::span<float> out);  // runs one step; `out` is [rows of the answer][its width]
   Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // runs a step, samples tokens
 
@@ -133,6 +142,11 @@ class Program {
   void know_tokens(const Step& step);
   void remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens);
   void find_states(const Step& step);
+  void add_updates(int x, const Weight* weight, int out);
+  void gated_linear(int x, std::shared_ptr<const Weight> weight, int out);
+  int wide_buffer(Symbol symbol, size_t width);
+  void find_adapters(const Step& step);
+  static void add_run(std::vector<AdapterRun>& runs, const Adapter* adapter, size_t first, size_t last);
   void grow(size_t tokens, size_t sampled);
   void prepare(const Step& step);
 
@@ -141,6 +155,10 @@ class Program {
   Cache cache_;
   States states_;
   std::vector<StateMove> moves_;
+  std::vector<std::shared_ptr<const Adapter>> adapters_;  // by slot
+  std::vector<const Weight*> adaptable_;                  // weights that products have
+  std::vector<int> wide_;  // buffers of gated products that adapters change
+  std::vector<int32_t> chosen_;
   std::vector<Buffer> buffers_;
   std::vector<Phase> phases_;
   std::vector<std::shared_ptr<ExpertPermutation>> permutations_;
@@ -155,6 +173,7 @@ class Program {
   std::vector<size_t> windows_;        // of each layer that attends; 0: sees everything before
   std::vector<size_t> group_windows_;  // the longest of each group's layers; 0: one sees everything
   bool causal_ = true;  // for all attention
+  bool selects_ = false;  // positions, in some layer
   size_t scratch_floats_ = 0, partial_floats_ = 0;
   size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol
 };

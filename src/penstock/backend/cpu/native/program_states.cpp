@@ -21,24 +21,32 @@ void Program::sigmoid_mul(int x, int gate, int out) {
   });
 }
 
-void Program::delta_net(int qkvz, int ba, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors, int mixed,
-                        int out) {
+void Program::delta_net(const DeltaBuffers& given, const DeltaShape& shape, ConvVectors conv, DeltaVectors vectors,
+                        int mixed, int out) {
   require(shape.k_heads && shape.v_heads <= 65536 && shape.v_heads && shape.v_heads % shape.k_heads == 0,
           "a delta net needs a multiple of its key heads as value heads");
   require(shape.k_dim && shape.v_dim && shape.k_dim <= 65536 && shape.v_dim <= 65536, "a head has 1 to 65536 values");
   check(shape.conv(), conv);
-  require(vectors.decay.size() == shape.v_heads && vectors.dt.size() == shape.v_heads &&
+  require(vectors.decay.size() == shape.v_heads && vectors.dt.size() == shape.v_heads * shape.decays() &&
               vectors.gain.size() == shape.v_dim,
           "a vector of a delta net has another size than its shape says");
-  at(qkvz, Symbol::T, shape.width() + shape.v_width());
-  at(ba, Symbol::T, 2 * shape.v_heads);
+  const auto first = [&](int buffer, size_t width) {
+    require(at(buffer).symbol == Symbol::T && at(buffer).width >= width, "a buffer is too narrow for a delta net");
+    return Columns{buffer, 0};
+  };
+  const auto last = [&](int buffer, size_t width) {
+    return Columns{first(buffer, width).buffer, at(buffer).width - width};
+  };
+  const DeltaInputs inputs = {first(given.qkv, shape.width()).buffer, last(given.z, shape.v_width()),
+                              first(given.beta, shape.v_heads), last(given.alpha, shape.v_heads * shape.decays())};
   at(mixed, Symbol::T, shape.width());
   at(out, Symbol::T, shape.v_width());
   states_.add_layer(shape.layer, shape.state_floats());
   scratch_floats_ = std::max(scratch_floats_, shape.scratch_floats());
   const auto shared = std::make_shared<const DeltaVectors>(std::move(vectors));
-  phases_.push_back(convolve_phase(shape.conv(), std::make_shared<const ConvVectors>(std::move(conv)), qkvz, mixed));
-  phases_.push_back(delta_rule_phase(shape, shared, qkvz, mixed, ba, out));
+  const auto taps = std::make_shared<const ConvVectors>(std::move(conv));
+  phases_.push_back(convolve_phase(shape.conv(), taps, given.qkv, mixed));
+  phases_.push_back(delta_rule_phase(shape, shared, inputs, mixed, out));
   prepare_rows(out);
 }
 

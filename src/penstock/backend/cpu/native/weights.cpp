@@ -196,7 +196,8 @@ Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& 
       throw std::invalid_argument(name + " rows hold a multiple of " + std::to_string(packing.values) +
                                   " values; got " + std::to_string(width));
     const size_t panels = round_up(rows, LANES) / LANES;
-    const size_t panel_bytes = round_up(width, BLOCK) / packing.values * packing.packed;
+    const bool apart = format == Format::F32 || format == Format::F16;  // kernels take these one by one
+    const size_t panel_bytes = (apart ? width : round_up(width, BLOCK)) / packing.values * packing.packed;
     parts_.push_back({format, rows, rows_, panels, panel_bytes, nullptr, packing.table, packing.factor});
     coded_ |= format >= Format::QUANTIZED;
     bfloat_ |= format == Format::BF16;
@@ -272,6 +273,10 @@ void Weight::set_bias(std::vector<float> bias) {
 void Weight::set_factor(size_t part, float factor) {
   if (part >= parts_.size() || !parts_[part].table) throw std::invalid_argument("only formats with a table have a factor");
   parts_[part].factor = packing_of(parts_[part].format).factor * factor;
+}
+
+bool Weight::precise() const {
+  return std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.format == Format::F32; });
 }
 
 bool Weight::gateable() const {

@@ -54,6 +54,7 @@ class Weight {
   size_t bytes() const { return bytes_; }
   bool coded() const { return coded_; }  // some part is multiplied with quantized activations
   bool bfloat() const { return bfloat_; }  // some part is BF16
+  bool precise() const;                    // all parts are F32
   bool gateable() const;                 // two halves of which each panel of one has a partner in the other
   Run panels(size_t first, size_t most) const;  // those from `first` on that lie in one part
   const float* bias(size_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }

@@ -1,8 +1,10 @@
-"""Mamba2: each row's tokens pass one by one through the states of its heads, which stay in registers.
+"""Mamba2: each row's tokens pass through the states of its heads, which stay in registers.
 
 A head's state [state_dim, head_dim] decays by one number for each token and takes in the outer product of B and x * dt;
-C reads it. Its columns depend on nothing but themselves, B and C, so a program has a few columns of one head. Rows that
-only pad a step have no tokens, and touch no state.
+C reads it. Its columns depend on nothing but themselves, B and C, so a program has some columns of one head. Rows of a
+few tokens are computed token by token. Longer rows are computed in chunks: within a chunk each token attends to those
+before it, weighted by how much a state would have decayed since (state space duality), and the state moves on once per
+chunk. Rows that only pad a step have no tokens, and touch no state.
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ from penstock.model.ops import Mamba2Weights
 from penstock.model.recurrence import Mamba2Spec
 
 COLUMNS = 16  # of a state, in one program
+CHUNK = 32  # tokens
+CHUNK_COLUMNS = 32
+LARGE_STATE = 128
+LEAST_CHUNKED = 16  # tokens of a row that is computed in chunks
+MAX_TOKENS = 2**31 - 1
 
 
 class ScanSizes(NamedTuple):
@@ -62,9 +69,10 @@ def _selective_scan(
     SIZES: tl.constexpr,
     STATE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Takes some columns of one head's state through the tokens of one row."""
+    """Takes some columns of one head's state through the tokens of one row, if they are at most MOST."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     HEADS: tl.constexpr = SIZES.heads
@@ -75,7 +83,7 @@ def _selective_scan(
     STRIDE: tl.constexpr = INNER + WIDTH + HEADS
     row = rows + tl.program_id(0) * SIZES.fields
     count = tl.load(row + 1)
-    if count > 0:
+    if (count > 0) & (count <= MOST):
         first = tl.load(row).to(tl.int64)
         own, begin = tl.load(row + 2).to(tl.int64), tl.load(row + 3).to(tl.int64)
         save, after = tl.load(row + 4).to(tl.int64), tl.load(row + 5)
@@ -100,6 +108,83 @@ def _selective_scan(
             state = state * tl.exp(rate * dt) + b[:, None] * (x * dt)[None, :]
             tl.store(to + token * INNER, tl.sum(state * c[:, None], 0) + direct * x, column < HEAD_DIM)
             if (token + 1 == after) & (save >= 0):
+                tl.store(states + save * state_stride + place, state, inside)
+        tl.store(states + own * state_stride + place, state, inside)
+
+
+@triton.jit
+def _chunk(x, b, c, steps, rate, state):
+    """Returns what the tokens of a chunk read from the state and from each other, and the state after them."""
+    at = tl.cumsum(steps * rate, 0)  # how much a state from before the chunk has decayed after each token, as exponents
+    whole = tl.sum(steps * rate, 0)
+    i = tl.arange(0, steps.shape[0])
+    earlier = i[:, None] >= i[None, :]
+    since = tl.exp(tl.where(earlier, at[:, None] - at[None, :], 0.0))
+    scores = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.where(earlier, since * steps[None, :], 0.0)
+    read = tl.dot(c, state, input_precision="ieee") * tl.exp(at)[:, None]
+    read = tl.dot(scores, x, read, input_precision="ieee")
+    kept = b * (tl.exp(whole - at) * steps)[:, None]
+    return read, tl.dot(tl.trans(kept), x, state * tl.exp(whole), input_precision="ieee")
+
+
+@triton.jit
+def _chunked_scan(
+    mixed,
+    zxbcdt,
+    rates,
+    dt_bias,
+    skip,
+    states,
+    rows,
+    out,
+    state_stride,
+    dt_scale,
+    dt_min,
+    dt_max,
+    SIZES: tl.constexpr,
+    STATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Takes some columns of one head's state through the chunks of one row, if it has at least LEAST tokens."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    HEAD_DIM: tl.constexpr = SIZES.head_dim
+    STATE_DIM: tl.constexpr = SIZES.state_dim
+    INNER: tl.constexpr = SIZES.heads * HEAD_DIM
+    WIDTH: tl.constexpr = INNER + 2 * SIZES.groups * STATE_DIM
+    STRIDE: tl.constexpr = INNER + WIDTH + SIZES.heads
+    row = rows + tl.program_id(0) * SIZES.fields
+    count = tl.load(row + 1)
+    if count >= LEAST:
+        first = tl.load(row).to(tl.int64)
+        own, begin = tl.load(row + 2).to(tl.int64), tl.load(row + 3).to(tl.int64)
+        save, head = tl.load(row + 4).to(tl.int64), tl.program_id(1)
+        after = tl.where(save >= 0, tl.load(row + 5), count)
+        i = tl.arange(0, STATE)[None, :]
+        column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        inside = tl.trans(i < STATE_DIM) & (column < HEAD_DIM)
+        place = head * STATE_DIM * HEAD_DIM + tl.trans(i) * HEAD_DIM + column
+        state = tl.load(states + begin * state_stride + place, inside & (begin >= 0), 0.0)
+        rate, bias = tl.load(rates + head), tl.load(dt_bias + head)
+        keys = mixed + INNER + head // (SIZES.heads // SIZES.groups) * STATE_DIM + i
+        before = tl.cdiv(after, CHUNK)  # chunks up to where the state is saved, which ends one
+        for chunk in range(before + tl.cdiv(count - after, CHUNK)):
+            start = tl.where(chunk < before, chunk * CHUNK, after + (chunk - before) * CHUNK)
+            end = tl.minimum(start + CHUNK, tl.where(chunk < before, after, count))
+            index = start + tl.arange(0, CHUNK)
+            token, known = (first + index)[:, None], (index < end)[:, None]
+            x = tl.load(mixed + token * WIDTH + head * HEAD_DIM + column, known & (column < HEAD_DIM), 0.0)
+            b = tl.load(keys + token * WIDTH, known & (i < STATE_DIM), 0.0)
+            c = tl.load(keys + token * WIDTH + SIZES.groups * STATE_DIM, known & (i < STATE_DIM), 0.0)
+            raw = tl.load(zxbcdt + (first + index) * STRIDE + INNER + WIDTH + head, index < end, 0.0).to(tl.float32)
+            steps = tl.where(index < end, _time_step(raw * dt_scale + bias, dt_min, dt_max), 0.0)
+            read, state = _chunk(x, b, c, steps, rate, state)
+            read += tl.load(skip + head) * x
+            tl.store(out + token * INNER + head * HEAD_DIM + column, read, known & (column < HEAD_DIM))
+            if (end == after) & (save >= 0):
                 tl.store(states + save * state_stride + place, state, inside)
         tl.store(states + own * state_stride + place, state, inside)
 
@@ -142,19 +227,28 @@ def mamba2(
     rows: StateRows,
     scratch: Mamba2Scratch,
     out: Any,
+    prompts: bool = True,
 ) -> None:
-    """Computes Mamba2: [T, z + x + B + C + dt] -> [T, x]; `states` is [states, state_floats] float32."""
+    """Computes Mamba2: [T, z + x + B + C + dt] -> [T, x]; `states` is [states, state_floats] float32. `prompts`: rows
+    may have many tokens."""
     conv = ConvSizes.of(spec.conv_width, spec.width, spec.in_width, spec.state_dim * spec.inner, column=spec.inner)
     causal_conv(zxbcdt, weights.conv, weights.conv_bias, conv, states, rows, scratch.mixed)
-    columns = min(COLUMNS, triton.next_power_of_2(spec.head_dim))
-    _selective_scan[(len(rows.numbers), spec.heads, triton.cdiv(spec.head_dim, columns))](
+    inputs = (
         *(scratch.mixed, zxbcdt, weights.decay, weights.dt_bias, weights.skip, states, rows.numbers, scratch.raw),
         *(states.stride(0), spec.dt_scale, spec.dt_min, spec.dt_max),
-        SIZES=ScanSizes(spec.heads, spec.head_dim, spec.state_dim, spec.groups),
-        STATE=triton.next_power_of_2(spec.state_dim),
-        COLUMNS=columns,
-        **launch_options(1),
     )
+    sizes = ScanSizes(spec.heads, spec.head_dim, spec.state_dim, spec.groups)
+    padded = triton.next_power_of_2(spec.state_dim)
+    columns = min(COLUMNS, triton.next_power_of_2(spec.head_dim))
+    most = LEAST_CHUNKED - 1 if prompts else MAX_TOKENS
+    _selective_scan[(len(rows.numbers), spec.heads, triton.cdiv(spec.head_dim, columns))](
+        *inputs, SIZES=sizes, STATE=padded, COLUMNS=columns, MOST=most, **launch_options(1)
+    )
+    if prompts:
+        grid = (len(rows.numbers), spec.heads, triton.cdiv(spec.head_dim, CHUNK_COLUMNS))
+        chunk = CHUNK if padded <= LARGE_STATE else CHUNK // 2  # B and C of a chunk must fit into shared memory
+        tiles = {"STATE": max(padded, 16), "COLUMNS": CHUNK_COLUMNS, "CHUNK": chunk, "LEAST": LEAST_CHUNKED}
+        _chunked_scan[grid](*inputs, SIZES=sizes, **tiles, **launch_options(4, num_stages=1))
     store_conv_state(zxbcdt, conv, states, rows)
     gate_and_norm(zxbcdt, weights, spec, scratch.raw, out)
 

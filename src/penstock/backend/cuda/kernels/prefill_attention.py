@@ -56,10 +56,18 @@ class PrefillConfig(NamedTuple):
     largest: float  # of the cache's type; 0: it has no scales
     queries: int
     tile: int
+    reach: int = 0  # above 0: scores get a bias by distance, the same for all beyond it
 
 
 @triton.jit
-def _fold(q, keys, values, scales, visible, scale, cap, softmax, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+def bias_of(biases, head, distance, REACH: tl.constexpr):
+    """Returns what scores [QUERIES, TILE] get for how far before (below 0) or after its query a key is."""
+    nearest = tl.minimum(tl.maximum(distance, -REACH), REACH) + REACH
+    return tl.load(biases + head[:, None] * (2 * REACH + 1) + nearest) * 1.4426950408889634
+
+
+@triton.jit
+def _fold(q, keys, values, scales, visible, bias, scale, cap, softmax, MASKED: tl.constexpr, CONFIG: tl.constexpr):
     """Takes a tile of keys and values into the running softmax (highest score, sum of weights, mix of values)."""
     highest, total, mix = softmax
     score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
@@ -67,6 +75,8 @@ def _fold(q, keys, values, scales, visible, scale, cap, softmax, MASKED: tl.cons
         score *= scales[0][None, :]
     if CONFIG.options.capped:
         score = soft_capped(score, cap)
+    if CONFIG.reach:
+        score += bias
     if MASKED:
         score = tl.where(visible, score, -float("inf"))
     peak, weight, shrink, total = soften(score, highest, total)
@@ -94,7 +104,7 @@ def load_kv(kv, line, d, scale, inside, seen, SHAPE: tl.constexpr, LARGEST: tl.c
 
 
 @triton.jit
-def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr):
+def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, biases, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     OPTIONS: tl.constexpr = CONFIG.options
     SHAPE: tl.constexpr = CONFIG.shape
@@ -144,7 +154,8 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, scale, cap, CONFIG: t
         line = line_of(block, position, kv_head, SHAPE)
         block = load_blocks(table, position + TILE, end, SHAPE.block_size)
         keys, values, scales = load_kv(kv, line, d, scale, (d < SHAPE.dims)[None, :], None, SHAPE, CONFIG.largest)
-        softmax = _fold(q, keys, values, scales, True, scale, cap, softmax, False, CONFIG)
+        bias = bias_of(biases, head, position[None, :] - own[:, None], CONFIG.reach) if CONFIG.reach else scale
+        softmax = _fold(q, keys, values, scales, True, bias, scale, cap, softmax, False, CONFIG)
     for start in tl.range(whole, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end
@@ -166,7 +177,8 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, scale, cap, CONFIG: t
             visible = visible & (distance < OPTIONS.window)
         if OPTIONS.chunk:
             visible = visible & (position[None, :] >= (own // OPTIONS.chunk * OPTIONS.chunk)[:, None])
-        softmax = _fold(q, keys, values, scales, visible, scale, cap, softmax, True, CONFIG)
+        bias = bias_of(biases, head, -distance, CONFIG.reach) if CONFIG.reach else scale
+        softmax = _fold(q, keys, values, scales, visible, bias, scale, cap, softmax, True, CONFIG)
 
     highest, total, mix = softmax
     if OPTIONS.sinks:
@@ -188,6 +200,7 @@ def prefill_attention(
     causal: bool = True,
     sinks: Any | None = None,
     q_gain: Any | None = None,
+    distance_bias: Any | None = None,
     *,
     chunk: int = 0,
     temperature: float = 0.0,
@@ -195,15 +208,18 @@ def prefill_attention(
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
-    how many positions their row has reached; header[0] is the width of tables."""
+    how many positions their row has reached; header[0] is the width of tables. distance_bias is [heads, 2 * reach +
+    1]."""
     shape = shape_of(cache, qkv, out)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
     others = chunk, temperature, temperature_span
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None, *others)
     tile, warps, stages = tiling
+    reach = 0 if distance_bias is None else len(distance_bias) // shape.heads // 2
     _prefill_attention[(shape.kv_heads, len(tiles))](
-        *(qkv, kv, tiles, out, tiles if sinks is None else sinks, tiles if q_gain is None else q_gain),
+        *(qkv, kv, tiles, out),
+        *(tiles if vector is None else vector for vector in (sinks, q_gain, distance_bias)),
         *(scale * LOG2E, soft_cap * LOG2E),
-        CONFIG=PrefillConfig(shape, options, largest_of(cache, scales), queries_per_tile(shape.group), tile),
+        CONFIG=PrefillConfig(shape, options, largest_of(cache, scales), queries_per_tile(shape.group), tile, reach),
         **launch_options(warps, stages),
     )

@@ -1,0 +1,326 @@
+"""Keeps the adapters (LoRA) that requests may name, and decides which of them are in the backend's slots.
+
+A registered adapter costs a few hundred bytes until a request names it. Then a thread reads it while others are
+computed, and it stays in its slot until the room is needed. A slot that a waiting or running request holds is never
+taken away.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from penstock.backend.base import AdapterSlots
+from penstock.errors import AdapterError, AdapterNotFound, PenstockError
+from penstock.model.adapters import AdapterBase, adapter_bytes, read_adapter, updates_of
+from penstock.types import AdapterInfo, AdapterUse
+
+MAX_NAME = 256  # characters
+T = TypeVar("T")
+
+
+class RegisteredAdapter(NamedTuple):
+    """Says where an adapter that requests may name comes from."""
+
+    name: str
+    path: Path
+    scale: float
+    rank: int
+    number: int  # differs between any two registrations, so that a name used again means the new one
+
+
+class Source(NamedTuple):
+    """Names one adapter of a slot and what its update is multiplied by."""
+
+    registered: RegisteredAdapter
+    scale: float
+
+
+class ReadAdapter(NamedTuple):
+    """Holds what a thread has made of an adapter's files."""
+
+    packed: Any  # see PackedAdapter
+    digests: tuple[str, ...]  # of each source
+
+
+class Reading(Generic[T]):
+    """Waits for work that a thread does: `result` returns what came of it."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._done = threading.Event()
+        self._result: T | None = None
+        self._error: PenstockError | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether the thread is done with it."""
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when the thread is done with it, or after this many seconds."""
+        self._done.wait(seconds)
+
+    def run(self) -> None:
+        """Does the work, in the thread."""
+        try:
+            self._result = self._work()
+        except PenstockError as error:
+            self._error = error
+        except Exception as error:  # work that nobody finishes would keep requests waiting for ever
+            self._error = AdapterError(f"the adapter could not be read: {type(error).__name__}: {error}")
+        self._done.set()
+
+    def result(self) -> T:
+        """Returns what came of it; raises what the work raised."""
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+class AdapterLease:
+    """Is held by requests that are computed with the same adapters, from their arrival to their end."""
+
+    def __init__(self, sources: tuple[Source, ...], load: Callable[[Sequence[Source]], ReadAdapter]) -> None:
+        self.sources = sources
+        self.reading = Reading(lambda: load(sources))
+        self.holders = 0
+        self.slot = -1  # -1: none yet
+        self.nbytes = 0
+        self.digests: tuple[str, ...] = ()
+        self.error: PenstockError | None = None
+        self.in_slot = False
+
+    @property
+    def ready(self) -> bool:
+        """Returns True once it is in its slot or is known to have failed."""
+        return self.in_slot or self.error is not None
+
+    def wait(self, seconds: float) -> None:
+        """Returns when its files are read, or after this many seconds."""
+        self.reading.wait(seconds)
+
+    def check(self) -> None:
+        """Raises why it could not be put into a slot, if it could not."""
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def salt(self) -> str:
+        """Returns what tells prompts computed with these adapters from all others: KV is never shared across them."""
+        parts = zip(self.digests, self.sources, strict=True)
+        return "".join(f"\0adapter {digest} {source.scale!r}" for digest, source in parts)
+
+
+class Adapters:
+    """Registers adapters and moves them into slots: at most `most` of them, which take at most `memory` bytes."""
+
+    def __init__(self, slots: AdapterSlots, base: AdapterBase, most: int, memory: int) -> None:
+        self._slots = slots
+        self._base = base
+        self._memory = memory
+        self._free = list(range(most - 1, -1, -1))
+        self._registered: dict[str, RegisteredAdapter] = {}
+        self._digests: dict[int, str] = {}  # of registrations that were loaded once, by number
+        self._count = 0
+        self._leases: OrderedDict[tuple[Source, ...], AdapterLease] = OrderedDict()  # the least recently used first
+        self._queue: deque[AdapterLease] = deque()  # without a slot yet, in order of arrival
+        self._reading: list[AdapterLease] = []
+        self._reader = Reader()
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, path: Path, scale: float = 1.0) -> AdapterInfo:
+        """Lets requests name an adapter from now on; raises AdapterError if it does not fit the model, or if another
+        has the name. The same path and scale again change nothing."""
+        return self.registered(name, path, scale, self._rank_at(path))
+
+    def begin_registration(self, name: str, path: Path, scale: float) -> Reading[int]:
+        """Begins to register an adapter while steps run: its files are checked in a thread."""
+        self._check_name(name, path, scale)
+        reading = Reading(lambda: self._rank_at(path))
+        self._reader.read(reading)
+        return reading
+
+    def registered(self, name: str, path: Path, scale: float, rank: int) -> AdapterInfo:
+        """Registers an adapter whose files were checked."""
+        self._check_name(name, path, scale)
+        if name not in self._registered:
+            self._count += 1
+            self._registered[name] = RegisteredAdapter(name, path, scale, rank, self._count)
+        return self._info(self._registered[name])
+
+    def _check_name(self, name: str, path: Path, scale: float) -> None:
+        self._slots.check()
+        if not 0 < len(name) <= MAX_NAME:
+            raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} characters; got {len(name)}", param="name")
+        known = self._registered.get(name)
+        if known and (known.path, known.scale) != (path, scale):
+            raise AdapterError(
+                f"an adapter named {name!r} is registered already, from {known.path}: unregister it first, or take "
+                "another name",
+                param="name",
+            )
+
+    def _rank_at(self, path: Path) -> int:
+        return read_adapter(path, self._base).rank
+
+    def unregister(self, name: str) -> AdapterInfo:
+        """Forgets an adapter; requests that have begun keep it. Raises AdapterNotFound for an unknown name."""
+        info = self._info(self._find(name))
+        number = self._registered.pop(name).number
+        self._digests.pop(number, None)
+        for key, lease in list(self._leases.items()):
+            held = lease.holders or not lease.in_slot
+            if not held and any(source.registered.number == number for source in key):
+                self._evict(lease)
+        return info
+
+    def listed(self) -> tuple[AdapterInfo, ...]:
+        """Returns all registered adapters, in the order of their registration."""
+        return tuple(map(self._info, self._registered.values()))
+
+    def _find(self, name: str) -> RegisteredAdapter:
+        if name not in self._registered:
+            known = ", ".join(list(self._registered)[:8]) or "none"
+            raise AdapterNotFound(f"no adapter is registered as {name!r}; registered: {known}")
+        return self._registered[name]
+
+    def _info(self, known: RegisteredAdapter) -> AdapterInfo:
+        loaded = any(
+            lease.in_slot and source.registered.number == known.number
+            for lease in self._leases.values()
+            for source in lease.sources
+        )
+        digest = self._digests.get(known.number, "")
+        return AdapterInfo(known.name, str(known.path), known.scale, known.rank, digest, loaded)
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    def hold(self, uses: Sequence[AdapterUse]) -> AdapterLease:
+        """Returns a lease of the adapters together, which may have to wait for its slot; it must be released. Raises
+        AdapterNotFound for an unknown name."""
+        sources = tuple(Source(known := self._find(use.name), known.scale * use.scale) for use in uses if use.scale)
+        lease = self._leases.get(sources)
+        if lease is None or lease.error:
+            lease = self._leases[sources] = AdapterLease(sources, self._load)
+            self._queue.append(lease)
+        lease.holders += 1
+        self._leases.move_to_end(sources)
+        return lease
+
+    def release(self, lease: AdapterLease) -> None:
+        """Gives a lease back. Its adapters stay in their slot while there is room."""
+        lease.holders -= 1
+        if lease.holders:
+            return
+        if lease.slot < 0 and lease in self._queue:
+            self._queue.remove(lease)
+        if lease.slot < 0 and self._leases.get(lease.sources) is lease:
+            del self._leases[lease.sources]
+
+    def advance(self) -> None:
+        """Puts what was read into slots, and begins to read what has room, in order of arrival. It never waits."""
+        for lease in [lease for lease in self._reading if lease.reading.ready]:
+            self._reading.remove(lease)
+            try:
+                self._put(lease, lease.reading.result())
+            except PenstockError as error:
+                self._give_up(lease, error)
+        while self._queue:
+            try:
+                needed = sum(adapter_bytes(source.registered.path) for source in self._queue[0].sources)
+            except PenstockError as error:
+                self._give_up(self._queue.popleft(), error)
+                continue
+            if not self._make_room(needed):
+                return
+            lease = self._queue.popleft()
+            lease.slot, lease.nbytes = self._free.pop(), needed
+            self._reading.append(lease)
+            self._reader.read(lease.reading)
+
+    def close(self) -> None:
+        """Ends the thread that reads adapters."""
+        self._reader.close()
+
+    def _put(self, lease: AdapterLease, loaded: ReadAdapter) -> None:
+        """Puts an adapter that was read into its slot."""
+        lease.nbytes, lease.digests = loaded.packed.nbytes, loaded.digests
+        if lease.nbytes > self._memory:
+            raise AdapterError(
+                f"the adapter takes {lease.nbytes} bytes, and all of them together may take {self._memory}: raise "
+                "--adapter-memory"
+            )
+        self._slots.load(lease.slot, loaded.packed)
+        lease.in_slot = True
+        for source, digest in zip(lease.sources, lease.digests, strict=True):
+            self._digests[source.registered.number] = digest
+
+    def _give_up(self, lease: AdapterLease, error: PenstockError) -> None:
+        """Frees what a lease has taken: its requests fail, and a later one tries again."""
+        lease.error = error
+        if lease.slot >= 0:
+            self._free.append(lease.slot)
+            lease.slot = -1
+        if self._leases.get(lease.sources) is lease:
+            del self._leases[lease.sources]
+
+    def _make_room(self, needed: int) -> bool:
+        """Frees a slot, and the bytes if they can be had; returns whether there is room. An adapter that is alone is
+        let in, because its size in a slot is known only when it is read."""
+        while not self._free or (self._used and self._used + needed > self._memory):
+            unheld = next((lease for lease in self._leases.values() if lease.in_slot and not lease.holders), None)
+            if unheld is None:
+                return False
+            self._evict(unheld)
+        return True
+
+    @property
+    def _used(self) -> int:
+        return sum(lease.nbytes for lease in self._leases.values() if lease.slot >= 0)
+
+    def _evict(self, lease: AdapterLease) -> None:
+        del self._leases[lease.sources]
+        if lease.in_slot:
+            self._slots.drop(lease.slot)
+            self._free.append(lease.slot)
+            lease.slot, lease.in_slot = -1, False
+
+    # -- in the reader's thread ----------------------------------------------------------------------------------
+
+    def _load(self, sources: Sequence[Source]) -> ReadAdapter:
+        adapters = [(read_adapter(source.registered.path, self._base), source.scale) for source in sources]
+        packed = self._slots.pack(updates_of(adapters, self._base.placements))
+        return ReadAdapter(packed, tuple(adapter.digest() for adapter, _ in adapters))
+
+
+class Reader:
+    """Reads adapters in a thread of its own, which starts with the first one."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Reading[Any] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def read(self, reading: Reading[Any]) -> None:
+        """Begins to read, after what was begun before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="penstock-adapters", daemon=True)
+            self._thread.start()
+        self._queue.put(reading)
+
+    def close(self) -> None:
+        """Ends the thread once it has read what it was given."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (reading := self._queue.get()) is not None:
+            reading.run()

@@ -1,0 +1,142 @@
+"""A model's name may be an adapter's; adapters survive the death of an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.backend.adapters import NoAdapters
+from penstock.config import configure
+from penstock.errors import AdapterError, AdapterNotFound, NotSupported
+from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.spawn import ProcessClient
+from penstock.types import AdapterUse, Event, Request, SamplingParams, Tokens
+from tests.server.toys import open_parrot
+
+MODELS = Path(__file__).parents[1] / "models"
+GOLDEN, ADAPTER = MODELS / "goldens" / "tied", MODELS / "adapters" / "tied"
+
+
+class Recorder(InProcessClient):
+    """Keeps the requests that are submitted. It calls adapters registered that the engine does not have."""
+
+    def __init__(self, open: Any) -> None:
+        super().__init__(open)
+        self.requests: list[Request] = []
+
+    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
+        self.requests.append(request)
+        return super().submit(request._replace(adapters=()))
+
+
+@pytest.fixture(scope="module")
+def recorder(serve: Callable[[Any, Any, str], AbstractContextManager[Any]], toy_text: Any) -> Any:
+    client = Recorder(open_parrot)
+    with serve(client, toy_text, "toy") as server:
+        client.adapters = {"pirate": None, "toy:shout": None}  # type: ignore[dict-item]
+        yield server, client
+
+
+@pytest.mark.parametrize(
+    ("model", "uses"),
+    [
+        ("toy", ()),
+        ("pirate", (AdapterUse("pirate"),)),
+        ("toy:pirate", (AdapterUse("pirate"),)),
+        ("toy:shout", (AdapterUse("toy:shout"),)),
+        ("gpt-4o", ()),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages"])
+def test_a_model_named_like_an_adapter_is_computed_with_it(
+    recorder: Any, path: str, model: str, uses: tuple[AdapterUse, ...]
+):
+    server, client = recorder
+    said = {"messages": [{"role": "user", "content": "[yes]"}], "prompt": "[yes]", "input": "[yes]"}
+    fields = {"/v1/completions": ("prompt",), "/v1/embeddings": ("input",)}.get(path, ("messages",))
+    answer = server.post(path, model=model, max_tokens=4, **{name: said[name] for name in fields})
+    assert answer.status_code == 200, answer.text
+    assert client.requests[-1].adapters == uses
+
+
+def test_an_unknown_adapter_is_an_unknown_model(recorder: Any):
+    server, _ = recorder
+    answer = server.post("/v1/completions", model="toy:five", prompt="[yes]")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+# ---- an engine process ----
+
+
+@asynccontextmanager
+async def engine_process(**options: Any) -> AsyncGenerator[ProcessClient, None]:
+    settings = {"device": "cpu", "threads": 1, "max_rows": 2, "kv_memory": 1 << 22} | options
+    client = ProcessClient(configure(GOLDEN, settings))
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
+async def answer(client: ProcessClient, *uses: AdapterUse) -> list[int]:
+    request = Request(client.next_id(), (5, 9, 3, 7), SamplingParams(temperature=0), 12, adapters=uses)
+    events = [event async for step in client.submit(request) for event in step]
+    return [token for event in events if isinstance(event, Tokens) for token in event.tokens]
+
+
+def test_adapters_of_an_engine_process_survive_its_death():
+    async def check() -> None:
+        async with engine_process(adapter=[f"first={ADAPTER}"]) as client:
+            plain, first = await answer(client), await answer(client, AdapterUse("first"))
+            assert plain != first
+            info = await client.register_adapter("second", str(ADAPTER), 0.5)
+            assert (info.name, info.rank, info.scale) == ("second", 4, 0.5)
+            second = await answer(client, AdapterUse("second"))
+            assert await answer(client, AdapterUse("second", 2.0)) == first
+            assert list(client.adapters) == ["first", "second"]
+            await client.register_adapter("third", str(ADAPTER))
+            await client.unregister_adapter("third")
+            hello = client.hello
+            assert hello
+            os.kill(hello.pid, signal.SIGKILL)
+            while client.hello is None or client.hello.pid == hello.pid:
+                await asyncio.sleep(0.02)
+            assert await answer(client, AdapterUse("first")) == first
+            assert await answer(client, AdapterUse("second")) == second
+            assert [one.name for one in await client.list_adapters()] == ["first", "second"]
+
+    asyncio.run(check())
+
+
+def test_errors_about_adapters_cross_the_process():
+    async def check() -> None:
+        async with engine_process() as client:
+            with pytest.raises(AdapterError, match="trained on another base"):
+                await client.register_adapter("other", str(MODELS / "adapters" / "qwen2"))
+            with pytest.raises(AdapterNotFound, match="no adapter is registered as 'other'; registered: none"):
+                await client.unregister_adapter("other")
+            assert not client.adapters
+
+    asyncio.run(check())
+
+
+def test_an_engine_does_not_start_with_an_adapter_that_does_not_fit():
+    async def check() -> None:
+        async with engine_process(adapter=[f"bad={MODELS / 'adapters' / 'gpt2'}"]):
+            pass
+
+    with pytest.raises(AdapterError, match="which this model does not have"):
+        asyncio.run(check())
+
+
+def test_cuda_refuses_adapters_by_name():
+    with pytest.raises(NotSupported, match="adapters on cuda are not there yet"):
+        NoAdapters("cuda").check()
