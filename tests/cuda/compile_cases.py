@@ -237,7 +237,7 @@ def expert_choice(tilings: Tilings) -> None:
 def fp8_matrices_and_few_rows(tilings: Tilings) -> None:
     weight = empty_fp8(2 * HIDDEN, DIM, HOST)
     for count, gated in ((1, False), (16, False), (4, True)):
-        tiling = tilings.small_gemm("float8", count, weight.rows, DIM, gated)
+        tiling = tilings.small_gemm("fp8", count, weight.rows, DIM, gated)
         out = empty(count, HIDDEN if gated else 2 * HIDDEN)
         fp8_gemm_small(empty(count, DIM), weight, None, out, gated=gated, tiling=tiling)
 

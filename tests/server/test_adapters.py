@@ -66,6 +66,15 @@ def test_a_model_named_like_an_adapter_is_computed_with_it(
     assert client.requests[-1].adapters == uses
 
 
+def test_the_explanation_says_how_long_an_adapter_was_waited_for(recorder: Any):
+    server, _ = recorder
+    headers = {"x-penstock-explain": "1"}
+    for model, told in (("pirate", True), ("toy", False)):
+        answer = server.http.post("/v1/completions", json={"model": model, "prompt": "[yes]"}, headers=headers)
+        seconds = answer.json()["penstock"]["choices"][0]["seconds"]
+        assert ("adapter" in seconds) == told
+
+
 def test_an_unknown_adapter_is_an_unknown_model(recorder: Any):
     server, _ = recorder
     answer = server.post("/v1/completions", model="toy:five", prompt="[yes]")

@@ -81,7 +81,7 @@ def long_context_line(spec: ModelSpec) -> str:
 def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
     """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` is told what memory is for before any is taken,
     and where the time went."""
-    config, timer = resolve_defaults(config, checkpoint.float8, checkpoint.whole), StartupTimer()
+    config, timer = resolve_defaults(config, checkpoint.fp8, checkpoint.whole), StartupTimer()
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
         tell = silent
@@ -109,6 +109,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
+        unknown_fields=checkpoint.unknown,
     )
 
 
@@ -119,7 +120,7 @@ def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapte
     )
     for text in config.adapter:
         name, path, scale = parse_adapter(text)
-        adapters.register(name, Path(path), scale)
+        adapters.register(name, Path(path).expanduser(), scale)
     return adapters
 
 

@@ -31,7 +31,7 @@ from penstock.model.roles import EXPERTS, MLA, Role
 from penstock.model.safetensors import read_safetensors
 from penstock.model.spec import ModelSpec
 from penstock.model.split_fused import split_fused
-from penstock.model.tensor import PLAIN, Tensor
+from penstock.model.tensor import FORMATS, Tensor
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_TENSORS = "adapter_model.safetensors"
@@ -238,8 +238,8 @@ def refuse_tensor(name: str) -> None:
 def check_pair(module: str, a: Tensor, b: Tensor) -> None:
     """Raises unless the two matrices can be multiplied."""
     for tensor in (a, b):
-        if tensor.format.name not in PLAIN:
-            raise AdapterError(f"tensor {tensor.name!r} is in {tensor.format.name}; supported: {', '.join(PLAIN)}")
+        if tensor.format.name not in FORMATS:
+            raise AdapterError(f"tensor {tensor.name!r} is in {tensor.format.name}; supported: {', '.join(FORMATS)}")
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
         raise AdapterError(
             f"the matrices of {module!r} have shapes {a.shape} and {b.shape}, where (rank, in) and (out, rank) are "

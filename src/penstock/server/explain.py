@@ -37,6 +37,7 @@ class StageSeconds(msgspec.Struct):
     prefill: float
     decode: float
     grammar: float | UnsetType = UNSET  # the wait for its grammar, before the queue
+    adapter: float | UnsetType = UNSET  # the wait for its adapters, before that
 
 
 class FinishCause(msgspec.Struct):
@@ -112,6 +113,8 @@ class Explanation:
             choice.preemptions, choice.recomputed_tokens = report.preemptions, report.recomputed
             if request.sampling.grammar is not None:
                 choice.seconds.grammar, choice.forced_tokens = round(report.compiling, 6), report.forced
+            if request.adapters:
+                choice.seconds.adapter = round(dict(report.waited).get("adapter", 0.0), 6)
         return choice
 
     def _finish(self, request: Request, delta: Delta) -> FinishCause:

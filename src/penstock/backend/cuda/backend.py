@@ -245,6 +245,7 @@ class CudaBackend:
         self._graphs.forget()
         self._memory.caches.clear()
         self._memory.planes.clear()
+        self._memory.index_scores = None
         self._memory.states.layers.clear()
 
     # -- getting ready -------------------------------------------------------------------------------------------
