@@ -3,9 +3,9 @@
     pip install xllamacpp                    # in any environment: --python names its interpreter
     python bench/export.py --python other/bin/python
 
-Each golden of the tests is written as F32 and read by llama.cpp. It must predict a sequence of tokens as Penstock does
-from the folder: perplexities equal to 1e-3. A configuration that GGUF cannot express must be refused. To be run before
-a release; it exits with 1 if a file is read differently.
+Each golden of the tests, odd ones included, is written as F32 and read by llama.cpp. It must predict a sequence of
+tokens as Penstock does from the folder: perplexities equal to 1e-3. A configuration that GGUF cannot express must be
+refused. To be run before a release; it exits with 1 if a file is read differently, or not at all.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-GOLDENS = Path(__file__).parents[1] / "tests" / "models" / "goldens"
+ROOT = Path(__file__).parents[1]
+MODELS = ROOT / "tests" / "models"
+GOLDENS, FOLDERS, ODD_GOLDENS = MODELS / "goldens", MODELS / "folders", MODELS / "odd"
 TOLERANCE = 1e-3  # of perplexities, relative
 CONTEXT = 48
+DIMS = 12  # of a head of the goldens, at most
 PATIENCE = 120  # seconds for one file
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = ("granite", "granitemoe", "minicpm", "qwen2", "qwen3", "smollm3")
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -35,6 +40,7 @@ LONGROPE = {
 }
 LONGROPE["original_max_position_embeddings"] = 256
 BIASED = {"attention_bias": True, "mlp_bias": True}
+EACH_KV = {"num_key_value_heads": 4}
 LITE = {"num_hidden_layers": 27, "topk_method": "greedy"}
 ODD: dict[str, tuple[str, dict[str, Any]]] = {  # name: the golden that it is made of, and what its config says instead
     "mistral without a window": ("mistral", {"sliding_window": None}),
@@ -46,9 +52,18 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {  # name: the golden that it is ma
     "qwen3_moe, weights not renormalized": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe, weights renormalized": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3next, weights not renormalized": ("qwen3next", {"norm_topk_prob": False}),
+    "qwen2_moe, weights renormalized": ("qwen2_moe", {"norm_topk_prob": True}),
+    "olmoe, weights renormalized": ("olmoe", {"norm_topk_prob": True}),
+    "olmoe, each head with its KV": ("olmoe", EACH_KV),
+    "dots1, each head with its KV": ("dots1", EACH_KV),
+    "dots1, weights not renormalized": ("dots1", EACH_KV | {"norm_topk_prob": False}),
+    "ernie4_5_moe, experts in all layers but one": ("ernie4_5_moe", {"num_hidden_layers": 2, "moe_layer_interval": 1}),
+    "gpt_neox, the other GELU": ("gpt_neox", {"hidden_act": "gelu_new"}),
+    "falcon, the other GELU": ("falcon", {"activation": "gelu_new"}),
     "glm4_moe, weights not renormalized": ("glm4_moe", {"norm_topk_prob": False}),
     "deepseek_v3, weights not renormalized": ("deepseek_v3", {"norm_topk_prob": False}),
     "deepseek_v3, one group": ("deepseek_v3", {"n_group": 1}),
+    **{f"{name}, llama3's RoPE": (name, {"rope_parameters": LLAMA3}) for name in SCALED},
     "llama, rope base 500000": ("tied", {"rope_parameters": {"rope_theta": 500000.0}}),
     "qwen2, yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3, yarn": ("qwen3", {"rope_parameters": YARN}),
@@ -105,8 +120,16 @@ def main() -> None:
 
 
 def configurations() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    yield from ((folder.name, folder.name, {}) for folder in sorted(GOLDENS.iterdir()))
+    for place in (GOLDENS, FOLDERS, ODD_GOLDENS):
+        yield from ((folder.name, str(folder), {}) for folder in sorted(place.iterdir()) if is_decoder(folder))
     yield from ((name, golden, changes) for name, (golden, changes) in ODD.items())
+
+
+def is_decoder(golden: Path) -> bool:
+    import numpy as np
+
+    kept = set(np.load(golden / "expected.npz"))
+    return "embedding" not in kept and ("weights" not in kept or "steps" in kept)
 
 
 def line(verdict: Verdict) -> str:
@@ -152,15 +175,31 @@ def make_folder(folder: Path, golden: str, changes: dict[str, Any]) -> list[int]
     import numpy as np
 
     shutil.copytree(GOLDENS / golden, folder)
+    expected = np.load(folder / "expected.npz")
+    if "weights" in expected:
+        write_odd_weights(folder, json.loads(expected["weights"].item()))
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     if changes == BIASED:
         edit_tensors(folder / "model.safetensors", biased)
     if "num_hidden_layers" in changes:
         edit_tensors(folder / "model.safetensors", partial(repeated, changes["num_hidden_layers"]))
+    if "num_key_value_heads" in changes:
+        edit_tensors(folder / "model.safetensors", doubled)
     write_tokenizer(folder / "tokenizer.json", config["vocab_size"])
-    tokens: list[int] = np.load(folder / "expected.npz")["tokens"][:CONTEXT].tolist()
+    tokens: list[int] = expected["tokens"][:CONTEXT].tolist()
     return tokens
+
+
+def write_odd_weights(folder: Path, shapes: dict[str, list[int]]) -> None:
+    """Writes the weights of an odd golden, as its test does."""
+    from safetensors.numpy import save_file
+
+    sys.path.insert(0, str(ROOT))
+    from tests.models.odd_weights import random_weights
+
+    config = json.loads((folder / "config.json").read_text())
+    save_file(random_weights(config, shapes), folder / "model.safetensors")
 
 
 def edit_tensors(file: Path, edit: Callable[[str, Any], Iterator[tuple[str, Any]]]) -> None:
@@ -197,9 +236,19 @@ def biased(name: str, words: Any) -> Iterator[tuple[str, Any]]:
 
 
 def repeated(layers: int, name: str, words: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a tensor, and those of the second layer for all layers after it, of which there are to be so many."""
-    for layer in range(1, layers) if ".layers.1." in name else (1,):
+    """Yields a tensor, and those of the second layer for all layers after it."""
+    if ".layers." not in name or ".layers.0." in name:
+        yield name, words
+    for layer in range(1, layers) if ".layers.1." in name else ():
         yield name.replace(".layers.1.", f".layers.{layer}."), words
+
+
+def doubled(name: str, words: Any) -> Iterator[tuple[str, Any]]:
+    """Yields a tensor, with each KV head twice where it is one of keys or values."""
+    import numpy as np
+
+    parts = (".k_proj.", ".v_proj.", *((".k_norm.",) if words.shape[0] > DIMS else ()))
+    yield name, np.concatenate([words, words]) if any(part in name for part in parts) else words
 
 
 def write_tokenizer(path: Path, size: int) -> None:

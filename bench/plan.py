@@ -92,7 +92,7 @@ def is_plain(path: Path) -> bool:
 def compare(path: Path, quantize: str, prompt: int, rates: Rates) -> dict[str, Any]:
     checkpoint = open_checkpoint(path)
     config = resolve_defaults(
-        Config(model=str(path), quantize=quantize, max_len=min(4096, checkpoint.spec.max_len)), checkpoint.float8
+        Config(model=str(path), quantize=quantize, max_len=min(4096, checkpoint.spec.max_len)), checkpoint.fp8
     )
     expected = make_forecast(config, checkpoint, prompt, rates)
     room = 16 << 30 if config.device == "cuda" else 0  # the models before this one are in memory still

@@ -42,6 +42,7 @@ NAMES = {  # of the files, and the families they stand for
     "meta-llama-Llama-3.1-8B-Instruct": "llama",
     "moonshotai-Kimi-K2": "kimi",
     "openai-gpt-oss-120b": "harmony",
+    "upstage-Solar-Open-100B": "solar",
 }
 ALONE = ("deepseek-r1", "json")  # calls do not stand beside content
 ENDS = re.compile(
@@ -81,7 +82,7 @@ def main(folder: Path) -> None:
 
 def turns(source: str, family: str) -> list[dict[str, Any]]:
     template = ChatTemplate({"default": source}, {"bos_token": "<BOS>", "eos_token": "<EOS>"})
-    assert template.format.family.name == family, (template.format.family.name, family)
+    assert template.format.tool_format.name == family, (template.format.tool_format.name, family)
     found = []
     for count in (1, 2):
         for content in (None,) if family in ALONE else (None, "Let me look."):
@@ -113,7 +114,7 @@ def turn(template: ChatTemplate, content: str | None, count: int) -> dict[str, A
     if closing and not opened and text.lstrip().startswith(closing):
         text = text.lstrip().removeprefix(closing)
     content, thought = content if content and content in text else "", "I wonder." if "I wonder." in text else ""
-    if template.format.family.channels:
+    if template.format.tool_format.channels:
         content, thought = "", content  # this template takes it for a thought
     return {
         "opened": opened,

@@ -62,6 +62,27 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "rope_parameters": PLAIN,
         "routed_scaling_factor": 1.8,
     },
+    "deepseek_v32": DEEPSEEK
+    | {
+        "index_head_dim": 64,
+        "index_n_heads": 5,
+        "index_topk": 38,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "qk_rope_head_dim": 32,
+    },
+    "glm_moe_dsa": DEEPSEEK
+    | {
+        "index_head_dim": 20,
+        "index_n_heads": 6,
+        "index_topk": 38,
+        "indexer_types": ["full", "shared", "full"],
+        "kv_lora_rank": 20,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_hidden_layers": 3,
+        "qk_rope_head_dim": 12,
+        "rope_parameters": PLAIN,
+    },
     "gpt_oss": SMALLER
     | {
         "head_dim": 8,
@@ -76,15 +97,21 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "greedy"},
     "deepseek_v3": {"rope_parameters": YARN},
     "glm4_moe_lite": {"n_group": 1},
+    "deepseek_v32": {"index_topk": 48},
+    "glm_moe_dsa": {"index_topk": 48},
     "gpt_oss": {"sliding_window": 64},
 }
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
+    "deepseek_v32": "deepseek32",
+    "glm_moe_dsa": "glm-dsa",
     "gpt_oss": "gpt-oss",
 }
-SPLIT = ("deepseek_v3", "glm4_moe_lite")  # their files have keys and values of heads apart
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+LEAST_MARGIN = 2e-3  # between the scores of positions that are selected or not, against the largest: caches round keys
+SPLIT = ("deepseek_v3", "glm4_moe_lite", *INDEXED)  # their files have keys and values of heads apart
 GGUF_NAMES = {
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
@@ -92,6 +119,10 @@ GGUF_NAMES = {
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
     "mlp.router": "ffn_gate_inp",
 } | make_expert_goldens.GGUF_NAMES
 OTHER_NAMES = {"gpt-oss": {"post_attention_layernorm": "post_attention_norm"}}
@@ -104,9 +135,39 @@ def main() -> None:
     make_goldens.GGUF_NAMES |= GGUF_NAMES
     make_goldens.OTHER_NAMES |= OTHER_NAMES
     for name in chosen(GOLDENS):
-        make(name, Recipe(WITHOUT, random_model=random_model, write_gguf=write_gguf))
+        make(name, Recipe(WITHOUT, random_model=clear_model, write_gguf=write_gguf))
         if name == "gpt_oss":
             make_mxfp4(name, crc32(b"gpt_oss in MXFP4"))
+
+
+def clear_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
+    """Makes a random model. One with an index is the first of which no two scores are so near each other that rounding
+    would select other positions."""
+    tokens = np.random.default_rng(seed).integers(GOLDENS[name]["vocab_size"], size=PROMPT)
+    while name in INDEXED and margin(random_model(name, seed), tokens) < LEAST_MARGIN:
+        seed += 1
+    return random_model(name, seed, **changes)
+
+
+def margin(model: PreTrainedModel, tokens: np.ndarray) -> float:
+    """Returns the smallest distance between the lowest score that is selected and the highest that is not, over all
+    tokens and layers, against the token's largest score. Equal scores are ordered by nothing in transformers."""
+    found: list[float] = []
+    plain = torch.Tensor.topk
+
+    def watched(scores: torch.Tensor, count: int, dim: int = -1) -> Any:
+        if scores.shape[-1] == len(tokens):
+            for row in scores.reshape(-1, len(tokens))[count:]:
+                high = row.sort(descending=True).values
+                found.append(float((high[count - 1] - high[count]) / row[row.isfinite() & (row > -1e30)].abs().max()))
+        return plain(scores, count, dim=dim)
+
+    torch.Tensor.topk = watched
+    try:
+        logits(model, tokens)
+    finally:
+        torch.Tensor.topk = plain
+    return min(found)
 
 
 def make_mxfp4(name: str, seed: int) -> None:
@@ -205,6 +266,13 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(bool(split and config.norm_topk_prob))
     writer.add_expert_group_count(config.n_group)
+    if config.model_type in INDEXED:
+        writer.add_uint32(f"{writer.arch}.attention.indexer.head_count", config.index_n_heads)
+        writer.add_uint32(f"{writer.arch}.attention.indexer.key_length", config.index_head_dim)
+        writer.add_uint32(f"{writer.arch}.attention.indexer.top_k", config.index_topk)
+    if config.model_type == "glm_moe_dsa":
+        types = [int(kind == "full") for kind in config.indexer_types]
+        writer.add_array(f"{writer.arch}.attention.indexer.types", types)
     writer.add_expert_group_used_count(config.topk_group)
 
 

@@ -111,6 +111,7 @@ MLA = GROUPED | {
     "v_head_dim": 20,
     "num_key_value_heads": 4,
 }
+INDEX = {"index_head_dim": 22, "index_n_heads": 11, "index_topk": 23}
 MULTIPLIED = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0,
@@ -141,12 +142,33 @@ TWO_BASES = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     }
 }
+MAMBA2 = {
+    "mamba_d_conv": 3,
+    "mamba_d_head": 8,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_n_groups": 2,
+    "mamba_n_heads": 10,
+}
+LLAMA4 = {
+    "intermediate_size_mlp": 60,
+    "attn_temperature_tuning": True,
+    "floor_scale": 30,
+    "attn_scale": 0.3,
+    "no_rope_layers": [1, 0, 1],
+}
+QUARTER_OF_EIGHT = {"num_attention_heads": 5, "num_key_value_heads": 5} | QUARTER
 GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_wide_heads": ("llama", EACH_KV | {"head_dim": 24} | UNTIED | LLAMA3),
     "llama_five_heads": ("llama", FIVE_HEADS | BIASES | TIED | rope(1000.0)),
     "llama_yarn": ("llama", ONE_KV | UNTIED | yarn()),
     "llama_yarn_in_parts": ("llama", EACH_KV | TIED | yarn(truncate=False, beta_slow=2.0)),
     "llama_linear": ("llama", {"head_dim": 32, "mlp_bias": True} | ONE_KV | LINEAR),
+    "llama4_chunks": ("llama4_text", LLAMA4 | FIVE_HEADS | UNTIED | {"attention_chunk_size": 50} | rope()),
+    "llama4_all_experts": (
+        "llama4_text",
+        LLAMA4 | ONE_KV | TIED | {"head_dim": 24, "interleave_moe_layer_step": 1, "num_experts_per_tok": 2} | LLAMA3,
+    ),
     "mistral_three_heads": ("mistral", THREE_HEADS | {"sliding_window": 7} | UNTIED | rope(1000.0)),
     "mistral_no_window": ("mistral", FIVE_HEADS | {"sliding_window": None} | TIED | LLAMA3),
     "ministral_one_window": (
@@ -406,6 +428,52 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         MLA | TIED | {"mlp_layer_types": ["sparse"] * 3, "n_group": 1, "topk_group": 1, "v_head_dim": 16} | rope(),
     ),
+    "deepseek_v2_odd_latents": (
+        "deepseek_v2",
+        MLA
+        | UNTIED
+        | {"kv_lora_rank": 22, "qk_rope_head_dim": 10, "topk_method": "greedy", "norm_topk_prob": False}
+        | {"num_attention_heads": 5, "num_key_value_heads": 5, "n_group": 1, "topk_group": 1}
+        | rope(700.0),
+    ),
+    "kimi_k2_odd_latents": (
+        "deepseek_v3",
+        MLA
+        | UNTIED
+        | {"kv_lora_rank": 50, "qk_rope_head_dim": 6, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+        | {"routed_scaling_factor": 2.8, "num_hidden_layers": 4}
+        | yarn(mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "glm4_moe_lite_odd_latents": (
+        "glm4_moe_lite",
+        MLA
+        | UNTIED
+        | {"mlp_layer_types": ["dense", "sparse", "sparse"], "kv_lora_rank": 36, "qk_rope_head_dim": 14}
+        | {"num_attention_heads": 5, "num_key_value_heads": 5}
+        | rope(),
+    ),
+    "deepseek_v32_few": ("deepseek_v32", MLA | INDEX | UNTIED | yarn(mscale=1.0, mscale_all_dim=1.0)),
+    "deepseek_v32_many": (
+        "deepseek_v32",
+        MLA
+        | INDEX
+        | TIED
+        | {"index_topk": 301, "index_head_dim": 16, "kv_lora_rank": 18, "first_k_dense_replace": 0}
+        | {"num_attention_heads": 3, "num_key_value_heads": 3, "n_group": 1, "topk_group": 1}
+        | rope(300.0),
+    ),
+    "glm_moe_dsa_shared": (
+        "glm_moe_dsa",
+        MLA | INDEX | UNTIED | {"indexer_types": ["full", "shared", "full", "shared"], "num_hidden_layers": 4} | rope(),
+    ),
+    "glm_moe_dsa_each": (
+        "glm_moe_dsa",
+        MLA
+        | INDEX
+        | UNTIED
+        | {"index_topk": 130, "qk_rope_head_dim": 10, "index_head_dim": 18, "mlp_layer_types": ["sparse"] * 3}
+        | rope(2000.0),
+    ),
     "gpt_oss_windows": (
         "gpt_oss",
         THREE_HEADS | UNTIED | {"sliding_window": 5, "layer_types": SLIDING} | yarn(truncate=False),
@@ -417,6 +485,7 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss_three_heads": ("seed_oss", THREE_HEADS | TIED | {"attention_out_bias": True, "mlp_bias": True} | rope()),
     "seed_oss_no_biases": ("seed_oss", FIVE_HEADS | UNTIED | {"attention_bias": False} | LLAMA3),
     "cohere_biases": ("cohere", ONE_KV | TIED | {"logit_scale": 0.4, "attention_bias": True} | rope()),
+    "cohere_normed": ("cohere", ONE_KV | TIED | {"use_qk_norm": True, "logit_scale": 0.4} | rope()),
     "cohere_five_heads": (
         "cohere",
         {"num_attention_heads": 5, "num_key_value_heads": 5, "logit_scale": 1.2} | TIED | LINEAR,
@@ -433,6 +502,7 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         | rope(300.0),
     ),
     "stablelm_biases": ("stablelm", ONE_KV | TIED | {"num_attention_heads": 5, "use_qkv_bias": True} | HALF),
+    "stablelm_normed": ("stablelm", ONE_KV | TIED | {"num_attention_heads": 5, "qk_layernorm": True} | HALF),
     "stablelm_parallel": (
         "stablelm",
         {"num_attention_heads": 5, "num_key_value_heads": 5, "use_parallel_residual": True}
@@ -477,6 +547,44 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35_moe_first_full": (
         "qwen3_5_moe_text",
         DELTA | ONE_KV | TIED | {"layer_types": FIRST_FULL, "linear_conv_kernel_dim": 5} | HALF,
+    ),
+    "bamba_groups": ("bamba", MAMBA2 | ONE_KV | UNTIED | {"num_attention_heads": 5, "attn_layer_indices": [1]} | HALF),
+    "bamba_first_full": (
+        "bamba",
+        MAMBA2 | TIED | {"attn_layer_indices": [0, 2], "mamba_n_groups": 1} | QUARTER_OF_EIGHT,
+    ),
+    "granitemoehybrid_experts": (
+        "granitemoehybrid",
+        MAMBA2
+        | MULTIPLIED
+        | ONE_KV
+        | UNTIED
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "shared_intermediate_size": 28},
+    ),
+    "falcon_h1_five_heads": (
+        "falcon_h1",
+        MAMBA2 | FIVE_HEADS | TIED | {"mamba_d_ssm": 80, "key_multiplier": 0.7} | rope(),
+    ),
+    "nemotron_h_odd": (
+        "nemotron_h",
+        ONE_KV
+        | UNTIED
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+            "num_hidden_layers": 5,
+            "mamba_num_heads": 10,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "ssm_state_size": 12,
+            "conv_kernel": 3,
+            "head_dim": 24,
+            "n_routed_experts": 6,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_shared_expert_intermediate_size": 28,
+            "time_step_min": 1e-9,
+        },
     ),
     "lfm2_biases": (
         "lfm2",

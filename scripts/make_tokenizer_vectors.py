@@ -31,6 +31,10 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 DATA = Path(__file__).parent.parent / "tests" / "text" / "data"
+CHARACTERS = [
+    ("gemma4", "gemma4"),
+    *(("gpt2", pre) for pre in ("granite-embed-multi-311m", "sarvam-moe", "whitespace")),
+]
 
 CORPUS = [
     "A penstock is a pipe that carries water from a reservoir down to a turbine.",
@@ -222,6 +226,34 @@ def sentence_piece(size: int = 640) -> dict[str, Any]:
     return {"metadata": metadata, "cases": cases, "decoded": decoded}
 
 
+def characters(vocabulary: dict[str, Any]) -> dict[str, Any]:
+    """A SentencePiece vocabulary with merges over characters, and what llama.cpp makes of texts under each name for
+    that."""
+    scores = dict(zip(vocabulary["tokenizer.ggml.tokens"], vocabulary["tokenizer.ggml.scores"], strict=True))
+    plain = {
+        token
+        for token, kind in zip(scores, vocabulary["tokenizer.ggml.token_type"], strict=True)
+        if kind == 1 and len(token) > 0
+    }
+    merges = [
+        f"{token[:cut]} {token[cut:]}"
+        for token in sorted(plain, key=lambda token: (-scores[token], token))
+        for cut in range(1, len(token))
+        if token[:cut] in plain and token[cut:] in plain
+    ]
+    metadata = vocabulary | {"tokenizer.ggml.merges": merges, "tokenizer.ggml.add_bos_token": True}
+    texts = [*TEXTS, *CORPUS, "\n\n", "a\n\n\nb \n", "water"]
+    answers = {}
+    for model, pre in CHARACTERS:
+        with tempfile.TemporaryDirectory() as folder:
+            named = {"tokenizer.ggml.model": model, "tokenizer.ggml.pre": pre}
+            write_tiny_model(f"{folder}/tiny.gguf", metadata | named)
+            fit = [text for text in texts if pre != "whitespace" or not re.search(r"\s\s", text)]  # it crashes there
+            cases = llama_cpp_cases(f"{folder}/tiny.gguf", fit)
+            answers[f"{model} {pre}"] = {case["text"]: case["literal"] for case in cases}
+    return {"merges": merges, "answers": answers}
+
+
 def unigram(size: int = 330) -> dict[str, Any]:
     """A Unigram vocabulary with a normalization of its own, and what SentencePiece and llama.cpp make of texts, where
     they agree."""
@@ -360,6 +392,8 @@ def write(name: str, content: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     write("byte_level.json", byte_level())
-    write("sentencepiece.json", sentence_piece())
+    pieces = sentence_piece()
+    write("sentencepiece.json", pieces)
+    write("characters.json", characters(pieces["metadata"]))
     write("unigram.json", unigram())
     write("smollm2.json", smollm2(sys.argv[1]))

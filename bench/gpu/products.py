@@ -1,7 +1,6 @@
-"""Quantized matrix products on a GPU: are they right, how fast are they, and which tiling is the fastest.
+"""Quantized matrix products on a GPU: are they right, and how fast are they. `penstock doctor --tune` finds tilings.
 
     PYTHONPATH=src python bench/gpu/products.py      checks, then times the products of the Llama-3.1-8B shape
-    PYTHONPATH=src python bench/gpu/products.py --tune   tries every tiling and prints the best ones
     PYTHONPATH=src python bench/gpu/products.py --formats Q4_K,FP8   only these
     PYTHONPATH=src python bench/gpu/products.py --json FILE   figures for machines
 
@@ -12,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -50,38 +47,11 @@ SHAPES = {  # rows, width: of Llama-3.1-8B
 LAYERS = 32
 ALL = [*CODINGS, "FP8"]
 BANDWIDTH = 4.2e12
+MULTIPROCESSORS = 132
 CACHE = 300 << 20  # bytes of copies that no cache holds
 DEVICE = torch.device("cuda")
 
-SMALL_GEMM_TILINGS = [
-    quant_gemm_small.Tiling(warps, steps, tiles)
-    for warps in (2, 4, 8, 16)
-    for steps in (1, 2, 4)
-    for tiles in (1, 2, 4)
-    if steps * tiles <= 4 and 4 <= warps * steps <= 32
-] + [
-    quant_gemm_small.Tiling(8, 2, 1, 2),
-    quant_gemm_small.Tiling(8, 1, 2, 3),
-    quant_gemm_small.Tiling(4, 2, 1, 3),
-    quant_gemm_small.Tiling(4, 2, 2, 2),
-]
-ONE_TILINGS = [
-    quant_gemv.Tiling(warps, blocks, tiles, ahead)
-    for warps in (2, 4, 8, 16)
-    for blocks, tiles in ((1, 1), (2, 1), (1, 2))
-    for ahead in (1, 2)
-    if blocks * tiles * ahead < 4
-]
-MANY_TILINGS = [  # without the split
-    (4, 1, 4, 3),
-    (4, 2, 4, 3),
-    (4, 1, 4, 4),
-    (8, 1, 4, 3),
-    (8, 1, 8, 3),
-    (8, 2, 8, 3),
-    (16, 1, 8, 3),
-]
-FLOAT8_TILINGS = [(4, 2, 4, 4), (4, 4, 4, 3), (8, 2, 4, 4), (8, 2, 8, 4), (8, 4, 8, 3)]
+MANY_TILING, FP8_TILING = (4, 1, 4, 3), (4, 2, 4, 4)  # tiles, steps, warps and stages, without the split
 
 
 # ---- matrices ----
@@ -197,26 +167,17 @@ def copies(name: str, rows: int, width: int) -> list[Any]:
     return [first, *(make(name, rows, width) for _ in range(max(-(-CACHE // first.bytes), 2) - 1))]
 
 
-def splits(programs: int, width: int) -> list[int]:
-    """Enough to fill the device once or twice."""
-    return sorted({min(max(1 << max((fill // programs).bit_length() - 1, 0), 1), 8) for fill in (132, 264, 528)})
-
-
-def candidates(name: str, count: int, rows: int, width: int, tune: bool) -> list[Any]:
+def tiling_for(name: str, count: int, rows: int) -> Any:
+    """Returns a tiling that suits products of any shape."""
     if count == 1 and name not in ("FP8", "INT4"):
-        return [*ONE_TILINGS, *SMALL_GEMM_TILINGS] if tune else [quant_gemv.Tiling(4, 1, 1, 2)]
+        return quant_gemv.Tiling(4, 1, 1, 2)
     if count <= 16:
-        return SMALL_GEMM_TILINGS if tune else [quant_gemm_small.DEFAULT]
-    found = []
-    for tiles, steps, warps, stages in FLOAT8_TILINGS if name == "FP8" else MANY_TILINGS:
-        block = max(min(1 << (count - 1).bit_length(), 128), 32)
-        if block == 128 and tiles == 16:
-            continue
-        programs = -(-rows // (16 * tiles)) * -(-count // block)
-        for split in splits(programs, width):
-            if split == 1 or split * count * rows <= MAX_PARTIALS:
-                found.append(quant_gemm.Tiling(tiles, block, steps, split, warps, stages))
-    return found if tune else found[:1]
+        return quant_gemm_small.DEFAULT
+    tiles, steps, warps, stages = FP8_TILING if name == "FP8" else MANY_TILING
+    block = max(min(1 << (count - 1).bit_length(), 128), 32)
+    programs = -(-rows // (16 * tiles)) * -(-count // block)
+    split = min(max(1 << max((MULTIPROCESSORS // programs).bit_length() - 1, 0), 1), 8)
+    return quant_gemm.Tiling(tiles, block, steps, split if split * count * rows <= MAX_PARTIALS else 1, warps, stages)
 
 
 def call_of(name: str, x: Any, coded: Any, weight: Any, out: Any, tiling: Any, scratch: Any) -> Callable[[], None]:
@@ -249,7 +210,7 @@ def listed(tiling: Any) -> Any:
     )
 
 
-def measure(name: str, shape: str, counts: list[int], tune: bool, scratch: Any, workspace: Any) -> list[dict[str, Any]]:
+def measure(name: str, shape: str, counts: list[int], scratch: Any, workspace: Any) -> list[dict[str, Any]]:
     rows, width = SHAPES[shape]
     weights = copies(name, rows, width)
     found = []
@@ -261,12 +222,12 @@ def measure(name: str, shape: str, counts: list[int], tune: bool, scratch: Any, 
         coded = quantized(x) if name == "FP8" and count > 16 else None
         cells = []
         if count <= 512:
-            for tiling in candidates(name, count, rows, width, tune):
-                try:
-                    calls = [call_of(name, x, coded, weight, out, tiling, scratch) for weight in weights]
-                    cells.append((seconds(calls), tiling))
-                except Exception as error:
-                    print(f"! {name} {shape} {count} {tiling}: {str(error).splitlines()[0][:150]}", flush=True)
+            tiling = tiling_for(name, count, rows)
+            try:
+                calls = [call_of(name, x, coded, weight, out, tiling, scratch) for weight in weights]
+                cells.append((seconds(calls), tiling))
+            except Exception as error:
+                print(f"! {name} {shape} {count} {tiling}: {str(error).splitlines()[0][:150]}", flush=True)
         if count > 16 and shape != "head":
             try:
                 calls = [library(name, x, coded, weight, workspace, out) for weight in weights]
@@ -338,43 +299,6 @@ def tiling_of(cell: dict[str, Any]) -> Any:
     )
 
 
-# ---- compiling ahead ----
-
-
-def compile_some(jobs: list[tuple[str, int, Any]]) -> None:
-    """Runs a kernel once for each job, so that the others find it compiled on disk."""
-    scratch = SplitKScratch.on(DEVICE)
-    made: dict[str, Any] = {}
-    for name, count, tiling in jobs:
-        try:
-            weight = made.setdefault(name, None) or make(name, 4096, 4096)
-            made[name] = weight
-            x = torch.randn(count, 4096, device=DEVICE, dtype=torch.bfloat16)
-            out = torch.empty(count, 4096, device=DEVICE, dtype=torch.bfloat16)
-            coded = quantized(x) if name == "FP8" and count > 16 else None
-            call_of(name, x, coded, weight, out, tiling, scratch)()
-            torch.cuda.synchronize()
-        except Exception:
-            if os.environ.get("TRACE"):
-                traceback.print_exc()
-
-
-def compile_all(names: list[str], counts: list[int], tune: bool) -> None:
-    jobs = {}
-    for name in names:
-        for count in counts:
-            for rows, width in SHAPES.values():
-                for tiling in candidates(name, count, rows, width, tune) if count <= 512 else []:
-                    columns = 4 if count <= 4 else 8 if count <= 8 else 16 if count <= 16 else 0
-                    jobs[name, columns, tiling] = (name, count, tiling)
-    todo = list(jobs.values())
-    workers = min(os.cpu_count() or 1, 14, max(len(todo) // 4, 1))
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(workers) as pool:
-        pool.map(compile_some, [todo[i::workers] for i in range(workers)], chunksize=1)
-    print(f"compiled {len(todo)} kernels", flush=True)
-
-
 # ---- everything ----
 
 
@@ -383,7 +307,6 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(ALL))
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256,4096")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--step", default="1,8,64", help="rows of the whole step's products")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--json")
@@ -394,8 +317,6 @@ def main() -> None:
     scratch = SplitKScratch.on(DEVICE)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "checks": {}, "products": [], "steps": []}
 
-    if args.tune:
-        compile_all(names, counts, True)
     for name in names:
         try:
             errors = check_products(name, scratch)
@@ -420,7 +341,7 @@ def main() -> None:
         for name in names:
             for shape in args.shapes.split(","):
                 try:
-                    report["products"] += measure(name, shape, counts, args.tune, scratch, workspace)
+                    report["products"] += measure(name, shape, counts, scratch, workspace)
                 except Exception:
                     traceback.print_exc(limit=4)
                 torch.cuda.empty_cache()

@@ -462,8 +462,6 @@ class BlockRemoved(NamedTuple):
 
 
 BlockEvent = BlockStored | BlockRemoved
-
-
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens: bounds of a histogram
 
 
@@ -498,3 +496,4 @@ class Hello(NamedTuple):
     model: str
     limits: Limits
     adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started
+    unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them

@@ -6,6 +6,7 @@ Tensors hold no values and lie in host memory: a launch is compiled, never run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,13 +34,14 @@ from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_token
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
-from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
+from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.norm_qk import norm_qk
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
+from penstock.backend.cuda.kernels.select_positions import select_positions, store_index
 from penstock.backend.cuda.kernels.selective_scan import selective_scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
@@ -222,7 +224,7 @@ def expert_choice(tilings: Tilings) -> None:
 def fp8_matrices_and_few_rows(tilings: Tilings) -> None:
     weight = empty_fp8(2 * HIDDEN, DIM, HOST)
     for count, gated in ((1, False), (16, False), (4, True)):
-        tiling = tilings.small_gemm("float8", count, weight.rows, DIM, gated)
+        tiling = tilings.small_gemm("fp8", count, weight.rows, DIM, gated)
         out = empty(count, HIDDEN if gated else 2 * HIDDEN)
         fp8_gemm_small(empty(count, DIM), weight, None, out, gated=gated, tiling=tiling)
 
@@ -289,6 +291,19 @@ def multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -> None:
     mla_prefill(q, cache, ints(4, 5), ints(64), ints(4), out, v_dim, 0.1, scales, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     mla_decode(q, cache, ints(72, 8), ints(64), ints(4), out, split_kv, v_dim, 0.1, scales)
+    for work, tokens in (ints(4, 5), 8), (ints(72, 8), 1):
+        mla_selected(q, cache, work, ints(64), ints(4), out, v_dim, 0.1, scales, empty(8, 2048, dtype=F32), tokens)
+
+
+@case()
+def index_of_sparse_attention(tilings: Tilings) -> None:
+    q, k, weights, cache = empty(8, 64 * 128), empty(8, 128), empty(8, 64, dtype=F32), empty(4, 16, 128)
+    step = SimpleNamespace(positions=ints(8), places=ints(8))
+    for interleaved in (False, True):
+        store_index(q, k, torch.empty(32, dtype=torch.float64), 32, 1.0, interleaved, step, cache)
+    scores, out = empty(32, 64, dtype=F32), empty(8, 2048, dtype=F32)
+    for work, tokens in (ints(4, 5), 8), (ints(72, 8), 1):
+        select_positions(q, weights, cache, work, ints(64), ints(4), tokens, scores, out)
 
 
 @case(

@@ -50,7 +50,7 @@ DIGESTS = {  # of all that the tables chose before they knew of other GPUs
 
 def asked(kernel: str) -> Iterator[tuple[Any, ...]]:
     """Yields the arguments of many choices."""
-    kinds = "4 bits", "more bits", "float8"
+    kinds = "4 bits", "more bits", "fp8"
     some = {
         "gemv": SHAPES,
         "skinny": [(*row, size, gated) for row in ROWS for size in (2, 4) for gated in BOTH],

@@ -29,7 +29,7 @@ def test_candidates_fit_shared_memory(device: DeviceProperties) -> None:
 
 def test_fp8_is_measured_only_where_the_gpu_has_it() -> None:
     kinds = [{product.kind for product in products(device, SHAPES)} for device in (A100, RTX_4090)]
-    assert kinds[1] - kinds[0] == {"float8"}
+    assert kinds[1] - kinds[0] == {"fp8"}
 
 
 def test_the_fastest_candidate_that_runs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def same(one: Sequence[TokenLogprob], other: Sequence[TokenLogprob]) -> bool:
     return all(a.token == b.token and abs(a.logprob - b.logprob) < 1e-5 for a, b in pairs)
 
 
-@pytest.mark.parametrize("model", ["gpt_oss", "gemma3", "llama3", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["gpt_oss", "gemma3", "llama3", "deepseek_v3", "glm_moe_dsa"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_answer_goes_on_elsewhere_with_the_same_tokens(backend: str, model: str) -> None:
     with np.load(GOLDENS / model / "expected.npz") as file:

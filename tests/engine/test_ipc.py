@@ -427,7 +427,7 @@ def test_a_step_survives_the_wire_events_of_a_kind_together() -> None:
 
 
 def test_hello_and_refusal_survive_the_wire() -> None:
-    for answer in (wire.Ready(Hello("1", 2, "m", LIMITS)), wire.Refused("config_error", "why")):
+    for answer in (wire.Ready(Hello("1", 2, "m", LIMITS, ("a",))), wire.Refused("config_error", "why")):
         assert wire.decode_answer(wire.encode_answer(answer)) == answer
 
 

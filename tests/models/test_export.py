@@ -34,6 +34,16 @@ WHOLE = ".attn_kv_b.weight"
 OLDER = ("attention.key_length", "attention.value_length", "attention.head_count_kv")
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 def encode(tensor: Tensor, format: Format) -> Tensor:
     return quantize(tensor, format, threads=1)
 
@@ -78,7 +88,7 @@ def check_alike(path: Path, golden: Path) -> None:
     assert {key: made.metadata[key] for key in numbers} == pytest.approx(numbers, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["bert", "nomic"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "nomic"])
 def test_encoders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And their tokenizers."""
     monkeypatch.undo()
@@ -175,6 +185,12 @@ def test_families_without_words_for_it_are_refused(monkeypatch: pytest.MonkeyPat
         export(GOLDENS / "tied", "f32", encode)
 
 
+@pytest.mark.parametrize("name", ["opt", "vaultgemma"])
+def test_families_that_llama_cpp_does_not_have_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"llama.cpp has no architecture for {name}"):
+        export(GOLDENS.parent / "folders" / name, "f32", encode)
+
+
 def test_others_read_the_file(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", export(GOLDENS / "qwen2", "q8_0", encode))
     reader = gguf.GGUFReader(path)
@@ -218,6 +234,7 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
 @pytest.mark.parametrize(
     ("golden", "key", "value", "words"),
     [
+        ("glm_moe_dsa", "index_head_dim", 20, "glmdsa cannot express index_head_dim = 20"),
         ("deepseek_v3", "rope_interleave", False, "rope_interleave = False"),
         ("deepseek_v3", "rope_parameters.mscale", 2.0, "deepseek2 cannot express what config.json says: scale is 1.1"),
         ("gpt_oss", "layer_types", ["sliding_attention"] * 2, "layer_types .* every other layer"),
@@ -230,6 +247,15 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
         ("qwen3_moe", "norm_topk_prob", False, "qwen3moe cannot express norm_topk_prob = false"),
         ("qwen3next", "norm_topk_prob", False, "qwen3next cannot express norm_topk_prob = false"),
         ("deepseek_v2", "topk_method", "greedy", "deepseek2 cannot express q_lora_rank = null in a model of 2 layers"),
+        ("qwen2_moe", "norm_topk_prob", True, "qwen2moe cannot express norm_topk_prob = true"),
+        ("olmoe", "norm_topk_prob", True, "olmoe cannot express norm_topk_prob = true"),
+        ("olmoe", "norm_topk_prob", False, "olmoe cannot express num_key_value_heads = 2: .* which are 4"),
+        ("dots1", "norm_topk_prob", True, "dots1 cannot express num_key_value_heads = 2"),
+        ("ernie4_5_moe", "moe_layer_interval", 2, "ernie45 cannot express moe_layer_interval above 1"),
+        ("falcon", "num_ln_in_parallel_attn", 2, "a Falcon with two norms in each layer cannot be written"),
+        ("gpt_neox", "hidden_act", "gelu_new", "gptneox cannot express .* act is 'gelu_tanh'"),
+        ("stablelm", "tie_word_embeddings", True, "stablelm cannot express tie_word_embeddings = true"),
+        ("seed_oss", "rope_parameters", LLAMA3, "seedoss cannot express rope_type = llama3"),
         ("deepseek_v2", "n_group", 2, "deepseek2 cannot express topk_method = group_limited_greedy"),
     ],
 )

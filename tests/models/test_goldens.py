@@ -49,6 +49,7 @@ def test_every_kind_of_golden_is_there():
         "cohere_plus",
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
         "dots1",
         "ernie4_5",
         "ernie4_5_moe",
@@ -63,6 +64,7 @@ def test_every_kind_of_golden_is_there():
         "glm4",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm_moe_dsa",
         "gpt2",
         "gpt_neox",
         "gpt_oss",
@@ -161,7 +163,7 @@ def test_moved_blocks_are_read_where_they_are_now(backend, expected):
 
 def test_bytes_are_those_of_the_cache(backend, folder):
     spec = open_checkpoint(folder).spec
-    assert backend.memory_needs().kv_bytes_per_token == 4 * spec.kv_layers * spec.attn.kv_values
+    assert backend.memory_needs().kv_bytes_per_token == 4 * sum(a.kv_values for a in spec.cached_attention)
     assert backend.memory_needs().state_bytes == spec.state_bytes
 
 

@@ -16,8 +16,11 @@ from safetensors.numpy import save_file
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
+from penstock.backend.cpu.quantize import quantize
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.random_steps import with_groups
+from penstock.model.gguf.export import export
+from penstock.model.gguf.writer import write_gguf
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
 from tests.models.odd_weights import random_weight, random_weights
 
@@ -100,6 +103,19 @@ def test_the_reference_computes_the_same(name: str, tmp_path: Path):
     sequence = Sequence(RefBackend(), checkpoint, len(tokens))
     got = np.concatenate([sequence.logits(part) for part in parts])
     assert error(got, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["modernbert_five_heads", "modernbert_window"])
+def test_a_gguf_file_of_modernbert_computes_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """llama.cpp computes the same embeddings of such files, within 1e-6."""
+    monkeypatch.setattr("penstock.text.gguf_export.text_keys", lambda path, size: {"tokenizer.ggml.model": "none"})
+    expected = golden(name)
+    opened(name, tmp_path, expected["weights"])
+    made = export(tmp_path, "f32", lambda tensor, format: quantize(tensor, format, threads=1))
+    write_gguf(tmp_path / "model.gguf", made.keys, made.tensors, lambda name, size: None)
+    tokens = expected["tokens"].tolist()
+    sequence = Sequence(RefBackend(), open_checkpoint(tmp_path / "model.gguf"), len(tokens))
+    assert error(sequence.logits(tokens), expected) < TOLERANCE
 
 
 def test_weights_depend_on_names_alone():

@@ -141,13 +141,14 @@ def test_products_and_silu_gates_are_fused(path: Path):
 
 
 @every_model
-def test_only_logits_of_routers_and_heads_are_float32(path: Path):
+def test_only_what_routers_heads_and_indexes_choose_by_is_float32(path: Path):
     spec, model = shaped_model(path)
     nodes = recorded(model)
     router_logits = {node.inputs[1] for node in nodes if node.op == "moe"}
+    selecting = {one for node in nodes if node.op == "select_positions" for one in (node.inputs[2], *node.outputs)}
     for node in nodes:
         for value in node.outputs:
-            logits = value in router_logits or (value.symbol == "S" and value.width == spec.vocab)
+            logits = value in router_logits | selecting or (value.symbol == "S" and value.width == spec.vocab)
             assert value.precision == ("float32" if logits else "activation")
     assert len(router_logits) == (0 if spec.experts is None else spec.layers - len(spec.dense))
     if not spec.encoder:

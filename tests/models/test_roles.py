@@ -35,7 +35,7 @@ PLAIN_NAMES = re.compile(
     r".*(norm|layernorm|LayerNorm|ln_\d|ln_f|ln_attn|ln_mlp|emb_ln|norm\d|norm_f|norms\.\d+)(\.weight)?"
     r"|.*bias.*|.*exp_probs_b.*|.*sinks.*|.*conv1d.*|.*conv\.conv\..*|.*\b(A_log|ssm_a|ssm_d|mamba\.D|mixer\.D)\b.*"
     r"|.*(mlp|block_sparse_moe|feed_forward|mixer)\.(gate|router)(\.layer|\.wg)?\.weight|.*ffn_gate_inp\.weight"
-    r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight"
+    r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight|.*\bindexer\..*"
     r"|.*(wpe|embed_positions|position_embeddings|position_embd|token_type_embeddings|token_types)\.weight"
 )
 FINER_NAMES = re.compile(

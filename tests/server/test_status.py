@@ -7,16 +7,22 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.config import Config
+from penstock.engine.build import open_engine
 from penstock.errors import ConfigError
+from penstock.ipc.inprocess import InProcessClient
 from penstock.server.app import bind
+from tests.server import toys
 
 MODEL = "toy/parrot"
+LLAMA = Path(__file__).parents[1] / "models" / "goldens" / "tied"
 
 
 def samples(server: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -27,7 +33,16 @@ def samples(server: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
 def test_health(parrot: Any) -> None:
     answer = parrot.get("/health")
     assert answer.status_code == 200
-    assert answer.json() == {"status": "ok", "engine": {"pid": os.getpid(), "model": MODEL}}
+    told = answer.json()
+    assert (told["status"], told["engine"]) == ("ok", {"pid": os.getpid(), "model": MODEL})
+    assert [model["name"] for model in told["models"]] == [MODEL]
+
+
+def test_health_names_config_fields_that_nothing_is_known_of(serve: Any) -> None:
+    config = Config(model=str(LLAMA), device="cpu", threads=1, config=("colour=red", "rope_colour=1"))
+    with serve(InProcessClient(lambda: open_engine(config), "tiny"), toys.ToyText(), "tiny") as server:
+        engine = server.get("/health").json()["engine"]
+    assert engine == {"pid": os.getpid(), "model": "tiny", "unknown_fields": ["colour", "rope_colour"]}
 
 
 def test_metrics_follow_the_requests(parrot: Any) -> None:

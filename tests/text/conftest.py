@@ -28,6 +28,11 @@ def sentencepiece_vectors() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def character_vectors() -> dict[str, Any]:
+    return load("characters")
+
+
+@pytest.fixture(scope="session")
 def unigram_vectors() -> dict[str, Any]:
     return load("unigram")
 

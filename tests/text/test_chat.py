@@ -56,6 +56,67 @@ def test_functions_under_the_name_that_smollm3_reads():
     assert ".P[user]hi" in chat.render(HI, xml_tools=[], python_tools="P")
 
 
+SOLAR = """
+{%- set think_render_option = think_render_option if think_render_option is defined else "lastthink" %}
+{%- set last_user_idx = namespace(value=-1) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+        {%- set last_user_idx.value = loop.index0 -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+         {{- "<|begin|>user<|content|>" + message.content + "<|end|>" }}
+    {%- elif message.role == 'assistant' -%}
+        {%- if think_render_option == "all" -%}
+            {%- if message.reasoning -%}
+                {{- "<|begin|>assistant<|think|>" + message.reasoning + "<|end|>" }}
+            {%- endif -%}
+        {%- elif think_render_option == "lastthink" -%}
+            {%- if message.reasoning and loop.index0 > last_user_idx.value -%}
+                {{- "<|begin|>assistant<|think|>" + message.reasoning + "<|end|>" }}
+            {%- endif -%}
+        {%- endif -%}
+        {%- if message.tool_calls -%}
+            {{- "<|begin|>assistant<|tool_calls|>" }}
+            {%- for tool_call in message.tool_calls -%}
+                {{- "<|tool_call:begin|>" + tool_call.id +"<|tool_call:name|>" + tool_call.function.name + "<|tool_call:args|>" }}
+                {{- tool_call.function.arguments | tojson }}
+                {{- "<|tool_call:end|>" }}
+            {%- endfor -%}
+            {{- "<|calls|>" }}
+        {%- else -%}
+            {{- "<|begin|>assistant<|content|>" + message.content + "<|end|>" }}
+        {%- endif -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- "<|begin|>assistant" }}
+{%- endif -%}
+"""  # noqa: E501
+
+
+def test_solar_drops_reasoning_of_earlier_turns():
+    chat = ChatTemplate({"default": SOLAR}, {})
+    assert chat.format.tool_format.name == "solar"
+    assert chat.format.reasoning == ("<|think|>", "<|end|><|begin|>assistant")
+    call = {"id": "a1b2c3d4e5", "function": {"name": "f", "arguments": CallArguments({"x": 1})}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "yes", "reasoning": "FIRST"},
+        {"role": "user", "content": "go on"},
+        {"role": "assistant", "content": None, "reasoning": "SECOND", "tool_calls": [call]},
+    ]
+    before = "<|begin|>user<|content|>hi<|end|>"
+    assert chat.render(messages) == (
+        f"{before}<|begin|>assistant<|content|>yes<|end|><|begin|>user<|content|>go on<|end|>"
+        "<|begin|>assistant<|think|>SECOND<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2c3d4e5"
+        '<|tool_call:name|>f<|tool_call:args|>{"x": 1}<|tool_call:end|><|calls|><|begin|>assistant'
+    )
+    assert f"{before}<|begin|>assistant<|think|>FIRST<|end|>" in chat.render(messages, think_render_option="all")
+    assert not chat.format.opened(chat.render(messages))
+
+
 DEEPSEEK = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls }}{% endfor %}{# <｜tool▁sep｜> #}"
 
 

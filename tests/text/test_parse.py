@@ -147,7 +147,7 @@ def test_no_way_of_cutting_changes_what_is_read(data: st.DataObject) -> None:
 def test_what_is_no_call_is_content_to_the_letter(case: tuple[str, str]) -> None:
     name, text = case
     format = format_of(name, None)
-    if not format.tool_format.channels:
+    if not (format.tool_format.channels or format.tool_format.content[0]):
         whole = parse(format, text)
         openings = tuple(each for syntax in format.tool_format.calls for each in syntax.openings)
         torso = text.startswith(whole["content"]) and text[len(whole["content"]) :].lstrip().startswith(openings)
@@ -326,6 +326,27 @@ def test_channels() -> None:
     assert (got["thought"], got["content"], got["calls"]) == ("hm", "yes", [["id0", "now", '{"a": 1}']])
     assert parse(format_of("harmony"), text, tools=None)["content"] == '{"a": 1}yes'
     assert parse(format_of("harmony"), "no header")["content"] == "no header"
+
+
+SOLAR = AnswerFormat(find_tool_format("", "solar"), find_tool_format("", "solar").reasoning)
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "content"),
+    [
+        ("<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|>", "Hm.", "Yes."),
+        ("<|think|>Hm.<|end|><|begin|>assistant<|content|> {1}\n<|end|><|begin|>user", "Hm.", " {1}"),
+        ("<|content|>Yes.", "", "Yes."),
+        ("<|think|><|end|><|begin|>assistant<|content|>Yes.", "", "Yes."),
+        ("<|think|>Hm.<|end|>", "Hm.<|end|>", ""),
+        ('{"a": 1}', "", '{"a": 1}'),
+    ],
+)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_content_between_markers(text: str, thought: str, content: str, tools: Any) -> None:
+    for cut in ([text], list(text)):
+        got = read(parts(SOLAR, cut, tools))
+        assert (got["thought"], got["content"].strip(), got["calls"]) == (thought, content.strip(), [])
 
 
 def test_the_prompt_tells_whether_reasoning_is_open() -> None:

@@ -135,7 +135,7 @@ def _here(checkpoint: Checkpoint) -> dict[str, Any]:
     from penstock.config import Config
     from penstock.planning.forecast import make_forecasts
 
-    config = resolve_defaults(Config(model=str(checkpoint.path)), checkpoint.float8, checkpoint.whole)
+    config = resolve_defaults(Config(model=str(checkpoint.path)), checkpoint.fp8, checkpoint.whole)
     forecasts = make_forecasts(config, checkpoint, 1, lambda *_: None)
     found = {forecast.quantize or "as it is": forecast for forecast in forecasts}
     first, backend = found["as it is"], open_backend(config)

@@ -81,7 +81,7 @@ def long_context_line(spec: ModelSpec) -> str:
 def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
     """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` is told what memory is for before any is taken,
     and where the time went."""
-    config, timer = resolve_defaults(config, checkpoint.float8, checkpoint.whole), StartupTimer()
+    config, timer = resolve_defaults(config, checkpoint.fp8, checkpoint.whole), StartupTimer()
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
         tell = silent
@@ -109,6 +109,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
+        unknown_fields=checkpoint.unknown,
     )
 
 
@@ -148,7 +149,7 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[
     spec = checkpoint.spec
     for left in reversed(range(TRIES)):
         needs = backend.memory_needs()
-        group_token = needs.kv_bytes_per_token // spec.kv_layers * spec.kv_group_layers
+        group_token = needs.kv_bytes_per_token * spec.kv_group_layers // spec.kv_layers
         if Device.parse(config.device).kind == "cuda":
             config = replace(config, kv_memory=min(config.kv_memory or needs.kv_memory, needs.kv_memory))
         limits = resolve(

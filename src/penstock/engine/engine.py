@@ -45,7 +45,8 @@ class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
     flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
     `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, `adapters` are
-    those that requests may name, and with `block_events` it is recorded what enters and leaves the prefix cache."""
+    those that requests may name, `unknown_fields` are those of its config that nothing is known of, and with
+    `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -60,8 +61,10 @@ class Engine:
         classifier: ClassifierHead | None = None,
         dense: DenseHead | None = None,
         adapters: Adapters | None = None,
+        unknown_fields: tuple[str, ...] = (),
     ) -> None:
         self.limits = limits
+        self.unknown_fields = unknown_fields
         self._backend = backend
         self._depth = depth
         self._grammars = grammars

@@ -78,7 +78,7 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
         socket.send(wire.encode_answer(answer))
 
     gc.freeze()  # what exists now stays: scanning it again would delay steps
-    send(wire.Ready(Hello(__version__, os.getpid(), model, engine.limits, engine.adapters)))
+    send(wire.Ready(Hello(__version__, os.getpid(), model, engine.limits, engine.adapters, engine.unknown_fields)))
     send(wire.step([], engine.stats()))
     try:
         run(engine, SocketInbox(socket), lambda *happened: send(wire.step(*happened)))

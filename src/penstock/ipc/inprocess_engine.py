@@ -48,7 +48,8 @@ class InProcessEngine:
     def open(self) -> Hello:
         """Opens the engine; raises what that raises."""
         self.engine = self._open()
-        return Hello(__version__, os.getpid(), self._model, self.engine.limits, self.engine.adapters)
+        limits, unknown = self.engine.limits, self.engine.unknown_fields
+        return Hello(__version__, os.getpid(), self._model, limits, self.engine.adapters, unknown)
 
     def send(self, message: Message) -> None:
         """Leaves a message for the next step."""

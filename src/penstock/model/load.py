@@ -61,7 +61,7 @@ class Checkpoint:
     dense: DenseHead | None = None  # what turns its pooled states into embeddings
 
     @property
-    def float8(self) -> bool:
+    def fp8(self) -> bool:
         """Returns whether some weights are FP8."""
         return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
 

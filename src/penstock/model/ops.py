@@ -104,10 +104,19 @@ class Ops(Protocol[V]):
         """Splits qkv into q, k and v, rotates q and k, writes k and v to the paged cache of `layer`, and attends from
         every token over its own sequence: [T, q + k + v] -> [T, q]. `vectors` are those that `spec.vectors` names."""
 
-    def attend_mla(self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float) -> V:
+    def attend_mla(
+        self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float, selected: V | None = None
+    ) -> V:
         """Attends with one KV head whose values are the last v_dim dimensions of its keys (MLA). Applies rms_norm and
         gain to those dimensions of kv, rotates the dimensions before them in q and kv, writes kv to the paged cache of
-        `layer`, then attends causally: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]."""
+        `layer`, then attends causally: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]. With `selected`,
+        what `select_positions` returned, a token attends to those positions alone."""
+
+    def select_positions(self, layer: int, q: V, k: V, weights: V, spec: AttentionSpec) -> V:
+        """Selects the positions that each token attends to, as `spec.index` describes: [T, heads * head_dim],
+        [T, head_dim], [T, heads] of the index -> [T, top_k] positions, ascending, in float32. Rotates q and k and
+        writes k beside the KV of `layer`. A token that sees at most top_k positions selects all of them; what is behind
+        those in its row is undefined."""
 
     def act_and_mul(self, x: V, act: str) -> V:
         """Returns act(left half) * right half: [T, 2 * hidden] -> [T, hidden]; act is "silu", "gelu" or "gelu_tanh"."""

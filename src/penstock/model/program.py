@@ -166,9 +166,24 @@ class Recorder:
     def attend(self, layer: int, qkv: Value, spec: AttentionSpec, vectors: Vectors) -> Value:
         return self._add("attend", (qkv,), self._value("T", spec.q_width), layer=layer, spec=spec, vectors=vectors)
 
-    def attend_mla(self, layer: int, q: Value, kv: Value, gain: Weight, spec: AttentionSpec, eps: float) -> Value:
+    def attend_mla(
+        self,
+        layer: int,
+        q: Value,
+        kv: Value,
+        gain: Weight,
+        spec: AttentionSpec,
+        eps: float,
+        selected: Value | None = None,
+    ) -> Value:
         out = self._value("T", spec.heads * spec.v_dim)
-        return self._add("attend_mla", (q, kv), out, layer=layer, gain=gain, spec=spec, eps=eps)
+        inputs = (q, kv) if selected is None else (q, kv, selected)
+        return self._add("attend_mla", inputs, out, layer=layer, gain=gain, spec=spec, eps=eps)
+
+    def select_positions(self, layer: int, q: Value, k: Value, weights: Value, spec: AttentionSpec) -> Value:
+        assert spec.index is not None
+        out = self._value("T", spec.index.top_k, "float32")
+        return self._add("select_positions", (q, k, weights), out, layer=layer, spec=spec)
 
     def act_and_mul(self, x: Value, act: str) -> Value:
         return self._add("act_and_mul", (x,), self._value(x.symbol, x.width // 2), act=act)

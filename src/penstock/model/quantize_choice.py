@@ -28,6 +28,7 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.ATTENTION_OUT: Precision.QUANTIZED,
     Role.MLA_KV_B: Precision.QUANTIZED,
     Role.MLA_HEADS: Precision.QUANTIZED,
+    Role.INDEX: Precision.PLAIN,  # rounded, it would select other positions
     Role.MLP_IN: Precision.QUANTIZED,
     Role.MLP_OUT: Precision.QUANTIZED,
     Role.EXPERT_IN: Precision.QUANTIZED,

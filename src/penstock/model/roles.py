@@ -21,6 +21,7 @@ class Role(Enum):
     ATTENTION_OUT = "attention projection out"
     MLA_KV_B = "MLA kv_b, keys and values of all heads"
     MLA_HEADS = "MLA matrix for each head"
+    INDEX = "index of sparse attention"
     MLP_IN = "MLP in"
     MLP_OUT = "MLP out"
     EXPERT_IN = "expert in"
@@ -53,6 +54,7 @@ _PARTS = {
     Role.HEAD: ("head",),
     Role.EMBEDDING_PROJECTION: ("project_in", "project_out"),
     Role.ATTENTION_IN: ("q", "k", "v", "qkv", "grouped_qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
+    Role.INDEX: ("index_q", "index_k", "index_weights"),
     Role.ATTENTION_OUT: ("o",),
     Role.MLA_KV_B: ("kv_b",),
     Role.MLA_HEADS: ("k_b", "v_b"),
@@ -79,7 +81,7 @@ _PARTS = {
     Role.CONV: ("conv", "conv_q", "conv_k", "conv_v"),
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
-        *("q_norm", "k_norm", "kv_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
+        *("q_norm", "k_norm", "kv_norm", "index_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
     ),
     Role.ROUTER_BIAS: ("choice_bias",),
     Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt", "skip"),

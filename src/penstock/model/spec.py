@@ -21,7 +21,21 @@ class RopeSpec:
 
 ATTENTION_VECTORS = ("sinks", "q_gain", "distance_bias")  # options of attention that come with a vector of that name
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
-COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate")  # kernels get the results, or other ops compute them
+COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate", "index")  # results, or computed by other ops
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """Describes the index of sparse attention (DeepSeek Sparse Attention, DSA): which positions a token attends to.
+
+    Each token leaves one index key. The score of a position is the sum over heads of weight * relu(query . key), and
+    the `top_k` positions with the highest scores are selected, the first of equal ones."""
+
+    heads: int
+    head_dim: int
+    top_k: int
+    rope: RopeSpec  # rotates the first dimensions of queries and keys
+    shared: bool = False  # nothing is scored: the layer attends to what the last layer before it selected
 
 
 # How q and k are normed: not at all; by an RMS norm per head, per head without a gain, or over all heads at once; by a
@@ -50,6 +64,7 @@ class AttentionSpec:
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
     distance_bias: int = 0  # above 0: a head's scores get a bias by distance, the same for all beyond so many positions
     output_gate: bool = False  # q projects to a gate, too: the output is multiplied by its sigmoid
+    index: IndexSpec | None = None  # with MLA: selects the positions that are attended to; None: all are
 
     @property
     def scale(self) -> float:
@@ -73,8 +88,13 @@ class AttentionSpec:
 
     @property
     def kv_values(self) -> int:
-        """Returns how many values one token takes in a layer of the KV cache."""
-        return self.kv_width if self.v_dim else 2 * self.kv_width
+        """Returns how many values one token takes in a layer of the KV cache, with its index key."""
+        return (self.kv_width if self.v_dim else 2 * self.kv_width) + self.index_dim
+
+    @property
+    def index_dim(self) -> int:
+        """Returns how many values an index key has; 0: the layer keeps none."""
+        return self.index.head_dim if self.index and not self.index.shared else 0
 
     @property
     def vectors(self) -> dict[str, int]:
@@ -254,6 +274,11 @@ class ModelSpec:
         """Returns how many layers the KV cache has. The layers of an encoder write over each other's keys and
         values."""
         return 1 if self.encoder else len(self.attention_layers)
+
+    @property
+    def cached_attention(self) -> tuple[AttentionSpec, ...]:
+        """Returns the attention of each layer of the KV cache."""
+        return (self.attn,) if self.encoder else tuple(self.attention(layer) for layer in self.attention_layers)
 
     def kv_layer(self, layer: int) -> int:
         """Returns which layer of the KV cache an attention layer writes."""

@@ -79,7 +79,7 @@ class Scorer:
     def __init__(self, config: Config, context: int = CONTEXT) -> None:
         longest = max(config.max_len, context)
         checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config, longest)
-        config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
+        config = resolve_defaults(config, checkpoint.fp8, checkpoint.whole)
         self.at_once = WINDOWS_PER_STEP.get(config.device, 1)
         self.vocab = checkpoint.spec.vocab
         self._context = context

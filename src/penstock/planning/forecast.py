@@ -47,11 +47,11 @@ class Forecast:
 
 def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Iterator[Forecast]:
     """Yields the forecast for the config and, if it does not quantize plain weights, one for each way to do so."""
-    config = resolve_defaults(config, checkpoint.float8, checkpoint.whole)
+    config = resolve_defaults(config, checkpoint.fp8, checkpoint.whole)
     plain = any(tensor.format.name in PLAIN for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
     others = QUANTIZATIONS.get(Device.parse(config.device).kind, ()) if plain and not config.quantize else ()
     for quantize in (config.quantize, *others):
-        resolved = resolve_defaults(replace(config, quantize=quantize), checkpoint.float8, checkpoint.whole)
+        resolved = resolve_defaults(replace(config, quantize=quantize), checkpoint.fp8, checkpoint.whole)
         yield make_forecast(resolved, checkpoint, prompt, profiler)
 
 

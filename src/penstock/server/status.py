@@ -14,6 +14,7 @@ from penstock.server.models.entry import ModelEntry
 from penstock.server.request_context import RequestContext
 from penstock.server.sse import json_response
 from penstock.server.vllm.endpoints import model_fields
+from penstock.types import Hello
 
 
 async def list_models(pool: ModelPool, _: Request, context: RequestContext) -> Response:
@@ -52,7 +53,7 @@ async def health(pool: ModelPool, _: Request, __: RequestContext) -> Response:
     first = next(pool.clients(), None)
     engine = None
     if first is not None and first[1].hello is not None:
-        engine = {"pid": first[1].hello.pid, "model": first[0]}
+        engine = {"pid": first[1].hello.pid, "model": first[0], **_unknown_fields(first[1].hello)}
     return json_response({"status": "ok", "engine": engine, "models": models})
 
 
@@ -68,7 +69,12 @@ def _may_see(context: RequestContext, entry: ModelEntry) -> bool:
 def _state(entry: ModelEntry) -> dict[str, Any]:
     hello = entry.served.client.hello if entry.served else None
     told = {"name": entry.name, "state": str(entry.state), "pid": hello.pid if hello else None, "bytes": entry.bytes}
-    return told | ({"error": entry.error} if entry.error else {})
+    return told | ({"error": entry.error} if entry.error else {}) | (_unknown_fields(hello) if hello else {})
+
+
+def _unknown_fields(hello: Hello) -> dict[str, Any]:
+    """Returns the fields of the model's config.json that nothing is known of, if there are any."""
+    return {"unknown_fields": hello.unknown_fields} if hello.unknown_fields else {}
 
 
 def _model(pool: ModelPool, entry: ModelEntry, name: str) -> dict[str, Any]:

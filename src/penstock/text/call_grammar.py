@@ -178,7 +178,9 @@ class _GrammarWriter:
     def _pattern(self, pattern: str, **fields: str) -> str:
         written = []
         for piece in pieces(pattern):
-            if piece == "{id}":
+            if piece == "{id}" and "{name}" in pattern:
+                written.append("/[a-z0-9]{10}/")
+            elif piece == "{id}":
                 written += [self._text(fields["id"]), "/[0-9]{1,3}/"]
             elif piece in ("{name}", "{key}", "{string}"):
                 written.append(self._text(fields[piece[1:-1]]))

@@ -40,7 +40,7 @@ class ChatTemplate:
         found = find_tool_format(source, family)
         if not (self.reads("tools") or self.reads(XML_TOOLS) or found.prompt):
             found = replace(found, calls=(*found.calls, *PLAIN.calls))  # the syntax that `describe` tells the model
-        self.format = AnswerFormat(found, reasoning_of(source))
+        self.format = AnswerFormat(found, found.reasoning or reasoning_of(source))
         self._null_content = re.search(r"content\W* is (not )?none", source) is not None
 
     def render(

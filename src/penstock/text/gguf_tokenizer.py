@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.text import wordpiece
 from penstock.text.pretokenize import PRETOKENIZERS, PreTokenizer
-from penstock.text.tokenizer_spec import SPACE, TokenizerSpec, byte_level, end_ids, sentencepiece
+from penstock.text.tokenizer_spec import SPACE, TokenizerSpec, byte_level, characters, end_ids, sentencepiece
 
 GgufMetadata = Mapping[str, Any]
 T = TypeVar("T")
@@ -90,12 +90,34 @@ def spec_from_gguf(metadata: GgufMetadata) -> TokenizerSpec:
 
 def _byte_level_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
     pre = _named_entry(metadata, "pre", PRETOKENIZERS, "default")
-    merges = [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges", _strings)]
+    if pre.characters:
+        return _character_encoder(metadata, tokens, pre)
+    merges = _stored_merges(metadata)
     library = tokenizers.Tokenizer(_bpe(vocab=tokens.ids, merges=merges, ignore_merges=pre.ignore_merges))
     if pre.nfc:
         library.normalizer = normalizers.NFC()
     library.pre_tokenizer = library_pre_tokenizer(pre)
     return _Encoder(library, byte_level, pre.add_bos, prefix_space=False)
+
+
+def _gemma4_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
+    return _character_encoder(metadata, tokens, PRETOKENIZERS["gemma4"])
+
+
+def _character_encoder(metadata: GgufMetadata, tokens: _Tokens, pre: PreTokenizer) -> _Encoder:
+    """Builds a tokenizer whose merges begin with characters. One that is no token becomes tokens of its bytes."""
+    bpe = _bpe(vocab=tokens.ids, merges=_stored_merges(metadata), byte_fallback=True, ignore_merges=pre.ignore_merges)
+    library = tokenizers.Tokenizer(bpe)
+    if pre.escaped:
+        library.normalizer = normalizers.Replace(" ", SPACE)
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits]
+    )
+    return _Encoder(library, sentencepiece if pre.escaped else characters, pre.add_bos, prefix_space=False)
+
+
+def _stored_merges(metadata: GgufMetadata) -> list[tuple[str, ...]]:
+    return [tuple(merge.split(" ", 1)) for merge in _array(metadata, "merges", _strings)]
 
 
 def library_pre_tokenizer(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
@@ -177,6 +199,7 @@ _BUILDERS = {
     "gpt2": _byte_level_encoder,
     "llama": _sentencepiece_encoder,
     "bert": _wordpiece_encoder,
+    "gemma4": _gemma4_encoder,
     "t5": _unigram_encoder,
 }
 

@@ -121,6 +121,7 @@ class AnswerParser:
                 yield from self._channels()
             else:
                 yield from self._reasoning()
+                yield from self._source.match(self._format.tool_format.content[0])
                 yield from self._answer()
         except _LastCall:
             self.ended = True
@@ -145,7 +146,11 @@ class AnswerParser:
         for syntax in syntaxes:
             if syntax.bare and (yield from self._section(syntax)):
                 break
-        while opening := (yield from self._source.until(openings, self._emit_content, spaced=bool(openings))):
+        closing = self._format.tool_format.content[1]
+        ends = (*openings, closing) if closing else openings
+        while opening := (yield from self._source.until(ends, self._emit_content, spaced=bool(openings))):
+            if opening == closing:
+                raise _LastCall
             for syntax in syntaxes:
                 if opening in syntax.openings and (yield from self._section(syntax)):
                     break
@@ -345,7 +350,7 @@ class AnswerParser:
 
 
 class _LastCall(Exception):
-    """Ends the reading where a call starts that may not, repeats an earlier one, or was cut off."""
+    """Ends the reading where content ends, or a call starts that may not, repeats an earlier one, or was cut off."""
 
 
 class _Repeats:

@@ -1,4 +1,4 @@
-"""Pre-tokenizers of byte-level vocabularies, by the name in `tokenizer.ggml.pre`: how text is split before merging."""
+"""Pre-tokenizers of vocabularies with merges, by the name in `tokenizer.ggml.pre`: how text is split before merging."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ class PreTokenizer(NamedTuple):
     add_bos: bool = False  # if the file does not say
     nfc: bool = False  # text is normalized to NFC first
     written: bool = True  # files are written with its name; not if few programs know it
+    characters: bool = False  # merges begin with the characters of a piece, not with its bytes
+    escaped: bool = False  # spaces are written as SentencePiece does, before text is split
 
 
 _ENDINGS = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -65,6 +67,7 @@ _KIMI = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN_UPPER}+{_NOT_HAN_LOWER}*(?i:{_ENDINGS})?"
     rf"|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
 )
+_LINES = r"[^\n]+|[\n]+"
 _THREES_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _AFMOE_ASIAN = (
     "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
@@ -116,11 +119,17 @@ _TABLE = (
     (("gpt-4o", "llama4", "minimax-m2", "kanana2", "talkie"), PreTokenizer((_GPT4O,))),
     (("granite-embed-multi-97m",), PreTokenizer((_GPT4O,), ignore_merges=True, written=False)),
     (("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    (
+        ("gemma4", "granite-embed-multi-311m"),
+        PreTokenizer((_LINES,), ignore_merges=True, add_bos=True, written=False, characters=True, escaped=True),
+    ),
+    (("sarvam-moe",), PreTokenizer((_LINES,), written=False, characters=True, escaped=True)),
+    (("whitespace",), PreTokenizer((r"\S+",), written=False, characters=True)),
     (("kimi-k2",), PreTokenizer((_KIMI,))),
     (("youtu",), PreTokenizer((_YOUTU_ASIAN, _YOUTU), ignore_merges=True)),
     (("minicpm5",), PreTokenizer((r"\p{N}{1,3}", _LONG_NUMBERS), ignore_merges=True)),
     (("jais-2",), PreTokenizer((_COUNTED_SPACES,))),
-    (("laguna",), PreTokenizer((r"[^\n]+|[\n]+", _ONE_DIGIT))),
+    (("laguna",), PreTokenizer((_LINES, _ONE_DIGIT))),
     (("exaone-moe",), PreTokenizer((_PHRASES,))),
     (("superbpe",), PreTokenizer((r"\p{N}+", r"\d{1,3}(?=(?:\d{3})*(?!\d))"))),
     (("poro-chat", "bloom", "gpt3-finnish"), PreTokenizer((_BLOOM,))),

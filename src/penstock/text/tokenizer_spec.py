@@ -77,5 +77,10 @@ def byte_level(token: str) -> bytes:
 
 def sentencepiece(token: str) -> bytes:
     """Returns the bytes of a SentencePiece token."""
+    return characters(token.replace(SPACE, " "))
+
+
+def characters(token: str) -> bytes:
+    """Returns the bytes of a token that is written as it is, or stands for one byte."""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-    return bytes.fromhex(byte[1]) if byte else token.replace(SPACE, " ").encode()
+    return bytes.fromhex(byte[1]) if byte else token.encode()

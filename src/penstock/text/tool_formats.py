@@ -61,12 +61,14 @@ class ToolFormat:
     stops: tuple[str, ...] = ()  # tokens that end an answer with calls
     short_ids: bool = False  # the template accepts only ids of nine letters and digits
     channels: bool = False  # every part of an answer has a header that says what it is
+    reasoning: tuple[str, str] | None = None  # the markers around reasoning, where the template does not tell them
+    content: tuple[str, str] = ("", "")  # the markers around content
     prompt: ToolPrompt | None = None
 
     def markers(self, calling: bool) -> str:
         """Returns all markers joined. Special tokens in them are part of the text."""
-        channels = "".join(CHANNEL_MARKERS) if self.channels else ""
-        return channels + "".join(p for each in self.calls if calling for p in each.patterns)
+        around = "".join(CHANNEL_MARKERS if self.channels else self.content)
+        return around + "".join(p for each in self.calls if calling for p in each.patterns)
 
 
 CHANNEL_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
@@ -120,6 +122,20 @@ TOOL_FORMATS = (
         calls=(CallSyntax(tail="<|call|>"),),
         stops=("<|call|>",),
         channels=True,
+    ),
+    ToolFormat(
+        name="solar",
+        template_markers=("<|tool_call:args|>",),
+        calls=(
+            CallSyntax(
+                section=("<|tool_calls|>", "<|calls|>"),
+                head="<|tool_call:begin|>{id}<|tool_call:name|>{name}<|tool_call:args|>",
+                tail="<|tool_call:end|>",
+            ),
+        ),
+        stops=("<|calls|>",),
+        reasoning=("<|think|>", "<|end|><|begin|>assistant"),
+        content=("<|content|>", "<|end|>"),
     ),
     ToolFormat(
         name="deepseek-dsml", template_markers=("｜DSML｜", "function_calls>"), calls=(_dsml("function_calls"),)
@@ -250,7 +266,8 @@ class AnswerFormat(NamedTuple):
 
     def plain(self, calling: bool) -> bool:
         """Returns whether an answer can have nothing but content."""
-        return not (calling or self.reasoning or self.tool_format.channels)
+        marked = self.tool_format.channels or self.tool_format.content[0]
+        return not (calling or self.reasoning or marked)
 
     def markers(self, calling: bool) -> str:
         """Returns all markers joined, those of calls only if `calling`."""

@@ -215,6 +215,7 @@ class Program:
         self,
         q: int,
         kv: int,
+        selected: int | None,
         out: int,
         *,
         layer: int,
@@ -222,6 +223,22 @@ class Program:
         numbers: dict[str, float],
         vectors: dict[str, NDArray[np.float32]],
     ) -> None: ...
+    def select_positions(
+        self,
+        q: int,
+        k: int,
+        weights: int,
+        out: int,
+        *,
+        layer: int,
+        angles: int,
+        interleaved: bool,
+        heads: int,
+        head_dim: int,
+        top_k: int,
+        numbers: dict[str, float],
+    ) -> None:
+        """Selects the positions that attend_mla attends to. The numbers are those of the layer's attention."""
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...

@@ -156,9 +156,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return self._program_of(batch).logits(batch)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        kv_token = spec.kv_layers * (
-            KV_BYTES[self._kv_type] * spec.attn.kv_values + KV_SCALES[self._kv_type] * spec.attn.kv_heads
-        )
+        values, scales = KV_BYTES[self._kv_type], KV_SCALES[self._kv_type]
+        kv_token = sum(values * a.kv_values + scales * (a.kv_heads + (a.index_dim > 0)) for a in spec.cached_attention)
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
 

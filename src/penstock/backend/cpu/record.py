@@ -11,7 +11,6 @@ from penstock.backend.base import Floats, Model
 from penstock.backend.cpu._native import Program as NativeProgram
 from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
-from penstock.errors import UnsupportedModel
 from penstock.model import program
 from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, ScanWeights, Vectors
 from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
@@ -19,7 +18,6 @@ from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import SHAPES, AttentionSpec, ExpertSpec, RopeSpec
 
 NO_ROTATION = -1
-MLA_TILE = 16  # dimensions that the native MLA takes together
 
 
 class Emitter:
@@ -34,6 +32,8 @@ class Emitter:
         for node in recorded.nodes:
             if node.op in ("attend", "attend_mla"):
                 self.angles(node.attributes["spec"].rope)  # computed once, before all layers
+            if node.op == "select_positions":
+                self.angles(node.attributes["spec"].index.rope)
         buffers = [self.native.buffer(symbol, width, prepared) for symbol, width, _, prepared in recorded.buffers]
         for node, places in zip(recorded.nodes, recorded.places, strict=True):
             EMITTERS[node.op](self, *(buffers[place] for place in places), **node.attributes)
@@ -133,22 +133,34 @@ def attend(emit: Emitter, qkv: int, out: int, *, layer: int, spec: AttentionSpec
 
 
 def attend_mla(
-    emit: Emitter, q: int, kv: int, out: int, *, layer: int, gain: Floats, spec: AttentionSpec, eps: float
+    emit: Emitter, q: int, kv: int, *others: int, layer: int, gain: Floats, spec: AttentionSpec, eps: float
 ) -> None:
-    if spec.head_dim % MLA_TILE or spec.v_dim % MLA_TILE:
-        raise UnsupportedModel(
-            f"MLA on a CPU takes sizes in multiples of {MLA_TILE}; this model has kv_lora_rank = {spec.v_dim} and "
-            f"qk_rope_head_dim = {spec.head_dim - spec.v_dim}: use --device cuda, or --device ref for a test"
-        )
+    selected, out = others if len(others) == 2 else (None, others[0])
     numbers = numbers_of(spec) | {"eps": eps}
+    if spec.index and selected is not None:
+        numbers["top_k"] = spec.index.top_k
     emit.native.attend_mla(
-        q, kv, out, layer=layer, angles=emit.angles(spec.rope), numbers=numbers, vectors={"gain": gain}
+        q, kv, selected, out, layer=layer, angles=emit.angles(spec.rope), numbers=numbers, vectors={"gain": gain}
+    )
+
+
+def select_positions(emit: Emitter, q: int, k: int, weights: int, out: int, *, layer: int, spec: AttentionSpec) -> None:
+    index = spec.index
+    assert index is not None
+    emit.native.select_positions(
+        *(q, k, weights, out),
+        layer=layer,
+        angles=emit.angles(index.rope),
+        interleaved=index.rope.interleaved,
+        **picked(index, "heads", "head_dim", "top_k"),
+        numbers=numbers_of(spec),
     )
 
 
 def numbers_of(spec: AttentionSpec) -> dict[str, float]:
     """Returns what the native attention is told by name. It refuses what it does not know."""
-    return {**picked(spec, *SHAPES, "scale"), "interleaved": spec.rope.interleaved, **spec.options}
+    named = picked(spec, *SHAPES, "scale", "index_dim")
+    return {**named, "interleaved": spec.rope.interleaved, **spec.options}
 
 
 def picked(spec: Any, *names: str) -> dict[str, Any]:
@@ -305,7 +317,7 @@ EMITTERS: dict[str, Callable[..., Any]] = {
     emitter.__name__: emitter
     for emitter in (
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
-        *(linear, gated_linear, per_head_linear, attend, attend_mla),
+        *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
         *(causal_conv, selective_scan),
     )

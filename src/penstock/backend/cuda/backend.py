@@ -40,6 +40,7 @@ from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes
 from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
+from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import by_index, layout_of
 from penstock.backend.cuda.launchers import Memory
@@ -189,7 +190,7 @@ class CudaBackend:
         weights = weight_bytes(listed, self._quantize, self._properties.has_fp8)
         unpacks = self._quantize == "int4" or any(tensor.format.name in STORED_BITS for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
-        costs = spec.kv_layers * self._kv_layout.bytes_per_token(spec.attn), spec.state_bytes
+        costs = sum(map(self._kv_layout.bytes_per_token, spec.cached_attention)), spec.state_bytes
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs)
         free, total = torch.cuda.mem_get_info(self._device)
@@ -236,12 +237,16 @@ class CudaBackend:
         for some in sharing:
             cache = self._kv_layout.reserve(layers[some[0]], self._num_blocks + 1, self._block_size, self._device)
             memory.caches.update(dict.fromkeys(some, cache))
+        if any(spec.index_dim for spec in layers.values()):
+            lines = max(LINES, self._tile_tokens), self._num_blocks * self._block_size
+            memory.index_scores = torch.zeros(lines, device=self._device)
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
         memory.reserve_arrivals(self._sizes.rows * self._groups * heads)
 
     def _free_kv(self) -> None:
         self._graphs.forget()
         self._memory.caches.clear()
+        self._memory.index_scores = None
         self._memory.states.layers.clear()
 
     # -- getting ready -------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Tilings:
 
     @remembered
     def fp8_gemm(self, count: int, rows: int, width: int) -> QuantGemmTiling:
-        found = self._tuned.find(Product("fp8_gemm", "float8", count, rows, width))
+        found = self._tuned.find(Product("fp8_gemm", "fp8", count, rows, width))
         if found:
             return bounded(QuantGemmTiling(*found), count, rows)
         return quantized_tilings.fp8_gemm_tiling(self.device, count, rows, width)

@@ -60,6 +60,8 @@ def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> i
     if spec.experts is not None:
         e = spec.experts
         widths += e.top_k * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
+    if attn.index:
+        widths += attn.index.heads * (attn.index.head_dim + 2) + 2 * (attn.index.head_dim + attn.index.top_k)
     if spec.recurrence:
         widths += spec.recurrence.workspace
     scratch = 2 * spec.dim * max(2 * spec.hidden, spec.vocab) if unpacks else 0

@@ -97,7 +97,7 @@ class RowScaledFp8(Fp8Matrix):
         hopper_gemm.hopper_gemm(x.values, weight.values, self.bias, out, tiling, scratch, gated=gated, **scales)
 
     def _small_gemm_tiling(self, count: int, gated: bool = False) -> quant_gemm_small.Tiling:
-        return self.workspace.tilings.small_gemm("float8", count, self.rows, self.width, gated)
+        return self.workspace.tilings.small_gemm("fp8", count, self.rows, self.width, gated)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ class LayerCache(NamedTuple):
 
     lines: Any  # [blocks, 2, kv_heads, block_size, D]; for MLA [blocks, block_size, D]
     scales: Any | None  # [blocks, 2, kv_heads, block_size] float32; for MLA [blocks, 2, block_size]
+    index_keys: Any | None = None  # [blocks, block_size, D] index keys, where positions are selected
 
     def by_block(self) -> Iterator[Any]:
         """Yields its arrays as bytes of each block: [blocks, bytes]. Torch does not index every type."""
@@ -31,17 +32,23 @@ class KvLayout(NamedTuple):
 
     dtype: torch.dtype
     scaled: bool
+    activations: torch.dtype  # the type of index keys, which have no scales
 
     def bytes_per_token(self, spec: AttentionSpec) -> int:
         """Returns the bytes of one token in one layer."""
-        return spec.kv_values * int(self.dtype.itemsize) + (8 * spec.kv_heads if self.scaled else 0)
+        values, index = (spec.kv_values - spec.index_dim) * self.dtype.itemsize, self.activations.itemsize
+        return int(values + spec.index_dim * index) + (8 * spec.kv_heads if self.scaled else 0)
 
     def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device) -> LayerCache:
         """Makes an empty cache for layers of this shape."""
         size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)
         rows = (num_blocks, block_size) if spec.v_dim else size
         lines = torch.zeros((*rows, spec.head_dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
-        return LayerCache(lines.view(self.dtype), torch.zeros(size, device=device) if self.scaled else None)
+        scales = torch.zeros(size, device=device) if self.scaled else None
+        if not spec.index_dim:
+            return LayerCache(lines.view(self.dtype), scales)
+        index = torch.zeros((*rows, spec.index_dim), dtype=self.activations, device=device)
+        return LayerCache(lines.view(self.dtype), scales, index)
 
 
 def layout_of(kind: str, activations: torch.dtype) -> KvLayout:
@@ -49,7 +56,7 @@ def layout_of(kind: str, activations: torch.dtype) -> KvLayout:
     if kind not in ("auto", *KINDS):
         raise ConfigError(f"unknown KV type {kind!r} on CUDA: use auto or one of {', '.join(KINDS)}")
     eight = None if kind == "auto" else KINDS[kind]
-    return KvLayout(eight or activations, eight is not None)
+    return KvLayout(eight or activations, eight is not None, activations)
 
 
 def by_index(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) -> list[list[int]]:
@@ -60,7 +67,8 @@ def by_index(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) -> 
         raise ValueError(f"every layer that keeps KV is in one group, once; got {listed} for layers {sorted(layers)}")
     sharing = [[group[index] for group in listed if index < len(group)] for index in range(max(map(len, listed)))]
     for some in sharing:
-        if len({(layers[layer].kv_heads, layers[layer].head_dim, layers[layer].v_dim) for layer in some}) > 1:
+        shapes = {(a.kv_heads, a.head_dim, a.v_dim, a.index_dim) for a in map(layers.__getitem__, some)}
+        if len(shapes) > 1:
             raise ValueError(f"groups need layers of the same shape; layers {some} differ")
     return sharing
 

@@ -20,14 +20,15 @@ from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_rule, norm
 from penstock.backend.cuda.kernels import mamba2 as mamba2_kernel
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
+from penstock.backend.cuda.kernels import select_positions as select
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
 from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
-from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, store_mla_kv
-from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
+from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
+from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.selective_scan import selective_scan as scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
@@ -45,7 +46,7 @@ from penstock.model.ops import (
 )
 from penstock.model.program import Buffer, Capabilities, OpNode
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
-from penstock.model.spec import AttentionSpec, ExpertSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
 SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
     "act_and_mul": ("silu", "gelu", "gelu_tanh"),
@@ -61,6 +62,7 @@ class Memory:
     tokens: Any  # [T] the step's tokens, all known
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
+    index_scores: Any = None  # see kernels/select_positions.py
     groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
     states: Any = None  # see recurrent_states
 
@@ -80,9 +82,9 @@ class Context:
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
     _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by (experts, top_k)
 
-    def frequencies(self, spec: AttentionSpec) -> Any:
-        """Returns the frequencies of RoPE on the device."""
-        key = spec.rope.inv_freq or (0.0,) * (spec.head_dim // 2)  # where nothing is rotated: MLA rotates by 0
+    def frequencies(self, rope: RopeSpec, pairs: int) -> Any:
+        """Returns the frequencies of RoPE on the device, for a head with so many pairs."""
+        key = rope.inv_freq or (0.0,) * pairs  # where nothing is rotated: MLA rotates by 0
         if key not in self._frequencies:
             self._frequencies[key] = torch.tensor(key, dtype=torch.float64, device=self.device)
         return self._frequencies[key]
@@ -101,7 +103,11 @@ def bind(node: OpNode, context: Context) -> Callable[..., None]:
         check_activation(node.attributes["act"], SUPPORTED_ACTIVATIONS[node.op])
     constants: dict[str, Any] = {}
     if node.op in ("attend", "attend_mla"):
-        constants["frequencies"] = context.frequencies(node.attributes["spec"])
+        spec = node.attributes["spec"]
+        constants["frequencies"] = context.frequencies(spec.rope, spec.head_dim // 2)
+    if node.op == "select_positions":
+        index = node.attributes["spec"].index
+        constants["frequencies"] = context.frequencies(index.rope, index.head_dim // 2)
     if node.op == "attend":
         options = node.attributes["spec"].options | node.attributes["vectors"]
         whole_rows = {"causal", "distance_bias"}  # a row of one token sees itself alone, whatever these are
@@ -226,7 +232,7 @@ def attend(
     whole_rows: dict[str, Any],
 ) -> None:
     rope, step = spec.rope, step.of(context.memory.groups[layer])
-    (cache, scales), rotation = context.memory.caches[layer], None
+    (cache, scales, _), rotation = context.memory.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
     if len(step.tiles):
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
@@ -248,24 +254,49 @@ def attend_mla(
     step: DeviceInputs,
     q: Any,
     kv: Any,
-    out: Any,
-    *,
+    *others: Any,
     layer: int,
     gain: Any,
     spec: AttentionSpec,
     eps: float,
     frequencies: Any,
 ) -> None:
+    selected, out = others if len(others) == 2 else (None, others[0])
     rope, step = spec.rope, step.of(context.memory.groups[layer])
-    cache, scales = context.memory.caches[layer]
+    cache, scales, _ = context.memory.caches[layer]
     rotation = frequencies, rope.scale, rope.interleaved
     store_mla_kv(q, kv, gain, eps, *rotation, step.positions, step.places, cache, scales)
-    tables = step.tables, step.header, out
+    tables, how = (step.tables, step.header, out), (spec.v_dim, spec.scale, scales)
+    top_k = ALL if selected is None else selected.shape[1]
     if len(step.tiles):
         tiling = context.tilings.mla_prefill(cache.shape[2], q.element_size())
-        mla_prefill(q, cache, step.tiles, *tables, spec.v_dim, spec.scale, scales, tiling=tiling)
+        mla_prefill(q, cache, step.tiles, *tables, *how, top_k, tiling=tiling)
     if len(step.splits):
-        mla_decode(q, cache, step.splits, *tables, context.memory.split_kv, spec.v_dim, spec.scale, scales)
+        mla_decode(q, cache, step.splits, *tables, context.memory.split_kv, *how, top_k)
+    for work, tokens in ((step.tiles, tokens_per_tile(spec.heads)), (step.splits, 1)) if selected is not None else ():
+        if len(work):
+            mla_selected(q, cache, work, *tables, *how, selected, tokens)
+
+
+def select_positions(
+    context: Context,
+    step: DeviceInputs,
+    q: Any,
+    k: Any,
+    weights: Any,
+    out: Any,
+    *,
+    layer: int,
+    spec: AttentionSpec,
+    frequencies: Any,
+) -> None:
+    assert spec.index is not None
+    rope, step = spec.index.rope, step.of(context.memory.groups[layer])
+    cache, scores = context.memory.caches[layer].index_keys, context.memory.index_scores
+    select.store_index(q, k, frequencies, len(rope.inv_freq), rope.scale, rope.interleaved, step, cache)
+    for work, tokens in (step.tiles, tokens_per_tile(spec.heads)), (step.splits, 1):
+        if len(work):
+            select.select_positions(q, weights, cache, work, step.tables, step.header, tokens, scores, out)
 
 
 def act_and_mul(
@@ -379,7 +410,7 @@ LAUNCHERS: dict[str, Callable[..., None]] = {
     launcher.__name__: launcher
     for launcher in (
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
-        *(linear, gated_linear, per_head_linear, attend, attend_mla),
+        *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
         *(causal_conv, selective_scan),
     )

@@ -24,9 +24,9 @@ SMALL_GEMM_TILINGS: dict[tuple[str, int], Tilings] = {
     ("more bits", 4): {"tall": (4, 1, 2), "deep": (16, 1, 2), "small": (8, 2, 1), "other": (8, 1, 1)},
     ("more bits", 8): {"tall": (4, 1, 2), "deep": (16, 1, 2), "small": (8, 2, 1), "other": (4, 4, 1)},
     ("more bits", 16): {"tall": (4, 1, 4), "deep": (8, 2, 2), "small": (8, 2, 2), "other": (4, 2, 2)},
-    ("float8", 4): {"tall": (4, 1, 2), "deep": (8, 4, 1), "small": (8, 4, 1), "other": (8, 2, 1)},
-    ("float8", 8): {"tall": (4, 1, 2), "deep": (16, 2, 1), "small": (8, 4, 1), "other": (8, 2, 1)},
-    ("float8", 16): {"tall": (4, 1, 4), "deep": (8, 4, 1), "small": (8, 4, 1), "other": (4, 4, 1)},
+    ("fp8", 4): {"tall": (4, 1, 2), "deep": (8, 4, 1), "small": (8, 4, 1), "other": (8, 2, 1)},
+    ("fp8", 8): {"tall": (4, 1, 2), "deep": (16, 2, 1), "small": (8, 4, 1), "other": (8, 2, 1)},
+    ("fp8", 16): {"tall": (4, 1, 4), "deep": (8, 4, 1), "small": (8, 4, 1), "other": (4, 4, 1)},
 }
 
 

@@ -42,9 +42,9 @@ COUNTS = {
 KINDS = {  # of the matrices that each kernel multiplies
     "gemv": ("16 bits",),
     "skinny": ("16 bits",),
-    "small_gemm": ("4 bits", "more bits", "float8"),
+    "small_gemm": ("4 bits", "more bits", "fp8"),
     "quant_gemm": ("4 bits",),
-    "fp8_gemm": ("float8",),
+    "fp8_gemm": ("fp8",),
 }
 MANY_BYTES = 2  # times the L2 cache: with so many copies of a matrix, none is found there
 REPEATS = 40
@@ -89,7 +89,7 @@ def products(device: DeviceProperties, shapes: Sequence[tuple[int, int]]) -> Ite
     """Yields what is measured: nothing in FP8 on a GPU without it."""
     for kernel, kinds in KINDS.items():
         for kind in kinds:
-            if kind == "float8" and not device.has_fp8:
+            if kind == "fp8" and not device.has_fp8:
                 continue
             for rows, width in shapes:
                 for count in COUNTS[kernel]:
@@ -118,7 +118,7 @@ def matrix(bench: Bench, product: Product) -> Any:
         tensor = random_tensor(np.random.default_rng(0), "Q8_0", product.rows, product.width)
         return pack(tensor.data, "Q8_0", product.rows, product.width, Transfer(bench.device))
     values = torch.empty(product.rows, product.width, device=bench.device, dtype=torch.bfloat16).normal_(0, 0.02)
-    return {"16 bits": lambda v: v, "4 bits": quantize_int4, "float8": quantize_fp8}[product.kind](values)
+    return {"16 bits": lambda v: v, "4 bits": quantize_int4, "fp8": quantize_fp8}[product.kind](values)
 
 
 def candidates(device: DeviceProperties, product: Product) -> list[Any]:
@@ -162,7 +162,7 @@ def call_of(product: Product, x: Any, weight: Any, out: Any, tiling: Any, scratc
     if product.kernel == "skinny":
         return lambda: skinny_gemm.skinny_gemm(x, weight, None, out, tiling, scratch)
     if product.kernel == "small_gemm":
-        kernel = fp8_gemm_small if product.kind == "float8" else quant_gemm_small.quant_gemm_small
+        kernel = fp8_gemm_small if product.kind == "fp8" else quant_gemm_small.quant_gemm_small
         return lambda: kernel(x, weight, None, out, tiling=tiling)
     if product.kernel == "quant_gemm":
         return lambda: quant_gemm.quant_gemm(x, weight, None, out, tiling, scratch)

@@ -130,7 +130,7 @@ class RefBackend(SynchronousBackend[RefProgram]):
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
-        return Footprint.on_host(int(weights), 4 * spec.kv_layers * spec.attn.kv_values, spec.state_bytes)
+        return Footprint.on_host(int(weights), 4 * sum(a.kv_values for a in spec.cached_attention), spec.state_bytes)
 
     def memory_needs(self) -> MemoryNeeds:
         programs = self._programs.values()

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.backend.base import Backend, Batch, Floats, Pool
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.ref.ops import ACTS
+from penstock.backend.ref.activations import ACTS
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model import rope
 from penstock.model.ops import Ops
@@ -323,20 +323,6 @@ def per_head(rng: Random, *, format: str, tokens: int, shape: tuple[int, int, in
     )
 
 
-def attend_mla(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
-    """Computes MLA as `attend` does attention. Queries and what keys are made of are two tables."""
-
-    def forward(ops: Ops[Any], queries: Any, keys: Any, gain: Any) -> Any:
-        return ops.attend_mla(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5)
-
-    tables = [inputs(rng, sum(lengths), width) for width in (spec.q_width, spec.kv_width)]
-    return Trial(forward, [*tables, random_tensor(rng, "F32", spec.v_dim)], *scattered(rng, lengths, longest))
-
-
-def mla(heads: int, rotated: int, v_dim: int, *, interleaved: bool = True, **others: Any) -> Any:
-    return attention(heads, 1, rotated + v_dim, interleaved=interleaved, rotated=rotated, v_dim=v_dim, **others)
-
-
 def attention(
     heads: int,
     kv_heads: int,
@@ -363,13 +349,11 @@ BIASED_GROUPS = replace(TWO, top_k=3, groups=2, scoring="sigmoid", choice_bias=T
 UNGATED = replace(TWO, act="relu2", gated=False)
 CLAMPED = replace(TWO, top_k=4, scoring="softmax_top_k", act="clamped")
 
-MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
-MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
-
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
 from penstock.backend.ref.distance_cases import DISTANCE_CASES  # noqa: E402
 from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402
 from penstock.backend.ref.mamba2_cases import MAMBA2_CASES  # noqa: E402
+from penstock.backend.ref.mla_cases import MLA_CASES  # noqa: E402
 from penstock.backend.ref.scan_cases import SCAN_CASES  # noqa: E402
 
 CASES = (
@@ -452,13 +436,6 @@ CASES = (
     ),
     Case("per_head_linear", "odd, BF16", "BF16", HALF, partial(per_head, format="BF16", tokens=2, shape=(2, 7, 24))),
     Case("per_head_linear", "many", "F16", HALF, partial(per_head, format="F16", tokens=130, shape=(2, 33, 16))),
-    Case("attend_mla", "one token", "F32", HALF, partial(attend_mla, spec=mla(4, 16, 32), lengths=(1,))),
-    Case("attend_mla", "pairs", "F32", HALF, partial(attend_mla, spec=mla(6, 16, 48), lengths=(33, 1, 50))),
-    Case("attend_mla", "halves", "F32", HALF, partial(attend_mla, spec=MLA_HALVES, lengths=(5, 40))),
-    Case("attend_mla", "multiplier", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(5, 40))),
-    Case("attend_mla", "one by one", "F32", HALF, partial(attend_mla, spec=MLA, lengths=(20,), longest=1)),
-    Case("attend_mla", "long", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(600,), longest=60)),
-    Case("attend_mla", "deepseek", "F32", HALF, partial(attend_mla, spec=mla(16, 64, 512), lengths=(9,))),
     Case("take_sampled", "some", "F32", EXACT, partial(take_sampled, wanted=((5, 1), (1, 0), (7, 3), (2, 2)))),
     Case("add_layer_norm", "one token", "F32", FLOAT, partial(add_layer_norm, tokens=1, width=576)),
     Case("add_layer_norm", "odd width", "F32", FLOAT, partial(add_layer_norm, tokens=5, width=33)),
@@ -494,4 +471,5 @@ CASES = (
     *SCAN_CASES,
     *LLAMA4_CASES,
     *MAMBA2_CASES,
+    *MLA_CASES,
 )

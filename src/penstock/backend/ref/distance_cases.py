@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from penstock.backend.ref.cases import HALF, Case, attend_mla, attend_whole, attention
+from penstock.backend.ref.cases import HALF, Case, attend_whole, attention
+from penstock.backend.ref.mla_cases import attend_mla
 from penstock.model.spec import AttentionSpec, RopeSpec
 
 NOWHERE = RopeSpec((), interleaved=False)

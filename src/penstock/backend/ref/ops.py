@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import erfc
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import Batch, Floats, Ints, StateMove
+from penstock.backend.ref.activations import ACTS, clamped, identity, relu, sigmoid, silu
 from penstock.backend.ref.adapters import LoadedAdapters, adapted
 from penstock.backend.ref.delta import delta_rule
 from penstock.backend.ref.mamba2 import selective_scan, time_steps
@@ -40,8 +40,9 @@ class Matrix:
 
 
 class RefCache:
-    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; keys alone for MLA. Layers that have the same
-    index within their KV groups share an array: a block belongs to one group at a time."""
+    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; for MLA keys alone and, where positions are
+    selected, index keys. Layers that have the same index within their KV groups share an array: a block belongs to one
+    group at a time."""
 
     def __init__(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self.num_blocks = num_blocks
@@ -61,8 +62,10 @@ class RefCache:
         """Returns the arrays that a layer's keys and values are in."""
         _, index = self._places.get(layer, (0, layer))
         if index not in self.layers:
-            shape = (self.num_blocks, self.block_size, spec.kv_heads, spec.head_dim)
-            self.layers[index] = tuple(np.zeros(shape, np.float32) for _ in range(1 if spec.v_dim else 2))
+            dims = [spec.head_dim] if spec.v_dim else [spec.head_dim] * 2
+            dims += [spec.index_dim] if spec.index_dim else []
+            shape = (self.num_blocks, self.block_size, spec.kv_heads)
+            self.layers[index] = tuple(np.zeros((*shape, each), np.float32) for each in dims)
         return self.layers[index]
 
     @property
@@ -177,18 +180,49 @@ class RefOps:
         products = np.einsum("tha,hba->thb", heads[..., :width], weight)
         return np.concatenate([heads[..., width:], products], axis=2).reshape(len(x), count * (passthrough + rows))
 
-    def attend_mla(self, layer: int, q: Floats, kv: Floats, gain: Floats, spec: AttentionSpec, eps: float) -> Floats:
+    def attend_mla(
+        self,
+        layer: int,
+        q: Floats,
+        kv: Floats,
+        gain: Floats,
+        spec: AttentionSpec,
+        eps: float,
+        selected: Floats | None = None,
+    ) -> Floats:
         rotated = spec.head_dim - spec.v_dim
         kv = np.concatenate([kv[:, :rotated], rms_norm(kv[:, rotated:], gain, eps)], axis=1)
         q, k = (rotate(split(x, spec.head_dim), self.batch.positions, spec.rope) for x in (q, kv))
-        (keys,) = self.cache.layer(layer, spec)
+        keys = self.cache.layer(layer, spec)[0]
         out = np.zeros((len(q), spec.heads, spec.v_dim), np.float32)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
             keys[self._places(layer, row, positions)] = k[tokens]
             seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))]
             out[tokens] = attention(q[tokens], seen, seen[..., rotated:], (positions, 0), spec, {})
+            if selected is None:
+                continue
+            last = selected.shape[1] - 1
+            for token in tokens.start + np.flatnonzero(positions > last):
+                some = seen[selected[token].astype(np.intp)]
+                out[token] = attention(q[[token]], some, some[..., rotated:], (np.array([last]), 0), spec, {})
         return out.reshape(len(q), spec.heads * spec.v_dim)
+
+    def select_positions(self, layer: int, q: Floats, k: Floats, weights: Floats, spec: AttentionSpec) -> Floats:
+        index = spec.index
+        assert index is not None
+        q, k = (rotate(split(x, index.head_dim), self.batch.positions, index.rope) for x in (q, k))
+        keys = self.cache.layer(layer, spec)[-1]
+        out = np.zeros((len(q), index.top_k), np.float32)
+        for row, tokens in enumerate(self._row_tokens()):
+            positions = self.batch.positions[tokens]
+            keys[self._places(layer, row, positions)] = k[tokens]
+            seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))][:, 0]  # [C, D]
+            scores = np.einsum("th,thc->tc", weights[tokens], relu(np.einsum("thd,cd->thc", q[tokens], seen)))
+            scores[~visible(positions, 0, len(seen), spec)] = -np.inf
+            selected = np.sort(highest(scores, index.top_k), axis=1)
+            out[tokens, : selected.shape[1]] = selected
+        return out
 
     def sigmoid_mul(self, x: Floats, gate: Floats) -> Floats:
         return x * sigmoid(gate)
@@ -437,49 +471,7 @@ def softmax(x: Floats) -> Floats:
     return y
 
 
-def sigmoid(x: Floats) -> Floats:
-    with np.errstate(over="ignore"):
-        y: Floats = np.reciprocal(1 + np.exp(-x))
-    return y
-
-
-def clamped(left: Floats, right: Floats) -> Floats:
-    low = np.minimum(left, np.float32(7))
-    y: Floats = low * sigmoid(np.float32(1.702) * low) * (1 + np.clip(right, np.float32(-7), np.float32(7)))
-    return y
-
-
-def silu(x: Floats) -> Floats:
-    with np.errstate(over="ignore"):  # of exp, where the answer is 0 anyway
-        y: Floats = x / (1 + np.exp(-x))
-    return y
-
-
-def gelu_tanh(x: Floats) -> Floats:
-    y: Floats = x / 2 * (1 + np.tanh(np.float32((2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x**3)))
-    return y
-
-
-def gelu(x: Floats) -> Floats:
-    below = np.array([erfc(-one / 2**0.5) / 2 for one in x.ravel().tolist()])  # how much of a normal distribution is
-    y: Floats = x * below.reshape(x.shape).astype(np.float32)
-    return y
-
-
-def relu(x: Floats) -> Floats:
-    return np.maximum(x, 0)
-
-
-def identity(x: Floats) -> Floats:
-    return x
-
-
-def relu2(x: Floats) -> Floats:
-    return np.square(relu(x))
-
-
 GATES: dict[str, Callable[[Floats], Floats]] = {"silu": silu, "sigmoid": sigmoid}
-ACTS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "relu2": relu2}
 SCORINGS: dict[str, Callable[[Floats], Floats]] = {
     "softmax": softmax,
     "sigmoid": sigmoid,

@@ -41,7 +41,8 @@ KEYS = (
     LOG_MULTIPLIER,
 )
 SECOND, THIRD, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
-DENSE = {SECOND: 0, THIRD: 3, GLM: 1}  # how many layers have no experts, where the config is silent
+DENSE = {SECOND: 0, GLM: 1}  # how many layers have no experts, where the config is silent; others: 3
+GLMS = (GLM, "GlmMoeDsaForCausalLM")
 GLM_SAYS = (
     "n_group",
     "rms_norm_eps",
@@ -60,7 +61,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     spec = config_hf.read_decoder(config, "deepseek2", scaling=ConfigReader({}, ""))
     architecture = config.strings("architectures")[0]
     third = architecture != SECOND
-    if architecture == GLM:
+    if architecture in GLMS:
         for key in GLM_SAYS:
             config.number(key)
     rotation = config_hf.read_rope(config, dims, spec.max_len)
@@ -81,7 +82,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         rank=config.size("kv_lora_rank", most=rope.MAX_DIMS),
         stretch=stretch,
         experts=read_experts(config, spec, third),
-        dense=read_dense(config, spec.layers, DENSE[architecture]),
+        dense=read_dense(config, spec.layers, DENSE.get(architecture, 3)),
         shared=config.size("n_shared_experts", 1 if third else 2),
     )
 

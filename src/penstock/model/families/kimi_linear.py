@@ -52,7 +52,7 @@ KEYS = (*deepseek2.KEYS, CONV, HEAD_DIM)
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRankProjection:
     """Projects in two products, the first of which is narrow."""
 
     narrow: Weight
@@ -71,8 +71,8 @@ class KimiDeltaAttention:
     eps: float
     qkv: Weight
     beta: Weight
-    alpha: LowRank
-    z: LowRank
+    alpha: LowRankProjection
+    z: LowRankProjection
     weights: DeltaWeights
     o: Weight
 
@@ -91,9 +91,9 @@ def delta_attention(spec: ModelSpec, pack: Packer, layer: int) -> KimiDeltaAtten
     assert isinstance(d, DeltaSpec)
     widths = {"q": d.k_width, "k": d.k_width, "v": d.v_width}
 
-    def low_rank(part: str, width: int) -> LowRank:
+    def low_rank(part: str, width: int) -> LowRankProjection:
         narrow = pack.matrix((f"{name}.{part}_in", d.v_dim), width=spec.dim)
-        return LowRank(narrow, pack.matrix((f"{name}.{part}_out", width), width=d.v_dim))
+        return LowRankProjection(narrow, pack.matrix((f"{name}.{part}_out", width), width=d.v_dim))
 
     return KimiDeltaAttention(
         layer=spec.state_layer(layer),

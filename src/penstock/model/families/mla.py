@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.model.decoder import Norm
+from penstock.model.decoder import Decoder, Layer, Norm
 from penstock.model.ops import Ops, V, Weight
 from penstock.model.spec import AttentionSpec, MlaSpec, ModelSpec
 from penstock.model.weights import Packer
@@ -27,9 +27,27 @@ class Queries:
     norm: Norm | None
     second: Weight | None
 
-    def __call__(self, ops: Ops[V], x: V) -> V:
-        q = ops.linear(x, self.first)
-        return q if self.norm is None else ops.linear(self.norm(ops, q)[0], self.second)
+    def __call__(self, ops: Ops[V], x: V) -> tuple[V, V]:
+        """Returns the queries, and what they are projected from."""
+        if self.norm is None:
+            return ops.linear(x, self.first), x
+        low_rank, _ = self.norm(ops, ops.linear(x, self.first))
+        return ops.linear(low_rank, self.second), low_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Selects the positions that a layer of sparse attention attends to (DSA), with one small key of each token."""
+
+    q: Weight
+    k: Weight
+    norm: Norm
+    weights: Weight  # projects x to a weight for each head
+
+    def __call__(self, ops: Ops[V], layer: int, x: V, low_rank: V, spec: AttentionSpec) -> V:
+        k, _ = self.norm(ops, ops.linear(x, self.k))
+        weights = ops.linear(x, self.weights, precision="float32")
+        return ops.select_positions(layer, ops.linear(low_rank, self.q), k, weights, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +62,43 @@ class MlaAttention:
     gain: Weight  # of the latents' norm
     v_b: Weight  # per head: from latents to values
     o: Weight
+    indexer: Indexer | None = None
 
     def __call__(self, ops: Ops[V], x: V) -> V:
+        return self.attend(ops, x, None)[0]
+
+    def attend(self, ops: Ops[V], x: V, selected: V | None) -> tuple[V, V | None]:
+        """Returns the output, and the positions that were attended to: those of this layer's indexer or, without one,
+        those given; None: all."""
         rotated = self.spec.head_dim - self.spec.v_dim
-        q = ops.per_head_linear(self.queries(ops, x), self.k_b, passthrough=rotated)
-        y = ops.attend_mla(self.layer, q, ops.linear(x, self.kv_a), self.gain, self.spec, INNER_EPS)
-        return ops.linear(ops.per_head_linear(y, self.v_b), self.o)
+        q, low_rank = self.queries(ops, x)
+        if self.indexer is not None:
+            selected = self.indexer(ops, self.layer, x, low_rank, self.spec)
+        q = ops.per_head_linear(q, self.k_b, passthrough=rotated)
+        y = ops.attend_mla(self.layer, q, ops.linear(x, self.kv_a), self.gain, self.spec, INNER_EPS, selected)
+        return ops.linear(ops.per_head_linear(y, self.v_b), self.o), selected
+
+
+@dataclass(frozen=True, slots=True)
+class SparseDecoder:
+    """Computes logits with layers of sparse attention, which may share the positions that they attend to."""
+
+    decoder: Decoder
+
+    def forward(self, ops: Ops[V]) -> V:
+        """Returns the logits of the sampled rows: [S, vocab]."""
+        x: V = self.decoder.ends.enter(ops)
+        residual: V | None = None
+        selected: V | None = None
+        for layer in self.decoder.layers:
+            assert isinstance(layer, Layer)
+            norm, mixer = layer.mixer.pre_norm, layer.mixer.part
+            assert norm is not None
+            assert isinstance(mixer, MlaAttention)
+            x, residual = norm(ops, x, residual)
+            x, selected = mixer.attend(ops, x, selected)
+            x, residual = layer.mlp(ops, x, residual)
+        return self.decoder.ends.leave(ops, x, residual)
 
 
 def attention(spec: ModelSpec, pack: Packer, layer: int) -> MlaAttention:
@@ -65,8 +114,23 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> MlaAttention:
         v_b = pack.heads(f"{name}.v_b", a.heads, heads.v_head_dim, rank)
     gain = pack.vector(f"{name}.kv_norm", rank)
     o = pack.matrix((f"{name}.o", spec.dim), width=a.heads * heads.v_head_dim)
-    queries = queries_of(spec, heads, pack, name)
-    return MlaAttention(spec.kv_layer(layer), a, queries, k_b, kv_a, gain, v_b, o)
+    queries, indexer = queries_of(spec, heads, pack, name), indexer_of(spec, pack, layer)
+    return MlaAttention(spec.kv_layer(layer), a, queries, k_b, kv_a, gain, v_b, o, indexer)
+
+
+def indexer_of(spec: ModelSpec, pack: Packer, layer: int) -> Indexer | None:
+    """Builds what selects a layer's positions, if it selects any itself."""
+    index, name = spec.attention(layer).index, f"layers.{layer}"
+    if index is None or index.shared:
+        return None
+    assert spec.mla is not None
+    bias = pack.vector(f"{name}.index_norm.bias", index.head_dim)
+    return Indexer(
+        pack.matrix((f"{name}.index_q", index.heads * index.head_dim), width=spec.mla.q_lora_rank),
+        pack.matrix((f"{name}.index_k", index.head_dim), width=spec.dim),
+        Norm(pack.vector(f"{name}.index_norm", index.head_dim), INNER_EPS, bias),
+        pack.matrix((f"{name}.index_weights", index.heads), width=spec.dim),
+    )
 
 
 def queries_of(spec: ModelSpec, heads: MlaSpec, pack: Packer, name: str) -> Queries:

@@ -72,6 +72,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         attn=bert.read_attention(config.size("hidden_size"), config.size("num_attention_heads")),
         act="gelu",
         biases=frozenset(),
+        segments=0,
     )
     period = config.size("global_attn_every_n_layers", PERIOD)
     sliding = config_hf.read_sliding(config, [layer % period != 0 for layer in range(spec.layers)])

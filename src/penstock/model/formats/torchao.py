@@ -43,7 +43,7 @@ def weight(module: str, tensors: ModuleTensors) -> Tensor:
     """Returns the weight of a module."""
     codes, scale, zero = tensors[QDATA], tensors[SCALE], tensors.get(ZERO)
     if codes.format.name in FP8 and zero is None:
-        return float8(codes, scale)
+        return fp8(codes, scale)
     if codes.format.name not in ("I8", "U8") or len(codes.shape) != 2:
         raise UnsupportedModel(
             f"tensor {codes.name!r} is stored as {codes.format.name} of shape {codes.shape}, packed for one kind of "
@@ -54,7 +54,7 @@ def weight(module: str, tensors: ModuleTensors) -> Tensor:
     return int8(codes, scale, zero)
 
 
-def float8(codes: Tensor, scale: Tensor) -> Tensor:
+def fp8(codes: Tensor, scale: Tensor) -> Tensor:
     """Returns an FP8 weight with a scale for each matrix, row or block."""
     rows, width = matrix_shape(codes)
     down, across = matrix_shape(scale)

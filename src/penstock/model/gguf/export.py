@@ -34,7 +34,10 @@ FILE_TYPES = {  # what general.file_type calls a file most of whose weights are 
 }  # fmt: skip
 TARGETS = tuple(name.lower() for name in FILE_TYPES)
 FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "kv_a": ("latent", "k_rope")}
-WRITTEN_SPLIT = {"glm4": ("qkv",)}  # what a family's files may have in one tensor, and are written without
+WRITTEN_SPLIT = {
+    "glm4": ("qkv",),
+    "phi2": ("qkv",),
+}  # what a family's files may have in one tensor, and are written without
 PUBLISHED = ("MXFP4",)  # formats that experts are published in: they stay so while other weights change
 DROPPED = ("general.alignment", "split.")  # keys about the file itself
 WITHOUT_SUFFIX = ("ssm_a", "ssm_d")  # tensors whose names in a file end in neither .weight nor .bias
@@ -159,8 +162,8 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
         "general.quantization_version": 2,
         **text_keys(checkpoint.path, spec.vocab),
     }
-    if "types" in parts:
-        values["tokenizer.ggml.token_type_count"] = parts["types"].sources[0].shape[0]
+    if spec.encoder:
+        values["tokenizer.ggml.token_type_count"] = parts["types"].sources[0].shape[0] if "types" in parts else 1
     if found.attn.rope.interleaved and not spec.attn.rope.interleaved:
         parts = {name: interleaved(name, part, spec) for name, part in parts.items()}
     choice = chosen({name: part.sources[0] for name, part in parts.items()}, to, again)

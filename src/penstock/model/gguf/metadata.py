@@ -11,40 +11,36 @@ from dataclasses import fields, is_dataclass
 from math import isclose
 from typing import Any
 
-import numpy as np
-
 from penstock.errors import UnsupportedModel
-from penstock.model import config_hf, registry, rope
+from penstock.model import config_hf, registry
 from penstock.model.config_reader import ConfigReader
-from penstock.model.families import deepseek2, gemma2, llama4
+from penstock.model.families import deepseek2, deepseek32, gemma2, glmdsa, llama4
 from penstock.model.gguf import config as gguf_config
+from penstock.model.gguf.read_alike import check_read_alike
+from penstock.model.gguf.rope_keys import (
+    Keys,
+    Tensors,
+    global_attention,
+    local_attention,
+    plain_base,
+    rope_keys,
+    rope_table,
+)
 from penstock.model.recurrence import ConvSpec, DeltaSpec, MambaSpec
-from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
-from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.spec import ModelSpec, all_but_each
+from penstock.model.tensor import Tensor
 
-Keys = dict[str, Any]
-Tensors = dict[str, Tensor]
 Own = Callable[[ConfigReader, ModelSpec], Keys]
 
 NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell it
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
     *("first_position", "tiled", "generates"),
 )
-WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2")  # whose windows llama.cpp computes
-EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
-COHERE_LAYERS = 64  # it expects norms of queries and keys in a Command R of so many layers or more
-ALL_BIASED = (
-    "llama",
-    "granite",
-    "gpt2",
-    "starcoder2",
-    "gptoss",
-    "bert",
-    "nomic_bert",
-)  # it reads biases of all products
-RENORMALIZED = ("qwen3moe", "qwen3next", "lfm2")  # it always divides the selected experts' scores by their sum
-LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
-ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {"mixtral": "llama"}
+ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {
+    "distilbert": "bert",
+    "mixtral": "llama",
+    "qwen3vlmoe": "qwen3moe",
+}
 
 
 def config_keys(
@@ -53,13 +49,12 @@ def config_keys(
     """Returns the keys, the tensors that belong to the config, and the spec as a reader of the file will have it.
     `weights`: the other tensors of the file, by their names there."""
     check_family(spec)
-    own = OWN[spec.arch]
     check_read_alike(spec)
     arch = architecture(spec)
     if "text_config" in config:
         config = config.table("text_config")
     rope_values, extra = rope_keys(config, spec)
-    keys = decoder_keys(spec) | rope_values | expert_keys(spec) | own(config, spec)
+    keys = decoder_keys(spec) | rope_values | expert_keys(spec) | OWN[spec.arch](config, spec)
     metadata = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
     reader = ConfigReader(metadata, "the GGUF metadata to be written", prefix=f"{arch}.")
     found = registry.family(registry.GGUF[arch]).read_gguf(reader, {**weights, **extra})
@@ -69,53 +64,20 @@ def config_keys(
 
 
 def check_family(spec: ModelSpec) -> None:
-    """Raises if files of the family cannot be written."""
+    """Raises if models of this family are not written as GGUF at all."""
+    if spec.arch not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"llama.cpp has no architecture for {spec.arch}, so there are no GGUF files of it: use the folder"
+        )
     if spec.arch not in OWN:
         raise UnsupportedModel(f"the family {spec.arch} cannot be written as GGUF yet; supported: {', '.join(OWN)}")
-
-
-def check_read_alike(spec: ModelSpec) -> None:
-    """Raises if llama.cpp would read the file as another model: files of this family have no words for a part of it
-    that llama.cpp knows. bench/export.py has llama.cpp judge these rules."""
-    window = local_attention(spec).window
-    computed = spec.arch in WINDOWED or (spec.arch == "exaone4" and spec.layers == EXAONE_LAYERS)
-    if not computed and 0 < window < spec.max_len:
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express sliding_window = {window}: llama.cpp computes full attention. "
-            "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
-        )
-    if spec.arch in RENORMALIZED and spec.experts is not None and not spec.experts.renormalize:
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express norm_topk_prob = false: llama.cpp always renormalizes"
-        )
-    if spec.experts is not None and spec.experts.groups > 1 and spec.experts.group_score == "max":
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express topk_method = group_limited_greedy: llama.cpp ranks groups of "
-            "experts by their two best, not by the best one"
-        )
-    odd = sorted((spec.biases or frozenset()) & {"o", "gate", "up", "down"})
-    if odd and spec.arch not in ALL_BIASED:
-        said = "attention_bias" if "o" in odd else "mlp_bias"
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express {said} = true: llama.cpp has no tensors for the biases of "
-            f"{', '.join(odd)} and refuses the file"
-        )
-    if spec.arch == "cohere" and (spec.attn.qk_norm == "layer") != (spec.layers >= COHERE_LAYERS):
-        raise UnsupportedModel(
-            f"a GGUF file of cohere cannot express use_qk_norm = {str(bool(spec.attn.qk_norm)).lower()} in a model of "
-            f"{spec.layers} layers: llama.cpp expects such norms of {COHERE_LAYERS} layers or more, and of no others"
-        )
-    if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
-        raise UnsupportedModel(
-            f"a GGUF file of {spec.arch} cannot express q_lora_rank = null in a model of {spec.layers} layers: "
-            f"llama.cpp expects that of models with {' or '.join(map(str, LITE_LAYERS))}"
-        )
 
 
 def architecture(spec: ModelSpec) -> str:
     """Returns general.architecture; some families have a second name for models with experts."""
     name = ARCHITECTURES[spec.arch]
-    return f"{name}moe" if spec.experts and registry.GGUF.get(f"{name}moe") == spec.arch else name
+    routed = (f"{name}{moe}" for moe in ("moe", "-moe") if spec.experts)
+    return next((one for one in routed if registry.GGUF.get(one) == spec.arch), name)
 
 
 def decoder_keys(spec: ModelSpec) -> Keys:
@@ -152,85 +114,6 @@ def expert_keys(spec: ModelSpec) -> Keys:
     }
     groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_k_groups}
     return keys | (groups if experts.groups > 1 else {})
-
-
-def global_attention(spec: ModelSpec) -> AttentionSpec:
-    """Returns the attention of a layer that has RoPE and, if there is one, no window."""
-    rotating = [attn for attn in (spec.attn, *spec.layer_attn) if attn.rope.inv_freq] or [spec.attn]
-    return next((attn for attn in rotating if not attn.window), rotating[0])
-
-
-def local_attention(spec: ModelSpec) -> AttentionSpec:
-    """Returns the attention of a layer that has a window, if there is one."""
-    return next((attn for attn in (spec.attn, *spec.layer_attn) if attn.window), spec.attn)
-
-
-def base_of(config: ConfigReader, freqs: rope.Freqs) -> float:
-    """Returns RoPE's base as the config says it, or else as the frequencies imply it."""
-    for place in (rope_table(config), config):
-        if "rope_theta" in place:
-            return place.number("rope_theta")
-    return plain_base(freqs)
-
-
-def plain_base(freqs: rope.Freqs) -> float:
-    """Returns the base of unscaled frequencies."""
-    return float((freqs[0] / freqs[1]) ** len(freqs))
-
-
-def rope_table(config: ConfigReader) -> ConfigReader:
-    """Returns a reader of the table that describes the RoPE of full attention."""
-    table = config_hf.rope_fields(config)
-    return table.table("full_attention") if "full_attention" in table else table
-
-
-def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
-    """Returns the keys and tensors that describe RoPE."""
-    table, spec_rope = rope_table(config), global_attention(spec).rope
-    if not spec_rope.inv_freq:
-        return {}, {}
-    plain = {
-        "rope.dimension_count": 2 * len(spec_rope.inv_freq),
-        "rope.freq_base": base_of(config, spec_rope.inv_freq),
-    }
-    scaling, tensors = scaling_keys(table, plain["rope.freq_base"], spec_rope, spec.max_len)
-    longest = {"context_length": spec.longest} if spec.long else {}
-    return plain | scaling | longest, tensors
-
-
-def scaling_keys(table: ConfigReader, base: float, spec: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
-    """Returns the keys and tensors that describe how RoPE is scaled."""
-    match table.text("rope_type", table.text("type", "default")):
-        case "linear":
-            return {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / spec.inv_freq[0]}, {}
-        case "llama3":
-            plain = np.array(rope.plain(base, 2 * len(spec.inv_freq)))
-            return {}, {"rope_freqs.weight": vector("rope_freqs.weight", plain / spec.inv_freq)}
-        case "yarn":
-            factor = table.number("factor", 1.0)
-            return {
-                "rope.scaling.type": "yarn",
-                "rope.scaling.factor": factor,
-                "rope.scaling.original_context_length": table.size("original_max_position_embeddings", max_len),
-                "rope.scaling.yarn_beta_fast": table.number("beta_fast", 32.0),
-                "rope.scaling.yarn_beta_slow": table.number("beta_slow", 1.0),
-                "rope.scaling.attn_factor": spec.scale / rope.yarn_scale(factor),
-            }, {}
-        case "longrope" | "su":
-            names = {f"rope_factors_{which}.weight": f"{which}_factor" for which in ("long", "short")}
-            count = len(spec.inv_freq)
-            tensors = {name: vector(name, np.array(table.numbers(key, count))) for name, key in names.items()}
-            return {
-                "rope.scaling.original_context_length": max_len,
-                "rope.scaling.attn_factor": spec.scale,
-            }, tensors
-    return {}, {}
-
-
-def vector(name: str, values: Any) -> Tensor:
-    """Returns a vector of float32."""
-    numbers = np.ascontiguousarray(values, "<f4")
-    return Tensor(name, FORMATS["F32"], numbers.shape, numbers.view(np.uint8))
 
 
 # ---- keys of single families ----
@@ -308,6 +191,50 @@ def stablelm(config: ConfigReader, spec: ModelSpec) -> Keys:
     return layer_normed(config, spec) | {"use_parallel_residual": spec.parallel}
 
 
+def shared_size(spec: ModelSpec) -> Keys:
+    return {"expert_shared_feed_forward_length": spec.shared_hidden} if spec.shared_hidden else {}
+
+
+def qwen_2_moe(_: ConfigReader, spec: ModelSpec) -> Keys:
+    return shared_size(spec)
+
+
+def granite_moe(config: ConfigReader, spec: ModelSpec) -> Keys:
+    return granite(config, spec) | shared_size(spec)
+
+
+def ernie(config: ConfigReader, spec: ModelSpec) -> Keys:
+    if spec.experts is None:
+        return {}
+    return shared_size(spec) | {
+        "expert_shared_count": spec.shared_hidden // spec.experts.hidden,
+        "interleave_moe_layer_step": config.size("moe_layer_interval", 1),
+        "leading_dense_block_count": config.count("moe_layer_start_index", 1),
+    }
+
+
+def hunyuan_moe(config: ConfigReader, spec: ModelSpec) -> Keys:
+    assert spec.experts is not None
+    unscaled = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}
+    return hunyuan(config, spec) | shared_size(spec) | unscaled | {"expert_shared_count": 1}
+
+
+def minicpm(config: ConfigReader, spec: ModelSpec) -> Keys:
+    return {
+        gguf_config.RMS_EPS: config.number("rms_norm_eps", 1e-6),
+        "embedding_scale": config.number("scale_emb", 1.0),
+        "residual_scale": config.number("scale_depth", 1.0) / spec.layers**0.5,
+        "logit_scale": spec.dim / config.number("dim_model_base", 1.0),
+    }
+
+
+def falcon(config: ConfigReader, spec: ModelSpec) -> Keys:
+    norms = config.size("num_ln_in_parallel_attn", 2 if config.flag("new_decoder_architecture", False) else 1)
+    if norms > 1:
+        raise UnsupportedModel("a Falcon with two norms in each layer cannot be written as GGUF yet: use its folder")
+    return layer_normed(config, spec) | {"tensor_data_layout": "jploski"}
+
+
 def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
     d = spec.recurrence
     assert isinstance(d, DeltaSpec)
@@ -342,7 +269,15 @@ def encoder(config: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def modern_bert(config: ConfigReader, spec: ModelSpec) -> Keys:
-    raise UnsupportedModel("ModernBERT cannot be written as GGUF yet: use its folder")
+    """Returns the keys of ModernBERT, whose windows have as many positions on each side."""
+    near, far = local_attention(spec), global_attention(spec)
+    sliding = [spec.attention(layer).window > 0 for layer in range(spec.layers)]
+    return encoder(config, spec) | {
+        gguf_config.WINDOW: 2 * (near.window - 1) or None,
+        gguf_config.PATTERN: next((at for at, one in enumerate(sliding) if at and not one), 3),
+        "rope.freq_base": plain_base(far.rope.inv_freq),
+        "rope.freq_base_swa": plain_base(near.rope.inv_freq),
+    }
 
 
 def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
@@ -364,6 +299,18 @@ def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
         "rope.scaling.attn_factor": None,  # readers make it of the next one
         deepseek2.LOG_MULTIPLIER: 0.1 * stretch or None,
     }
+
+
+def deepseek_32(config: ConfigReader, spec: ModelSpec) -> Keys:
+    index = spec.attn.index
+    assert index is not None
+    numbers = index.heads, index.head_dim, index.top_k
+    return deepseek_2(config, spec) | dict(zip(deepseek32.KEYS, numbers, strict=True))
+
+
+def glm_dsa(config: ConfigReader, spec: ModelSpec) -> Keys:
+    full = [int(attn.index_dim > 0) for attn in spec.cached_attention]
+    return deepseek_32(config, spec) | {glmdsa.TYPES: full}
 
 
 def gpt_oss(config: ConfigReader, spec: ModelSpec) -> Keys:
@@ -428,6 +375,10 @@ OWN: dict[str, Own] = {
     "cohere": cohere,
     "cohere2": cohere_2,
     "stablelm": stablelm,
+    "gptneox": stablelm,
+    "phi2": layer_normed,
+    "falcon": falcon,
+    "minicpm": minicpm,
     "exaone4": windowed,
     "hunyuan": hunyuan,
     "gemma2": gemma_2,
@@ -440,14 +391,24 @@ OWN: dict[str, Own] = {
     "qwen3moe": nothing,
     "glm4moe": glm_4_moe,
     "minimaxm2": nothing,
+    "qwen2moe": qwen_2_moe,
+    "qwen3vlmoe": nothing,
+    "olmoe": nothing,
+    "granitemoe": granite_moe,
+    "ernie45": ernie,
+    "dots1": glm_4_moe,
+    "hunyuanmoe": hunyuan_moe,
     "jamba": jamba,
     "lfm2": lfm_2,
     "qwen3next": qwen_3_next,
     "qwen35": qwen_3_5,
     "bert": encoder,
+    "distilbert": encoder,
     "nomic_bert": encoder,
     "modernbert": modern_bert,
     "deepseek2": deepseek_2,
+    "deepseek32": deepseek_32,
+    "glmdsa": glm_dsa,
     "gptoss": gpt_oss,
     "llama4": llama_4,
 }

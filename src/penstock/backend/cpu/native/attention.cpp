@@ -16,15 +16,16 @@ constexpr size_t HEADS_TOGETHER = 8;  // of MLA, in one group
 constexpr size_t AHEAD = 2 * TILE;  // places whose keys are prefetched while others are scored
 
 Rotation rotation(const Frame& frame, const Attention& a, size_t token) {
-  if (a.angles < 0) return {nullptr, nullptr, 0, false};
-  const Buffer& angles = frame.buffers[size_t(a.angles)];
-  const size_t pairs = angles.width / 2;
-  return {angles.row(token), angles.row(token) + pairs, pairs, a.interleaved};
+  return penstock::rotation(frame, a.angles, a.interleaved, token);
 }
 
-size_t row_of(const Batch& batch, size_t token) {
-  const int32_t* next = std::upper_bound(batch.row_start, batch.row_start + batch.rows + 1, int32_t(token));
-  return size_t(next - batch.row_start) - 1;
+// Pads both parts of a head of MLA, the rotated one and the values, with zeros to what tiles hold.
+void pad_mla(const Attention& a, float* head) {
+  const KvShape shape = a.shape();
+  const size_t rotated = a.dim - a.v_dim, first = shape.dim - shape.v_dim;
+  if (first != rotated) std::copy_backward(head + rotated, head + a.dim, head + first + a.v_dim);
+  std::fill(head + rotated, head + first, 0.0f);
+  std::fill(head + first + a.v_dim, head + shape.dim, 0.0f);
 }
 
 void store_mla(const Frame& frame, const Attention& a, const float* row, size_t token, float* key, std::byte* tile,
@@ -32,7 +33,8 @@ void store_mla(const Frame& frame, const Attention& a, const float* row, size_t 
   float* values = key + a.dim - a.v_dim;
   frame.kernels.rotate(row, a.dim, rotation(frame, a, token), 1.0f, key);
   frame.kernels.add_norm(values, nullptr, a.gain.data(), a.eps, a.v_dim, nullptr, values);
-  frame.cache.mla_kernels(frame.kernels).store(key, a.dim, a.v_dim, lane, tile);
+  pad_mla(a, key);
+  frame.cache.mla_kernels(frame.kernels).store(key, a.shape().dim, a.shape().v_dim, lane, tile);
 }
 
 void store_token(const Frame& frame, const Attention& a, int qkv, size_t token, float* key) {
@@ -89,6 +91,7 @@ class Queries {
         tile_(tile),
         table_(frame.table(a.layer, tile.row)),
         group_(group),
+        dim_(a.shape().dim),
         padded_(a.shape().padded()) {}
 
   size_t count() const { return tile_.count * a_.group_heads(); }
@@ -96,12 +99,13 @@ class Queries {
 
   void load(const Buffer& qkv, float* scratch) {
     queries_ = scratch;
-    scores_ = queries_ + count() * a_.dim;
+    scores_ = queries_ + count() * dim_;
     for (size_t i = 0; i < count(); ++i) {
-      float* query = queries_ + i * a_.dim;
+      float* query = queries_ + i * dim_;
       frame_.kernels.rotate(qkv.row(token(i)) + head(i) * a_.dim, a_.dim, rotation(frame_, a_, token(i)),
                             a_.query_scale(position(i)), query);
       for (size_t d = 0; d < a_.q_gain.size(); ++d) query[d] *= a_.q_gain[d];
+      if (a_.v_dim) pad_mla(a_, query);
     }
   }
 
@@ -117,6 +121,30 @@ class Queries {
     last = std::min(last, (split + 1) * SPLIT);
     for (size_t span = std::max(first / SPAN * SPAN, split * SPLIT); span < last; span += SPAN)
       attend_span(span, std::max(span, first), std::min(span + SPAN, last), last - 1, partial);
+  }
+
+  // Attends to the first `n` of these positions alone, whose keys are copied to `tiles` for it.
+  void attend_to(const float* selected, size_t n, std::byte* tiles, const Partial& partial) const {
+    const auto& mla = frame_.cache.mla_kernels(frame_.kernels);
+    const size_t tile_bytes = frame_.cache.kv_tile_bytes(a_.shape());
+    partial.clear();
+    for (size_t span = 0; span < n; span += SPAN) {
+      const size_t last = std::min(SPAN, n - span), end = (last + TILE - 1) / TILE * TILE;
+      for (size_t j = 0; j < last; ++j) {
+        const size_t place = frame_.cache.place(size_t(selected[span + j]));
+        mla.copy(tile_at(place), place % TILE, dim_, tiles + j / TILE * tile_bytes, j % TILE);
+      }
+      for (size_t j = 0; j < last; j += TILE)
+        mla.score(queries_, count(), dim_, padded_, tiles + j / TILE * tile_bytes, scores_ + j);
+      for (size_t i = 0; i < count(); ++i) {
+        float* scores = scores_ + i * SPAN;
+        std::fill(scores + last, scores + end, -std::numeric_limits<float>::infinity());
+        frame_.kernels.soften(scores, end, partial.highest[i], partial.sums[i], padded_, partial.mixed + i * padded_);
+      }
+      for (size_t j = 0; j < last; j += TILE)
+        mla.mix(scores_ + j, count(), tiles + j / TILE * tile_bytes, std::min(TILE, last - j), dim_, padded_,
+                partial.mixed);
+    }
   }
 
   void write(const Partial& partial, const Buffer& out) const {
@@ -149,14 +177,14 @@ class Queries {
     for (size_t place = first; place < last; place += TILE) {
       float* scores = scores_ + (place - span);
       if (a_.v_dim)
-        mla.score(queries_, count(), a_.dim, a_.v_dim, tile_at(place), scores);
+        mla.score(queries_, count(), dim_, padded_, tile_at(place), scores);
       else
         kernels.score(queries_, count(), a_.dim, tile_at(place), tile_at(std::min(place + AHEAD, end)), scores);
     }
     for (size_t i = 0; i < count(); ++i) softmax(i, span, first, last, partial);
     for (size_t place = first; place < last; place += TILE)
       (a_.v_dim ? mla.mix : kernels.mix)(scores_ + (place - span), count(), tile_at(place),
-                                            std::min(TILE, last - place), a_.dim, padded_, partial.mixed);
+                                            std::min(TILE, last - place), dim_, padded_, partial.mixed);
   }
 
   std::byte* tile_at(size_t place) const {
@@ -193,13 +221,19 @@ class Queries {
   const Attention& a_;
   const QueryTile& tile_;
   const int32_t* table_;
-  size_t group_, padded_;
+  size_t group_, dim_, padded_;
   float* queries_ = nullptr;  // [count][dim]
   float* scores_ = nullptr;   // [count][SPAN]
 };
 
 float* partial_of(const Frame& frame, const Attention& a, size_t item, size_t group) {
   return frame.partials.as<float>() + (item * a.head_groups() + group) * a.partial_floats();
+}
+
+// Whether a tile's tokens all see more positions than they attend to, so that none of them attends to all.
+bool is_sparse(const Frame& frame, const Attention& a, const QueryTile& tile) {
+  const int32_t* positions = frame.batch.positions + tile.first;
+  return a.top_k && size_t(*std::min_element(positions, positions + tile.count)) >= a.top_k;
 }
 
 void plan_tiles(Frame& frame, bool causal) {
@@ -234,6 +268,18 @@ std::vector<float> with_edges(const std::vector<float>& bias, size_t heads) {
 
 }  // namespace
 
+Rotation rotation(const Frame& frame, int angles, bool interleaved, size_t token) {
+  if (angles < 0) return {nullptr, nullptr, 0, false};
+  const Buffer& buffer = frame.buffers[size_t(angles)];
+  const size_t pairs = buffer.width / 2;
+  return {buffer.row(token), buffer.row(token) + pairs, pairs, interleaved};
+}
+
+size_t row_of(const Batch& batch, size_t token) {
+  const int32_t* next = std::upper_bound(batch.row_start, batch.row_start + batch.rows + 1, int32_t(token));
+  return size_t(next - batch.row_start) - 1;
+}
+
 void plan_attention(Frame& frame, bool causal) {
   plan_tiles(frame, causal);
   size_t work = 0;
@@ -267,7 +313,17 @@ size_t Attention::head_groups() const {
 
 size_t Attention::partial_floats() const { return QUERY_TILE * group_heads() * (shape().padded() + 2); }
 
-size_t Attention::scratch_floats() const { return QUERY_TILE * group_heads() * (dim + SPAN) + 2 * partial_floats(); }
+size_t Attention::scratch_floats() const {
+  const size_t copies = top_k ? SPAN / TILE * (KV_SCALES + shape().tile_values()) : 0;
+  return QUERY_TILE * group_heads() * (shape().dim + SPAN) + 2 * partial_floats() + copies;
+}
+
+// A tile of MLA holds its two parts in multiples of 16 dimensions.
+KvShape Attention::shape() const {
+  const auto padded = [](size_t dims) { return (dims + TILE - 1) / TILE * TILE; };
+  if (!v_dim) return {kv_heads, dim};
+  return {kv_heads, padded(dim - v_dim) + padded(v_dim), padded(v_dim), index_dim};
+}
 
 Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vectors) {
   const auto number = [&](const char* name, double otherwise) {
@@ -302,7 +358,9 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
                        .distance_bias = with_edges(vector("distance_bias"), heads),
                        .v_dim = count("v_dim", 0),
                        .gain = vector("gain"),
-                       .eps = float(number("eps", 0))};
+                       .eps = float(number("eps", 0)),
+                       .index_dim = count("index_dim", 0),
+                       .top_k = count("top_k", 0)};
   require(numbers.empty(), "this attention has no option " + (numbers.empty() ? "" : numbers.begin()->first));
   require(vectors.empty(), "this attention has no vector " + (vectors.empty() ? "" : vectors.begin()->first));
   require(a.causal || !a.chunk, "attention that is not causal has no chunks");
@@ -329,6 +387,7 @@ Phase attend_phase(const Attention& attention, int qkv, int out) {
     const size_t index = chunk / attention.head_groups(), group = chunk % attention.head_groups();
     const WorkItem& item = frame.work_items[index];
     const QueryTile& tile = frame.tiles[item.tile];
+    if (is_sparse(frame, attention, tile)) return;
     Queries queries(frame, attention, tile, group);
     queries.load(frame.buffers[size_t(qkv)], frame.scratch[worker].as<float>());
     const bool whole = item.splits == tile.splits;
@@ -349,10 +408,29 @@ Phase merge_phase(const Attention& attention, int out) {
   const auto run = [=](const Frame& frame, size_t chunk, unsigned) {
     const size_t first = frame.split_tiles[chunk / attention.head_groups()], group = chunk % attention.head_groups();
     const QueryTile& tile = frame.tiles[frame.work_items[first].tile];
+    if (is_sparse(frame, attention, tile)) return;
     const Queries queries(frame, attention, tile, group);
     const Partial total = queries.partial(partial_of(frame, attention, first, group));
     for (size_t split = 1; split < tile.splits; ++split)
       total.merge(frame.kernels, queries.partial(partial_of(frame, attention, first + split, group)));
+    queries.write(total, frame.buffers[size_t(out)]);
+  };
+  return {chunks, run};
+}
+
+Phase sparse_phase(const Attention& attention, int q, int selected, int out) {
+  const size_t groups = attention.head_groups();
+  const auto chunks = [=](const Frame& frame) { return frame.batch.tokens_count * groups; };
+  const auto run = [=](const Frame& frame, size_t chunk, unsigned worker) {
+    const size_t token = chunk / groups;
+    if (size_t(frame.batch.positions[token]) < attention.top_k) return;
+    const QueryTile tile = {row_of(frame.batch, token), token, 1, 1, 0};
+    Queries queries(frame, attention, tile, chunk % groups);
+    queries.load(frame.buffers[size_t(q)], frame.scratch[worker].as<float>());
+    const Partial total = queries.partial(queries.after_scores());
+    float* tiles = queries.after_scores() + attention.partial_floats();
+    queries.attend_to(frame.buffers[size_t(selected)].row(token), attention.top_k, reinterpret_cast<std::byte*>(tiles),
+                      total);
     queries.write(total, frame.buffers[size_t(out)]);
   };
   return {chunks, run};

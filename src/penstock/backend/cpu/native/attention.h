@@ -31,6 +31,8 @@ struct Attention {
   size_t v_dim = 0;                // above 0: MLA, whose values are the last dimensions of keys, after a norm
   std::vector<float> gain = {};    // [v_dim]
   float eps = 0;
+  size_t index_dim = 0;  // of the index keys beside the KV; 0: there are none
+  size_t top_k = 0;      // positions that a token attends to; 0: all that it sees
 
   // The positions that a token sees at most, itself included; 0: no limit.
   size_t reach() const { return window && chunk ? std::min(window, chunk) : window + chunk; }
@@ -44,7 +46,7 @@ struct Attention {
   size_t kv_head(size_t group) const { return group * kv_heads / head_groups(); }
   size_t value_dim() const { return v_dim ? v_dim : dim; }
   size_t width() const { return (heads + 2 * kv_heads) * dim; }
-  KvShape shape() const { return {kv_heads, dim, v_dim}; }
+  KvShape shape() const;
   size_t scratch_floats() const;  // scratch of one worker
   size_t partial_floats() const;    // the partial result of a tile of queries
 };
@@ -64,5 +66,10 @@ void plan_attention(Frame& frame, bool causal);  // makes the step's tiles and w
 Phase store_phase(const Attention& attention, int qkv);
 Phase attend_phase(const Attention& attention, int qkv, int out);  // runs every work item
 Phase merge_phase(const Attention& attention, int out);             // merges the partial results of split tiles
+// Attends from those tokens that see more than top_k positions to the ones that were selected.
+Phase sparse_phase(const Attention& attention, int q, int selected, int out);
+
+Rotation rotation(const Frame& frame, int angles, bool interleaved, size_t token);  // by a token's position
+size_t row_of(const Batch& batch, size_t token);
 
 }  // namespace penstock

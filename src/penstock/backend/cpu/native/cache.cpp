@@ -49,10 +49,11 @@ size_t Cache::block_bytes() const {
 
 std::string Cache::layout() const {
   std::string text = std::string(type_.name) + ", blocks of " + std::to_string(block_size_) + " positions, " +
-                     std::to_string(groups_) + " groups of layers with heads x dim x v_dim";
+                     std::to_string(groups_) + " groups of layers with heads x dim x v_dim x index_dim";
   for (const Plane& plane : planes_)
     text.append(" ").append(std::to_string(plane.shape.heads)).append("x").append(std::to_string(plane.shape.dim))
-        .append("x").append(std::to_string(plane.shape.v_dim));
+        .append("x").append(std::to_string(plane.shape.v_dim))
+        .append("x").append(std::to_string(plane.shape.index_dim));
   return text;
 }
 

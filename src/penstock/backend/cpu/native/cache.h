@@ -6,7 +6,8 @@
 //
 // A tile has keys [dim][16], then values [16][padded dim]. 8-bit tiles begin with the scales of keys and those of
 // values. Because keys are transposed, a query is scored against 16 positions without a sum across lanes. The values of
-// MLA are a part of its keys: a tile has keys [16][dim], and scales for the rotated part and for the values.
+// MLA are a part of its keys: a tile has keys [16][dim], and scales for the rotated part and for the values. Where an
+// index selects positions, its keys follow in a tile of their own, [index dim][16].
 //
 // A block whose size is not a multiple of 16 ends in unused places: `place` counts positions with those included.
 #pragma once
@@ -26,6 +27,7 @@ namespace penstock {
 struct KvShape {
   size_t heads, dim;
   size_t v_dim = 0;  // above 0: MLA
+  size_t index_dim = 0;  // above 0: positions have an index key
 
   size_t padded() const { return ((v_dim ? v_dim : dim) + 15) / 16 * 16; }
   size_t tile_values() const { return TILE * (v_dim ? dim : dim + padded()); }
@@ -69,6 +71,15 @@ class Cache {
     return base_[layer] + index * tile_bytes(shape);
   }
 
+  size_t kv_tile_bytes(const KvShape& shape) const {  // without index keys
+    return type_.scale_bytes + shape.tile_values() * type_.value_bytes;
+  }
+
+  // The tile of index keys beside the tile that holds `place`.
+  std::byte* index_tile(size_t layer, const int32_t* table, size_t place) const {
+    return tile(layer, 0, table, place) + kv_tile_bytes(shapes_[layer]);
+  }
+
  private:
   struct Type {
     const char* name;
@@ -86,7 +97,8 @@ class Cache {
   std::vector<Plane> planes_of(const LayerGroups& groups) const;
   void check_blocks(Blocks blocks) const;
   size_t tile_bytes(const KvShape& shape) const {
-    return type_.scale_bytes + shape.tile_values() * type_.value_bytes;
+    const size_t index = shape.index_dim ? type_.scale_bytes + TILE * shape.index_dim * type_.value_bytes : 0;
+    return kv_tile_bytes(shape) + index;
   }
   size_t block_bytes(const KvShape& shape) const { return shape.heads * (padded_size_ / TILE) * tile_bytes(shape); }
 

@@ -72,6 +72,14 @@ struct WorkItem {
   size_t split, splits;  // the first split, and how many
 };
 
+// Scores of positions by the index of sparse attention, while positions are selected.
+struct IndexScores {
+  size_t width = 0;     // places of the longest context of the step, in whole tiles
+  bool by_token = false;  // the rows of `scores` are those of tokens, so that workers share a token; else of workers
+  Memory scores = {};      // [tokens or workers][width]
+  Memory candidates = {};  // [workers][width] positions
+};
+
 struct Frame {
   Batch batch;
   const Kernels& kernels;
@@ -82,6 +90,7 @@ struct Frame {
   std::vector<WorkItem> work_items;
   std::vector<size_t> split_tiles;   // the first work items of those tiles that have several
   Memory partials;                   // [work item][group of heads] partial results, where a tile has several
+  IndexScores index;                 // of models that select positions
   std::vector<RowState> row_states;  // of models with recurrent layers
   std::vector<Memory> scratch;       // one for each worker
   unsigned workers;

@@ -49,14 +49,17 @@ struct KvKernels {
   void (*score)(const float* queries, size_t count, size_t dim, const void* tile, const void* soon, float* scores);
   // out[q] += sum over the first n positions of weights[q][j] * values[j]
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);
+  void (*store_key)(const float* key, size_t dim, size_t lane, void* tile);  // the key alone
 };
 
 using Activation = void (*)(const float* x, size_t n, float* out);
-// KV of MLA, a tile of 16 positions: dimensions are multiples of 16, and the last v_dim of keys are their values.
+// KV of MLA, a tile of 16 positions. The last v_dim dimensions of keys are their values. v_dim and what comes before it
+// are padded to multiples of 16.
 struct MlaKernels {
   void (*store)(const float* key, size_t dim, size_t v_dim, size_t lane, void* tile);
   void (*score)(const float* queries, size_t count, size_t dim, size_t v_dim, const void* tile, float* scores);
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t v_dim, float* out);
+  void (*copy)(const void* from, size_t from_lane, size_t dim, void* to, size_t to_lane);  // one position
 };
 
 inline constexpr size_t MAX_CONV_WIDTH = 16;
@@ -160,6 +163,8 @@ struct Kernels {
   MambaKernels mamba;
   Mamba2Kernels mamba2;
   Activation relu2;  // the square of relu
+  // out[i] = sum over heads of weights[head] * relu(scores[head][i]); rows of scores are SPAN apart, n is whole tiles
+  void (*index_scores)(const float* scores, const float* weights, size_t heads, size_t n, float* out);
 };
 
 }  // namespace penstock

@@ -229,16 +229,21 @@ struct Narrow<int8_t> {
 
 template <class T>
 struct Kv {
-  static void store(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile) {
-    const Narrow<T> narrow_key(key, dim, tile, lane), narrow_value(value, dim, tile, TILE + lane);
+  static void store_key(const float* key, size_t dim, size_t lane, void* tile) {
+    const Narrow<T> narrow(key, dim, tile, lane);
     T* keys = Tile<T>::keys(tile);
-    T* values = keys + dim * TILE + lane * padded;
     by_lanes(dim, [&](size_t i, size_t n) {
       T sixteen[16];
-      narrow_key(load_some(key + i, n), sixteen);
+      narrow(load_some(key + i, n), sixteen);
       for (size_t j = 0; j < n; ++j) keys[(i + j) * TILE + lane] = sixteen[j];
-      narrow_value(load_some(value + i, n), values + i);
     });
+  }
+
+  static void store(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile) {
+    store_key(key, dim, lane, tile);
+    const Narrow<T> narrow(value, dim, tile, TILE + lane);
+    T* values = Tile<T>::keys(tile) + dim * TILE + lane * padded;
+    by_lanes(dim, [&](size_t i, size_t n) { narrow(load_some(value + i, n), values + i); });
   }
 
   template <size_t N>
@@ -305,7 +310,7 @@ struct Kv {
     });
   }
 
-  static constexpr KvKernels table() { return {store, score, mix}; }
+  static constexpr KvKernels table() { return {store, score, mix, store_key}; }
 };
 
 }  // namespace
@@ -352,6 +357,7 @@ constexpr Kernels table(Types<Q...>) {
       Mamba::table(),
       Mamba2::table(),
       activate<relu2>,
+      index_scores,
   };
 }
 

@@ -53,8 +53,23 @@ struct MlaKv {
     Kv<T>::mix_rows(weights, count, tile, Tile<T>::keys(tile) + dim - v_dim, dim, n, v_dim, out);
   }
 
-  static constexpr MlaKernels table() { return {store, score, mix}; }
+  static void copy(const void* from, size_t from_lane, size_t dim, void* to, size_t to_lane) {
+    __builtin_memcpy(Tile<T>::keys(to) + to_lane * dim, Tile<T>::keys(from) + from_lane * dim, dim * sizeof(T));
+    if constexpr (Tile<T>::SCALED)
+      for (size_t part : {size_t(0), TILE}) Tile<T>::scale(to, part + to_lane) = Tile<T>::scales(from)[part + from_lane];
+  }
+
+  static constexpr MlaKernels table() { return {store, score, mix, copy}; }
 };
+
+inline void index_scores(const float* scores, const float* weights, size_t heads, size_t n, float* out) {
+  for (size_t i = 0; i < n; i += 16) {
+    F total = zero();
+    for (size_t head = 0; head < heads; ++head)
+      total = fma(max(load(scores + head * SPAN + i), zero()), all(weights[head]), total);
+    penstock::store(out + i, total);
+  }
+}
 
 }  // namespace
 }  // namespace penstock

@@ -278,11 +278,22 @@ NB_MODULE(_native, m) {
            "weigh_inputs"_a = false)
       .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
       .def("attend_mla",
-           [](Program& program, int q, int kv, int out, size_t layer, int angles, Numbers numbers,
-              const VectorArrays& vectors) {
-             program.attend_mla(q, kv, attention_of(layer, angles, std::move(numbers), copied_vectors(vectors)), out);
+           [](Program& program, int q, int kv, std::optional<int> selected, int out, size_t layer, int angles,
+              Numbers numbers, const VectorArrays& vectors) {
+             const Attention attention = attention_of(layer, angles, std::move(numbers), copied_vectors(vectors));
+             program.attend_mla(q, kv, selected, attention, out);
            },
-           "q"_a, "kv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
+           "q"_a, "kv"_a, "selected"_a.none(), "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a,
+           "vectors"_a.noconvert())
+      .def("select_positions",
+           [](Program& program, int q, int k, int weights, int out, size_t layer, int angles, bool interleaved,
+              size_t heads, size_t head_dim, size_t top_k, Numbers numbers) {
+             const Attention attention = attention_of(layer, angles, std::move(numbers), {});
+             const Index index = {layer, heads, head_dim, top_k, angles, interleaved};
+             program.select_positions(q, k, weights, index, attention.shape(), out);
+           },
+           "q"_a, "k"_a, "weights"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "interleaved"_a, "heads"_a,
+           "head_dim"_a, "top_k"_a, "numbers"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,

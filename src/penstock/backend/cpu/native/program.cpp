@@ -55,6 +55,7 @@ Program::Program(const std::string& isa, unsigned threads, const std::string& kv
              .work_items = {},
              .split_tiles = {},
              .partials = {},
+             .index = {},
              .row_states = {},
              .scratch = std::vector<Memory>(pool_->threads()),
              .workers = pool_->threads()} {}
@@ -181,11 +182,10 @@ void Program::attend(int qkv, const Attention& attention, int out) {
   add_attention(a, qkv, qkv, out);
 }
 
-void Program::attend_mla(int q, int kv, const Attention& attention, int out) {
+void Program::attend_mla(int q, int kv, std::optional<int> selected, const Attention& attention, int out) {
   const auto& a = attention;
   require(a.heads >= 1 && a.heads <= 65536 && a.kv_heads == 1, "MLA has one KV head");
-  require(a.v_dim >= 1 && a.v_dim < a.dim && a.dim <= 65536 && a.dim % TILE == 0 && a.v_dim % TILE == 0,
-          "MLA on a CPU takes dimensions in multiples of 16");
+  require(a.v_dim >= 1 && a.v_dim < a.dim && a.dim <= 65536, "the values of MLA are a part of its keys");
   require(a.gain.size() == a.v_dim, "a norm has one gain for each value");
   require(q != out && kv != out, "attention cannot write to a buffer that it reads");
   at(q, Symbol::T, a.heads * a.dim);
@@ -193,7 +193,31 @@ void Program::attend_mla(int q, int kv, const Attention& attention, int out) {
   at(out, Symbol::T, a.heads * a.v_dim);
   require(a.angles == -1 || (at(a.angles).symbol == Symbol::T && at(a.angles).width <= a.dim - a.v_dim),
           "the dimensions of values are not rotated");
+  require(selected.has_value() == (a.top_k > 0), "attention to some positions needs a selection of them");
+  if (selected) at(*selected, Symbol::T, a.top_k);
   add_attention(a, q, kv, out);
+  if (!selected) return;
+  phases_.push_back(sparse_phase(a, q, *selected, out));
+  prepare_rows(out);
+}
+
+void Program::select_positions(int q, int k, int weights, const Index& index, KvShape shape, int out) {
+  require(index.heads >= 1 && index.heads <= 65536 && index.top_k >= 1, "an index has at least one head and position");
+  require(index.dim >= 2 && index.dim <= 65536 && index.dim % 2 == 0, "an index key needs an even number of values");
+  require(shape.index_dim == index.dim, "the KV cache has no room for these index keys");
+  at(q, Symbol::T, index.heads * index.dim);
+  at(k, Symbol::T, index.dim);
+  at(weights, Symbol::T, index.heads);
+  at(out, Symbol::T, index.top_k);
+  require(out != q && out != weights, "a selection cannot be written to a buffer that it reads");
+  require(index.angles == -1 || (at(index.angles).symbol == Symbol::T && at(index.angles).width <= index.dim),
+          "more rotated pairs than an index key holds");
+  cache_.add_layer(index.layer, shape);
+  scratch_floats_ = std::max(scratch_floats_, index.scratch_floats());
+  selects_ = true;
+  phases_.push_back(store_index_phase(index, k));
+  phases_.push_back(score_phase(index, q, weights));
+  phases_.push_back(select_phase(index, q, weights, out));
 }
 
 void Program::add_attention(const Attention& a, int q, int keys, int out) {
@@ -489,6 +513,7 @@ void Program::prepare(const Step& step) {
                   step.sampled.data(), step.tokens.size(),    step.slots.size(),     step.table_width,
                   step.sampled.size()};
   if (cache_.layers()) plan_attention(frame_, causal_);
+  if (selects_) plan_index(frame_);
   find_states(step);
   find_adapters(step);
   grow(step.tokens.size(), step.sampled.size());

@@ -19,6 +19,7 @@
 #include "pool.h"
 #include "sample.h"
 #include "scan.h"
+#include "select.h"
 #include "weights.h"
 
 namespace penstock {
@@ -79,7 +80,9 @@ class Program {
   void moe(int x, int router_logits, ExpertWeights weights, Routing routing, const std::string& act, int out);
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
-  void attend_mla(int q, int kv, const Attention& attention, int out);
+  void attend_mla(int q, int kv, std::optional<int> selected, const Attention& attention, int out);
+  // Writes the positions that attend_mla attends to; `shape` is that of the layer's KV.
+  void select_positions(int q, int k, int weights, const Index& index, KvShape shape, int out);
   void keep(int buffer);    // no op added later may write to it, so its rows can be read after a step
   void answer(int buffer);  // the result of a step; no op is added after it
 
@@ -156,6 +159,7 @@ class Program {
   std::vector<size_t> windows_;        // of each layer that attends; 0: sees everything before
   std::vector<size_t> group_windows_;  // the longest of each group's layers; 0: one sees everything
   bool causal_ = true;  // for all attention
+  bool selects_ = false;  // positions, in some layer
   size_t scratch_floats_ = 0, partial_floats_ = 0;
   size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol
 };

@@ -28,6 +28,7 @@ from penstock.backend.cuda.kernels.kv_tile import (
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.prefill_attention import load_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import RopeInputs, angle_of, rotate_pair
+from penstock.backend.cuda.kernels.select_positions import load_work
 
 HEADS = 16  # rotated by one program
 
@@ -42,6 +43,7 @@ class MlaTiling(NamedTuple):
 
 
 DECODE_TILING = MlaTiling(16, 32, 4, 2)  # for one token's heads
+ALL = 1 << 30  # positions, where a token attends to all that it sees
 
 
 class MlaShape(NamedTuple):
@@ -157,9 +159,24 @@ def store_mla_kv(
 
 
 @triton.jit
-def attend_mla(q, row, own, wanted, kv, table, begin, end, scale, SHAPE: tl.constexpr, LARGEST: tl.constexpr):
+def attend_mla(
+    q,
+    row,
+    own,
+    wanted,
+    kv,
+    table,
+    begin,
+    end,
+    scale,
+    SHAPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    selected=None,
+    SELECTED: tl.constexpr = False,
+):
     """Returns what the queries in these rows of q, at their own positions, find from `begin` to `end`: their highest
-    score, the sum of weights, and the mix of values [QUERIES, BLOCK_V]."""
+    score, the sum of weights, and the mix of values [QUERIES, BLOCK_V]. With SELECTED, `begin` and `end` count the
+    selected positions."""
     ROPE: tl.constexpr = SHAPE.rope_dims
     V_DIM: tl.constexpr = SHAPE.v_dim
     TILE: tl.constexpr = SHAPE.tile
@@ -169,13 +186,17 @@ def attend_mla(q, row, own, wanted, kv, table, begin, end, scale, SHAPE: tl.cons
     q_rope = tl.load(source + r[None, :], wanted[:, None] & (r < ROPE)[None, :], 0.0)
     q_value = tl.load(source + ROPE + v[None, :], wanted[:, None] & (v < V_DIM)[None, :], 0.0)
     highest, total, mix = no_scores(SHAPE.queries, SHAPE.block_v)
-    block = load_blocks(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
+    block = load_blocks(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)  # not used with SELECTED
     for start in tl.range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         seen = position < end
+        if SELECTED:
+            position = tl.load(selected + position, seen, 0.0).to(tl.int32)
+            block = tl.load(table + position // BLOCK_SIZE, seen, 0).to(tl.int64)
         at = kv.lines + (block * BLOCK_SIZE + position % BLOCK_SIZE)[:, None] * (ROPE + V_DIM)
         scale_at = kv.scales + block * (2 * BLOCK_SIZE) + position % BLOCK_SIZE
-        block = load_blocks(table, position + TILE, end, BLOCK_SIZE)
+        if not SELECTED:
+            block = load_blocks(table, position + TILE, end, BLOCK_SIZE)
         values = tl.load(at + ROPE + v[None, :], seen[:, None] & (v < V_DIM)[None, :], 0.0).to(q.dtype.element_ty)
         keys = tl.load(at + r[None, :], seen[:, None] & (r < ROPE)[None, :], 0.0).to(q.dtype.element_ty)
         score = tl.dot(q_value, tl.trans(values), input_precision="ieee")
@@ -214,7 +235,19 @@ def join_splits(split_kv, first, count, head, there, wanted, SHAPE: tl.constexpr
 
 
 @triton.jit
-def _mla_decode(q, kv, splits, out, split_kv, scale, SHAPE: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr):
+def _mla_decode(
+    q,
+    kv,
+    splits,
+    out,
+    split_kv,
+    scale,
+    SHAPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Contexts of more than TOP_K positions are left to `_mla_selected`."""
     let_next_start(PDL)
     HEADS: tl.constexpr = SHAPE.heads
     V_DIM: tl.constexpr = SHAPE.v_dim
@@ -222,7 +255,10 @@ def _mla_decode(q, kv, splits, out, split_kv, scale, SHAPE: tl.constexpr, LARGES
     token = tl.load(splits + split * 8).to(tl.int64)
     if token < 0:
         return
-    row, begin, end, _, count, first = load_split(splits, split)
+    row, begin, end, length, count, first = load_split(splits, split)
+    if length > TOP_K:
+        wait_for_previous(PDL)  # what comes next relies on it
+        return
     table = table_of(kv, row)
     head = group * SHAPE.queries + tl.arange(0, SHAPE.queries)
     there = head < HEADS
@@ -243,8 +279,10 @@ def _mla_decode(q, kv, splits, out, split_kv, scale, SHAPE: tl.constexpr, LARGES
 
 
 @triton.jit
-def _mla_prefill(q, kv, tiles, out, scale, SHAPE: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr):
-    """Rows are pairs of token and head."""
+def _mla_prefill(
+    q, kv, tiles, out, scale, SHAPE: tl.constexpr, LARGEST: tl.constexpr, TOP_K: tl.constexpr, PDL: tl.constexpr
+):
+    """Rows are pairs of token and head. Tokens that see more than TOP_K positions are left to `_mla_selected`."""
     let_next_start(PDL)
     HEADS: tl.constexpr = SHAPE.heads
     QUERIES: tl.constexpr = SHAPE.queries
@@ -257,12 +295,59 @@ def _mla_prefill(q, kv, tiles, out, scale, SHAPE: tl.constexpr, LARGEST: tl.cons
     pair = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     if tl.program_id(0) * QUERIES >= count * HEADS:
         return
+    if first + tl.program_id(0) * QUERIES // HEADS >= TOP_K:
+        return
     last = tl.minimum((tl.program_id(0) * QUERIES + QUERIES - 1) // HEADS, count - 1)  # token of this program
     there = pair < count * HEADS
     row, own, end = token * HEADS + pair, first + pair // HEADS, first + last + 1
     _, total, mix = attend_mla(q, row, own, there, kv, table, 0, end, scale, SHAPE, LARGEST)
     v = tl.arange(0, SHAPE.block_v)
     store_mix(out, row, v, mix, total, there[:, None] & (v < SHAPE.v_dim)[None, :], SHAPE.v_dim)
+
+
+@triton.jit
+def _mla_selected(
+    q,
+    kv,
+    work,
+    out,
+    scale,
+    selected,
+    SHAPE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Attends from a token that sees more than TOP_K positions to those that were selected."""
+    let_next_start(PDL)
+    HEADS: tl.constexpr = SHAPE.heads
+    V_DIM: tl.constexpr = SHAPE.v_dim
+    wait_for_previous(PDL)
+    token, row, own = load_work(work, tl.program_id(1), tl.program_id(2), COLUMNS)
+    if token < 0:
+        return
+    if own < TOP_K:
+        return
+    head = tl.program_id(0) * SHAPE.queries + tl.arange(0, SHAPE.queries)
+    there, lines = head < HEADS, token * HEADS + head
+    _, total, mix = attend_mla(
+        q,
+        lines,
+        head * 0 + own,
+        there,
+        kv,
+        table_of(kv, row),
+        0,
+        TOP_K,
+        scale,
+        SHAPE,
+        LARGEST,
+        selected + token * TOP_K,
+        SELECTED=True,
+    )
+    v = tl.arange(0, SHAPE.block_v)
+    store_mix(out, lines, v, mix, total, there[:, None] & (v < V_DIM)[None, :], V_DIM)
 
 
 def mla_decode(
@@ -276,12 +361,14 @@ def mla_decode(
     v_dim: int,
     scale: float,
     scales: Any | None = None,
+    top_k: int = ALL,
 ) -> None:
-    """Attends as `decode_attention` does, with queries that are rotated and keys that are stored."""
+    """Attends as `decode_attention` does, with queries that are rotated and keys that are stored. Tokens that see more
+    than `top_k` positions are left to `mla_selected`."""
     shape, options = tiled(DECODE_TILING, cache, scales, out, v_dim)
     kv = PagedKv(cache, splits if scales is None else scales, tables, header)
     grid = (triton.cdiv(shape.heads, shape.queries), len(splits))
-    _mla_decode[grid](q, kv, splits, out, split_kv, scale * LOG2E, SHAPE=shape, **options)
+    _mla_decode[grid](q, kv, splits, out, split_kv, scale * LOG2E, SHAPE=shape, TOP_K=top_k, **options)
 
 
 def mla_prefill(
@@ -294,14 +381,37 @@ def mla_prefill(
     v_dim: int,
     scale: float,
     scales: Any | None = None,
+    top_k: int = ALL,
     *,
     tiling: MlaTiling,
 ) -> None:
-    """Attends as `prefill_attention` does, with tiles that hold at most tokens_per_tile(heads)."""
+    """Attends as `prefill_attention` does, with tiles that hold at most tokens_per_tile(heads). Tokens that see more
+    than `top_k` positions are left to `mla_selected`."""
     shape, options = tiled(tiling, cache, scales, out, v_dim)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
     grid = (triton.cdiv(tokens_per_tile(shape.heads) * shape.heads, shape.queries), len(tiles))
-    _mla_prefill[grid](q, kv, tiles, out, scale * LOG2E, SHAPE=shape, **options)
+    _mla_prefill[grid](q, kv, tiles, out, scale * LOG2E, SHAPE=shape, TOP_K=top_k, **options)
+
+
+def mla_selected(
+    q: Any,
+    cache: Any,
+    work: Any,
+    tables: Any,
+    header: Any,
+    out: Any,
+    v_dim: int,
+    scale: float,
+    scales: Any | None,
+    selected: Any,
+    tokens: int,
+) -> None:
+    """Attends to `selected` [T, top_k] positions, for splits [P, 8] or tiles [Q, 5] of at most `tokens` tokens."""
+    shape, options = tiled(DECODE_TILING, cache, scales, out, v_dim)
+    kv = PagedKv(cache, work if scales is None else scales, tables, header)
+    grid = (triton.cdiv(shape.heads, shape.queries), len(work), tokens)
+    constants = {"SHAPE": shape, "COLUMNS": work.shape[1], "TOP_K": selected.shape[1]}
+    _mla_selected[grid](q, kv, work, out, scale * LOG2E, selected, **constants, **options)
 
 
 def tiled(tiling: MlaTiling, cache: Any, scales: Any | None, out: Any, v_dim: int) -> tuple[MlaShape, dict[str, Any]]:

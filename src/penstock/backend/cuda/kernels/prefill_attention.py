@@ -221,5 +221,5 @@ def prefill_attention(
         *(tiles if vector is None else vector for vector in (sinks, q_gain, distance_bias)),
         *(scale * LOG2E, soft_cap * LOG2E),
         CONFIG=PrefillConfig(shape, options, largest_of(cache, scales), queries_per_tile(shape.group), tile, reach),
-        **launch_options(warps, stages),
+        **launch_options(warps, 1 if reach else stages),  # biases that are loaded ahead take much shared memory
     )

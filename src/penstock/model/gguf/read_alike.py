@@ -1,0 +1,101 @@
+"""Knows what llama.cpp makes of GGUF files, where that is not what a folder says: such models are not written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.errors import UnsupportedModel
+from penstock.model.spec import ModelSpec
+
+WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2", "modernbert")  # whose windows llama.cpp computes
+EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
+COHERE_LAYERS = 64  # it expects norms of queries and keys in a Command R of so many layers or more
+ALL_BIASED = (
+    "llama",
+    "granite",
+    "gpt2",
+    "starcoder2",
+    "gptoss",
+    "bert",
+    "distilbert",
+    "nomic_bert",
+    "gptneox",
+    "phi2",
+)  # it reads biases of all products
+RENORMALIZED = ("qwen3moe", "qwen3next", "lfm2")  # it always divides the selected experts' scores by their sum
+NEVER_RENORMALIZED = ("qwen2moe", "olmoe")  # it never does
+EACH_KV = ("dots1", "olmoe")  # it expects a KV head for each head
+SQUARE = ("glm", "qwen2")  # it expects heads that share the width
+UNTIED = ("minimaxm2", "olmo2", "olmoe", "stablelm", "gptneox")  # it expects an output head
+LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
+
+
+def check_read_alike(spec: ModelSpec) -> None:
+    """Raises if llama.cpp would read the file as another model, or not at all: files of this family have no words for
+    a part of it that llama.cpp knows. bench/export.py has llama.cpp judge these rules."""
+    for unsaid in (*unsaid_experts(spec), *unsaid_attention(spec), *unsaid_tensors(spec)):
+        raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot express {unsaid}")
+
+
+def unsaid_attention(spec: ModelSpec) -> Iterator[str]:
+    """Yields what the attention is, and what llama.cpp makes of it."""
+    window, attn = max(one.window for one in (spec.attn, *spec.layer_attn)), spec.attn
+    computed = spec.arch in WINDOWED or (spec.arch == "exaone4" and spec.layers == EXAONE_LAYERS)
+    if not computed and 0 < window < spec.max_len:
+        yield (
+            f"sliding_window = {window}: llama.cpp computes full attention. "
+            "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
+        )
+    if spec.arch in EACH_KV and attn.kv_heads != attn.heads:
+        yield (
+            f"num_key_value_heads = {attn.kv_heads}: llama.cpp expects as many as there are heads, which are "
+            f"{attn.heads}"
+        )
+    if spec.arch in SQUARE and attn.q_width != spec.dim:
+        yield f"head_dim = {attn.head_dim}: llama.cpp expects the width, {spec.dim}, over {attn.heads} heads"
+    rotated = 2 * len(attn.rope.inv_freq)
+    if attn.index is not None and attn.index.head_dim != 2 * rotated:
+        yield (
+            f"index_head_dim = {attn.index.head_dim}: llama.cpp takes it as twice qk_rope_head_dim, which is {rotated}"
+        )
+    if spec.arch == "cohere" and (attn.qk_norm == "layer") != (spec.layers >= COHERE_LAYERS):
+        yield (
+            f"use_qk_norm = {str(bool(attn.qk_norm)).lower()} in a model of {spec.layers} layers: llama.cpp expects "
+            f"such norms of {COHERE_LAYERS} layers or more, and of no others"
+        )
+    if spec.mla is not None and not spec.mla.q_lora_rank and spec.layers not in LITE_LAYERS:
+        yield (
+            f"q_lora_rank = null in a model of {spec.layers} layers: "
+            f"llama.cpp expects that of models with {' or '.join(map(str, LITE_LAYERS))}"
+        )
+
+
+def unsaid_experts(spec: ModelSpec) -> Iterator[str]:
+    """Yields how experts are chosen, and how llama.cpp does it."""
+    experts = spec.experts
+    if experts is None:
+        return
+    if spec.arch in RENORMALIZED and not experts.renormalize:
+        yield "norm_topk_prob = false: llama.cpp always renormalizes"
+    if spec.arch in NEVER_RENORMALIZED and experts.renormalize:
+        yield "norm_topk_prob = true: llama.cpp never renormalizes"
+    if experts.groups > 1 and experts.group_score == "max":
+        yield (
+            "topk_method = group_limited_greedy: llama.cpp ranks groups of experts by their two best, not by the best "
+            "one"
+        )
+    if spec.arch == "ernie45" and spec.dense != frozenset(range(len(spec.dense))):
+        yield (
+            "moe_layer_interval above 1, or moe_layer_end_index before the last layer: llama.cpp expects experts in "
+            "all layers after the dense ones and refuses the file"
+        )
+
+
+def unsaid_tensors(spec: ModelSpec) -> Iterator[str]:
+    """Yields tensors that llama.cpp has no place for, or misses."""
+    odd = sorted((spec.biases or frozenset()) & {"o", "gate", "up", "down"})
+    if odd and spec.arch not in ALL_BIASED:
+        said = "attention_bias" if "o" in odd else "mlp_bias"
+        yield f"{said} = true: llama.cpp has no tensors for the biases of {', '.join(odd)} and refuses the file"
+    if spec.arch in UNTIED and spec.tied and spec.generates:
+        yield "tie_word_embeddings = true: llama.cpp expects an output head of its own and refuses the file"
