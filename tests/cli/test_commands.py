@@ -58,7 +58,9 @@ def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> No
     )
 
 
-@pytest.mark.parametrize("word", ["llama3.2:7b", "mistrall", "Qwen2.5-7B", "./m", "m.gguf", "smolm2", "~/models/m"])
+@pytest.mark.parametrize(
+    "word", ["llama3.2:7b", "mistrall", "lama3.2", "Qwen2.5-7B", "./m", "m.gguf", "smolm2", "~/models/m"]
+)
 def test_what_looks_like_a_model_is_never_a_prompt(penstock: Penstock, word: str) -> None:
     keep("hf:some/model", b"")
     code, out, err = penstock("run", word)
@@ -94,7 +96,9 @@ def test_the_names_that_can_be_pulled_are_listed(penstock: Penstock, monkeypatch
     assert facts["llama3.2:1b"]["stored"]
 
 
-@pytest.mark.parametrize("prompt", ["hi", "Hello!", "Why is the sky blue?", "smile", "what is mistral?", "a/b or c/d"])
+@pytest.mark.parametrize(
+    "prompt", ["hi", "Hello!", "Why is the sky blue?", "smile", "what is 3.2?", "what is mistral?", "a/b or c/d"]
+)
 def test_what_does_not_look_like_a_model_is_a_prompt(prompt: str) -> None:
     assert not looks_like_model(prompt)
 

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from penstock.store import size_of
+
 WEIGHTS = b"weights" * 20_000
 FILES = {
     "config.json": b"{}",
@@ -170,6 +172,7 @@ def test_files_are_found_by_their_quantization(endpoint: str, own_store: Path) -
     }
     assert Path(said[0]).read_bytes() == b"eight" * 1000
     assert said[2].endswith("m-BF16-00001-of-00002.gguf")
+    assert size_of(Path(said[2])) == 2
     assert "hf:team/quantized:Q8_0" in names
 
     absent, twins, folder = said[len(refs) :]

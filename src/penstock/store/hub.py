@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.config import available_memory
 from penstock.errors import ConfigError, DownloadError, ModelNotFound, PenstockError
-from penstock.store.paths import sha256_of, size_of
+from penstock.store.paths import SHARD, sha256_of, size_of
 from penstock.store.progress import Progress, watching
 from penstock.store.quantizations import choose, memory_needed, quantization_of
 from penstock.store.refs import HubRepo
@@ -26,7 +26,6 @@ SETTINGS = (
     "pip fetches"
 )
 
-_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _MODULE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # of sentence-transformers, such as 1_Pooling
 _BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
@@ -160,7 +159,7 @@ def _delete_others(folder: Path, names: Collection[str]) -> None:
 
 def are_shards(name: str, other: str) -> bool:
     """Returns whether two files are shards of one GGUF model, such as `model-00001-of-00003.gguf`."""
-    one, another = _SHARD.fullmatch(name), _SHARD.fullmatch(other)
+    one, another = SHARD.fullmatch(name), SHARD.fullmatch(other)
     return one is not None and another is not None and one.groups() == another.groups()
 
 

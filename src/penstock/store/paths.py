@@ -11,14 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from glob import escape
 from pathlib import Path
 
 from penstock.errors import MalformedFile
+
+SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # of a model that is split over several files
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,10 @@ def read_record(record: Path) -> Entry | None:
 
 
 def size_of(path: Path) -> int:
-    """Returns the bytes of a file, or of all files in a folder; 0 if it does not exist."""
-    return sum(file_sizes(path))
+    """Returns the bytes of a file with its shards, or of all files in a folder; 0 if it does not exist."""
+    shard = SHARD.fullmatch(path.name)
+    files = path.parent.glob(f"{escape(shard[1])}-*-of-{shard[2]}.gguf") if shard else [path]
+    return sum(size for file in files for size in file_sizes(file))
 
 
 def file_sizes(path: Path) -> list[int]:

@@ -111,7 +111,7 @@ def is_spelled_like_model(word: str) -> bool:
         word.endswith(".gguf")
         or any(pattern.fullmatch(word) for pattern in patterns)
         or word in _names()
-        or bool(get_close_matches(word, ALIASES, n=1, cutoff=0.8))
+        or (any(map(str.isdigit, word)) and bool(nearest_names(word)))
     )
 
 
