@@ -41,6 +41,7 @@ REPOS = {
         "BF16/m-BF16-00002-of-00002.gguf": b"2",
     },
     "team/twins": {"a-q4_0.gguf": b"a", "b-q4_0.gguf": b"b"},
+    "team/huge": {"m-Q4_0.gguf": b"m"},
     "team/damaged": {"config.json": b"{}", "model.safetensors": WEIGHTS},
 }
 COMMIT = "c" * 40
@@ -81,7 +82,7 @@ def describe(repo: str, files: dict[str, bytes]) -> dict[str, object]:
     def sibling(name: str, content: bytes) -> dict[str, object]:
         known = b"other" if repo == "team/damaged" else content
         lfs = {"sha256": hashlib.sha256(known).hexdigest(), "size": len(content), "pointerSize": 134}
-        small = {"rfilename": name, "size": len(content)}
+        small = {"rfilename": name, "size": 2**60 if repo == "team/huge" else len(content)}
         return small if name.endswith(".json") else small | {"lfs": lfs}
 
     return {"id": repo, "sha": COMMIT, "siblings": [sibling(name, content) for name, content in files.items()]}
@@ -160,7 +161,7 @@ def test_all_parts_of_a_split_file(endpoint: str, own_store: Path) -> None:
 
 def test_files_are_found_by_their_quantization(endpoint: str, own_store: Path) -> None:
     refs = ("team/quantized:q8_0", "hf.co/team/quantized:Q2_K_XL", "hf:team/quantized:bf16", "hf:team/quantized")
-    refused = ("hf:team/quantized:Q5_K_M", "hf:team/twins:Q4_0", "hf:team/folder:Q4_0")
+    refused = ("hf:team/quantized:Q5_K_M", "hf:team/twins:Q4_0", "hf:team/folder:Q4_0", "hf:team/huge:Q4_0")
     said, names = fetch_all(endpoint, own_store, *refs, *refused)
 
     found = {ref: {file.name for file in Path(path).parent.iterdir()} for ref, path in zip(refs, said, strict=False)}
@@ -175,11 +176,12 @@ def test_files_are_found_by_their_quantization(endpoint: str, own_store: Path) -
     assert size_of(Path(said[2])) == 2
     assert "hf:team/quantized:Q8_0" in names
 
-    absent, twins, folder = said[len(refs) :]
+    absent, twins, folder, huge = said[len(refs) :]
     assert absent.startswith("model_not_found: team/quantized has no GGUF file in Q5_K_M; its quantizations are BF16, ")
     assert "mmproj" not in absent
     assert "has 2 models in Q4_0: name one, such as hf:team/twins/a-q4_0.gguf" in twins
     assert folder == "model_not_found: team/folder has no GGUF file in Q4_0; it has no GGUF files"
+    assert "is full: 1,152,921,504,606,846,976 bytes are needed" in huge
 
 
 def test_the_command_pulls_a_quantization(endpoint: str, own_store: Path) -> None:

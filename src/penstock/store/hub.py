@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.config import available_memory
 from penstock.errors import ConfigError, DownloadError, ModelNotFound, PenstockError
-from penstock.store.paths import SHARD, sha256_of, size_of
+from penstock.store.paths import SHARD, check_room, sha256_of, size_of
 from penstock.store.progress import Progress, watching
 from penstock.store.quantizations import choose, memory_needed, quantization_of
 from penstock.store.refs import HubRepo
@@ -60,6 +60,7 @@ def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
         names = _needed_files(source, sizes)
         files = [file for file in repo.siblings or [] if file.rfilename in names]
         total = sum(file.size or 0 for file in files)
+        check_room(folder, total - size_of(folder))
         with watching(partial(size_of, folder), f"downloading {source}", total, progress):
             for file in files:
                 hf_hub_download(source.repo, file.rfilename, revision=repo.sha, local_dir=folder)
