@@ -6,6 +6,7 @@ from penstock.config import home
 from penstock.store.blobs import Upload, blob_path
 from penstock.store.derived import (
     DerivedModel,
+    adapter_of_blobs,
     check_name,
     delete_derived,
     delete_unused_blobs,
@@ -37,6 +38,7 @@ __all__ = [
     "Modelfile",
     "Progress",
     "Upload",
+    "adapter_of_blobs",
     "blob_path",
     "check_name",
     "delete_derived",
