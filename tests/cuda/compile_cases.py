@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.device_tilings import Tilings
-from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
+from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv, streams
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, StateRows, causal_conv, store_conv_state
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
@@ -36,7 +36,7 @@ from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
-from penstock.backend.cuda.kernels.norm_qk import norm_qk
+from penstock.backend.cuda.kernels.norm_qk import norm_qk, norm_runs
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
@@ -123,10 +123,23 @@ def norms_and_activations(tilings: Tilings, dtype: torch.dtype | None) -> None:
         act_and_mul(empty(4, 2 * DIM), out, act="gelu_tanh")
         act_and_mul(empty(4, 2 * DIM), out, act="clamped")
         norm_qk(empty(4, 12 * 128), gain[:128], gain[:128], 8 * 128, 2 * 128, 1e-5, empty(4, 12 * 128))
+        norm_qk(empty(4, 12 * 128), gain[:128], gain[:128], 8 * 128, 2 * 128, 1e-5, empty(4, 12 * 128), v_run=128)
+        norm_runs(x, gain[:128], 1e-5, out)
         norm_qk(empty(4, 384), gain[:256], gain[:64], 256, 64, 1e-5, empty(4, 384), layer_dim=64)
         sigmoid_mul(x, empty(4, 1), out)
     else:
         quantize_activations(x, *fp8_view(out))
+
+
+@case()
+def residual_streams(tilings: Tilings) -> None:
+    x, one, all_streams = empty(4, 4 * DIM), empty(4, DIM), empty(4, 4 * DIM)
+    streams.sparse_act_and_mul(empty(4, 2 * HIDDEN), empty(4, HIDDEN), "gelu_tanh", 1.6)
+    streams.gate_columns(empty(4, 256), x, empty(4, 256), 256, "gelu_tanh")
+    streams.match_rms(x, one, all_streams)
+    streams.mix_streams(x, empty(4, 16, dtype=F32), all_streams)
+    streams.correct_streams(x, one, empty(4, 4, dtype=F32), all_streams, 0)
+    streams.add_to_streams(x, one, all_streams)
 
 
 @case(one=(DIM, False), gated=(2 * HIDDEN, True), head=(VOCAB, False))

@@ -82,7 +82,7 @@ def test_random_chunks_among_others(name: str) -> None:
         assert np.abs(backend.logits(greedy_batch(chunks)) - wanted).max() < 2e-4
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "gemma4"])
 def test_layer_groups_have_blocks_of_their_own_and_use_none_behind_their_window(name: str) -> None:
     tokens, logits = expected(name)
     groups = open_checkpoint(GOLDENS / name).spec.kv_groups

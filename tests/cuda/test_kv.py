@@ -16,13 +16,13 @@ from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_atte
 from penstock.backend.cuda.kernels.kv8 import LARGEST
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
-from penstock.backend.cuda.kv_cache import LayerCache, layout_of
+from penstock.backend.cuda.kv_cache import LayerCache, copy_blocks, layout_of, reserve_caches
 from penstock.backend.ref.ops import attention, rotate
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.load import load_model, open_checkpoint
-from penstock.model.spec import AttentionSpec
+from penstock.model.spec import AttentionSpec, KvGroup, RopeSpec
 from tests.cuda.device import DEVICE, HALF, TILINGS, close, ints, normal
 from tests.cuda.test_attention import SPECS, spec_of, split_kv_of
 
@@ -206,3 +206,24 @@ def test_what_a_device_does_not_have_is_refused() -> None:
     pytest.importorskip("penstock.backend.cpu._native")
     with pytest.raises(ConfigError, match="unknown KV type 'fp8' for a CPU"):
         open_backend(Config(model="", device="cpu", kv="fp8"))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_layers_of_two_sizes_share_planes_without_touching_each_other(kind: str) -> None:
+    """Two layers of 2 x 8 values lie beside each other where one of 2 x 16 does in another group."""
+    rope = RopeSpec((1.0,), interleaved=False)
+    small, large = AttentionSpec(4, 1, 8, rope, window=4), AttentionSpec(4, 1, 16, rope)
+    layers, device = {0: small, 1: large, 2: small, 3: large, 4: small}, torch.device(DEVICE)
+    groups = KvGroup(0, (1, 3)), KvGroup(4, (0, 2, 4))
+    caches, planes = reserve_caches(layout_of(kind, torch.float32), layers, groups, (6, 4), device)
+    assert sum(plane.lines.numel() for plane in planes if plane.lines is not None) == 2 * 6 * 32 * 4
+    for layer, cache in caches.items():
+        assert cache.lines.shape == (6, 2, 1, 4, layers[layer].head_dim)
+        for part in cache:
+            if part is not None:
+                part[[1, 4] if layers[layer].window else [0, 2]] = layer + 1
+    copy_blocks(planes, torch.tensor([1, 2], device=device), torch.tensor([5, 3], device=device))
+    for layer, cache in caches.items():
+        for part in cache:
+            if part is not None:
+                assert (part[[1, 4, 5] if layers[layer].window else [0, 2, 3]] == layer + 1).all()

@@ -40,6 +40,8 @@ FIRST = {  # what is lacking first where one of these is
     "down_transposed": "down",
     "gate_up_transposed": "gate",
     "interleaved.bias": "gate.bias",
+    "stream_in": "stream_in.0",
+    "stream_out": "stream_out.0",
 }
 LEGAL = {("moe_layer_end_index", -1)}  # of UNKNOWN: it means the last layer
 
@@ -173,7 +175,7 @@ def lacking(name: str, naming: Naming) -> str:
     beside it have no place now, where it decides on them."""
     wanted = identify(name, naming).name
     for whole, first in FIRST.items():
-        if wanted.endswith(f".{whole}"):
+        if f".{wanted}".endswith(f".{whole}"):
             wanted = wanted.removesuffix(whole) + first
     return "'" + re.escape(wanted).replace(r"experts\.", r"experts\.(0\.)?") + "'|have no place"
 

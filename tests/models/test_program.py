@@ -32,6 +32,7 @@ NO_GATE = {
     "phi2",
     "falcon",
 }  # families whose MLP has no gate
+BESIDE = {"gemma4"}  # layers with experts have an MLP, too
 READ_TWICE = {
     "bert",
     "distilbert",
@@ -132,20 +133,23 @@ def test_products_and_silu_gates_are_fused(path: Path):
     """In every layer that has a gated MLP, and beside experts where there is a shared one."""
     spec, model = shaped_model(path)
     with_experts = 0 if spec.experts is None else spec.layers - len(spec.dense)
-    dense = 0 if spec.arch in NO_GATE else spec.layers - with_experts
+    both = with_experts if spec.arch in BESIDE else 0
+    dense = 0 if spec.arch in NO_GATE else spec.layers - with_experts + both
     gates = dense + (with_experts if spec.shared_hidden else 0)
     ops = [node.op for node in record(model, GATES).nodes]
     assert ops.count("gated_linear") == (gates if spec.act == "silu" else 0)
-    assert ops.count("act_and_mul") == (0 if spec.act == "silu" else gates)
+    gated = ops.count("act_and_mul") + ops.count("sparse_act_and_mul")
+    assert gated == (0 if spec.act == "silu" else gates)
     assert "gated_linear" not in [node.op for node in record(model, NOTHING).nodes]
 
 
 @every_model
-def test_only_what_routers_heads_and_indexes_choose_by_is_float32(path: Path):
+def test_only_what_routers_heads_streams_and_indexes_choose_by_is_float32(path: Path):
     spec, model = shaped_model(path)
     nodes = recorded(model)
     router_logits = {node.inputs[1] for node in nodes if node.op == "moe"}
     selecting = {one for node in nodes if node.op == "select_positions" for one in (node.inputs[2], *node.outputs)}
+    selecting |= {node.inputs[-1] for node in nodes if node.op in ("mix_streams", "correct_streams")}
     for node in nodes:
         for value in node.outputs:
             logits = value in router_logits | selecting or (value.symbol == "S" and value.width == spec.vocab)

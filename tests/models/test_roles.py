@@ -32,20 +32,24 @@ CASES = [(device, quantize) for device, kinds in QUANTIZATIONS.items() for quant
 
 # what docs/quantize.md says of file names: these stay plain, and those are finer than 4 bits on a CPU and in files
 PLAIN_NAMES = re.compile(
-    r".*(norm|layernorm|LayerNorm|ln_\d|ln_f|ln_attn|ln_mlp|emb_ln|norm\d|norm_f|norms\.\d+)(\.weight)?"
+    r".*(norm|layernorm|LayerNorm|ln_\d|ln_f|ln_attn|ln_mlp|emb_ln|norm\d|norm_\d|norm_f|norms\.\d+)(\.weight)?"
     r"|.*bias.*|.*exp_probs_b.*|.*sinks.*|.*conv1d.*|.*conv\.conv\..*|.*\b(A_log|ssm_a|ssm_d|mamba\.D|mixer\.D)\b.*"
     r"|.*(mlp|block_sparse_moe|feed_forward|mixer)\.(gate|router)(\.layer|\.wg)?\.weight|.*ffn_gate_inp\.weight"
     r"|.*shared_expert_gate\.weight|.*ffn_gate_inp_shexp\.weight|.*\bindexer\..*"
+    r"|.*altup\.(modality_router|prediction_coefs|correction_coefs|correct_output_scale)(\.weight)?"
+    r"|.*(router\.(proj|scale|per_expert_scale)|layer_scalar|layer_output_scale|_(inp|exps)\.scale)(\.weight)?"
+    r"|.*altup_(router|predict_coef|correct_coef|correct_scale)\.weight"
     r"|.*(wpe|embed_positions|position_embeddings|position_embd|token_type_embeddings|token_types)\.weight"
 )
 FINER_NAMES = re.compile(
-    r".*(embed_tokens|(backbone|model)\.embeddings|embed_in|embed_out|tok_embeddings|wte|word_embeddings|token_embd|lm_head)\.weight|output\.weight"
+    r".*(embed_tokens|embed_tokens_per_layer|per_layer_token_embd|(backbone|model)\.embeddings|embed_in|embed_out)\.weight"
+    r"|.*(tok_embeddings|wte|word_embeddings|token_embd|lm_head)\.weight|output\.weight"
     r"|.*(in_proj_ba|in_proj_a|in_proj_b|ssm_ba|ssm_alpha|ssm_beta|x_proj|dt_proj|ssm_x|ssm_dt)\.weight"
     r"|.*(self_attn\.b_proj|f_a_proj|f_b_proj|ssm_f_a|ssm_f_b)\.weight"
 )
 HEAD_NAMES = re.compile(r".*(kv_b_proj|attn_kv_b|attn_k_b|attn_v_b)\.weight")
 EXPERT_NAMES = re.compile(
-    r".*\bexperts\b.*|.*block_sparse_moe\.(in|out)put_linear\..*|.*_exps\..*|.*ffn_(gate|up|down)\.0\..*"
+    r"(?!.*\.scale).*\bexperts\b.*|.*block_sparse_moe\.(in|out)put_linear\..*|(?!.*\.scale).*_exps\..*|.*ffn_(gate|up|down)\.0\..*"
 )
 
 

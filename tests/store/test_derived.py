@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import store
-from penstock.cli.serve import _short_name
+from penstock.cli.served_models import short_name
 from penstock.errors import ModelNotFound
 from penstock.store import DerivedModel, Upload
 
@@ -25,7 +25,7 @@ def test_a_model_of_a_file_is_found_and_removed(content: bytes, digest: str, own
     assert entry is not None
     assert (entry.path, entry.size) == (store.fetch("me/mine:v1"), len(content))
     assert store.sha256_of(entry.path) == digest
-    assert _short_name("me/mine:v1", entry.path) == "me/mine:v1"
+    assert short_name("me/mine:v1", entry.path) == "me/mine:v1"
     assert store.remove("me/mine:v1") == len(content)
     assert [file for file in own_store.rglob("*") if file.is_file() and file.parent.name != "locks"] == []
     with pytest.raises(ModelNotFound):
@@ -37,7 +37,7 @@ def test_a_model_of_another_is_that_ones_files(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF")
     store.save_derived(DerivedModel(name="mine", base="model", path=str(file)))
     assert store.fetch("mine") == store.fetch("mine:latest") == file
-    assert _short_name("mine", file) == "model"
+    assert short_name("mine", file) == "mine"
     assert store.remove("mine") == 0
     assert file.exists()
 

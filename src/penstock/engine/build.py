@@ -149,7 +149,7 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[
     spec = checkpoint.spec
     for left in reversed(range(TRIES)):
         needs = backend.memory_needs()
-        group_token = needs.kv_bytes_per_token * spec.kv_group_layers // spec.kv_layers
+        group_token = spec.kv_group_bytes(needs.kv_bytes_per_token)
         if Device.parse(config.device).kind == "cuda":
             config = replace(config, kv_memory=min(config.kv_memory or needs.kv_memory, needs.kv_memory))
         limits = resolve(

@@ -303,6 +303,8 @@ def in_order(name: str, b: Tensor, base: AdapterBase, in_gguf: bool) -> Tensor:
 def pair_order(rows: int, spec: ModelSpec) -> Any:
     """Returns which row of q or k of a folder stands at each place in a GGUF file with interleaved RoPE pairs."""
     rotated = max(2 * len(attn.rope.inv_freq) for attn in (spec.attn, *spec.layer_attn))
+    if not rotated:
+        return np.arange(rows)
     order = np.arange(rows).reshape(-1, spec.attn.head_dim)
     halves = order[:, :rotated].reshape(len(order), 2, -1)
     order[:, :rotated] = halves.swapaxes(1, 2).reshape(len(order), -1)

@@ -63,6 +63,10 @@ class ConfigReader:
             raise self._wrong(key, value, f"a whole number from 1 to {most}, the same for all layers")
         return value
 
+    def sizes_in_each(self, key: str, layers: int) -> tuple[int, ...]:
+        """Reads a whole number above 0 for each layer, or one that all have."""
+        return self.sizes(key, layers) if self.is_list(key) else (self.size(key),) * layers
+
     def count(self, key: str, default: int, most: int = MAX_SIZE) -> int:
         """Reads a whole number that may be 0."""
         value = self._get(key, default)
@@ -140,6 +144,28 @@ class ConfigReader:
             raise self._wrong(key, value, f"a list of {count} numbers")
         if not all(type(one) in (int, float) and MIN_NUMBER <= one <= MAX_NUMBER for one in value):
             raise self._wrong(key, value, f"numbers from {MIN_NUMBER} to {MAX_NUMBER}")
+        return tuple(map(float, value))
+
+    def fractions(self, key: str, count: int) -> tuple[float, ...]:
+        """Reads `count` numbers from 0 to below 1."""
+        value = self._get(key, None)
+        if (
+            type(value) is not list
+            or len(value) != count
+            or not all(type(one) in (int, float) and 0 <= one < 1 for one in value)
+        ):
+            raise self._wrong(key, value, f"a list of {count} numbers from 0 to below 1")
+        return tuple(map(float, value))
+
+    def cutoffs(self, key: str, count: int) -> tuple[float, ...]:
+        """Reads `count` numbers of either sign; minus infinity may be among them."""
+        value = self._get(key, None)
+        if (
+            type(value) is not list
+            or len(value) != count
+            or not all(type(one) in (int, float) and one <= MAX_NUMBER for one in value)
+        ):
+            raise self._wrong(key, value, f"a list of {count} numbers")
         return tuple(map(float, value))
 
     def bounds(self, key: str) -> tuple[float, float]:

@@ -47,14 +47,16 @@ class Attention:
     eps: float
     qkv: Weight
     o: Weight
-    qk_norms: tuple[Weight, Weight] | None
+    qk_norms: tuple[Weight, ...]  # of q and k, of q alone where KV is shared, or none
     vectors: Vectors
     gate: Weight | None = None
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         qkv = ops.linear(x, self.qkv)
-        if self.qk_norms:
+        if len(self.qk_norms) == 2:
             qkv = ops.norm_qk(qkv, *self.qk_norms, self.spec, self.eps)
+        elif self.qk_norms:
+            qkv = ops.norm_runs(qkv, self.qk_norms[0], self.eps)
         y = ops.attend(self.layer, qkv, self.spec, self.vectors)
         if self.gate is not None:
             y = ops.sigmoid_mul(y, ops.linear(x, self.gate))
@@ -217,7 +219,7 @@ MakeNorm = Callable[[ModelSpec, Packer, str], Norm]
 def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
     """Builds a layer's attention. The q tensor of a gated one has each head's queries and then its gate."""
     a, name = spec.attention(layer), f"layers.{layer}"
-    kv = (f"{name}.k", a.kv_width), (f"{name}.v", a.kv_width)
+    kv = () if a.shares_kv else ((f"{name}.k", a.kv_width), (f"{name}.{'k' if a.v_is_k else 'v'}", a.kv_width))
     if a.output_gate:
         queries, gates = alternating(a.heads, a.head_dim, a.head_dim)
         qkv = pack.matrix((f"{name}.q", 2 * a.q_width, queries), *kv, width=spec.dim)
@@ -229,17 +231,18 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
     return Attention(spec.kv_layer(layer), a, spec.eps, qkv, o, qk_norms(spec, pack, layer), vectors, gate)
 
 
-def qk_norms(spec: ModelSpec, pack: Packer, layer: int) -> tuple[Weight, Weight] | None:
+def qk_norms(spec: ModelSpec, pack: Packer, layer: int) -> tuple[Weight, ...]:
     """Returns the gains of q and k, of one head each or of all heads, where they are normed."""
     a = spec.attention(layer)
     if not a.qk_norm:
-        return None
+        return ()
     if a.qk_norm == "unit":
         return pack.ones(a.head_dim), pack.ones(a.head_dim)
-    q_size, k_size = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (a.q_width, a.kv_width)
-    return (
-        pack.vector(f"layers.{layer}.q_norm", q_size, spec.gain_offset),
-        pack.vector(f"layers.{layer}.k_norm", k_size, spec.gain_offset),
+    sizes = {"q": a.head_dim, "k": a.head_dim} if a.qk_norm == "head" else {"q": a.q_width, "k": a.kv_width}
+    return tuple(
+        pack.vector(f"layers.{layer}.{part}_norm", size, spec.gain_offset)
+        for part, size in sizes.items()
+        if part == "q" or not a.shares_kv
     )
 
 

@@ -270,11 +270,11 @@ def is_file_name(file: Any) -> bool:
 
 def check_heads(spec: ModelSpec) -> None:
     """Raises if the numbers of attention heads do not fit together."""
-    a = spec.attn
-    if a.heads % a.kv_heads:
-        raise MalformedFile(f"{a.heads} query heads cannot share {a.kv_heads} key and value heads evenly")
-    if a.head_dim % 2:
-        raise UnsupportedModel(f"head_dim is {a.head_dim}; it must be even, because rotary embeddings rotate pairs")
+    for a in {spec.attn, *spec.layer_attn}:
+        if a.heads % a.kv_heads:
+            raise MalformedFile(f"{a.heads} query heads cannot share {a.kv_heads} key and value heads evenly")
+        if a.head_dim % 2:
+            raise UnsupportedModel(f"head_dim is {a.head_dim}; it must be even, because rotary embeddings rotate pairs")
 
 
 def check_experts(spec: ModelSpec) -> None:

@@ -94,6 +94,7 @@ def beside_vision(naming: Naming) -> Naming:
         layer=re.compile(rf"(?:language_model\.model|model\.language_model|model)\.layers\.{NUMBER}\.(.+)"),
         ignored=re.compile(
             rf"{naming.ignored.pattern}|(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|mlp1)\..+"
+            r"|(?:model\.)?(?:audio_tower|embed_audio|embed_vision|vision_embedder)\..+"
         ),
     )
 
@@ -109,6 +110,7 @@ def within_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
+KEYS_AND_VALUES = ("k", "v", "k_norm", "k.bias", "v.bias")  # parts that layers with shared KV do not need
 EXPERTS = {  # in the Hugging Face checkpoints of most MoE families
     "router": "mlp.gate",
     "choice_bias": "mlp.gate.e_score_correction_bias",
@@ -126,11 +128,14 @@ EXPERTS = {  # in the Hugging Face checkpoints of most MoE families
 def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) -> dict[str, Tensor]:
     """Returns the model's tensors, each with its role, by canonical name."""
     unused, naming = range(spec.layers, spec.layers + spec.unused_layers), naming.of_file(tensors)
+    sharing = {layer for layer in range(spec.layers) if spec.attention(layer).shares_kv}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if naming.ignored.fullmatch(name) or (unused and layer_of(name, naming) in unused):
             continue
         ours, part, role = identify(name, naming)
+        if part in KEYS_AND_VALUES and layer_of(name, naming) in sharing:
+            continue  # published, though nothing reads them
         if ours in found:
             raise MalformedFile(f"tensors {found[ours].name!r} and {name!r} are the same part of the model")
         found[ours] = (transposed(tensor) if part in naming.transposed else tensor).with_role(role)

@@ -72,11 +72,13 @@ class ExpertWeights(NamedTuple):
     up: Weight  # gate and up of each expert, one below the other
     down: Weight
     choice_bias: Weight | None  # [count], added to the scores that select experts
+    scale: Weight | None = None  # [count], what the weight of each expert is multiplied by
 
 
 class Ops(Protocol[V]):
-    def embed(self, table: Weight) -> V:
-        """Returns the table's rows for the step's tokens: [T, dim]."""
+    def embed(self, table: Weight, partial: bool = False) -> V:
+        """Returns the table's rows for the step's tokens: [T, dim]. If it is `partial`, tokens beyond its last row take
+        the first one."""
 
     def embed_positions(self, table: Weight) -> V:
         """Returns the table's rows for the positions of the step's tokens: [T, dim]."""
@@ -97,12 +99,16 @@ class Ops(Protocol[V]):
 
     def norm_qk(self, qkv: V, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> V:
         """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once) or, if
-        spec.qk_norm is "layer", layer_norm to each head, whose gains are all heads' one after the other; v stays as it
-        is: [T, q + k + v] -> [T, q + k + v]."""
+        spec.qk_norm is "layer", layer_norm to each head, whose gains are all heads' one after the other. With
+        `spec.v_norm` each head of v is normed without a gain, else v stays as it is: [T, q + k + v] -> the same."""
+
+    def norm_runs(self, x: V, gain: Weight, eps: float) -> V:
+        """Applies rms_norm to runs of each row that are as long as the gain: [*, n * run] -> [*, n * run]."""
 
     def attend(self, layer: int, qkv: V, spec: AttentionSpec, vectors: Vectors) -> V:
         """Splits qkv into q, k and v, rotates q and k, writes k and v to the paged cache of `layer`, and attends from
-        every token over its own sequence: [T, q + k + v] -> [T, q]. `vectors` are those that `spec.vectors` names."""
+        every token over its own sequence: [T, q + k + v] -> [T, q]. `vectors` are those that `spec.vectors` names. With
+        `spec.shares_kv` qkv is q alone, and the cache is only read: an op before has written this step's tokens."""
 
     def attend_mla(
         self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float, selected: V | None = None
@@ -121,6 +127,14 @@ class Ops(Protocol[V]):
     def act_and_mul(self, x: V, act: str) -> V:
         """Returns act(left half) * right half: [T, 2 * hidden] -> [T, hidden]; act is "silu", "gelu" or "gelu_tanh"."""
 
+    def sparse_act_and_mul(self, x: V, act: str, cutoff: float) -> V:
+        """Returns act(max(left half - c, 0)) * right half, where c lies `cutoff` standard deviations above the mean of
+        each row's left half: [T, 2 * hidden] -> [T, hidden]; act is as in `act_and_mul`."""
+
+    def gate_columns(self, x: V, y: V, first: int, act: str) -> V:
+        """Returns act(x) * those columns of y that begin at `first`: [T, n], [T, m] -> [T, n]; act is as in
+        `act_and_mul`."""
+
     def activate(self, x: V, act: str) -> V:
         """Returns act of each value: "silu", "gelu", "gelu_tanh" (its approximation), "relu" or "relu2", its square."""
 
@@ -135,6 +149,27 @@ class Ops(Protocol[V]):
 
     def soft_cap(self, x: V, cap: float) -> V:
         """Returns cap * tanh(x / cap), which is nearly x where x is small and never beyond cap."""
+
+    def take_columns(self, x: V, first: int, width: int, gain: Weight | None = None) -> V:
+        """Returns `width` columns of x from `first` on, times the gain of each where there is one."""
+
+    def concat(self, x: V, y: V) -> V:
+        """Returns the rows of x, each followed by that of y: [T, n], [T, m] -> [T, n + m]."""
+
+    def match_rms(self, x: V, like: V) -> V:
+        """Returns x with runs as wide as `like` scaled to the root mean square of `like`'s row. The mean square that is
+        divided by is at least 1e-5: [T, n * dim], [T, dim] -> [T, n * dim]."""
+
+    def mix_streams(self, x: V, coefficients: V) -> V:
+        """Adds a mix of all n streams to each one: y[j] = x[j] + sum over i of coefficients[n * j + i] * x[i]:
+        [T, n * dim], [T, n * n] -> [T, n * dim]."""
+
+    def correct_streams(self, x: V, new: V, coefficients: V, active: int) -> V:
+        """Moves all streams by the error of one: y[j] = x[j] + (1 + coefficients[j]) * (new - x[active]):
+        [T, n * dim], [T, dim], [T, n] -> [T, n * dim]."""
+
+    def add_to_streams(self, x: V, y: V) -> V:
+        """Adds y to all streams but the first: [T, n * dim], [T, dim] -> [T, n * dim]."""
 
     def take_sampled(self, x: V) -> V:
         """Returns the rows whose logits are wanted: [T, dim] -> [S, dim]."""

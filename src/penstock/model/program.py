@@ -38,7 +38,9 @@ TAKES_OVER = {
     "add_norm": (1, 1),  # the sum over the residual
     "add_layer_norm": (1, 1),
     "norm_qk": (0, 0),
+    "norm_runs": (0, 0),
     "add": (0, 1),
+    "add_to_streams": (0, 0),
     "scale": (0, 0),
     "soft_cap": (0, 0),
     "activate": (0, 0),
@@ -115,8 +117,9 @@ class Program:
 
     @property
     def attention_layers(self) -> dict[int, AttentionSpec]:
-        """Maps each layer of the KV cache to the attention that uses it."""
-        return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op in ("attend", "attend_mla")}
+        """Maps each layer of the KV cache to the attention that writes it."""
+        attending = [node.attributes for node in self.nodes if node.op in ("attend", "attend_mla")]
+        return {each["layer"]: each["spec"] for each in attending if not each["spec"].shares_kv}
 
     @property
     def recurrent_layers(self) -> dict[int, RecurrentSpec]:
@@ -137,8 +140,8 @@ class Recorder:
     pooled: Value | None = None
     _values: int = 0
 
-    def embed(self, table: Weight) -> Value:
-        return self._add("embed", (), self._value("T", table.width), table=table)
+    def embed(self, table: Weight, partial: bool = False) -> Value:
+        return self._add("embed", (), self._value("T", table.width), table=table, partial=partial)
 
     def embed_positions(self, table: Weight) -> Value:
         return self._add("embed_positions", (), self._value("T", table.width), table=table)
@@ -162,6 +165,9 @@ class Recorder:
     def norm_qk(self, qkv: Value, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> Value:
         out = self._value(qkv.symbol, qkv.width)
         return self._add("norm_qk", (qkv,), out, q_gain=q_gain, k_gain=k_gain, spec=spec, eps=eps)
+
+    def norm_runs(self, x: Value, gain: Weight, eps: float) -> Value:
+        return self._add("norm_runs", (x,), self._like(x), gain=gain, eps=eps)
 
     def attend(self, layer: int, qkv: Value, spec: AttentionSpec, vectors: Vectors) -> Value:
         return self._add("attend", (qkv,), self._value("T", spec.q_width), layer=layer, spec=spec, vectors=vectors)
@@ -188,6 +194,13 @@ class Recorder:
     def act_and_mul(self, x: Value, act: str) -> Value:
         return self._add("act_and_mul", (x,), self._value(x.symbol, x.width // 2), act=act)
 
+    def sparse_act_and_mul(self, x: Value, act: str, cutoff: float) -> Value:
+        out = self._value(x.symbol, x.width // 2)
+        return self._add("sparse_act_and_mul", (x,), out, act=act, cutoff=cutoff)
+
+    def gate_columns(self, x: Value, y: Value, first: int, act: str) -> Value:
+        return self._add("gate_columns", (x, y), self._like(x), first=first, act=act)
+
     def activate(self, x: Value, act: str) -> Value:
         return self._add("activate", (x,), self._like(x), act=act)
 
@@ -202,6 +215,24 @@ class Recorder:
 
     def soft_cap(self, x: Value, cap: float) -> Value:
         return self._add("soft_cap", (x,), self._like(x), cap=cap)
+
+    def take_columns(self, x: Value, first: int, width: int, gain: Weight | None = None) -> Value:
+        return self._add("take_columns", (x,), self._value(x.symbol, width, x.precision), first=first, gain=gain)
+
+    def concat(self, x: Value, y: Value) -> Value:
+        return self._add("concat", (x, y), self._value(x.symbol, x.width + y.width, x.precision))
+
+    def match_rms(self, x: Value, like: Value) -> Value:
+        return self._add("match_rms", (x, like), self._like(x))
+
+    def mix_streams(self, x: Value, coefficients: Value) -> Value:
+        return self._add("mix_streams", (x, coefficients), self._like(x))
+
+    def correct_streams(self, x: Value, new: Value, coefficients: Value, active: int) -> Value:
+        return self._add("correct_streams", (x, new, coefficients), self._like(x), active=active)
+
+    def add_to_streams(self, x: Value, y: Value) -> Value:
+        return self._add("add_to_streams", (x, y), self._like(x))
 
     def take_sampled(self, x: Value) -> Value:
         return self._add("take_sampled", (x,), self._value("S", x.width, x.precision))

@@ -49,6 +49,13 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.NORM: Precision.PLAIN,
     Role.BIAS: Precision.PLAIN,
     Role.ROUTER_BIAS: Precision.PLAIN,
+    Role.PER_LAYER_EMBEDDING: Precision.FINER,
+    Role.PER_LAYER_IN: Precision.QUANTIZED,
+    Role.PER_LAYER_OUT: Precision.QUANTIZED,
+    Role.STREAM_PROJECTION: Precision.QUANTIZED,
+    Role.STREAM_COEFFICIENTS: Precision.PLAIN,
+    Role.LAUREL: Precision.QUANTIZED,
+    Role.SCALE: Precision.PLAIN,
     Role.HEAD_PARAMETER: Precision.PLAIN,
 }
 FINER = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"), "Q6_K")

@@ -41,12 +41,21 @@ class Role(Enum):
     CONV = "convolution"
     NORM = "norm"
     BIAS = "bias"
+    PER_LAYER_EMBEDDING = "table of per-layer embeddings"
+    PER_LAYER_IN = "per-layer input in"
+    PER_LAYER_OUT = "per-layer input out"
+    STREAM_PROJECTION = "projection into or out of a residual stream"
+    STREAM_COEFFICIENTS = "coefficients of residual streams"
+    LAUREL = "low-rank product beside attention"
+    SCALE = "factor of each value, or of a layer"
     ROUTER_BIAS = "bias of the choice of experts"
     HEAD_PARAMETER = "a few numbers for each head"
 
 
 EXPERTS = frozenset((Role.EXPERT_IN, Role.EXPERT_OUT))
 MLA = frozenset((Role.MLA_KV_B, Role.MLA_HEADS))
+
+STREAMS = tuple(f".{i}" for i in range(7))  # those of a residual stream each, of up to eight
 
 _PARTS = {
     Role.EMBEDDING: ("embed",),
@@ -82,7 +91,16 @@ _PARTS = {
     Role.NORM: (
         *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
         *("q_norm", "k_norm", "kv_norm", "index_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
+        *("per_layer_norm", "after_per_layer_norm", "laurel_norm", "stream_router_norm"),
+        *("experts_norm", "after_dense_norm", "after_experts_norm"),
     ),
+    Role.PER_LAYER_EMBEDDING: ("per_layer_embed",),
+    Role.PER_LAYER_IN: ("per_layer_in", "per_layer_gate"),
+    Role.PER_LAYER_OUT: ("per_layer_out",),
+    Role.STREAM_PROJECTION: tuple(f"{end}{i}" for end in ("stream_in", "stream_out") for i in ("", *STREAMS)),
+    Role.STREAM_COEFFICIENTS: ("stream_router", "stream_predict", "stream_correct"),
+    Role.LAUREL: ("laurel_in", "laurel_out"),
+    Role.SCALE: ("stream_scale", "layer_scale", "router_scale", "expert_scale"),
     Role.ROUTER_BIAS: ("choice_bias",),
     Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt", "skip"),
 }

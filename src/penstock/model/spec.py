@@ -21,7 +21,9 @@ class RopeSpec:
 
 ATTENTION_VECTORS = ("sinks", "q_gain", "distance_bias")  # options of attention that come with a vector of that name
 SHAPES = ("heads", "kv_heads", "head_dim", "v_dim")
-COMPUTED_AROUND = ("rope", "multiplier", "qk_norm", "output_gate", "index")  # results, or computed by other ops
+COMPUTED_AROUND = (  # results, or computed by other ops
+    *("rope", "multiplier", "qk_norm", "v_norm", "v_is_k", "output_gate", "index"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ class AttentionSpec:
     v_dim: int = 0  # above 0: MLA, where values are the last so many dimensions of keys
     distance_bias: int = 0  # above 0: a head's scores get a bias by distance, the same for all beyond so many positions
     output_gate: bool = False  # q projects to a gate, too: the output is multiplied by its sigmoid
+    v_norm: bool = False  # each head's values are normed, without a gain; only where q and k are normed per head
+    v_is_k: bool = False  # values are projected as keys are; they differ after norms and RoPE
+    shares_kv: bool = False  # the layer has queries alone, and reads the keys and values that another layer wrote
     index: IndexSpec | None = None  # with MLA: selects the positions that are attended to; None: all are
 
     @property
@@ -85,6 +90,11 @@ class AttentionSpec:
     def kv_width(self) -> int:
         """Returns the width of the keys of all KV heads."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Returns the width of what `attend` takes: queries, and keys and values unless another layer wrote them."""
+        return self.q_width if self.shares_kv else self.q_width + 2 * self.kv_width
 
     @property
     def kv_values(self) -> int:
@@ -119,6 +129,25 @@ class MlaSpec:
     qk_nope_head_dim: int  # dimensions of a head's query and key that are not rotated
     v_head_dim: int
     q_lora_rank: int = 0  # width of what queries are projected from; 0: they are projected from x
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerSpec:
+    """Describes per-layer embeddings: a second table has a slice of each token's row for each layer."""
+
+    width: int  # of a slice
+    vocab: int  # rows of the table; tokens beyond take the first one
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpSpec:
+    """Describes residual streams that are predicted and corrected by each layer, which computes one of them (AltUp),
+    and what else Gemma 3n's layers have."""
+
+    streams: int
+    active: int  # the stream that layers compute
+    laurel_rank: int  # width inside the low-rank product beside attention (Laurel)
+    cutoffs: tuple[float, ...]  # of each layer's MLP, in deviations above the mean; -inf: nothing is cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,20 +223,24 @@ class KvGroup:
 PADDING = 0.1  # room that groups may leave unused, as a share of the layers of one window
 
 
-def group_by_window(windows: Sequence[int]) -> tuple[KvGroup, ...]:
-    """Divides layers, each given by its window, into groups that all take the same room, full attention first.
+def group_by_window(windows: Sequence[int], values: Sequence[int] = ()) -> tuple[KvGroup, ...]:
+    """Divides layers, each given by its window, into groups that all take the same room, full attention first. `values`
+    says how many values a token takes in each layer, where they differ.
 
-    A block must cost the same in every group, so all groups have room for equally many layers; the last group of a
-    window may have fewer. Of the sizes that leave at most a tenth of each window's room unused, the one with the fewest
-    groups is taken, because every group needs a block table, and of those the smallest."""
+    A block must cost the same in every group, so all groups have room for equally many layers of the largest kind; the
+    last group of a window may have fewer. Smaller layers share the room of a large one where several fit into it. Of
+    the sizes that leave at most a tenth of each window's room unused, the one with the fewest groups is taken, because
+    every group needs a block table, and of those the smallest."""
+    values = values or [1] * len(windows)
     kinds = {window: [layer for layer, one in enumerate(windows) if one == window] for window in sorted(set(windows))}
-    counts = [len(layers) for layers in kinds.values()]
+    together = {window: max(values) // max(values[layer] for layer in layers) for window, layers in kinds.items()}
+    counts = [-(-len(layers) // together[window]) for window, layers in kinds.items()]
     sizes = [size for size in range(1, max(counts) + 1) if all(-count % size <= PADDING * count for count in counts)]
     size = min(sizes, key=lambda size: (sum(-(-count // size) for count in counts), size))
     return tuple(
-        KvGroup(window, tuple(layers[first : first + size]))
+        KvGroup(window, tuple(layers[first : first + size * together[window]]))
         for window, layers in kinds.items()
-        for first in range(0, len(layers), size)
+        for first in range(0, len(layers), size * together[window])
     )
 
 
@@ -250,6 +283,9 @@ class ModelSpec:
     embed_dim: int = 0  # width of its embeddings, which are projected to `dim` and back; 0: it is `dim`
     norm_last: bool = False  # each part's output is added to its input before they are normed, and no norm follows
     generates: bool = True  # the checkpoint has an output head, or ties it to its embeddings
+    layer_hidden: tuple[int, ...] = ()  # of each layer's MLP, where they differ; `hidden` is the widest
+    per_layer: PerLayerSpec | None = None
+    altup: AltUpSpec | None = None
 
     @property
     def encoder(self) -> bool:
@@ -270,19 +306,32 @@ class ModelSpec:
         return tuple(sorted(attentive))
 
     @property
+    def kv_writers(self) -> tuple[int, ...]:
+        """Returns the layers that write keys and values, in their order."""
+        return tuple(layer for layer in self.attention_layers if not self.attention(layer).shares_kv)
+
+    @property
     def kv_layers(self) -> int:
-        """Returns how many layers the KV cache has. The layers of an encoder write over each other's keys and
-        values."""
-        return 1 if self.encoder else len(self.attention_layers)
+        """Returns how many layers the KV cache has."""
+        return len(self.cached_attention)
 
     @property
     def cached_attention(self) -> tuple[AttentionSpec, ...]:
-        """Returns the attention of each layer of the KV cache."""
-        return (self.attn,) if self.encoder else tuple(self.attention(layer) for layer in self.attention_layers)
+        """Returns the attention of each layer of the KV cache. The layers of an encoder write over each other's keys
+        and values, so it has one."""
+        return (self.attn,) if self.encoder else tuple(map(self.attention, self.kv_writers))
 
     def kv_layer(self, layer: int) -> int:
-        """Returns which layer of the KV cache an attention layer writes."""
-        return 0 if self.encoder else self.attention_layers.index(layer)
+        """Returns which layer of the KV cache an attention layer writes. One that shares KV reads that of the last
+        layer before it that writes and sees as far."""
+        if self.encoder:
+            return 0
+        same = [
+            index
+            for index, writer in enumerate(self.kv_writers)
+            if writer <= layer and self.attention(writer).reach == self.attention(layer).reach
+        ]
+        return same[-1]
 
     def state_layer(self, layer: int) -> int:
         """Returns how many recurrent layers come before a layer: the number of its state, where it has one."""
@@ -294,12 +343,32 @@ class ModelSpec:
         whole of a sequence."""
         if self.encoder:
             return (KvGroup(0, (0,)),)
-        return group_by_window([self.attention(layer).reach for layer in self.attention_layers])
+        layers = self.cached_attention
+        return group_by_window([attn.reach for attn in layers], [attn.kv_values for attn in layers])
+
+    @property
+    def kv_planes(self) -> tuple[int, ...]:
+        """Returns for how many values of a token each plane of a KV block has room. A plane holds the largest layer, or
+        as many smaller ones as fit, and each group fills planes from the first one on."""
+        values = [attn.kv_values for attn in self.cached_attention]
+        planes: dict[int, int] = {}
+        for group in self.kv_groups:
+            plane = used = 0
+            for layer in group.layers:
+                if used + values[layer] > max(values):
+                    plane, used = plane + 1, 0
+                used += values[layer]
+                planes[plane] = max(planes.get(plane, 0), used)
+        return tuple(planes.values())
 
     @property
     def kv_group_layers(self) -> int:
-        """Returns how many layers a KV block has room for."""
-        return max(len(group.layers) for group in self.kv_groups)
+        """Returns how many layers of the largest size a KV block has room for."""
+        return len(self.kv_planes)
+
+    def kv_group_bytes(self, token: int) -> int:
+        """Returns the bytes of a token in a KV block, given those of a token in all layers."""
+        return token * sum(self.kv_planes) // max(sum(attn.kv_values for attn in self.cached_attention), 1)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -314,6 +383,10 @@ class ModelSpec:
     def attention(self, layer: int) -> AttentionSpec:
         """Returns the attention of a layer."""
         return self.layer_attn[layer] if self.layer_attn else self.attn
+
+    def mlp_hidden(self, layer: int) -> int:
+        """Returns the width inside a layer's MLP."""
+        return self.layer_hidden[layer] if self.layer_hidden else self.hidden
 
     @property
     def longest(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.roles import Role
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import Tensor, every_other_row, rows_of_groups, some_rows, transposed
+from penstock.model.tensor import Tensor, every_other_row, flat, rows_of_groups, some_rows, transposed
 
 FUSED = re.compile(r"(layers\.\d+\.(?:experts\.\d+\.|shared\.)?)(qkv|grouped_qkv|gate_up|kv_a)(\.bias)?")
 HEAD_NORM = re.compile(r"(layers\.\d+\.[qk]_norm)\.\d+")
@@ -46,6 +46,8 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
         elif tensor.role is Role.SHARED_EXPERT_GATE:  # files differ in its shape
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))
+        elif tensor.role is Role.STREAM_PROJECTION and len(tensor.shape) == 3:
+            found |= {f"{name}.{i}": one for i, one in enumerate(matrices_of(tensor))}
         else:
             found[name] = tensor
     return joined_norms(found, spec)
@@ -66,6 +68,13 @@ def joined_norms(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Te
         data = np.concatenate([tensors[part].data for part in parts])
         found[joined] = replace(first, shape=(sum(prod(tensors[part].shape) for part in parts),), source=data)
     return found
+
+
+def matrices_of(stacked: Tensor) -> Iterator[Tensor]:
+    """Yields the matrices of a tensor that holds several, one after the other."""
+    count, rows, _ = stacked.shape
+    for i in range(count):
+        yield some_rows(flat(stacked), i * rows, (i + 1) * rows)
 
 
 def split_experts(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:

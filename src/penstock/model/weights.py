@@ -61,6 +61,10 @@ class Packer:
         tensors = [self._take(name, (size,)) for name, size in parts]
         return self._pack_computed(tensors[0], np.concatenate([dequantize(tensor) for tensor in tensors]))
 
+    def number(self, name: str) -> float:
+        """Returns the one value of a tensor."""
+        return float(dequantize(self._take(name, (1,)))[0])
+
     def ones(self, size: int) -> Any:
         """Packs a vector of ones, which no tensor of the checkpoint holds."""
         return self._backend.pack_vector(

@@ -80,7 +80,7 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     """Divides the memory for a config with all defaults filled in. Raises ConfigError if not even a small cache would
     fit beside the weights."""
     room = has.free - has.weights - has.workspace - has.reserve
-    group_token = has.kv_token * spec.kv_group_layers // max(spec.kv_layers, 1)
+    group_token = spec.kv_group_bytes(has.kv_token)
     if room < 2 * len(spec.windows) * config.block_size * group_token:
         raise ConfigError(
             f"the model needs {gigabytes(has.weights)} for weights, {gigabytes(has.workspace)} for workspace and "

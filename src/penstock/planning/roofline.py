@@ -15,9 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.backend.base import StoredAs
-from penstock.model.roles import EXPERTS
+from penstock.model.roles import EXPERTS, Role
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
+
+AROUND_LAYERS = (Role.PER_LAYER_IN, Role.STREAM_PROJECTION)  # matrices of no layer that every token is multiplied by
 
 
 class MatmulTimes(NamedTuple):
@@ -56,9 +58,9 @@ class ModelCosts(NamedTuple):
     """Counts what one step of a model computes and reads."""
 
     weight_groups: tuple[WeightGroup, ...]
-    kv_token: int  # bytes
+    kv_token: int  # bytes that all layers together read of one token
     windows: tuple[int, ...]  # of each attention layer; 0: it sees the whole context
-    q_width: int
+    q_width: int  # of a layer, on average
     causal: bool = True
     recurrent: int = 0  # layers with a state instead of KV
     state: int = 0  # bytes of all those layers; each token of a row reads and writes them
@@ -81,9 +83,12 @@ def model_costs(
     for name, share, sampled in used_matrices(spec, tensors):
         sums[stored_as(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
     groups = tuple(WeightGroup(kind, count, share, sampled) for (kind, share, sampled), count in sums.items())
-    windows = tuple(spec.attention(layer).window for layer in spec.attention_layers)
-    states = len(spec.recurrent), spec.state_bytes
-    return ModelCosts(groups, kv_token, windows, spec.attn.q_width, spec.attn.causal, *states)
+    layers = [spec.attention(layer) for layer in spec.attention_layers]
+    written = sum(attn.kv_values for attn in spec.cached_attention)
+    read = kv_token * sum(attn.kv_values for attn in layers) // written if written else 0
+    q_width = sum(attn.q_width for attn in layers) // max(len(layers), 1)
+    windows, states = tuple(attn.window for attn in layers), (len(spec.recurrent), spec.state_bytes)
+    return ModelCosts(groups, read, windows, q_width, spec.attn.causal, *states)
 
 
 def used_matrices(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float, bool]]:
@@ -92,7 +97,8 @@ def used_matrices(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tu
     head = "embed" if spec.tied else "head"
     needed = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     for name, tensor in tensors.items():
-        if len(tensor.shape) == 2 and (name.startswith("layers.") or name == head):
+        between = name.startswith("layers.") or tensor.role in AROUND_LAYERS
+        if len(tensor.shape) == 2 and (between or name == head):
             yield name, needed if tensor.role in EXPERTS else 1.0, name == head
 
 

@@ -60,7 +60,7 @@ class Program:
     def prepares(self, weight: Weight) -> bool:
         """Whether what the weight is multiplied with must lie in a prepared buffer."""
     def angles(self, inv_freq: NDArray[np.float64], scale: float) -> int: ...
-    def embed(self, table: Weight, out: int) -> None: ...
+    def embed(self, table: Weight, out: int, partial: bool = False) -> None: ...
     def add_norm(
         self, x: int, residual: int | None, gain: NDArray[np.float32], eps: float, out: int, total: int | None
     ) -> None: ...
@@ -76,18 +76,22 @@ class Program:
         vectors: dict[str, NDArray[np.float32]],
     ) -> None:
         """Adds attention. `numbers` and `vectors` are an AttentionSpec's options by name; an unknown one is refused."""
-    def norm_qk(
-        self,
-        x: int,
-        q_gain: NDArray[np.float32],
-        q_width: int,
-        k_gain: NDArray[np.float32],
-        k_width: int,
-        eps: float,
-        out: int,
-        layer_dim: int = 0,
+    def norm_runs(self, x: int, parts: list[tuple[NDArray[np.float32], int]], eps: float, out: int) -> None:
+        """Norms parts of each row, (gain, width) of each, in runs as long as the gain; a width of 0 means the rest of
+        the row. What follows stays as it is."""
+    def layer_norm_heads(
+        self, x: int, q_gain: NDArray[np.float32], k_gain: NDArray[np.float32], dim: int, eps: float, out: int
     ) -> None:
-        """Computes RMS norms of runs as long as the gains or, with a `layer_dim`, layer norms of so many values."""
+        """Computes layer norms of q and k, of `dim` values at a time. Gains have a value for each of theirs."""
+    def sparse_act_and_mul(self, x: int, out: int, act: str, cutoff: float) -> None: ...
+    def gate_columns(self, x: int, y: int, first: int, out: int, act: str) -> None: ...
+    def take_columns(self, x: int, first: int, gain: NDArray[np.float32], out: int) -> None:
+        """`gain` has no values where there is none."""
+    def concat(self, x: int, y: int, out: int) -> None: ...
+    def match_rms(self, x: int, like: int, out: int) -> None: ...
+    def mix_streams(self, x: int, coefficients: int, out: int) -> None: ...
+    def correct_streams(self, x: int, new: int, coefficients: int, active: int, out: int) -> None: ...
+    def add_to_streams(self, x: int, y: int, out: int) -> None: ...
     def act_and_mul(self, x: int, out: int, act: str) -> None: ...
     def add(self, x: int, y: int, out: int) -> None: ...
     def scale(self, x: int, factor: float, out: int) -> None: ...
@@ -207,6 +211,7 @@ class Program:
         top_k_groups: int,
         group_score: str,
         weigh_inputs: bool = False,
+        expert_scale: NDArray[np.float32] | None = None,
     ) -> None:
         """`choice_bias` has no values where there is none."""
     def per_head_linear(self, x: int, weight: Weight, heads: int, passthrough: int, out: int) -> None:

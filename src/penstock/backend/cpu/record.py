@@ -88,8 +88,8 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
     return (Buffer("T", node.attributes["spec"].width),) if needs else ()
 
 
-def embed(emit: Emitter, out: int, *, table: Weight) -> None:
-    emit.native.embed(table, out)
+def embed(emit: Emitter, out: int, *, table: Weight, partial: bool) -> None:
+    emit.native.embed(table, out, partial)
 
 
 def embed_positions(emit: Emitter, out: int, *, table: Weight) -> None:
@@ -122,8 +122,16 @@ def per_head_linear(emit: Emitter, x: int, out: int, *, weight: HeadWeights, pas
 def norm_qk(
     emit: Emitter, x: int, out: int, *, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float
 ) -> None:
-    layer_dim = spec.head_dim if spec.qk_norm == "layer" else 0
-    emit.native.norm_qk(x, q_gain, spec.q_width, k_gain, spec.kv_width, eps, out, layer_dim)
+    if spec.qk_norm == "layer":
+        return emit.native.layer_norm_heads(x, q_gain, k_gain, spec.head_dim, eps, out)
+    parts = [(q_gain, spec.q_width), (k_gain, spec.kv_width)]
+    if spec.v_norm:
+        parts.append((np.ones(spec.head_dim, np.float32), spec.kv_width))
+    emit.native.norm_runs(x, parts, eps, out)
+
+
+def norm_runs(emit: Emitter, x: int, out: int, *, gain: Floats, eps: float) -> None:
+    emit.native.norm_runs(x, [(gain, 0)], eps, out)  # 0: the whole row
 
 
 def attend(emit: Emitter, qkv: int, out: int, *, layer: int, spec: AttentionSpec, vectors: Vectors) -> None:
@@ -172,6 +180,38 @@ def act_and_mul(emit: Emitter, x: int, out: int, *, act: str) -> None:
     emit.native.act_and_mul(x, out, act)
 
 
+def sparse_act_and_mul(emit: Emitter, x: int, out: int, *, act: str, cutoff: float) -> None:
+    emit.native.sparse_act_and_mul(x, out, act, cutoff)
+
+
+def gate_columns(emit: Emitter, x: int, y: int, out: int, *, first: int, act: str) -> None:
+    emit.native.gate_columns(x, y, first, out, act)
+
+
+def take_columns(emit: Emitter, x: int, out: int, *, first: int, gain: Floats | None) -> None:
+    emit.native.take_columns(x, first, np.zeros(0, np.float32) if gain is None else gain, out)
+
+
+def concat(emit: Emitter, x: int, y: int, out: int) -> None:
+    emit.native.concat(x, y, out)
+
+
+def match_rms(emit: Emitter, x: int, like: int, out: int) -> None:
+    emit.native.match_rms(x, like, out)
+
+
+def mix_streams(emit: Emitter, x: int, coefficients: int, out: int) -> None:
+    emit.native.mix_streams(x, coefficients, out)
+
+
+def correct_streams(emit: Emitter, x: int, new: int, coefficients: int, out: int, *, active: int) -> None:
+    emit.native.correct_streams(x, new, coefficients, active, out)
+
+
+def add_to_streams(emit: Emitter, x: int, y: int, out: int) -> None:
+    emit.native.add_to_streams(x, y, out)
+
+
 def activate(emit: Emitter, x: int, out: int, *, act: str) -> None:
     emit.native.activate(x, out, act)
 
@@ -204,6 +244,7 @@ def moe(emit: Emitter, x: int, router_logits: int, out: int, *, experts: ExpertW
         list(experts.down),
         cast(Floats, experts.choice_bias),
         out,
+        expert_scale=experts.scale,
         **picked(spec, "top_k", "act", "scoring", "renormalize", "scale", "groups", "top_k_groups", "group_score"),
         weigh_inputs=spec.weigh_inputs,
     )
@@ -316,7 +357,9 @@ def or_none(vector: Floats | None) -> Floats:
 EMITTERS: dict[str, Callable[..., Any]] = {
     emitter.__name__: emitter
     for emitter in (
-        *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
+        *(embed, embed_positions, add_norm, add_layer_norm, norm_qk, norm_runs),
+        *(sparse_act_and_mul, gate_columns, take_columns, concat),
+        *(match_rms, mix_streams, correct_streams, add_to_streams),
         *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
         *(causal_conv, selective_scan),

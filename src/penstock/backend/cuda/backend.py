@@ -42,7 +42,7 @@ from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
-from penstock.backend.cuda.kv_cache import by_index, layout_of
+from penstock.backend.cuda.kv_cache import layout_of, places_of, reserve_caches
 from penstock.backend.cuda.launchers import Memory
 from penstock.backend.cuda.pooling import PoolingSums, read
 from penstock.backend.cuda.precompile import Compiler
@@ -212,7 +212,7 @@ class CudaBackend:
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves one block more than asked for: rows that only pad a step write there."""
         layers = self._program.layers
-        sharing = by_index(layers, groups)
+        places_of(layers, groups)  # refused before anything is freed
         self._block_size, self._num_blocks, self._groups = block_size, num_blocks, max(len(groups), 1)
         self._free_kv()
         self._memory.groups = dict.fromkeys(layers, 0) | {
@@ -221,7 +221,7 @@ class CudaBackend:
         try:
             with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"):
                 self._reserve_inputs(self._table_words)
-                self._reserve_caches(sharing)
+                self._reserve_caches(groups)
                 self._memory.states.reserve(states)
         except OutOfMemory:
             self._free_kv()
@@ -231,12 +231,10 @@ class CudaBackend:
             self._hold_last()
             torch.cuda.synchronize(self._device)
 
-    def _reserve_caches(self, sharing: list[list[int]]) -> None:
-        """Reserves one cache for each list of layers that share it."""
+    def _reserve_caches(self, groups: Sequence[KvGroup]) -> None:
         layers, memory = self._program.layers, self._memory
-        for some in sharing:
-            cache = self._kv_layout.reserve(layers[some[0]], self._num_blocks + 1, self._block_size, self._device)
-            memory.caches.update(dict.fromkeys(some, cache))
+        size = self._num_blocks + 1, self._block_size
+        memory.caches, memory.planes = reserve_caches(self._kv_layout, layers, groups, size, self._device)
         if any(spec.index_dim for spec in layers.values()):
             lines = max(LINES, self._tile_tokens), self._num_blocks * self._block_size
             memory.index_scores = torch.zeros(lines, device=self._device)
@@ -246,6 +244,7 @@ class CudaBackend:
     def _free_kv(self) -> None:
         self._graphs.forget()
         self._memory.caches.clear()
+        self._memory.planes.clear()
         self._memory.index_scores = None
         self._memory.states.layers.clear()
 

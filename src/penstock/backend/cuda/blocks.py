@@ -51,5 +51,5 @@ class CudaBlocks:
         return torch.tensor(blocks, device=self._device)
 
     def _caches(self) -> list[LayerCache]:
-        """Returns the caches, each once: layers of different groups share one."""
-        return list({id(cache.lines): cache for cache in self._memory.caches.values()}.values())
+        """Returns what blocks consist of."""
+        return self._memory.planes

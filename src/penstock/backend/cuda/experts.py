@@ -95,11 +95,11 @@ def compute_experts(
 ) -> None:
     """Computes the moe op. With fewer token-expert pairs than half of the experts, each pair reads its matrices by
     itself; otherwise the pairs of an expert are computed together."""
-    up, down, choice_bias = experts
+    up, down, choice_bias, expert_scale = experts
     selected = selected.view(torch.int32)
     pairs = selected.numel()
     both, hidden, given = (rows.view(pairs, rows.numel() // pairs) for rows in (both, hidden, given))
-    route(router_logits, choice_bias, spec, selected, weights)
+    route(router_logits, choice_bias, spec, selected, weights, expert_scale)
     rows = ExpertRows(x, selected, spec.top_k)
     if spec.weigh_inputs:
         rows = weighted_rows(x, selected, weights, given)

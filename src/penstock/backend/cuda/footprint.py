@@ -55,11 +55,15 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
 def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> int:
     """Returns the bytes that the largest step needs: a buffer for each value that is alive at once, logits, and scratch
     of the sampler. `unpacks`: large products first expand a quantized matrix to 16 bits."""
-    attn = spec.attn
+    attn = max((spec.attn, *spec.layer_attn), key=lambda attn: attn.q_width)
     widths = 4 * spec.dim + (3 if attn.v_dim else 2) * attn.q_width + 2 * attn.kv_width + 3 * spec.hidden
     if spec.experts is not None:
         e = spec.experts
         widths += e.top_k * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
+    if spec.per_layer:
+        widths += 2 * spec.layers * spec.per_layer.width
+    if spec.altup:
+        widths += 3 * spec.altup.streams * spec.dim
     if attn.index:
         widths += attn.index.heads * (attn.index.head_dim + 2) + 2 * (attn.index.head_dim + attn.index.top_k)
     if spec.recurrence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ KINDS = {"bf16": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class LayerCache(NamedTuple):
-    """Holds the keys and values of a layer, or of all layers that have the same index within their KV groups."""
+    """Holds the keys and values of a layer, or of all layers that lie at the same place within blocks."""
 
     lines: Any  # [blocks, 2, kv_heads, block_size, D]; for MLA [blocks, block_size, D]
     scales: Any | None  # [blocks, 2, kv_heads, block_size] float32; for MLA [blocks, 2, block_size]
@@ -59,18 +60,85 @@ def layout_of(kind: str, activations: torch.dtype) -> KvLayout:
     return KvLayout(eight or activations, eight is not None, activations)
 
 
-def by_index(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) -> list[list[int]]:
-    """Returns the layers that share a cache: those that have the same index within their groups. Without groups each
-    layer has its own. Raises ValueError if a layer is missing or has another shape than those it would share with."""
+class KvPlace(NamedTuple):
+    """Says where a layer lies within each block: in which plane, and after how many values of a token there."""
+
+    plane: int
+    offset: int
+
+
+def places_of(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) -> dict[int, KvPlace]:
+    """Returns where layers lie. A plane has room for the largest layer, or for as many smaller ones as fit, and each
+    group fills planes from the first one on: a block belongs to one group at a time. Without groups all layers are one.
+    Raises ValueError if a layer is in no group, or in two."""
     listed = [group.layers for group in groups] or [tuple(layers)]
     if sorted(layer for group in listed for layer in group) != sorted(layers):
         raise ValueError(f"every layer that keeps KV is in one group, once; got {listed} for layers {sorted(layers)}")
-    sharing = [[group[index] for group in listed if index < len(group)] for index in range(max(map(len, listed)))]
-    for some in sharing:
-        shapes = {(a.kv_heads, a.head_dim, a.v_dim, a.index_dim) for a in map(layers.__getitem__, some)}
-        if len(shapes) > 1:
-            raise ValueError(f"groups need layers of the same shape; layers {some} differ")
-    return sharing
+    room = max([spec.kv_values for spec in layers.values()], default=0)
+    places: dict[int, KvPlace] = {}
+    for group in listed:
+        if any(layers[layer].v_dim for layer in group):  # MLA: each layer has a plane of its own shape
+            places |= {layer: KvPlace(index, 0) for index, layer in enumerate(group)}
+            continue
+        plane = offset = 0
+        for layer in group:
+            values = layers[layer].kv_values
+            if offset + values > room:
+                plane, offset = plane + 1, 0
+            places[layer] = KvPlace(plane, offset)
+            offset += values
+    return places
+
+
+def reserve_caches(
+    layout: KvLayout,
+    layers: Mapping[int, AttentionSpec],
+    groups: Sequence[KvGroup],
+    size: tuple[int, int],
+    device: torch.device,
+) -> tuple[dict[int, LayerCache], list[LayerCache]]:
+    """Makes empty caches of `size` (blocks, positions of each); returns that of each layer, and what all blocks consist
+    of. Layers that lie at the same place in different groups share a cache."""
+    places = places_of(layers, groups)
+    shapes = {(spec.kv_heads, spec.head_dim) for spec in layers.values()}
+    if len(shapes) <= 1 or any(spec.v_dim for spec in layers.values()):
+        specs = {place: layers[layer] for layer, place in places.items()}
+        planes = {place: layout.reserve(spec, *size, device) for place, spec in specs.items()}
+        return {layer: planes[place] for layer, place in places.items()}, list(planes.values())
+    return reserve_mixed(layout, layers, places, size, device)
+
+
+def reserve_mixed(
+    layout: KvLayout,
+    layers: Mapping[int, AttentionSpec],
+    places: Mapping[int, KvPlace],
+    size: tuple[int, int],
+    device: torch.device,
+) -> tuple[dict[int, LayerCache], list[LayerCache]]:
+    """Makes caches for layers of different shapes, which are views of their planes. Scales are kept for each shape."""
+    (blocks, block_size), unit = size, lcm(*(spec.head_dim for spec in layers.values()))
+    room = max(spec.kv_values for spec in layers.values()) * block_size
+    room = -(-room // unit) * unit  # a whole number of lines of every shape
+    count = 1 + max(place.plane for place in places.values())
+    memory = [
+        torch.zeros((blocks, room * layout.dtype.itemsize), dtype=torch.uint8, device=device) for _ in range(count)
+    ]
+    planes = [LayerCache(plane.view(layout.dtype), None) for plane in memory]
+    found: dict[tuple[KvPlace, int, int], LayerCache] = {}
+    for layer, place in places.items():
+        spec = layers[layer]
+        key = place, spec.kv_heads, spec.head_dim
+        if key in found:
+            continue
+        shape = blocks, 2, spec.kv_heads, block_size, spec.head_dim
+        line = spec.head_dim
+        strides = room, spec.kv_heads * block_size * line, block_size * line, line, 1
+        plane = planes[place.plane].lines
+        lines = plane.as_strided(shape, strides, plane.storage_offset() + place.offset * block_size)
+        scales = torch.zeros((blocks, room // line), device=device) if layout.scaled else None
+        found[key] = LayerCache(lines, scales)
+    caches = {layer: found[place, layers[layer].kv_heads, layers[layer].head_dim] for layer, place in places.items()}
+    return caches, planes + [LayerCache(None, cache.scales) for cache in found.values() if cache.scales is not None]
 
 
 def copy_blocks(caches: Iterable[LayerCache], source: Any, target: Any) -> None:

@@ -17,7 +17,7 @@ from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.kernels import delta_rule, norm
+from penstock.backend.cuda.kernels import delta_rule, norm, streams
 from penstock.backend.cuda.kernels import mamba2 as mamba2_kernel
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels import select_positions as select
@@ -26,7 +26,7 @@ from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
-from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
+from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens
 from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
@@ -50,6 +50,8 @@ from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
 SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
     "act_and_mul": ("silu", "gelu", "gelu_tanh"),
+    "sparse_act_and_mul": ("silu", "gelu", "gelu_tanh"),
+    "gate_columns": ("silu", "gelu", "gelu_tanh"),
     "activate": ACTIVATIONS,
 }
 
@@ -62,6 +64,7 @@ class Memory:
     tokens: Any  # [T] the step's tokens, all known
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
+    planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them
     index_scores: Any = None  # see kernels/select_positions.py
     groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
     states: Any = None  # see recurrent_states
@@ -112,6 +115,7 @@ def bind(node: OpNode, context: Context) -> Callable[..., None]:
         options = node.attributes["spec"].options | node.attributes["vectors"]
         whole_rows = {"causal", "distance_bias"}  # a row of one token sees itself alone, whatever these are
         constants["whole_rows"] = {name: options.pop(name) for name in whole_rows.intersection(options)}
+        del options["shares_kv"]  # the width of a row tells it
         constants["options"] = options
     if node.op == "moe":
         constants["permutation"] = context.permutation(node.attributes["spec"])
@@ -151,10 +155,10 @@ def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
     return fp8_view(rows) if weight is not None and weight.takes_fp8(len(rows)) else None
 
 
-def embed(context: Context, step: DeviceInputs, out: Any, *, table: Weight) -> None:
+def embed(context: Context, step: DeviceInputs, out: Any, *, table: Weight, partial: bool) -> None:
     memory = context.memory
     tokens = memory.tokens[: len(out)]
-    resolve_tokens(step.tokens, step.token_slots, memory.last, tokens)
+    resolve_tokens(step.tokens, step.token_slots, memory.last, tokens, table.rows if partial else MAX_TOKEN)
     table.gather(tokens, out)
 
 
@@ -215,7 +219,12 @@ def norm_qk(
     context: Context, step: DeviceInputs, x: Any, out: Any, *, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float
 ) -> None:
     layer_dim = spec.head_dim if spec.qk_norm == "layer" else 0
-    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out, layer_dim)
+    v_run = spec.head_dim if spec.v_norm else 0
+    norm_qk_kernel.norm_qk(x, q_gain, k_gain, spec.q_width, spec.kv_width, eps, out, layer_dim, v_run)
+
+
+def norm_runs(context: Context, step: DeviceInputs, x: Any, out: Any, *, gain: Any, eps: float) -> None:
+    norm_qk_kernel.norm_runs(x, gain, eps, out)
 
 
 def attend(
@@ -236,7 +245,7 @@ def attend(
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
     if len(step.tiles):
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
-        rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales)
+        rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales, stores=not spec.shares_kv)
         places = step.tiles, step.tables, step.header
         tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
         how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
@@ -303,6 +312,41 @@ def act_and_mul(
     context: Context, step: DeviceInputs, x: Any, out: Any, *, act: str, consumer: Weight | None = None
 ) -> None:
     act_and_mul_kernel(x, out, fp8_rows(consumer, out), act)
+
+
+def sparse_act_and_mul(context: Context, step: DeviceInputs, x: Any, out: Any, *, act: str, cutoff: float) -> None:
+    streams.sparse_act_and_mul(x, out, act, cutoff)
+
+
+def gate_columns(context: Context, step: DeviceInputs, x: Any, y: Any, out: Any, *, first: int, act: str) -> None:
+    streams.gate_columns(x, y, out, first, act)
+
+
+def take_columns(context: Context, step: DeviceInputs, x: Any, out: Any, *, first: int, gain: Any | None) -> None:
+    taken = x[:, first : first + out.shape[1]]
+    out.copy_(taken) if gain is None else torch.mul(taken, gain, out=out)
+
+
+def concat(context: Context, step: DeviceInputs, x: Any, y: Any, out: Any) -> None:
+    torch.cat((x, y), dim=1, out=out)
+
+
+def match_rms(context: Context, step: DeviceInputs, x: Any, like: Any, out: Any) -> None:
+    streams.match_rms(x, like, out)
+
+
+def mix_streams(context: Context, step: DeviceInputs, x: Any, coefficients: Any, out: Any) -> None:
+    streams.mix_streams(x, coefficients, out)
+
+
+def correct_streams(
+    context: Context, step: DeviceInputs, x: Any, new: Any, coefficients: Any, out: Any, *, active: int
+) -> None:
+    streams.correct_streams(x, new, coefficients, out, active)
+
+
+def add_to_streams(context: Context, step: DeviceInputs, x: Any, y: Any, out: Any) -> None:
+    streams.add_to_streams(x, y, out)
 
 
 def activate(context: Context, step: DeviceInputs, x: Any, out: Any, *, act: str) -> None:
@@ -409,7 +453,9 @@ def mamba2(
 LAUNCHERS: dict[str, Callable[..., None]] = {
     launcher.__name__: launcher
     for launcher in (
-        *(embed, embed_positions, add_norm, add_layer_norm, norm_qk),
+        *(embed, embed_positions, add_norm, add_layer_norm, norm_qk, norm_runs),
+        *(sparse_act_and_mul, gate_columns, take_columns, concat),
+        *(match_rms, mix_streams, correct_streams, add_to_streams),
         *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
         *(causal_conv, selective_scan),

@@ -355,6 +355,7 @@ from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402
 from penstock.backend.ref.mamba2_cases import MAMBA2_CASES  # noqa: E402
 from penstock.backend.ref.mla_cases import MLA_CASES  # noqa: E402
 from penstock.backend.ref.scan_cases import SCAN_CASES  # noqa: E402
+from penstock.backend.ref.stream_cases import STREAM_CASES  # noqa: E402
 
 CASES = (
     *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in FORMATS),
@@ -468,8 +469,5 @@ CASES = (
     ),
     *DELTA_CASES,
     *DISTANCE_CASES,
-    *SCAN_CASES,
-    *LLAMA4_CASES,
-    *MAMBA2_CASES,
-    *MLA_CASES,
+    *(*SCAN_CASES, *LLAMA4_CASES, *MAMBA2_CASES, *MLA_CASES, *STREAM_CASES),
 )

@@ -17,6 +17,7 @@ from penstock.backend.ref.activations import ACTS, clamped, identity, relu, sigm
 from penstock.backend.ref.adapters import LoadedAdapters, adapted
 from penstock.backend.ref.delta import delta_rule
 from penstock.backend.ref.mamba2 import selective_scan, time_steps
+from penstock.backend.ref.stream_ops import RefStreamOps, split
 from penstock.model.ops import (
     ConvWeights,
     DeltaInputs,
@@ -41,13 +42,13 @@ class Matrix:
 
 class RefCache:
     """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; for MLA keys alone and, where positions are
-    selected, index keys. Layers that have the same index within their KV groups share an array: a block belongs to one
-    group at a time."""
+    selected, index keys. Layers of the same shape that have the same index within their KV groups share an array: a
+    block belongs to one group at a time."""
 
     def __init__(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: dict[int, tuple[Floats, ...]] = {}  # by index within a group
+        self.layers: dict[tuple[int, int, int], tuple[Floats, ...]] = {}  # by index within a group, and by shape
         self.states = states
         self.recurrent: dict[int, tuple[Floats, ...]] = {}
         self._places = {
@@ -60,13 +61,13 @@ class RefCache:
 
     def layer(self, layer: int, spec: AttentionSpec) -> tuple[Floats, ...]:
         """Returns the arrays that a layer's keys and values are in."""
-        _, index = self._places.get(layer, (0, layer))
-        if index not in self.layers:
+        key = self._places.get(layer, (0, layer))[1], spec.kv_heads, spec.head_dim
+        if key not in self.layers:
             dims = [spec.head_dim] if spec.v_dim else [spec.head_dim] * 2
             dims += [spec.index_dim] if spec.index_dim else []
             shape = (self.num_blocks, self.block_size, spec.kv_heads)
-            self.layers[index] = tuple(np.zeros((*shape, each), np.float32) for each in dims)
-        return self.layers[index]
+            self.layers[key] = tuple(np.zeros((*shape, each), np.float32) for each in dims)
+        return self.layers[key]
 
     @property
     def arrays(self) -> list[Floats]:
@@ -81,7 +82,7 @@ class RefCache:
 
 
 @dataclass(frozen=True, slots=True)
-class RefOps:
+class RefOps(RefStreamOps):
     """Computes the ops of model/ops.py over one step, at once: a value is an array."""
 
     batch: Batch
@@ -89,8 +90,9 @@ class RefOps:
     states: list[Floats] = field(default_factory=list)  # what embeddings are pooled from
     adapters: LoadedAdapters = field(default_factory=dict)
 
-    def embed(self, table: Matrix) -> Floats:
-        return table.weight[self.batch.tokens]
+    def embed(self, table: Matrix, partial: bool = False) -> Floats:
+        tokens = self.batch.tokens
+        return table.weight[np.where(tokens < len(table.weight), tokens, 0) if partial else tokens]
 
     def add_norm(self, x: Floats, residual: Floats | None, gain: Floats, eps: float) -> tuple[Floats, Floats]:
         if residual is not None:
@@ -109,10 +111,15 @@ class RefOps:
             q, k = (norm_heads(x, gain, spec.head_dim, eps) for x, gain in ((q, q_gain), (k, k_gain)))
         else:
             q, k = norm_runs(q, q_gain, eps), norm_runs(k, k_gain, eps)
+        if spec.v_norm:
+            v = norm_runs(v, np.ones(spec.head_dim, np.float32), eps)
         return np.concatenate([q, k, v], axis=1)
 
+    def norm_runs(self, x: Floats, gain: Floats, eps: float) -> Floats:
+        return norm_runs(x, gain, eps)
+
     def attend(self, layer: int, qkv: Floats, spec: AttentionSpec, vectors: Vectors) -> Floats:
-        q, k, v = split_heads(qkv, spec)
+        q, k, v = split_heads(qkv, spec)  # k and v have no heads where another layer wrote them
         q, k = (rotate(x, self.batch.positions, spec.rope) for x in (q, k))
         if spec.q_gain:
             q = q * vectors["q_gain"]
@@ -122,9 +129,10 @@ class RefOps:
         out = np.zeros_like(q)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
-            places = self._places(layer, row, positions)
-            keys[places] = k[tokens]
-            values[places] = v[tokens]
+            if not spec.shares_kv:
+                places = self._places(layer, row, positions)
+                keys[places] = k[tokens]
+                values[places] = v[tokens]
             first = max(int(positions[0]) - spec.reach + 1, 0) if spec.reach and spec.causal else 0
             places = self._places(layer, row, np.arange(first, positions[-1] + 1))
             out[tokens] = attention(q[tokens], keys[places], values[places], (positions, first), spec, vectors)
@@ -164,6 +172,8 @@ class RefOps:
 
     def moe(self, x: Floats, router_logits: Floats, experts: ExpertWeights, spec: ExpertSpec) -> Floats:
         chosen, weights = choose(router_logits, experts.choice_bias, spec)
+        if experts.scale is not None:
+            weights = weights * experts.scale[chosen]
         out = np.zeros_like(x)
         for expert, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             rows, ranks = np.nonzero(chosen == expert)
@@ -358,11 +368,6 @@ def split_heads(qkv: Floats, spec: AttentionSpec) -> tuple[Floats, Floats, Float
     """Splits [T, q + k + v] into [T, heads, D] and twice [T, kv_heads, D]."""
     q, k, v = np.split(split(qkv, spec.head_dim), [spec.heads, spec.heads + spec.kv_heads], axis=1)
     return q, k, v
-
-
-def split(x: Floats, dims: int) -> Floats:
-    """Returns [T, heads * D] as [T, heads, D], also for no tokens."""
-    return x.reshape(len(x), x.shape[1] // dims, dims)
 
 
 def rotate(x: Floats, positions: Ints, rope: RopeSpec) -> Floats:

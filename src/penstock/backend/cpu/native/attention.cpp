@@ -350,6 +350,7 @@ Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vector
                        .scale = float(number("scale", 1)),
                        .soft_cap = float(number("soft_cap", 0)),
                        .causal = number("causal", 1) != 0,
+                       .shares_kv = number("shares_kv", 0) != 0,
                        .chunk = count("chunk", 0),
                        .temperature = number("temperature", 0),
                        .temperature_span = count("temperature_span", 1),

@@ -22,6 +22,7 @@ struct Attention {
   float scale;
   float soft_cap;  // of scores; 0: none
   bool causal;     // else a token sees its whole row
+  bool shares_kv;  // its rows are queries alone: another attention writes the keys and values of its layer
   size_t chunk = 0;  // above 0: a token sees nothing before the chunk of so many positions that it is in
   double temperature = 0;       // queries are multiplied by 1 + temperature * log(1 + floor((position + 1) / span))
   size_t temperature_span = 1;
@@ -45,7 +46,7 @@ struct Attention {
   size_t group_heads() const { return heads / head_groups(); }
   size_t kv_head(size_t group) const { return group * kv_heads / head_groups(); }
   size_t value_dim() const { return v_dim ? v_dim : dim; }
-  size_t width() const { return (heads + 2 * kv_heads) * dim; }
+  size_t width() const { return (heads + (shares_kv ? 0 : 2 * kv_heads)) * dim; }
   KvShape shape() const;
   size_t scratch_floats() const;  // scratch of one worker
   size_t partial_floats() const;    // the partial result of a tile of queries

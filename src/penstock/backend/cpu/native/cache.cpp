@@ -1,5 +1,6 @@
 #include "cache.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <numeric>
@@ -37,43 +38,55 @@ void Cache::add_layer(size_t layer, KvShape shape) {
 
 size_t Cache::bytes_per_token() const {
   size_t bytes = 0;
-  for (const auto& shape : shapes_) bytes += shape.heads * tile_bytes(shape) / TILE;
+  for (const auto& shape : shapes_) bytes += layer_bytes(shape) / TILE;
   return bytes;
 }
 
 size_t Cache::block_bytes() const {
   size_t bytes = 0;
-  for (const Plane& plane : planes_) bytes += block_bytes(plane.shape);
+  for (const Plane& plane : planes_) bytes += plane.bytes;
   return bytes;
 }
 
 std::string Cache::layout() const {
   std::string text = std::string(type_.name) + ", blocks of " + std::to_string(block_size_) + " positions, " +
                      std::to_string(groups_) + " groups of layers with heads x dim x v_dim x index_dim";
-  for (const Plane& plane : planes_)
-    text.append(" ").append(std::to_string(plane.shape.heads)).append("x").append(std::to_string(plane.shape.dim))
-        .append("x").append(std::to_string(plane.shape.v_dim))
-        .append("x").append(std::to_string(plane.shape.index_dim));
+  const auto add = [&](const KvShape& shape) {
+    text.append(" ").append(std::to_string(shape.heads)).append("x").append(std::to_string(shape.dim)).append("x")
+        .append(std::to_string(shape.v_dim)).append("x").append(std::to_string(shape.index_dim));
+  };
+  const bool same = std::all_of(shapes_.begin(), shapes_.end(), [&](const auto& s) { return s == shapes_[0]; });
+  if (same)
+    for (size_t plane = 0; plane < planes_.size(); ++plane) add(shapes_[0]);
+  else
+    for (size_t layer = 0; layer < shapes_.size(); ++layer) {
+      add(shapes_[layer]);
+      text.append(" in group ").append(std::to_string(group_of_[layer]));
+    }
   return text;
 }
 
-std::vector<Cache::Plane> Cache::planes_of(const LayerGroups& groups) const {
-  std::vector<Plane> planes;
+std::vector<Cache::Place> Cache::places_of(const LayerGroups& groups) const {
+  size_t room = 0;
+  for (const KvShape& shape : shapes_) room = std::max(room, layer_bytes(shape));
+  std::vector<Place> places(shapes_.size());
   std::vector<bool> seen(shapes_.size());
-  for (const auto& layers : groups)
-    for (size_t index = 0; index < layers.size(); ++index) {
-      const size_t layer = layers[index];
+  for (const auto& layers : groups) {
+    Place next = {0, 0};
+    for (const size_t layer : layers) {
       require(layer < shapes_.size() && !seen[layer], "every layer that keeps KV is in one group, once; got layer " +
                                                           std::to_string(layer) + " of " +
                                                           std::to_string(shapes_.size()));
       seen[layer] = true;
-      if (index == planes.size()) planes.push_back({shapes_[layer]});
-      require(planes[index].shape == shapes_[layer], "groups need layers of the same shape: layer " +
-                                                         std::to_string(layer) + " has another");
+      const size_t bytes = layer_bytes(shapes_[layer]);
+      if (next.offset + bytes > room) next = {next.plane + 1, 0};
+      places[layer] = next;
+      next.offset += bytes;
     }
+  }
   for (size_t layer = 0; layer < seen.size(); ++layer)
     require(seen[layer], "layer " + std::to_string(layer) + " is in no group");
-  return planes;
+  return places;
 }
 
 void Cache::reserve(size_t blocks, size_t block_size, const LayerGroups& groups) {
@@ -85,29 +98,38 @@ void Cache::reserve(size_t blocks, size_t block_size, const LayerGroups& groups)
     std::iota(one[0].begin(), one[0].end(), size_t(0));
     return reserve(blocks, block_size, one);
   }
-  std::vector<Plane> planes = planes_of(groups);
+  const std::vector<Place> places = places_of(groups);
   memory_ = Memory();
   blocks_ = 0;
   block_size_ = block_size;
   padded_size_ = (block_size + TILE - 1) / TILE * TILE;
-  planes_ = std::move(planes);
+  const size_t tiles = padded_size_ / TILE;
+  planes_.clear();
+  for (size_t layer = 0; layer < places.size(); ++layer) {
+    const Place& place = places[layer];
+    if (place.plane >= planes_.size()) planes_.resize(place.plane + 1, Plane{nullptr, 0});
+    size_t& bytes = planes_[place.plane].bytes;
+    bytes = std::max(bytes, tiles * (place.offset + layer_bytes(shapes_[layer])));
+  }
   const double wanted = double(blocks) * double(block_bytes());
   if (wanted > MAX_BYTES) throw std::bad_alloc();
   memory_ = Memory(size_t(wanted));
   blocks_ = blocks;
   groups_ = groups.size();
+  group_of_.assign(shapes_.size(), 0);
   std::byte* next = memory_.as();
   for (Plane& plane : planes_) {
     plane.base = next;
-    next += blocks * block_bytes(plane.shape);
+    next += blocks * plane.bytes;
   }
-  group_of_.assign(shapes_.size(), 0);
-  base_.assign(shapes_.size(), nullptr);
+  base_.clear();
+  stride_.clear();
+  for (const Place& place : places) {
+    base_.push_back(planes_[place.plane].base + place.offset * tiles);
+    stride_.push_back(planes_[place.plane].bytes);
+  }
   for (size_t group = 0; group < groups.size(); ++group)
-    for (size_t index = 0; index < groups[group].size(); ++index) {
-      group_of_[groups[group][index]] = group;
-      base_[groups[group][index]] = planes_[index].base;
-    }
+    for (const size_t layer : groups[group]) group_of_[layer] = group;
 }
 
 void Cache::check_blocks(Blocks blocks) const {
@@ -122,18 +144,15 @@ void Cache::copy(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
     check_blocks(both);
   }
   for (const auto& [source, target] : pairs)
-    for (const Plane& plane : planes_) {
-      const size_t bytes = block_bytes(plane.shape);
-      std::memmove(plane.base + size_t(target) * bytes, plane.base + size_t(source) * bytes, bytes);
-    }
+    for (const auto& [base, bytes] : planes_)
+      std::memmove(base + size_t(target) * bytes, base + size_t(source) * bytes, bytes);
 }
 
 void Cache::export_blocks(Blocks blocks, std::byte* out) const {
   check_blocks(blocks);
   for (int64_t block : blocks)
-    for (const Plane& plane : planes_) {
-      const size_t bytes = block_bytes(plane.shape);
-      std::memcpy(out, plane.base + size_t(block) * bytes, bytes);
+    for (const auto& [base, bytes] : planes_) {
+      std::memcpy(out, base + size_t(block) * bytes, bytes);
       out += bytes;
     }
 }
@@ -141,9 +160,8 @@ void Cache::export_blocks(Blocks blocks, std::byte* out) const {
 void Cache::import_blocks(Blocks blocks, const std::byte* data) {
   check_blocks(blocks);
   for (int64_t block : blocks)
-    for (const Plane& plane : planes_) {
-      const size_t bytes = block_bytes(plane.shape);
-      std::memcpy(plane.base + size_t(block) * bytes, data, bytes);
+    for (const auto& [base, bytes] : planes_) {
+      std::memcpy(base + size_t(block) * bytes, data, bytes);
       data += bytes;
     }
 }

@@ -1,8 +1,9 @@
 // The paged KV cache: blocks of positions, in tiles of 16.
 //
 // Layers are divided into groups. A block belongs to one group at a time and holds its positions for all layers of that
-// group, so that one block table serves a group and one pool of blocks serves all groups. In memory: index of a layer
-// within its group -> block -> KV head -> tile.
+// group, so that one block table serves a group and one pool of blocks serves all groups. In memory: plane -> block ->
+// layer -> KV head -> tile. A plane has room for the largest layer, or for as many smaller ones as fit beside each other,
+// and each group fills planes from the first one on.
 //
 // A tile has keys [dim][16], then values [16][padded dim]. 8-bit tiles begin with the scales of keys and those of
 // values. Because keys are transposed, a query is scored against 16 positions without a sum across lanes. The values of
@@ -67,8 +68,8 @@ class Cache {
     const KvShape& shape = shapes_[layer];
     const size_t tiles = padded_size_ / TILE;
     const size_t block = size_t(table[place / padded_size_]);
-    const size_t index = (block * shape.heads + head) * tiles + place % padded_size_ / TILE;
-    return base_[layer] + index * tile_bytes(shape);
+    const size_t index = head * tiles + place % padded_size_ / TILE;
+    return base_[layer] + block * stride_[layer] + index * tile_bytes(shape);
   }
 
   size_t kv_tile_bytes(const KvShape& shape) const {  // without index keys
@@ -87,25 +88,30 @@ class Cache {
     KvKernels Kernels::* kernels;
     MlaKernels Kernels::* mla;
   };
-  // All blocks of the layers that have the same index within their groups.
-  struct Plane {
-    KvShape shape;
-    std::byte* base = nullptr;
+  // Where a layer lies within each block.
+  struct Place {
+    size_t plane;
+    size_t offset;  // bytes for each tile of the block
   };
   static Type type_of(const std::string& name);
 
-  std::vector<Plane> planes_of(const LayerGroups& groups) const;
+  std::vector<Place> places_of(const LayerGroups& groups) const;
   void check_blocks(Blocks blocks) const;
   size_t tile_bytes(const KvShape& shape) const {
     const size_t index = shape.index_dim ? type_.scale_bytes + TILE * shape.index_dim * type_.value_bytes : 0;
     return kv_tile_bytes(shape) + index;
   }
-  size_t block_bytes(const KvShape& shape) const { return shape.heads * (padded_size_ / TILE) * tile_bytes(shape); }
+  size_t layer_bytes(const KvShape& shape) const { return shape.heads * tile_bytes(shape); }  // of 16 positions
 
   Type type_;
   std::vector<KvShape> shapes_;   // of each layer
   std::vector<size_t> group_of_;  // of each layer
-  std::vector<std::byte*> base_;  // of each layer: that of its plane
+  std::vector<std::byte*> base_;  // of each layer: where it lies in the first block
+  std::vector<size_t> stride_;    // of each layer: bytes from block to block
+  struct Plane {
+    std::byte* base;
+    size_t bytes;  // of one block
+  };
   std::vector<Plane> planes_;
   size_t groups_ = 1, blocks_ = 0, block_size_ = 1, padded_size_ = TILE;
   Memory memory_;

@@ -42,6 +42,7 @@ void Routing::check() const {
               top_k <= top_k_groups * (count / groups),
           "groups of experts must be equally large, and the chosen groups must hold enough experts");
   require(bias.empty() || bias.size() == count, "a router's bias has one value for each expert");
+  require(expert_scale.empty() || expert_scale.size() == count, "every expert needs a scale, or none has one");
 }
 
 void Routing::score(float* logits) const {
@@ -79,7 +80,7 @@ void Routing::route(const float* logits, float* scratch, uint32_t* experts, floa
   float sum = 0;
   for (size_t i = 0; i < top_k; ++i) sum += weights[i];
   const float factor = renormalize ? scale / (sum + 1e-20f) : scale;
-  for (size_t i = 0; i < top_k; ++i) weights[i] *= factor;
+  for (size_t i = 0; i < top_k; ++i) weights[i] *= expert_scale.empty() ? factor : factor * expert_scale[experts[i]];
 }
 
 // ---- permutation ----

@@ -25,6 +25,7 @@ struct Routing {
   bool by_two;              // a group's score is the sum of its two best, not its best one
   std::vector<float> bias;  // [count], or empty
   bool weigh_inputs = false;  // a weight multiplies what its expert is given, not what it returns
+  std::vector<float> expert_scale = {};  // [count], what an expert's weight is multiplied by; or empty
 
   void check() const;  // throws std::invalid_argument if the numbers do not fit each other
   size_t scratch_floats() const { return 2 * count + groups; }

@@ -94,6 +94,14 @@ struct DeltaKernels {
   void (*decay)(const float* x, const float* bias, float rate, size_t width, float* out);
 };
 
+// Parts of rows, and streams that are parts of rows.
+struct StreamKernels {
+  void (*add_scaled)(const float* x, size_t n, float factor, float* out);  // out += x * factor
+  float (*mean_square)(const float* x, size_t n);
+  // out = max(x - c, 0), where c lies so many standard deviations above the mean
+  void (*cut_off)(const float* x, size_t n, float deviations, float* out);
+};
+
 // The selective scan of Mamba for some channels: for each token in order, the state of each channel decays, takes in b
 // times the input, and is read by c. What is read, and the input times skip, are multiplied by silu(gate).
 struct ChannelScan {
@@ -165,6 +173,7 @@ struct Kernels {
   Activation relu2;  // the square of relu
   // out[i] = sum over heads of weights[head] * relu(scores[head][i]); rows of scores are SPAN apart, n is whole tiles
   void (*index_scores)(const float* scores, const float* weights, size_t heads, size_t n, float* out);
+  StreamKernels streams;
 };
 
 }  // namespace penstock

@@ -320,6 +320,7 @@ struct Kv {
 #include "kernels_delta.h"
 #include "kernels_mamba.h"
 #include "kernels_mamba2.h"
+#include "kernels_streams.h"
 
 namespace penstock {
 namespace {
@@ -358,6 +359,7 @@ constexpr Kernels table(Types<Q...>) {
       Mamba2::table(),
       activate<relu2>,
       index_scores,
+      Streams::table(),
   };
 }
 

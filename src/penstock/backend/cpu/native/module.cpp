@@ -185,7 +185,7 @@ NB_MODULE(_native, m) {
              return program.angles(copied(inv_freq), scale);
            },
            "inv_freq"_a.noconvert(), "scale"_a)
-      .def("embed", &Program::embed, "table"_a, "out"_a)
+      .def("embed", &Program::embed, "table"_a, "out"_a, "partial"_a = false)
       .def("add_norm",
            [](Program& program, int x, std::optional<int> residual, Array<const float, 1> gain, float eps, int out,
               std::optional<int> total) { program.add_norm(x, residual, copied(gain), eps, out, total); },
@@ -197,13 +197,30 @@ NB_MODULE(_native, m) {
              program.attend(qkv, attention_of(layer, angles, std::move(numbers), copied_vectors(vectors)), out);
            },
            "qkv"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "numbers"_a, "vectors"_a.noconvert())
-      .def("norm_qk",
-           [](Program& program, int x, Array<const float, 1> q_gain, size_t q_width, Array<const float, 1> k_gain,
-              size_t k_width, float eps, int out, size_t layer_dim) {
-             program.norm_qk(x, copied(q_gain), q_width, copied(k_gain), k_width, eps, out, layer_dim);
+      .def("norm_runs",
+           [](Program& program, int x, const std::vector<std::pair<Array<const float, 1>, size_t>>& parts, float eps,
+              int out) {
+             std::vector<NormedRuns> runs;
+             for (const auto& [gain, width] : parts) runs.push_back({copied(gain), width});
+             program.norm_runs(x, std::move(runs), eps, out);
            },
-           "x"_a, "q_gain"_a.noconvert(), "q_width"_a, "k_gain"_a.noconvert(), "k_width"_a, "eps"_a, "out"_a,
-           "layer_dim"_a = 0)
+           "x"_a, "parts"_a.noconvert(), "eps"_a, "out"_a)
+      .def("sparse_act_and_mul", &Program::sparse_act_and_mul, "x"_a, "out"_a, "act"_a, "cutoff"_a)
+      .def("gate_columns", &Program::gate_columns, "x"_a, "y"_a, "first"_a, "out"_a, "act"_a)
+      .def("take_columns",
+           [](Program& program, int x, size_t first, Array<const float, 1> gain, int out) {
+             program.take_columns(x, first, copied(gain), out);
+           },
+           "x"_a, "first"_a, "gain"_a.noconvert(), "out"_a)
+      .def("concat", &Program::concat, "x"_a, "y"_a, "out"_a)
+      .def("match_rms", &Program::match_rms, "x"_a, "like"_a, "out"_a)
+      .def("mix_streams", &Program::mix_streams, "x"_a, "coefficients"_a, "out"_a)
+      .def("correct_streams", &Program::correct_streams, "x"_a, "new"_a, "coefficients"_a, "active"_a, "out"_a)
+      .def("add_to_streams", &Program::add_to_streams, "x"_a, "y"_a, "out"_a)
+      .def("layer_norm_heads",
+           [](Program& program, int x, Array<const float, 1> q_gain, Array<const float, 1> k_gain, size_t dim, float eps,
+              int out) { program.layer_norm_heads(x, copied(q_gain), copied(k_gain), dim, eps, out); },
+           "x"_a, "q_gain"_a.noconvert(), "k_gain"_a.noconvert(), "dim"_a, "eps"_a, "out"_a)
       .def("act_and_mul", &Program::act_and_mul, "x"_a, "out"_a, "act"_a)
       .def("add", &Program::add, "x"_a, "y"_a, "out"_a)
       .def("scale", &Program::scale, "x"_a, "factor"_a, "out"_a)
@@ -267,15 +284,17 @@ NB_MODULE(_native, m) {
            [](Program& program, int x, int router_logits, std::vector<std::shared_ptr<const Weight>> up,
               std::vector<std::shared_ptr<const Weight>> down, Array<const float, 1> choice_bias, int out, size_t top_k,
               const std::string& act, const std::string& scoring, bool renormalize, float scale, size_t groups,
-              size_t top_k_groups, const std::string& group_score, bool weigh_inputs) {
+              size_t top_k_groups, const std::string& group_score, bool weigh_inputs,
+              const std::optional<Array<const float, 1>>& expert_scale) {
              const Routing routing = {up.size(), top_k, scoring_of(scoring), renormalize, scale, groups, top_k_groups,
-                                      group_score == "top2", copied(choice_bias), weigh_inputs};
+                                      group_score == "top2", copied(choice_bias), weigh_inputs,
+                                      expert_scale ? copied(*expert_scale) : std::vector<float>()};
              program.moe(x, router_logits, {std::move(up), std::move(down)}, routing, act, out);
            },
            "x"_a, "router_logits"_a, "up"_a, "down"_a, "choice_bias"_a.noconvert(), "out"_a, nb::kw_only(), "top_k"_a,
            "act"_a,
            "scoring"_a, "renormalize"_a, "scale"_a, "groups"_a, "top_k_groups"_a, "group_score"_a,
-           "weigh_inputs"_a = false)
+           "weigh_inputs"_a = false, "expert_scale"_a.none() = nb::none())
       .def("per_head_linear", &Program::per_head_linear, "x"_a, "weight"_a, "heads"_a, "passthrough"_a, "out"_a)
       .def("attend_mla",
            [](Program& program, int q, int kv, std::optional<int> selected, int out, size_t layer, int angles,

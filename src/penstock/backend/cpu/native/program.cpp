@@ -120,11 +120,12 @@ int Program::angles(std::vector<double> inv_freq, double scale) {
   return out;
 }
 
-void Program::embed(std::shared_ptr<const Weight> table, int out) {
+void Program::embed(std::shared_ptr<const Weight> table, int out, bool partial) {
   at(out, Symbol::T, table->width());
-  vocab_ = vocab_ ? std::min(vocab_, table->rows()) : table->rows();
+  if (!partial) vocab_ = vocab_ ? std::min(vocab_, table->rows()) : table->rows();
   each_row(out, [table, out](const Frame& frame, size_t r) {
-    table->read_row(size_t(frame.batch.tokens[r]), frame.buffers[size_t(out)].row(r));
+    const auto token = size_t(frame.batch.tokens[r]);
+    table->read_row(token < table->rows() ? token : 0, frame.buffers[size_t(out)].row(r));
   });
 }
 
@@ -221,13 +222,14 @@ void Program::select_positions(int q, int k, int weights, const Index& index, Kv
 }
 
 void Program::add_attention(const Attention& a, int q, int keys, int out) {
+  require(!a.shares_kv || a.layer < cache_.layers(), "a layer must write keys and values before another one reads them");
   cache_.add_layer(a.layer, a.shape());
   scratch_floats_ = std::max(scratch_floats_, a.scratch_floats());
   partial_floats_ = std::max(partial_floats_, a.head_groups() * a.partial_floats());
   windows_.resize(cache_.layers(), a.reach());
   windows_[a.layer] = longer_window(windows_[a.layer], a.reach());
   causal_ &= a.causal;
-  phases_.push_back(store_phase(a, keys));
+  if (!a.shares_kv) phases_.push_back(store_phase(a, keys));
   phases_.push_back(attend_phase(a, q, out));
   phases_.push_back(merge_phase(a, out));
   prepare_rows(out);
@@ -257,23 +259,24 @@ void Program::per_head_linear(int x, std::shared_ptr<const Weight> weight, size_
   });
 }
 
-void Program::norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width,
-                      float eps, int out, size_t layer_dim) {
+void Program::norm_runs(int x, std::vector<NormedRuns> parts, float eps, int out) {
   const Buffer& from = at(x);
   at(out, from.symbol, from.width);
-  if (layer_dim) return layer_norm_heads(x, std::move(q_gain), k_gain, layer_dim, eps, out);
-  const auto fits = [](size_t gain, size_t width) { return gain && width % gain == 0; };
-  require(fits(q_gain.size(), q_width) && fits(k_gain.size(), k_width) && q_width + k_width <= from.width,
-          "the width of q or k must be a multiple of its gain's");
-  each_row(out, [=, q_gain = std::move(q_gain), k_gain = std::move(k_gain)](const Frame& frame, size_t r) {
+  size_t normed = 0;
+  for (auto& [gain, width] : parts) {
+    if (!width) width = from.width - normed;
+    require(!gain.empty() && width % gain.size() == 0, "what is normed must be as wide as a multiple of its gain");
+    normed += width;
+  }
+  require(normed <= from.width, "more values are normed than a row has");
+  each_row(out, [=, parts = std::move(parts)](const Frame& frame, size_t r) {
     const Buffer& to = frame.buffers[size_t(out)];
     const float* row = frame.buffers[size_t(x)].row(r);
-    for (size_t i = 0; i < q_width + k_width;) {
-      const auto& gain = i < q_width ? q_gain : k_gain;
-      frame.kernels.add_norm(row + i, nullptr, gain.data(), eps, gain.size(), nullptr, to.row(r) + i);
-      i += gain.size();
-    }
-    if (x != out) std::copy(row + q_width + k_width, row + to.width, to.row(r) + q_width + k_width);
+    size_t i = 0;
+    for (const auto& [gain, width] : parts)
+      for (const size_t end = i + width; i < end; i += gain.size())
+        frame.kernels.add_norm(row + i, nullptr, gain.data(), eps, gain.size(), nullptr, to.row(r) + i);
+    if (x != out) std::copy(row + normed, row + to.width, to.row(r) + normed);
   });
 }
 

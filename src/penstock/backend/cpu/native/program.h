@@ -40,6 +40,11 @@ struct Answers {
   std::vector<Logprob> logprobs;  // of those that asked for them
 };
 
+struct NormedRuns {
+  std::vector<float> gain;
+  size_t width;  // of all runs with this gain; 0: the rest of the row
+};
+
 using Gate = void (*)(const float* x, size_t hidden, float* out);
 
 class Program {
@@ -51,16 +56,25 @@ class Program {
   int buffer(const std::string& symbol, size_t width, bool prepared);
   bool prepares(const Weight& weight) const;  // its products take rows of a prepared buffer
   int angles(std::vector<double> inv_freq, double scale);  // a buffer of cosines and sines, filled every step
-  void embed(std::shared_ptr<const Weight> table, int out);
+  void embed(std::shared_ptr<const Weight> table, int out, bool partial);  // partial: tokens beyond take its first row
   void add_norm(int x, std::optional<int> residual, std::vector<float> gain, float eps, int out,
                 std::optional<int> total);
   void linear(int x, std::shared_ptr<const Weight> weight, int out, bool gated);
   void attend(int qkv, const Attention& attention, int out);
-  // Norms runs of q and k, each as long as its gain. What follows q and k stays as it is.
-  // RMS norms of runs as long as their gains or, with a `layer_dim`, layer norms of so many values at a time.
-  void norm_qk(int x, std::vector<float> q_gain, size_t q_width, std::vector<float> k_gain, size_t k_width, float eps,
-               int out, size_t layer_dim);
+  // Norms runs of each part of a row, which are as long as its gain. What follows all parts stays as it is.
+  void norm_runs(int x, std::vector<NormedRuns> parts, float eps, int out);
+  // Computes layer norms of q and k, of `dim` values at a time. Gains have a value for each of theirs.
+  void layer_norm_heads(int x, std::vector<float> q_gain, const std::vector<float>& k_gain, size_t dim, float eps,
+                        int out);
   void act_and_mul(int x, int out, const std::string& act);
+  void sparse_act_and_mul(int x, int out, const std::string& act, float cutoff);
+  void gate_columns(int x, int y, size_t first, int out, const std::string& act);
+  void take_columns(int x, size_t first, std::vector<float> gain, int out);  // no gain: as they are
+  void concat(int x, int y, int out);
+  void match_rms(int x, int like, int out);
+  void mix_streams(int x, int coefficients, int out);
+  void correct_streams(int x, int fresh, int coefficients, size_t active, int out);
+  void add_to_streams(int x, int y, int out);
   void add(int x, int y, int out);
   void scale(int x, float factor, int out);
   void soft_cap(int x, float cap, int out);  // cap * tanh(x / cap)
@@ -113,11 +127,11 @@ class Program {
   const Buffer& at(int buffer, Symbol symbol, size_t width) const;
   // Adds a phase that calls `row` for each row of `out` and then prepares it.
   void each_row(int out, std::function<void(const Frame&, size_t row)> row);
+  // Adds a phase that calls `run` for each row of `out` and each of so many equal runs of it.
+  void each_run(int out, size_t runs, std::function<void(const Frame&, size_t row, size_t run)> run);
   void prepare_rows(int buffer);
   void take_rows(int x, const Weight& weight);  // has the rows of x prepared as products with the weight want them
   Gate gate_of(const std::string& act) const;
-  void layer_norm_heads(int x, std::vector<float> q_gain, const std::vector<float>& k_gain, size_t dim, float eps,
-                        int out);
   Activation activation_of(const std::string& act) const;  // of values that are not gated
   void add_attention(const Attention& attention, int q, int keys, int out);
   void check_rows(const Step& step) const;

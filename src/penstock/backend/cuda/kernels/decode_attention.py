@@ -180,7 +180,7 @@ def _decode_attention(
         d, kept = key_order(d), value_order(d, DIMS)
     head = kv_head * SHAPE.group + query
     wanted = (query < SHAPE.group)[:, None] & (d < DIMS)[None, :]
-    source = token * (SHAPE.heads + 2 * SHAPE.kv_heads) + head
+    source = token * SHAPE.row_heads + head
     if ROTATED >= 0:
         cos, sin, other = rotation_of(rotation[0], length - 1, rotation[2], d, ROTATED, CONFIG.interleaved, DIMS)
     wait_for_previous(PDL)
@@ -188,8 +188,9 @@ def _decode_attention(
     if ROTATED >= 0:
         q_other = tl.load(qkv + source[:, None] * DIMS + other[None, :], wanted, 0.0)
         q = (q.to(tl.float32) * cos[None, :] + q_other.to(tl.float32) * sin[None, :]).to(qkv.dtype.element_ty)
-        if end == length:
-            newest = qkv + (token * (SHAPE.heads + 2 * SHAPE.kv_heads) + SHAPE.heads + kv_head) * DIMS
+        STORES: tl.constexpr = SHAPE.row_heads > SHAPE.heads  # else another layer has stored this step's KV
+        if STORES and end == length:
+            newest = qkv + (token * SHAPE.row_heads + SHAPE.heads + kv_head) * DIMS
             store_newest(newest, kv, rotation[1] + token, kv_head, d, (cos, sin, other), SHAPE, CONFIG.largest)
         tl.debug_barrier()
     if OPTIONS.q_gain:
@@ -277,7 +278,7 @@ def decode_attention(
     """Attends with single tokens. splits [P, 8]: token (-1: none), row of tables, begin, end, length of the whole
     context, how many splits it has and the first of them; header[0] is the width of tables. Without `rotation`, queries
     are rotated and keys stored already."""
-    shape = shape_of(cache, out)
+    shape = shape_of(cache, qkv, out)
     others = chunk, temperature, temperature_span
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, True, q_gain is not None, *others)
     # Activations of 32 bits want more than the float16 that is used over 8 bits.

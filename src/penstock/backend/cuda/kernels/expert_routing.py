@@ -55,7 +55,18 @@ def best_groups(merits, expert, ROUTING: tl.constexpr):
 
 
 @triton.jit
-def _route(logits, bias, experts, weights, scale, ROUTING: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr):
+def _route(
+    logits,
+    bias,
+    expert_scale,
+    experts,
+    weights,
+    scale,
+    ROUTING: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     COUNT: tl.constexpr = ROUTING.experts
     CHOSEN: tl.constexpr = ROUTING.chosen
@@ -93,17 +104,23 @@ def _route(logits, bias, experts, weights, scale, ROUTING: tl.constexpr, BIAS: t
         weight = weight / tl.sum(weight, 0)
     if ROUTING.renormalize:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
+    if SCALED:
+        weight *= tl.load(expert_scale + chosen)
     tl.store(experts + token * CHOSEN + rank, chosen, rank < CHOSEN)
     tl.store(weights + token * CHOSEN + rank, weight * scale, rank < CHOSEN)
 
 
-def route(logits: Any, bias: Any | None, spec: ExpertSpec, experts: Any, weights: Any) -> None:
-    """Writes the experts of each token, the best one first, and their weights: [T, count] -> 2 * [T, chosen]."""
+def route(
+    logits: Any, bias: Any | None, spec: ExpertSpec, experts: Any, weights: Any, expert_scale: Any | None = None
+) -> None:
+    """Writes the experts of each token, the best one first, and their weights: [T, count] -> 2 * [T, chosen]. Weights
+    are multiplied by the scale of their experts, [count], where there is one."""
     groups = spec.groups, spec.top_k_groups, spec.group_score == "top2"
     routing = Routing(spec.count, spec.top_k, spec.scoring, spec.renormalize, *groups)
-    vector, options = logits if bias is None else bias, launch_options(1)
-    grid = (len(logits),)
-    _route[grid](logits, vector, experts, weights, spec.scale, ROUTING=routing, BIAS=bias is not None, **options)
+    vectors = logits if bias is None else bias, logits if expert_scale is None else expert_scale
+    given = {"BIAS": bias is not None, "SCALED": expert_scale is not None}
+    outputs = experts, weights, spec.scale
+    _route[(len(logits),)](logits, *vectors, *outputs, ROUTING=routing, **given, **launch_options(1))
 
 
 class ExpertPermutation(NamedTuple):

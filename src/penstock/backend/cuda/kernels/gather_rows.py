@@ -9,23 +9,26 @@ import triton.language as tl
 
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
+MAX_TOKEN = 2**31 - 1
 
-@triton.jit(do_not_specialize=["count"])
-def _resolve_tokens(tokens, slots, last, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+
+@triton.jit(do_not_specialize=["count", "vocab"])
+def _resolve_tokens(tokens, slots, last, out, count, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     wait_for_previous(PDL)
     token = tl.load(tokens + at, inside, 0)
     sampled = tl.load(last + tl.load(slots + at, inside, 0), inside, 0)
-    tl.store(out + at, tl.where(token < 0, sampled, token), inside)
+    token = tl.where(token < 0, sampled, token)
+    tl.store(out + at, tl.where(token < vocab, token, 0), inside)
 
 
-def resolve_tokens(tokens: Any, slots: Any, last: Any, out: Any) -> None:
-    """Writes the step's tokens to `out`; where one is LAST_SAMPLED, the token that its slot sampled in the step
-    before."""
+def resolve_tokens(tokens: Any, slots: Any, last: Any, out: Any, vocab: int = MAX_TOKEN) -> None:
+    """Writes the step's tokens to `out`; where one is LAST_SAMPLED, the token that its slot sampled in the step before.
+    Tokens from `vocab` on become 0."""
     count = len(tokens)
-    _resolve_tokens[(triton.cdiv(count, 256),)](tokens, slots, last, out, count, BLOCK=256, **launch_options())
+    _resolve_tokens[(triton.cdiv(count, 256),)](tokens, slots, last, out, count, vocab, BLOCK=256, **launch_options())
 
 
 @triton.jit

@@ -31,6 +31,8 @@ class KvShape(NamedTuple):
     dims: int
     block_size: int
     block_d: int  # dims rounded up to a power of two
+    block_lines: int  # from block to block
+    row_heads: int  # in a row of qkv: of queries, and of keys and values unless another layer wrote them
 
     @property
     def heads(self) -> int:
@@ -51,11 +53,12 @@ class SplitKV(NamedTuple):
     arrived: Any  # [rows * kv_heads]
 
 
-def shape_of(cache: Any, out: Any) -> KvShape:
-    """Returns the constants of a cache [blocks, 2, kv_heads, block_size, D] and outputs [T, heads * D]."""
+def shape_of(cache: Any, qkv: Any, out: Any) -> KvShape:
+    """Returns the constants of a cache [blocks, 2, kv_heads, block_size, D], rows of qkv and outputs [T, heads * D]."""
     kv_heads, block_size, dims = cache.shape[2:]
     group = out.shape[1] // dims // kv_heads
-    return KvShape(kv_heads, group, dims, block_size, max(triton.next_power_of_2(dims), 16))
+    block_d, block_lines = max(triton.next_power_of_2(dims), 16), cache.stride(0) // dims
+    return KvShape(kv_heads, group, dims, block_size, block_d, block_lines, qkv.shape[1] // dims)
 
 
 @triton.jit
@@ -82,7 +85,7 @@ def load_blocks(table, position, end, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def line_of(block, offset, kv_head, SHAPE: tl.constexpr):
     """Returns the line of a key; its value is SHAPE.apart lines further on."""
-    return (block * (2 * SHAPE.kv_heads) + kv_head) * SHAPE.block_size + offset % SHAPE.block_size
+    return block * SHAPE.block_lines + kv_head * SHAPE.block_size + offset % SHAPE.block_size
 
 
 @triton.jit

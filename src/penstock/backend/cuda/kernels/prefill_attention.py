@@ -123,7 +123,7 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, biases, scale, cap, C
     wanted = (index < count)[:, None] & (d < SHAPE.dims)[None, :]
     own = first + index  # position of each query
     head = kv_head * SHAPE.group + pair % SHAPE.group
-    row = (token + index) * (SHAPE.heads + 2 * SHAPE.kv_heads) + head
+    row = (token + index) * SHAPE.row_heads + head
     q = tl.load(qkv + row[:, None] * SHAPE.dims + d[None, :], wanted, 0.0)  # [CONFIG.queries, BLOCK_D]
     if OPTIONS.q_gain:
         q = with_gain(q, q_gain, d, SHAPE.dims)
@@ -210,7 +210,7 @@ def prefill_attention(
     """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
     how many positions their row has reached; header[0] is the width of tables. distance_bias is [heads, 2 * reach +
     1]."""
-    shape = shape_of(cache, out)
+    shape = shape_of(cache, qkv, out)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
     others = chunk, temperature, temperature_span
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None, *others)

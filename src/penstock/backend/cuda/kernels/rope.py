@@ -66,6 +66,7 @@ class RopeConfig(NamedTuple):
     half: int  # of a head's dimensions
     rotated: int  # pairs of each head
     block_size: int
+    block_lines: int  # of the cache, from block to block
     interleaved: bool
     heads: int  # of one program
     pairs: int  # half rounded up to a power of two
@@ -108,7 +109,7 @@ def _rope_and_store(qkv, rope, cache, scales, CONFIG: tl.constexpr, PDL: tl.cons
     tl.store(source + right[None, :], b, inside & is_query)
 
     kv_head = tl.maximum(head - Q_HEADS, 0)  # keys first, then values
-    row = (place // CONFIG.block_size * (2 * KV_HEADS) + kv_head) * CONFIG.block_size + place % CONFIG.block_size
+    row = place // CONFIG.block_size * CONFIG.block_lines + kv_head * CONFIG.block_size + place % CONFIG.block_size
     target = cache + row[:, None] * (2 * HALF)
     if CONFIG.largest > 0:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -130,13 +131,15 @@ def rope_and_store(
     places: Any,
     cache: Any,
     scales: Any | None = None,
+    stores: bool = True,
 ) -> None:
     """Rotates q in place in qkv [T, q + k + v], the first `rotated` pairs of each head, and stores k and v at `places`
-    [T], counted in tokens from the cache's start."""
+    [T], counted in tokens from the cache's start. Unless it `stores`, qkv is q alone."""
     kv_heads, block_size, dims = cache.shape[2:]
+    kv_heads = kv_heads if stores else 0
     tokens, width = qkv.shape
     heads = width // dims
-    layout = rotated, block_size, interleaved, HEADS, triton.next_power_of_2(dims // 2)
+    layout = rotated, block_size, cache.stride(0) // dims, interleaved, HEADS, triton.next_power_of_2(dims // 2)
     config = RopeConfig(heads - 2 * kv_heads, kv_heads, dims // 2, *layout, largest_of(cache, scales))
     rope = RopeInputs(inv_freq, positions, places, rope_scale)
     vector, grid = inv_freq if scales is None else scales, (tokens, triton.cdiv(heads, HEADS))
