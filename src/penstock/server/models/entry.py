@@ -63,7 +63,8 @@ class ModelEntry:
     @property
     def default_adapters(self) -> tuple[AdapterUse, ...]:
         """Returns the adapters of requests that say nothing about adapters."""
-        return tuple(AdapterUse(name, scale) for name, scale in self.adapter_scales.items() if scale)
+        scales = self.adapter_scales.items()
+        return tuple(AdapterUse(name, scale) for name, scale in scales if scale and name in self.adapters)
 
     def adapter_named(self, name: str) -> str:
         """Returns the adapter that a model's name stands for, as `adapter` or `model:adapter`; empty: for none."""
