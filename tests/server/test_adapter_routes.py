@@ -300,6 +300,7 @@ def test_a_derived_model_is_computed_with_its_adapter(server: Any, pirate: str, 
 
     assert ask("mate") == ask("pirate") != ask("tied")
     assert said(server, "mate") == said(server, pirate)
+    assert f"ADAPTER {store.home()}" in server.post("/api/show", model="mate").json()["modelfile"]
     assert [each["id"] for each in server.get("/v1/models").json()["data"]] == ["tied", "qwen2", "pirate", "quirk"]
 
 

@@ -127,6 +127,9 @@ def test_adapters_of_an_engine_process_survive_its_death():
             second = await answer(client, AdapterUse("second"))
             assert await answer(client, AdapterUse("second", 2.0)) == first
             assert list(client.adapters) == ["first", "second"]
+            await client.register_adapter("first", str(ADAPTER), -1.0, replace=True)
+            first, before = await answer(client, AdapterUse("first")), first
+            assert first != before
             await client.register_adapter("third", str(ADAPTER))
             await client.unregister_adapter("third")
             hello = client.hello
