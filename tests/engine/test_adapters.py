@@ -187,14 +187,17 @@ def test_more_adapters_than_slots_take_turns(folder: Path, most: int, memory: in
 
 def test_a_slot_in_use_is_kept_and_the_least_recent_one_is_taken(folder: Path):
     engine = engine_with(folder, most=2)
-    engine.add(request(1, AdapterUse("one"), max_tokens=60))
-    until(engine, Tokens, 1)
+    engine.add(request(1, AdapterUse("one")))
+    run(engine)
+    held = engine._with_adapters.hold([AdapterUse("one")])
     for id, name in ((2, "two"), (3, "three"), (4, "two")):
         engine.add(request(id, AdapterUse(name), max_tokens=2))
-        until(engine, Finished, id)
-        loaded = {info.name for info in engine.adapters if info.loaded}
-        assert loaded == {"one", name}
+        run(engine)
+        assert {info.name for info in engine.adapters if info.loaded} == {"one", name}
+    engine._with_adapters.release(held)
+    engine.add(request(5, AdapterUse("three")))
     run(engine)
+    assert {info.name for info in engine.adapters if info.loaded} == {"two", "three"}  # "one" was used before "two"
 
 
 def test_preempted_requests_keep_their_adapter(folder: Path):
