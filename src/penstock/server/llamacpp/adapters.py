@@ -12,7 +12,7 @@ from penstock.server.adapter_fields import NumberedAdapters, numbered_uses
 from penstock.server.bodies import body_of, read_object
 from penstock.server.models import ModelPool
 from penstock.server.models.entry import ModelEntry
-from penstock.server.openapi import JSON, Operation
+from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.sse import json_response
 
@@ -31,7 +31,7 @@ class AdapterScale(msgspec.Struct):
 
 
 LIST_ADAPTERS = Operation(answers=list[AdapterScale], query=AdapterQuery)
-SCALE_ADAPTERS = Operation(JSON, query=AdapterQuery)
+SCALE_ADAPTERS = Operation(NumberedAdapters, {}, query=AdapterQuery)
 
 
 async def list_adapters(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
