@@ -136,7 +136,12 @@ def test_bad_adapters_are_refused_and_nobody_notices(server: Any, pirate: str, t
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"lora_name": "x"}, 400, "'lora_path' is missing"),
         ({"lora_path": str(TIED)}, 400, "'lora_name' is missing"),
-        ({"lora_name": "", "lora_path": str(TIED)}, 400, "1 to 256 characters"),
+        ({"lora_name": "", "lora_path": str(TIED)}, 400, "lora_name: Expected str of length >= 1"),
+        ({"lora_name": "x", "lora_path": ""}, 400, "lora_path: Expected str of length >= 1"),
+        ({"lora_name": "x" * 257, "lora_path": str(TIED)}, 400, "1 to 256 characters"),
+        ({"lora_name": "x", "lora_path": "~nobody-here/x"}, 404, "there is no adapter at"),
+        ({"lora_name": "x", "lora_path": "x" * 5000}, 404, "there is no adapter at"),
+        ({"lora_name": "x", "lora_path": "a\0b"}, 404, "there is no adapter at"),
         ({"lora_name": "tied", "lora_path": str(TIED)}, 400, "is the name of a model"),
         ({"lora_name": "quirk", "lora_path": str(TIED), "load_inplace": True}, 400, "of 'qwen2' is loaded already"),
         ({"lora_name": "x", "lora_path": str(tmp_path / "none")}, 404, "there is no adapter at"),

@@ -71,9 +71,7 @@ async def register(
 ) -> AdapterInfo:
     """Gives an adapter to a model, which is loaded for it; without a name it is the default one. Raises if the adapter
     does not fit, or if the name is in use and the adapter is not to be replaced."""
-    path = Path(option.path).expanduser()
-    if not path.exists():
-        raise AdapterNotFound(missing_text(path))
+    _check_place(option.path)
     served = await pool.use(model, context)
     served.check_model(model, context)
     entry = pool.get(context.model)
@@ -87,6 +85,16 @@ async def register(
             param="lora_name",
         )
     return await served.client.register_adapter(*option, replace=replace)
+
+
+def _check_place(path: str) -> None:
+    """Raises if nothing is at a path, or if it can be none."""
+    try:
+        if Path(path).expanduser().exists():
+            return
+    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, or with a zero in it
+        pass
+    raise AdapterNotFound(f"there is no adapter at {path[:200]!r}: give a folder that PEFT saved, or a GGUF file")
 
 
 async def unregister(pool: ModelPool, name: str, model: str | None = None) -> None:

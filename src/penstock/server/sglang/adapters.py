@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -21,8 +24,8 @@ NO_EFFECT: NoEffect = {
 
 
 class SglangLoadAdapter(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    lora_name: str
-    lora_path: str
+    lora_name: Annotated[str, Meta(min_length=1)]
+    lora_path: Annotated[str, Meta(min_length=1)]
     model: str | None = None  # that the adapter is for; left out: the first
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
@@ -17,8 +20,8 @@ UNLOAD_NO_EFFECT: NoEffect = {"lora_int_id": ANY_VALUE}  # an adapter is known b
 
 
 class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    lora_name: str
-    lora_path: str
+    lora_name: Annotated[str, Meta(min_length=1)]
+    lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False  # an adapter of the same name is replaced
     model: str | None = None  # that the adapter is for; left out: the first
 
