@@ -15,7 +15,6 @@ import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.device_properties import device_properties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import device_properties
 from penstock.backend.cuda.graphs import padded
