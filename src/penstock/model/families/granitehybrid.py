@@ -54,7 +54,7 @@ def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     if config.count("num_local_experts", 8) == 0:
         config.count("num_experts_per_tok", 0)
         config.ignore("output_router_logits", "router_aux_loss_coef")
-        return replace(spec, hidden=spec.shared_hidden)
+        return replace(spec, hidden=spec.shared_hidden, shared_hidden=0)
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
     return replace(spec, experts=replace(experts, renormalize=True))
 
