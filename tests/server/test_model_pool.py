@@ -187,9 +187,11 @@ def test_a_model_that_cannot_be_loaded_says_why_and_gives_its_memory_back() -> N
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_near() -> None:
-    pool = ModelPool([source("smollm2"), source("gemma")], PoolSettings(aliases=(Alias("gpt-*", "gemma"),)))
+    models = [source("smollm2"), source("gemma"), source("llama3.2:3b")]
+    pool = ModelPool(models, PoolSettings(aliases=(Alias("gpt-*", "gemma"),)))
     assert pool.get("gpt-4o").name == "gemma"
     assert pool.get("gemma:latest").name == "gemma"
+    assert pool.get("llama3.2").name == pool.get("llama3.2:latest").name == "llama3.2:3b"
     with pytest.raises(ModelNotFound, match="smollm2"):
         pool.get("smolm2")
 

@@ -287,7 +287,7 @@ def test_deleting(parrot: Any, shelf: Path) -> None:
             client.delete(name)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "hf.co/a/b", "hf:a/b/c.gguf"])
+@pytest.mark.parametrize("name", ["smollm2", "hf.co/a/b", "hf.co/a/b:Q8_0", "hf:a/b/c.gguf"])
 def test_pulling_tells_its_progress(parrot: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     asked = []
 
@@ -308,6 +308,27 @@ def test_pulling_tells_its_progress(parrot: Any, monkeypatch: pytest.MonkeyPatch
     ]
     assert client.pull(name).status == "success"
     assert asked == [name.replace("hf.co/", "hf:")] * 2
+
+
+def test_names_of_the_catalogue_can_be_pulled(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(store, "fetch", lambda ref, *, progress: asked.append(ref))
+    client = sdk(parrot)
+    for name in ("llama3.2", "llama3.2:latest", "llama3.2:1b", "llama3.2:1b-instruct-q8_0"):
+        assert client.pull(name).status == "success"
+    small, large = "hf:bartowski/Llama-3.2-1B-Instruct-GGUF", "hf:bartowski/Llama-3.2-3B-Instruct-GGUF"
+    assert asked == [large, large, small, f"{small}:Q8_0"]
+
+
+def test_a_name_without_its_tag_is_that_of_the_catalogue(parrot: Any, shelf: Path) -> None:
+    client = sdk(parrot)
+    with pytest.raises(ollama.ResponseError, match=r"'llama3\.2' not found; pull llama3\.2:3b first"):
+        client.show("llama3.2")
+    (record,) = (shelf / "records").iterdir()
+    fields = json.loads(record.read_text()) | {"name": "llama3.2:3b"}
+    record.write_text(json.dumps(fields))
+    for name in ("llama3.2", "llama3.2:latest", "llama3.2:3b"):
+        assert client.show(name).modified_at is not None
 
 
 def test_pulling_what_fails_or_is_no_reference(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:

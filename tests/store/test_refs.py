@@ -19,6 +19,7 @@ from penstock.store.refs import ALIASES, HubRepo, PypiFile, name_of, parse
         ("pypi:pack==1.2.post1/sub/m.Q4_1.gguf", PypiFile("pack", "1.2.post1", "sub/m.Q4_1.gguf")),
         ("hf:owner/repo", HubRepo("owner/repo")),
         ("hf:owner/repo-1.5/q/m.gguf", HubRepo("owner/repo-1.5", "q/m.gguf")),
+        ("hf:owner/repo:Q4_K_M", HubRepo("owner/repo", quantization="Q4_K_M")),
     ],
 )
 def test_references_are_read_and_written_alike(ref: str, source: PypiFile | HubRepo) -> None:
@@ -27,11 +28,22 @@ def test_references_are_read_and_written_alike(ref: str, source: PypiFile | HubR
 
 
 @pytest.mark.parametrize(
-    "ref", ["pypi:pack", "pypi:a/../m.gguf", "pypi:-a/m.gguf", "pypi:a/b.bin", "hf:repo", "hf:a/.."]
+    "ref", ["pypi:pack", "pypi:a/../m.gguf", "pypi:-a/m.gguf", "pypi:a/b.bin", "hf:repo", "hf:a/..", "hf:a/b:"]
 )
 def test_other_references_are_refused(ref: str) -> None:
     with pytest.raises(InvalidRequest, match="is not a model reference"):
         parse(ref)
+
+
+def test_a_tag_of_a_repository_is_a_quantization() -> None:
+    source = HubRepo("owner/repo", quantization="Q4_K_M")
+    refs = ("owner/repo:q4_k_m", "hf.co/owner/repo:Q4_K_M", "https://huggingface.co/owner/repo:Q4_K_m")
+    assert [parse(ref) for ref in refs] == [source] * 3
+    assert parse("hf.co/owner/repo:latest") == HubRepo("owner/repo")
+    assert parse("owner/repo:fp16") == HubRepo("owner/repo", quantization="F16")
+    for ref in ("owner/repo:main", "hf:owner/repo:7b"):
+        with pytest.raises(ModelNotFound, match="is not a quantization such as Q4_K_M"):
+            parse(ref)
 
 
 def test_a_spelled_out_alias_is_the_alias() -> None:
@@ -53,7 +65,7 @@ def test_paths_and_unknown_names(tmp_path: Path) -> None:
     assert parse("owner/repo-1.5") == HubRepo("owner/repo-1.5")
     with pytest.raises(ModelNotFound, match="did you mean smollm2"):
         parse("smolm2")
-    with pytest.raises(ModelNotFound, match="known names: smollm2"):
+    with pytest.raises(ModelNotFound, match="penstock list --all"):
         parse("")
 
 

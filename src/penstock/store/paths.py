@@ -11,14 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from glob import escape
 from pathlib import Path
 
-from penstock.errors import MalformedFile
+from penstock.errors import DownloadError, MalformedFile
+
+SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # of a model that is split over several files
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,17 @@ def read_record(record: Path) -> Entry | None:
 
 
 def size_of(path: Path) -> int:
-    """Returns the bytes of a file, or of all files in a folder; 0 if it does not exist."""
-    return sum(file_sizes(path))
+    """Returns the bytes of a file with its shards, or of all files in a folder; 0 if it does not exist."""
+    shard = SHARD.fullmatch(path.name)
+    files = path.parent.glob(f"{escape(shard[1])}-*-of-{shard[2]}.gguf") if shard else [path]
+    return sum(size for file in files for size in file_sizes(file))
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises if the disk of a folder does not have so many bytes free."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DownloadError(f"the disk of {folder} is full: {needed:,} bytes are needed and {free:,} are free")
 
 
 def file_sizes(path: Path) -> list[int]:

