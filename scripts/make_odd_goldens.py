@@ -661,6 +661,13 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attn_layer_indices": [2], "mamba_conv_bias": False, "attention_bias": True}
         | rope(partial_rotary_factor=1.0),
     ),
+    "bamba_biases": (
+        "bamba",
+        MAMBA2
+        | QUARTER_OF_EIGHT
+        | TIED
+        | {"attn_layer_indices": [0, 2], "mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True},
+    ),
     "granitemoehybrid_experts": (
         "granitemoehybrid",
         MAMBA2
@@ -699,6 +706,15 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "mamba_n_heads": 5}
         | {"mamba_n_groups": 5, "mamba_d_state": 6}
         | UNTIED,
+    ),
+    "granitemoehybrid_no_mamba": (
+        "granitemoehybrid",
+        MAMBA2
+        | MULTIPLIED
+        | ONE_KV
+        | {"layer_types": ALL_FULL, "position_embedding_type": "rope", "shared_intermediate_size": 28}
+        | UNTIED
+        | rope(700.0),
     ),
     "falcon_h1_normed": (
         "falcon_h1",
