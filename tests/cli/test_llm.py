@@ -256,7 +256,7 @@ def test_an_older_name_of_an_option_works_and_is_told(reciter: Path, capsys: pyt
 
 
 def test_unknown_settings_and_models_are_named(reciter: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown options: max_length, speed; there are block_size, config, device"):
+    with pytest.raises(ConfigError, match="unknown options: max_length, speed; there are adapter, "):
         LLM(reciter, max_length=5, speed="high")
     with pytest.raises(ModelNotFound):
         LLM("no-such-model")

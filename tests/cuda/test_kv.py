@@ -68,7 +68,7 @@ def test_lines_are_rounded_to_the_nearest(name: str, interleaved: bool, kind: st
     cache = empty(spec, kind, 3)
     frequencies = torch.tensor(spec.rope.inv_freq, dtype=torch.float64, device=DEVICE)
     rope_and_store(
-        qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(positions), ints(places), *cache
+        qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(positions), ints(places), *cache[:2]
     )
     for token, place in enumerate(places):
         for half, exact in enumerate((wanted, values)):
@@ -95,7 +95,7 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
         out = torch.full((3, spec.q_width), torch.nan, device=DEVICE)
         if rotation is None:
             rope_and_store(
-                qkv, frequencies, spec.rope.scale, len(frequencies), False, ints(batch.positions), places, *cache
+                qkv, frequencies, spec.rope.scale, len(frequencies), False, ints(batch.positions), places, *cache[:2]
             )
         split_kv = split_kv_of(spec, len(work.splits), 3)
         about = split_kv, rotation, spec.scale, 0, cache.scales
@@ -139,7 +139,7 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
         positions = batch.positions[first:last]
         context = np.arange(positions[-1] + 1)
         at = batch.tables[0, row, context // 16], context % 16
-        wanted = attention(q[first:last], keys[at], values[at], positions, spec, {"sinks": sinks.cpu().numpy()})
+        wanted = attention(q[first:last], keys[at], values[at], (positions, 0), spec, {"sinks": sinks.cpu().numpy()})
         assert close(out[first:last], torch.from_numpy(wanted).reshape(last - first, -1).to(DEVICE))
 
 

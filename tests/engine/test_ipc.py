@@ -26,6 +26,7 @@ from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import (
     Aborted,
+    AdapterInfo,
     Event,
     Failed,
     Finished,
@@ -427,7 +428,8 @@ def test_a_step_survives_the_wire_events_of_a_kind_together() -> None:
 
 
 def test_hello_and_refusal_survive_the_wire() -> None:
-    for answer in (wire.Ready(Hello("1", 2, "m", LIMITS, ("a",))), wire.Refused("config_error", "why")):
+    adapter = AdapterInfo("a", "/a", 0.5, 16)
+    for answer in (wire.Ready(Hello("1", 2, "m", LIMITS, (adapter,), ("x",))), wire.Refused("config_error", "why")):
         assert wire.decode_answer(wire.encode_answer(answer)) == answer
 
 

@@ -122,7 +122,7 @@ from penstock.ipc.spawn import ProcessClient
 from penstock.server import serve
 
 client = ProcessClient(Config(model="parrot"), toys.HOST)
-serve(client, toys.ToyText, "toy/parrot", "127.0.0.1", 0)
+serve(toys.pool_of(client, toys.ToyText(), "toy/parrot"), "127.0.0.1", 0)
 print("left in peace")
 """
 

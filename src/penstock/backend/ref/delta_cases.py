@@ -75,7 +75,7 @@ LARGE = DeltaSpec(1, 1, 128, 128, 4)
 LONG = DeltaSpec(1, 1, 32, 16, 4)
 GATED = DeltaSpec(2, 4, 16, 16, 4, gate="sigmoid")
 CHANNELS = DeltaSpec(2, 2, 16, 16, 4, channel_decay=True, gate="sigmoid")
-ODD_CHANNELS = DeltaSpec(2, 4, 5, 21, 3, tiled=True, channel_decay=True)
+ODD_CHANNELS = DeltaSpec(2, 4, 7, 21, 3, tiled=True, channel_decay=True)
 
 
 def chunked_delta(rng: Random, *, lengths: Sequence[int], longest: int, **about: Any) -> Trial:

@@ -83,6 +83,16 @@ def with_gain(q, q_gain, d, DIMS: tl.constexpr):
 
 
 @triton.jit
+def first_seen(begin, length, OPTIONS: tl.constexpr):
+    """Returns the first position, from `begin` on, that the newest of a row's `length` positions sees."""
+    if OPTIONS.window:
+        begin = tl.maximum(begin, length - OPTIONS.window)
+    if OPTIONS.chunk:
+        begin = tl.maximum(begin, (length - 1) // OPTIONS.chunk * OPTIONS.chunk)
+    return begin
+
+
+@triton.jit
 def temperature_of(length, OPTIONS: tl.constexpr):
     """Returns what scores of queries are multiplied by that see `length` positions, themselves included."""
     return 1.0 + OPTIONS.temperature * tl.log((length // OPTIONS.temperature_span + 1).to(tl.float32))
