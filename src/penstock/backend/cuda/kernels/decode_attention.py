@@ -99,16 +99,6 @@ def temperature_of(length, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def first_seen(begin, length, OPTIONS: tl.constexpr):
-    """Returns the first position from `begin` on that the newest token's window and chunk let it see."""
-    if OPTIONS.window:
-        begin = tl.maximum(begin, length - OPTIONS.window)
-    if OPTIONS.chunk:
-        begin = tl.maximum(begin, (length - 1) // OPTIONS.chunk * OPTIONS.chunk)
-    return begin
-
-
-@triton.jit
 def sink_of(sinks, head, there, highest):
     """Returns what a head's sink adds to the sum of weights: once, after everything else, however that was split."""
     return tl.exp2(tl.load(sinks + head, there, 0.0) * 1.4426950408889634 - highest)
