@@ -92,7 +92,10 @@ def _by_body(
 
 def _fields(body: dict[str, Any], components: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
     """Yields a list of the fields of a body and of those objects in it that were not `seen` in another body."""
-    waiting = [("", name) for name in _references(body)]
+    listed = body.get("type") == "array"
+    if listed:
+        seen = set()  # a list alone has no fields to show but those of its items
+    waiting = [("[]" if listed else "", name) for name in _references(body)]
     while waiting:
         where, name = waiting.pop(0)
         if name in seen:

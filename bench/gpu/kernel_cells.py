@@ -15,6 +15,7 @@ import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
+from penstock.backend.cuda.device_properties import device_properties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import device_properties
 from penstock.backend.cuda.graphs import padded
@@ -251,6 +252,8 @@ class Context:
         )
         self.batch = batch
         self.dims = dims
+        self.group = heads // kv_heads
+        self.tilings = Tilings(device_properties(torch.device("cuda", 0)))
         self.work = inputs.plan_attention(batch, 128 // (heads // kv_heads), padded)
         self.caches = [bf16(sum(widths), 2, kv_heads, 16, dims) for _ in range(max(2, min(40, 40_000 // sum(widths))))]
         self.qkv = bf16(len(batch.tokens), (heads + 2 * kv_heads) * dims)
@@ -265,11 +268,14 @@ class Context:
             torch.zeros(len(chunks) * kv_heads, dtype=torch.int32, device="cuda"),
         )
 
-    def decode(self, cache: torch.Tensor, tiling: tuple[int, int, int] = decode_attention.TILING) -> None:
+    def decode(self, cache: torch.Tensor, tiling: tuple[int, int, int] | None = None) -> None:
+        tiling = tiling or self.tilings.decode_attention(len(self.splits), self.dims, self.qkv.element_size())
         inputs = self.qkv, cache, self.splits, self.tables, self.header, self.out, self.shares
         decode_attention.decode_attention(*inputs, None, self.dims**-0.5, 0, tiling=tiling)
 
-    def prefill(self, cache: torch.Tensor, tiling: tuple[int, int, int] = prefill_attention.TILING) -> None:
+    def prefill(self, cache: torch.Tensor, tiling: tuple[int, int, int] | None = None) -> None:
+        queries = prefill_attention.queries_per_tile(self.group)
+        tiling = tiling or self.tilings.prefill_attention(queries, self.dims, self.qkv.element_size())
         inputs = self.qkv, cache, self.tiles, self.tables, self.header, self.out
         prefill_attention.prefill_attention(*inputs, self.dims**-0.5, 0, tiling=tiling)
 

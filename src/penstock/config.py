@@ -158,7 +158,8 @@ class Config:
     )
     adapter: tuple[str, ...] = option(
         (),
-        "NAME=PATH[:SCALE] of an adapter (LoRA) that requests may name: a PEFT folder or a GGUF file. May be repeated.",
+        "NAME=PATH[:SCALE] of an adapter (LoRA) that requests may name: a PEFT folder or a GGUF file. May be repeated. "
+        "A server of several models gives it to the first, and MODEL/NAME=PATH[:SCALE] to that one.",
     )
     max_adapters: int = option(
         32, "Most adapters that are in memory at once; further ones take turns.", minimum=1, maximum=1024

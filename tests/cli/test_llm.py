@@ -14,9 +14,18 @@ import pytest
 
 import penstock
 from penstock import LLM, BeamSearchParams, Grammar, RequestOutput, SamplingParams, StructuredOutputsParams
-from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, ModelNotFound, PenstockError, StepFailed
+from penstock.errors import (
+    AdapterError,
+    ConfigError,
+    ContextTooLong,
+    InvalidRequest,
+    ModelNotFound,
+    PenstockError,
+    StepFailed,
+)
 from penstock.llm.engine_options import read_options
-from penstock.types import Event, Failed
+from penstock.store import DerivedModel, save_derived
+from penstock.types import AdapterUse, Event, Failed
 
 MODELS = Path(__file__).parents[1] / "models"
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -45,6 +54,24 @@ def nothing_left(llm: LLM) -> Iterator[None]:
     assert llm._engine.inner.engine.idle
     assert not llm._engine.pending
     assert llm._engine.inner.engine.stats().blocks_used == 0
+
+
+def test_a_derived_model_is_computed_with_its_adapters(
+    reciter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are registered before anything is asked, so that one of another base is an error at once."""
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    derived = DerivedModel(name="mate", base="reciter", path=str(reciter))
+    save_derived(derived)
+    with LLM("mate", device="ref") as mate:
+        assert mate._uses(None, 1) == [()]
+    save_derived(replace(derived, adapters=[str(MODELS / "adapters" / "gpt2")]))
+    with pytest.raises(AdapterError, match="which this model does not have"):
+        LLM("mate", device="ref")
+    monkeypatch.setattr("penstock.engine.build.open_adapters", lambda *_: None)
+    with LLM("mate", device="ref") as mate:
+        assert mate._uses("other", 1) == [(AdapterUse("Modelfile's adapter 1"), AdapterUse("other"))]
+        assert mate.adapter_names == ()
 
 
 def test_a_text_is_continued(llm: LLM) -> None:

@@ -332,6 +332,17 @@ def test_messages_that_cannot_be_followed_say_why(folder: Path):
     assert unknown.code == "adapter_not_found"
 
 
+def test_an_adapter_is_replaced_by_a_message(folder: Path):
+    """One that does not fit replaces nothing."""
+    engine = engine_with(folder)
+    engine.add(request(1, AdapterUse("one")))
+    assert tokens_of(run(engine)[1]) == continuation(range(20), 8, VOCAB, adapter=11)
+    assert isinstance(control(engine, RegisterAdapter(7, "one", str(folder / "two"), replace=True)), AdapterList)
+    assert isinstance(control(engine, RegisterAdapter(8, "one", str(folder / "bad"), replace=True)), Failed)
+    engine.add(request(2, AdapterUse("one")))
+    assert tokens_of(run(engine)[2]) == continuation(range(20), 8, VOCAB, adapter=222)
+
+
 def test_thousands_of_registered_adapters_take_no_slot(folder: Path):
     engine = engine_with(folder)
     adapters = engine._with_adapters

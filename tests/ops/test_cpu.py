@@ -495,7 +495,7 @@ def test_a_program_checks_its_buffers_when_built():
         lambda: attend(wide, narrow, patience=2.0),
         lambda: attend(wide, narrow, temperature_span=0),
         lambda: attend(wide, narrow, chunk=4, causal=0),
-        lambda: program.norm_qk(wide, gain[:8].copy(), 8, gain[:8].copy(), 8, 1e-5, wide, layer_dim=6),
+        lambda: program.layer_norm_heads(wide, gain[:8].copy(), gain[:8].copy(), 6, 1e-5, wide),
         lambda: attend(wide, narrow, vectors={"biases": gain}),
         lambda: attend(wide, narrow, vectors={"sinks": gain[:3].copy()}),
         lambda: program.angles(np.zeros(0), 1.0),

@@ -17,7 +17,7 @@ from penstock.config import configure
 from penstock.errors import AdapterError, AdapterNotFound, NotSupported
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
-from penstock.types import AdapterUse, Event, Request, SamplingParams, Tokens
+from penstock.types import AdapterInfo, AdapterUse, Event, Request, SamplingParams, Tokens
 from tests.server.toys import open_parrot
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -40,8 +40,24 @@ class Recorder(InProcessClient):
 def recorder(serve: Callable[[Any, Any, str], AbstractContextManager[Any]], toy_text: Any) -> Any:
     client = Recorder(open_parrot)
     with serve(client, toy_text, "toy") as server:
-        client.adapters = {"pirate": None, "toy:shout": None}  # type: ignore[dict-item]
+        client.adapters = {name: AdapterInfo(name, "", 1.0, 4) for name in ("pirate", "toy:shout")}
         yield server, client
+
+
+SAID = {"messages": [{"role": "user", "content": "[yes]"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": SAID,
+    "/v1/completions": {"prompt": "[yes]"},
+    "/v1/embeddings": {"input": "[yes]"},
+    "/v1/messages": SAID | {"max_tokens": 4},
+    "/v1/responses": {"input": "[yes]"},
+    "/api/chat": SAID | {"stream": False},
+    "/api/generate": {"prompt": "[yes]", "stream": False},
+    "/api/embed": {"input": "[yes]"},
+    "/completion": {"prompt": "[yes]"},
+    "/pooling": {"input": "[yes]"},
+    "/v2/models/MODEL/generate": {"text_input": "[yes]"},
+}
 
 
 @pytest.mark.parametrize(
@@ -54,16 +70,16 @@ def recorder(serve: Callable[[Any, Any, str], AbstractContextManager[Any]], toy_
         ("gpt-4o", ()),
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages"])
+@pytest.mark.parametrize("path", BODIES)
 def test_a_model_named_like_an_adapter_is_computed_with_it(
     recorder: Any, path: str, model: str, uses: tuple[AdapterUse, ...]
 ):
     server, client = recorder
-    said = {"messages": [{"role": "user", "content": "[yes]"}], "prompt": "[yes]", "input": "[yes]"}
-    fields = {"/v1/completions": ("prompt",), "/v1/embeddings": ("input",)}.get(path, ("messages",))
-    answer = server.post(path, model=model, max_tokens=4, **{name: said[name] for name in fields})
+    answer = server.post(path.replace("MODEL", model), model=model, **BODIES[path])
     assert answer.status_code == 200, answer.text
     assert client.requests[-1].adapters == uses
+    told = answer.json().get("model_name" if "MODEL" in path else "model")
+    assert told in (None, model if uses else "toy")
 
 
 def test_the_explanation_says_how_long_an_adapter_was_waited_for(recorder: Any):
@@ -111,6 +127,9 @@ def test_adapters_of_an_engine_process_survive_its_death():
             second = await answer(client, AdapterUse("second"))
             assert await answer(client, AdapterUse("second", 2.0)) == first
             assert list(client.adapters) == ["first", "second"]
+            await client.register_adapter("first", str(ADAPTER), -1.0, replace=True)
+            first, before = await answer(client, AdapterUse("first")), first
+            assert first != before
             await client.register_adapter("third", str(ADAPTER))
             await client.unregister_adapter("third")
             hello = client.hello

@@ -121,7 +121,7 @@ def requested(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for path in document["paths"].values():
         for operation in path.values():
             body = operation.get("requestBody", {"content": {}})["content"].get("application/json")
-            if body is not None:
+            if body is not None and "$ref" in body["schema"]:  # others are lists
                 yield document["components"]["schemas"][body["schema"]["$ref"].rpartition("/")[2]]["properties"]
 
 

@@ -246,6 +246,14 @@ def test_only_an_admin_changes_what_there_is(locked: Locked) -> None:
         for key, status in ((plain, 403), (admin, 200)):
             flushed = locked.server.http.request(method, "/flush_cache", headers={"x-api-key": key})
             assert flushed.status_code == status
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"):
+        for key, status in ((plain, 403), (admin, 404)):
+            body = {"lora_name": "x"} | ({"lora_path": "/no/such/adapter"} if "/load" in path else {})
+            assert locked.server.http.post(path, json=body, headers={"x-api-key": key}).status_code == status
+    for key, status in ((plain, 403), (admin, 200)):
+        scaled = locked.server.http.post("/lora-adapters", json=[], headers={"x-api-key": key})
+        assert scaled.status_code == status
+    assert locked.server.http.get("/lora-adapters", headers={"x-api-key": plain}).json() == []
     with pytest.raises(ollama.ResponseError) as reached:
         locked.ollama(admin).delete("no-such-model")
     assert reached.value.status_code == 404

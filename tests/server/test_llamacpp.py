@@ -304,7 +304,6 @@ def test_fields_that_change_nothing(strict_parrot: Any, field: str, value: Any) 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("lora", [{"id": 0, "scale": 1.0}]),
         ("n_indent", 4),
         ("return_progress", True),
         ("adaptive_target", 0.5),

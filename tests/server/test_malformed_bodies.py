@@ -119,7 +119,10 @@ GOOD: dict[str, dict[str, Any]] = {  # of the routes whose fields are known here
     "/encode": {"text": "hello"},
     "/pooling": {"model": MODEL, "input": "hello"},
 }
-BODILESS = ("/flush_cache", "/ping")  # they read no body
+BODILESS = (  # they read no body, or a list
+    *("/flush_cache", "/ping", "/sleep", "/wake_up", "/lora-adapters"),
+    *("/api/models/unload", "/api/models/unload/{id}"),
+)
 WRONG = (-(2**70), 2**70, {"a": {}}, [[None]], [None], True)  # for every field of the above
 NOT_OBJECTS = (b"", b" ", b"[]", b"null", b"3", b'"x"', b"true", b"NaN", b"{'a': 1}", b"{} {}", b"{}x", b"\0", b"{,}")
 NOT_UTF8 = (b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\xc0\xaf", b"\x80")

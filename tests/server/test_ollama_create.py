@@ -232,7 +232,7 @@ def test_async_making(parrot: Any) -> None:
         ({"model": MODEL}, "is not derived"),
         ({"from": None}, "send `from` or `files`"),
         ({"quantize": "q4_K_M"}, "quantize is not supported"),
-        ({"adapters": {"a": "sha256:00"}}, "adapters is not supported"),
+        ({"adapters": {"a": "sha256:00"}}, "is not a digest"),
         ({"template": "{{ range .Messages }}{{ end }}"}, r"template: .*range .Messages.* is not supported"),
         ({"template": "{% for m in messages %}{{ m.content }}{% endfor %}"}, "template: .*is not supported"),
         ({"parameters": {"temperature": -1}}, "temperature must be between"),

@@ -11,7 +11,7 @@ import pytest
 from starlette.applications import Starlette
 
 from penstock.server import app, bodies
-from penstock.server.llamacpp import server_state
+from penstock.server.llamacpp import adapters, server_state
 from penstock.server.openai import files
 from penstock.server.openapi import DocumentedRoute
 from penstock.server.responses import fields as responses_fields
@@ -69,7 +69,7 @@ def test_bodies_are_documented_as_they_are_read(
         return read_object(context, given, kind, no_effect, where, **how)
 
     read_object = bodies.read_object
-    for module in (bodies, files, responses_fields, server_state, sleeping):
+    for module in (bodies, files, responses_fields, server_state, sleeping, adapters):
         monkeypatch.setattr(module, "read_object", reading)
     for route in routes:
         read.clear()

@@ -167,7 +167,7 @@ def test_what_cannot_be_done_is_refused_by_name(parrot: Any, fields: dict[str, A
 
 
 def test_what_is_not_done_is_listed(watched_parrot: Any) -> None:
-    fields = {"image_data": ["x"], "lora_path": "y", "session_params": {"id": 1}, "return_hidden_states": True}
+    fields = {"image_data": ["x"], "session_params": {"id": 1}, "return_hidden_states": True}
     answer = watched_parrot.post("/generate", text="[a]", sampling_params={"stop_regex": "b", "odd": 1}, **fields)
     assert answer.json()["penstock"]["ignored_fields"] == sorted(
         [*fields, "sampling_params.odd", "sampling_params.stop_regex"]

@@ -65,6 +65,9 @@ def test_a_wrong_line_is_named(text: str, said: str) -> None:
 
 
 def test_create_and_cp_save_models(own_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("create", ["pirate", "-f", str(own_home / "Modelfile")]) == 1
+    assert f"there is no adapter at {own_home / 'pirate'}" in capsys.readouterr().err
+    (own_home / "pirate").write_bytes(b"GGUF")
     assert run_command("create", ["pirate", "-f", str(own_home / "Modelfile")]) == 0
     pirate = derived_model("pirate")
     assert pirate is not None

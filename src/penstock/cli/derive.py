@@ -35,7 +35,7 @@ def create(
     if not path.is_file():
         raise ModelNotFound(f"there is no Modelfile {file!r}: write one, or name it with -f")
     made = read_modelfile(path.read_text())
-    adapters = [str(_beside(path, adapter)) for adapter in made.adapters]
+    adapters = [_adapter(_beside(path, adapter)) for adapter in made.adapters]
     root = _root(made.base, path)
     save_derived(
         replace(
@@ -77,6 +77,16 @@ def _root(ref: str, modelfile: Path | None) -> DerivedModel:
     if entry is None:
         raise ModelNotFound(f"{ref!r} is not in the store: run `penstock pull {ref}` first")
     return DerivedModel(name="", base=entry.name)
+
+
+def _adapter(path: Path) -> str:
+    """Returns an adapter's path; raises if nothing is there. Whether it fits is known when the model is loaded."""
+    from penstock.errors import AdapterNotFound
+    from penstock.model.adapters import missing_text, tensors_of
+
+    if not tensors_of(path).is_file():
+        raise AdapterNotFound(missing_text(path))
+    return str(path)
 
 
 def _beside(modelfile: Path | None, ref: str) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, OptionGroup, UsageError
-from penstock.cli.served_models import FoundModel, TextChanges, served_models, source_of
+from penstock.cli.served_models import FoundModel, TextChanges, adapters_by_model, served_models, source_of
 
 if TYPE_CHECKING:
     from penstock.ipc.launchers import Launcher
@@ -260,12 +260,10 @@ def serve(
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
     from penstock.server.telemetry.access_log import LogSettings
 
-    adapters = (*(engine["adapter"] or ()), *(lora.lora_modules or ()))
-    if adapters and len(found) > 1:
-        raise UsageError(f"--adapter is for one model; {len(found)} are served: name one")
-    engine = engine | {"adapter": adapters}
+    names = [each.name for each in found]
+    adapters = adapters_by_model((*(engine["adapter"] or ()), *(lora.lora_modules or ())), names)
     rules, budget = access.rules(), pool.budget()
-    aliases = _aliases(listen.alias or [], [each.name for each in found])
+    aliases = _aliases(listen.alias or [], names)
     settings = PoolSettings(
         budget,
         pool.keep_alive(),
@@ -274,7 +272,7 @@ def serve(
     )
     text = TextChanges(template.source(), template.sampling())
     kv_memory, launcher = _kv_memory(budget, len(found)), _launcher(len(found))
-    sources = [source_of(each, engine, text, launcher, kv_memory) for each in found]
+    sources = [source_of(each, engine | {"adapter": adapters[each.name]}, text, launcher, kv_memory) for each in found]
     log = LogSettings(telemetry.log_level, telemetry.log_format)
     setup = server.Setup(_data_name(found), storage.space(), rules, traces, log)
     server.serve(ModelPool(sources, settings, telemetry.metric_sets()), listen.host, listen.port, setup)

@@ -75,7 +75,7 @@ def source_of(
     found: FoundModel, engine: dict[str, Any], text: TextChanges, launcher: Launcher, kv_memory: int
 ) -> ModelSource:
     """Returns how a model is loaded. `kv_memory` is what its KV cache takes if no option says otherwise."""
-    from penstock.config import configure
+    from penstock.config import configure, parse_adapter
     from penstock.ipc.spawn import ProcessClient
     from penstock.server.models import ModelSource
     from penstock.store import size_of
@@ -85,7 +85,27 @@ def source_of(
     load = partial(_load_text, found, config.config, text)
     expected = int(size_of(found.path) * OVERHEAD) + config.kv_memory
     client = partial(ProcessClient, config, launcher)
-    return ModelSource(found.name, client, load, found.path, _derived(found), expected)
+    adapters = tuple(map(parse_adapter, config.adapter))
+    return ModelSource(found.name, client, load, found.path, _derived(found), expected, adapters)
+
+
+def adapters_by_model(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Returns the adapters of each model, as its engine takes them: MODEL/NAME=PATH is for that model, NAME=PATH for
+    the first. Raises if a name is used twice."""
+    from penstock.config import parse_adapter
+    from penstock.errors import ConfigError
+
+    adapters: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
+    taken = set(names)
+    for text in given:
+        model = next((name for name in names if text.startswith(f"{name}/")), None)
+        own = text if model is None else text.removeprefix(f"{model}/")
+        name = parse_adapter(own).name
+        if name in taken:
+            raise ConfigError(f"--adapter {text}: a model or another adapter is called {name!r}: take another name")
+        taken.add(name)
+        adapters[model or names[0]] += (own,)
+    return adapters
 
 
 def _derived(found: FoundModel) -> DerivedModel | None:

@@ -13,6 +13,7 @@ class RegisterAdapter(NamedTuple):
     name: str
     path: str
     scale: float = 1.0
+    replace: bool = False  # another adapter of that name is forgotten, once this one was found to fit
 
 
 class UnregisterAdapter(NamedTuple):

@@ -140,27 +140,30 @@ class Adapters:
         has the name. The same path and scale again change nothing."""
         return self.registered(name, path, scale, self._rank_at(path))
 
-    def begin_registration(self, name: str, path: Path, scale: float) -> Reading[int]:
+    def begin_registration(self, name: str, path: Path, scale: float, *, replace: bool = False) -> Reading[int]:
         """Begins to register an adapter while steps run: its files are checked in a thread."""
-        self._check_name(name, path, scale)
+        self._check_name(name, path, scale, replace)
         reading = Reading(lambda: self._rank_at(path))
         self._reader.read(reading)
         return reading
 
-    def registered(self, name: str, path: Path, scale: float, rank: int) -> AdapterInfo:
-        """Registers an adapter whose files were checked."""
-        self._check_name(name, path, scale)
+    def registered(self, name: str, path: Path, scale: float, rank: int, *, replace: bool = False) -> AdapterInfo:
+        """Registers an adapter whose files were checked. With `replace` it takes the place of one of the same name,
+        which requests that have begun keep."""
+        self._check_name(name, path, scale, replace)
+        if replace and name in self._registered:
+            self.unregister(name)
         if name not in self._registered:
             self._count += 1
             self._registered[name] = RegisteredAdapter(name, path, scale, rank, self._count)
         return self._info(self._registered[name])
 
-    def _check_name(self, name: str, path: Path, scale: float) -> None:
+    def _check_name(self, name: str, path: Path, scale: float, replace: bool) -> None:
         self._slots.check()
         if not 0 < len(name) <= MAX_NAME:
             raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} characters; got {len(name)}", param="name")
         known = self._registered.get(name)
-        if known and (known.path, known.scale) != (path, scale):
+        if known and not replace and (known.path, known.scale) != (path, scale):
             raise AdapterError(
                 f"an adapter named {name!r} is registered already, from {known.path}: unregister it first, or take "
                 "another name",

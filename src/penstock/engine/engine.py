@@ -253,7 +253,7 @@ class Engine:
         match message:
             case RegisterAdapter():
                 path = Path(message.path).expanduser()
-                reading = adapters.begin_registration(message.name, path, message.scale)
+                reading = adapters.begin_registration(message.name, path, message.scale, replace=message.replace)
                 self._registering.append((message._replace(path=str(path)), reading))
             case UnregisterAdapter(id, name):
                 self._emit([AdapterList(id, (adapters.unregister(name),))])
@@ -267,8 +267,8 @@ class Engine:
         for message, reading in [one for one in self._registering if one[1].ready]:
             self._registering.remove((message, reading))
             try:
-                rank = reading.result()
-                info = self._with_adapters.registered(message.name, Path(message.path), message.scale, rank)
+                _, name, path, scale, replace = message
+                info = self._with_adapters.registered(name, Path(path), scale, reading.result(), replace=replace)
                 self._emit([AdapterList(message.id, (info,))])
             except PenstockError as error:
                 self._emit([Failed(message.id, error.code, error.message)])

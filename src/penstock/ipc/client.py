@@ -46,9 +46,9 @@ class EngineClient(Protocol):
     def flush_cache(self) -> None:
         """Empties the prefix cache; running requests keep the blocks they hold."""
 
-    async def register_adapter(self, name: str, path: str, scale: float = 1.0) -> AdapterInfo:
+    async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
         """Lets requests name an adapter from now on; raises AdapterError if it does not fit the model or another has
-        the name."""
+        the name. With `replace` it takes that one's place."""
 
     async def unregister_adapter(self, name: str) -> AdapterInfo:
         """Forgets an adapter; raises AdapterNotFound if there is none by that name."""

@@ -74,10 +74,10 @@ class ProcessClient(RequestClient):
 
     def _register_again(self) -> None:
         """Tells an engine that was started again of the adapters that were registered while the one before ran."""
-        known = {info.name for info in self.hello.adapters} if self.hello else set()
+        known = {(info.name, info.path, info.scale) for info in self.hello.adapters} if self.hello else set()
         for info in self.adapters.values():
-            if info.name not in known:
-                self._send(RegisterAdapter(self.next_id(), info.name, info.path, info.scale))
+            if (info.name, info.path, info.scale) not in known:
+                self._send(RegisterAdapter(self.next_id(), info.name, info.path, info.scale, replace=True))
 
     async def _lose(self, reason: str) -> None:
         """Ends all requests in flight and refuses new ones for this reason: there is no engine from now on."""

@@ -115,8 +115,8 @@ class RequestClient(ABC):
     def flush_cache(self) -> None:
         self._send(FlushCache())
 
-    async def register_adapter(self, name: str, path: str, scale: float = 1.0) -> AdapterInfo:
-        message = RegisterAdapter(self.next_id(), name, path, scale)
+    async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
+        message = RegisterAdapter(self.next_id(), name, path, scale, replace)
         (info,) = await self._streams.answer(message, self._send)
         self.adapters[name] = info
         return info

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -13,7 +14,7 @@ from penstock.errors import InvalidRequest, PenstockError
 from penstock.ipc.spawn import ProcessClient
 from penstock.llm.engine_options import read_options
 from penstock.llm.llm import modelfile_sampling
-from penstock.llm.lora import LoraLike, LoRARequest, several, use_of
+from penstock.llm.lora import LoraLike, LoRARequest, modelfile_adapters, several, use_of
 from penstock.llm.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, RequestOutputKind
 from penstock.llm.pending import PendingChoice, PendingOutput
 from penstock.llm.requests import PromptLike, RequestMaker
@@ -47,7 +48,10 @@ class AsyncLLM:
         self._options = read_options(options)
         self._model = str(model)
         self._path = fetch(self._model)
-        self._client = ProcessClient(configure(self._path, self._options.engine))
+        own = modelfile_adapters(self._model)
+        self._own = tuple(AdapterUse(name) for name in own)
+        config = configure(self._path, self._options.engine)
+        self._client = ProcessClient(replace(config, adapter=(*config.adapter, *own.values())))
         self._starting: asyncio.Task[RequestMaker] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._running: dict[str, RunningRequest] = {}
@@ -86,7 +90,7 @@ class AsyncLLM:
                 known = self._client.adapters.get(one.lora_name)
                 if known is None or known.path != one.lora_path:
                     await self._client.register_adapter(one.lora_name, one.lora_path)
-        return [use_of(one) for one in given]
+        return [*self._own, *map(use_of, given)]
 
     async def embed(
         self, prompt: PromptLike, *, pooling: str | None = None, dimensions: int | None = None

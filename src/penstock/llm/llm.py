@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -18,7 +19,7 @@ from penstock.errors import InvalidRequest
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.beams import BeamSearchOutput, BeamSearchParams, search_beams
 from penstock.llm.engine_options import read_options
-from penstock.llm.lora import LoraArgument, LoraLike, LoRARequest, lora_list, use_of
+from penstock.llm.lora import LoraArgument, LoraLike, LoRARequest, lora_list, modelfile_adapters, use_of
 from penstock.llm.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -62,13 +63,16 @@ class LLM:
     def __init__(self, model: str | Path = DEFAULT, **options: Any) -> None:
         read = read_options(options)
         path = fetch(str(model))
+        own = modelfile_adapters(str(model))
+        self._own = tuple(AdapterUse(name) for name in own)
         config = configure(path, read.engine)
+        self._adapters = {name: path for name, path, _ in map(parse_adapter, config.adapter)}
+        config = replace(config, adapter=(*config.adapter, *own.values()))
         checkpoint = open_configured(config)
         text = _start(lambda: text_of(checkpoint))  # the tokenizer is read while native code packs weights
         engine = InProcessEngine(lambda: build_engine(config, checkpoint), config.name)
         limits = engine.open().limits
         self._engine = SharedEngine(engine)
-        self._adapters = {name: path for name, path, _ in map(parse_adapter, config.adapter)}
         try:
             sampling = {**modelfile_sampling(str(model)), **read.sampling}
             self._maker = RequestMaker(text().with_sampling(sampling), limits, itertools.count(1).__next__, read.seed)
@@ -233,7 +237,7 @@ class LLM:
         for one in dict.fromkeys(one for several in given for one in several):
             if isinstance(one, LoRARequest) and one.lora_path and self._adapters.get(one.lora_name) != one.lora_path:
                 self.register_adapter(one.lora_name, one.lora_path)
-        return [tuple(map(use_of, several)) for several in given]
+        return [(*self._own, *map(use_of, several)) for several in given]
 
     def register_adapter(self, name: str, path: str | Path, scale: float = 1.0) -> AdapterInfo:
         """Lets calls name an adapter (LoRA): a PEFT folder or a GGUF file. Raises AdapterError if it does not fit the

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.errors import InvalidRequest
+from penstock.llm.engine_options import adapter_text
+from penstock.store import find_derived
 from penstock.types import AdapterUse
 
 
@@ -48,3 +50,11 @@ def use_of(one: OneLora) -> AdapterUse:
     if isinstance(one, LoRARequest):
         return AdapterUse(one.lora_name, one.scale)
     return AdapterUse(one) if isinstance(one, str) else one
+
+
+def modelfile_adapters(model: str) -> dict[str, str]:
+    """Returns the adapters that a derived model is always computed with: by name, the option that registers each."""
+    derived = find_derived(model)
+    paths = [] if derived is None else derived.adapters
+    names = [f"Modelfile's adapter {number}" for number in range(1, len(paths) + 1)]
+    return {name: adapter_text(name, (path, 1.0)) for name, path in zip(names, paths, strict=True)}

@@ -109,11 +109,15 @@ class LoraAdapter:
         return state.hexdigest()
 
 
+def tensors_of(path: Path) -> Path:
+    """Returns the file that has an adapter's tensors."""
+    return path / PEFT_TENSORS if path.is_dir() else path
+
+
 def adapter_bytes(path: Path) -> int:
     """Returns the size of an adapter's file; raises AdapterError if there is none."""
-    file = path / PEFT_TENSORS if path.is_dir() else path
     try:
-        return file.stat().st_size
+        return tensors_of(path).stat().st_size
     except OSError:
         raise AdapterError(missing_text(path)) from None
 

@@ -70,7 +70,7 @@ class RequestContext:
     background: bool = False  # its answers may wait behind those of every foreground request
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
-    adapters: tuple[AdapterUse, ...] = ()  # that the model's name stands for
+    adapters: tuple[AdapterUse, ...] = ()  # that the request is computed with
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
     streaming: bool = True  # what is sent as it comes cannot be tried again

@@ -15,13 +15,14 @@ from penstock.server.request_context import MAX_NAME, RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel
 from penstock.text import Text, check_answers, make_request
-from penstock.types import AdapterUse, Limits, Request, SamplingParams
+from penstock.types import AdapterInfo, AdapterUse, Limits, Request, SamplingParams
 
 T = TypeVar("T")
 
 CLIENTS_NAMES = (  # patterns of names that clients insist on; the last three are those of TGI's and SGLang's clients
     "claude*", "gpt-*", "chatgpt*", "codex*", "o[0-9]*", "tgi", "dummy", "default",
 )  # fmt: skip
+UNLISTED = "file "  # begins the names of adapters that only a derived model's settings name
 OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
 
 
@@ -35,6 +36,7 @@ class ServedModel(NamedTuple):
     aliases: tuple[str, ...] = ()  # patterns of further names
     trust_templates: bool = False  # chat templates in requests are rendered
     derived: DerivedModel | None = None  # whose settings it has, if that is another name for it
+    adapters: tuple[AdapterUse, ...] = ()  # that its name stands for
 
     @property
     def limits(self) -> Limits:
@@ -52,6 +54,11 @@ class ServedModel(NamedTuple):
         """True unless the model is known to return embeddings or labels and no text."""
         return self.client.hello is None or self.client.hello.limits.generates
 
+    @property
+    def listed_adapters(self) -> list[AdapterInfo]:
+        """Returns the adapters that clients are told of, in the order of their registration."""
+        return [info for name, info in self.client.adapters.items() if not name.startswith(UNLISTED)]
+
     def stands_for_it(self, name: str) -> bool:
         """Returns whether a name that is not its own means the served model."""
         return any(fnmatchcase(name, pattern) for pattern in self.aliases)
@@ -61,24 +68,10 @@ class ServedModel(NamedTuple):
         answer's headers take note."""
         if name is None or name == self.name:
             return
-        if adapters := self.adapters_named(name):
-            if context is not None:
-                context.adapters = adapters
-            return
         if not self.stands_for_it(name):
             raise unknown_model(name, [self.name])
         if context is not None:
             context.stood_in = self.name
-
-    def adapters_named(self, name: str) -> tuple[AdapterUse, ...]:
-        """Returns the adapters that a model's name stands for, as `adapter` or `model:adapter`; none if it stands for
-        no adapter."""
-        base, _, within = name.partition(":")
-        return tuple(
-            AdapterUse(adapter)
-            for adapter in (name, within if base == self.name else "")
-            if adapter in self.client.adapters
-        )[:1]
 
     def check_answers(self) -> None:
         check_answers(self.limits)

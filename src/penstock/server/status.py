@@ -31,9 +31,12 @@ def listed(pool: ModelPool, context: RequestContext) -> list[tuple[ModelEntry, d
 
 
 async def show_model(pool: ModelPool, request: Request, context: RequestContext) -> Response:
-    entry = pool.get(request.path_params["id"])
+    name = request.path_params["id"]
+    entry = pool.get(name)
     context.check_allowed(entry.name)
-    if request.path_params["id"] != entry.name:
+    if adapter := entry.adapter_named(name):
+        return json_response(_model(pool, entry, adapter))
+    if name != entry.name:
         context.stood_in = entry.name
     return json_response(_model(pool, entry, entry.name))
 
@@ -80,5 +83,7 @@ def _unknown_fields(hello: Hello) -> dict[str, Any]:
 def _model(pool: ModelPool, entry: ModelEntry, name: str) -> dict[str, Any]:
     openai = {"id": name, "object": "model", "created": pool.created, "owned_by": "penstock"}
     openai |= model_fields(entry, pool.created)
+    if adapter := entry.adapters.get(name):
+        openai |= {"root": adapter.path, "parent": entry.name}
     created = datetime.fromtimestamp(pool.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return openai | {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}

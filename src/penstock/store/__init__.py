@@ -7,6 +7,7 @@ from penstock.store.blobs import Upload, blob_path
 from penstock.store.catalogue import CATALOGUE, CatalogueModel, full_name
 from penstock.store.derived import (
     DerivedModel,
+    adapter_of_blobs,
     check_name,
     delete_derived,
     delete_unused_blobs,
@@ -41,6 +42,7 @@ __all__ = [
     "Modelfile",
     "Progress",
     "Upload",
+    "adapter_of_blobs",
     "blob_path",
     "check_name",
     "delete_derived",

@@ -1,6 +1,7 @@
 """Derived models: an uploaded file, or another model, under a name and with settings of its own (Ollama's Modelfile).
 
 <home>/made/<digest of the name>.json    the record of a derived model. A name never becomes a path.
+<home>/made/adapters/<digest>/           an adapter whose files were uploaded, as links to them
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ from penstock.store.refs import ALIASES
 MAX_DERIVED = 1000
 MAX_RECORD = 2**20  # bytes
 MAX_NAME = 200
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,3}}(?::{_PART})?")
@@ -112,7 +114,37 @@ def delete_derived(name: str) -> int:
 def delete_unused_blobs() -> None:
     """Deletes uploaded files that no model was derived from within a day."""
     with _exclusive("delete", "unused uploaded files"):
-        delete_unused({derived.blob.removeprefix("sha256:") for derived in derived_models()})
+        models = derived_models()
+        files = {derived.blob.removeprefix("sha256:") for derived in models}
+        delete_unused(files | {name for derived in models for path in derived.adapters for name in _files_at(path)})
+
+
+def adapter_of_blobs(files: Mapping[str, str]) -> list[str]:
+    """Returns the paths of adapters whose files were uploaded, given as digests by file name: GGUF files, or those of
+    one PEFT folder, which is made of links."""
+    for digest in files.values():
+        if not blob_path(digest).exists():
+            raise InvalidRequest(
+                f"adapters: {digest} does not exist here: upload it to /api/blobs/{digest} first", param="adapters"
+            )
+    if not any(name.endswith(PEFT_FILES) for name in files):
+        return [str(blob_path(digest)) for digest in files.values()]
+    named = {Path(name).name: blob_path(digest) for name, digest in files.items()}
+    if not set(PEFT_FILES) <= named.keys():
+        raise InvalidRequest(f"adapters: a PEFT adapter has the files {' and '.join(PEFT_FILES)}", param="adapters")
+    key = hashlib.sha256("".join(named[name].name for name in PEFT_FILES).encode()).hexdigest()
+    folder = home() / "made" / "adapters" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PEFT_FILES:
+        with suppress(FileExistsError):
+            (folder / name).symlink_to(named[name])
+    return [str(folder)]
+
+
+def _files_at(path: str) -> list[str]:
+    """Returns the names of the files that an adapter consists of, as blobs are named."""
+    place = Path(path)
+    return [each.resolve().name for each in place.iterdir()] if place.is_dir() else [place.name]
 
 
 def _record(name: str) -> Path:

@@ -16,7 +16,8 @@ OPEN = {*PROBES, "/"}  # to GET and HEAD: the page holds no data and asks for th
 READING = {"GET", "HEAD"}
 CHANGING = (
     *("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/"),
-    *("/models/", "/api/models/", "/sleep", "/wake_up"),
+    *("/models/", "/api/models/", "/sleep", "/wake_up", "/lora-adapters"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
 )
 CHANGING_WITH_GET = ("/flush_cache", "/unload")  # they change what every request finds
 

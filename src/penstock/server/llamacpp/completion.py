@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.server.adapter_fields import choose_adapters
 from penstock.server.bodies import read_body
 from penstock.server.chat.stream import Deltas, deltas, together
 from penstock.server.errors import LLAMACPP_ERRORS
@@ -95,6 +96,7 @@ async def answer(
     ends: Sequence[int] = (),
 ) -> Response:
     """Answers prompts; `ends` are tokens that end an answer beside the model's own."""
+    choose_adapters(served, context, None, body.lora)
     sampling = sampling_of(served, context, body, ends)
     params = [fitting(served, prompt, each) for prompt in prompts for each in sampling]
     asked = zip([prompt for prompt in prompts for _ in sampling], params, strict=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock.server.adapter_fields import NumberedAdapters
 from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.llamacpp.prompts import Prompts
 from penstock.server.openai.fields import NO_EFFECT as OPENAI_NO_EFFECT
@@ -29,7 +30,6 @@ NO_EFFECT: NoEffect = OPENAI_NO_EFFECT | {
     "backend_sampling": ANY_VALUE,
     "grammar_type": ANY_VALUE,
     "id_slot": ANY_VALUE,  # a request finds the cached prefixes of all others
-    "lora": ([],),
     "n_cache_reuse": ANY_VALUE,
     "n_discard": ANY_VALUE,  # the context is never shifted, so nothing is discarded
     "n_indent": (0,),
@@ -59,6 +59,7 @@ class NativeFields(SamplingFields, kw_only=True):
     timings_per_token: bool | None = None
     t_max_predict_ms: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None
     response_fields: list[str] | None = None
+    lora: NumberedAdapters | None = None  # left out: the scales of POST /lora-adapters
     penstock: bool | None = None  # asks for a report of what happened to the answer
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.server.endpoint import RouteEntry, ServerRouteEntry
+from penstock.server.llamacpp.adapters import LIST_ADAPTERS, SCALE_ADAPTERS, list_adapters, scale_adapters
 from penstock.server.llamacpp.completion import COMPLETION, completion
 from penstock.server.llamacpp.embedding import EMBEDDING, embedding
 from penstock.server.llamacpp.infill import INFILL, infill
@@ -14,7 +15,6 @@ from penstock.server.llamacpp.server_state import (
     SLOTS,
     change_props,
     change_slot,
-    list_adapters,
     props,
     slots,
 )
@@ -35,7 +35,8 @@ ROUTES = (
     RouteEntry("GET", "/props", props, PROPS),
     RouteEntry("GET", "/slots", slots, SLOTS),
     RouteEntry("POST", "/slots/{id}", change_slot, SLOT_ACTION),
-    RouteEntry("GET", "/lora-adapters", list_adapters),
+    ServerRouteEntry("GET", "/lora-adapters", list_adapters, LIST_ADAPTERS),
+    ServerRouteEntry("POST", "/lora-adapters", scale_adapters, SCALE_ADAPTERS),
     ServerRouteEntry("GET", "/v1/health", health),
     ServerRouteEntry("GET", "/models", list_with_status),
     ServerRouteEntry("POST", "/models/load", load, NAMED),

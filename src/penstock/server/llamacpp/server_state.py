@@ -1,4 +1,4 @@
-"""Serves what llama.cpp's clients read about the server: /props, /slots and /lora-adapters."""
+"""Serves what llama.cpp's clients read about the server: /props and /slots."""
 
 from __future__ import annotations
 
@@ -95,7 +95,3 @@ async def change_slot(served: ServedModel, http: HttpRequest, context: RequestCo
     if not id.isdecimal() or int(id) >= served.limits.max_rows:
         raise NotFound(f"there is no slot {id!r}: slots are from 0 to {served.limits.max_rows - 1}")
     return json_response({"id_slot": int(id), "n_erased": 0})
-
-
-async def list_adapters(_: ServedModel, __: HttpRequest, ___: RequestContext) -> Response:
-    return json_response([])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from penstock.config import AdapterOption
 from penstock.server.models.ledger import Loaded
 from penstock.server.models.source import ModelSource
-from penstock.server.served_model import ServedModel
+from penstock.server.served_model import UNLISTED, ServedModel
+from penstock.types import AdapterInfo, AdapterUse
 
 FOR_EVER = float("inf")
 
@@ -37,18 +40,39 @@ class ModelEntry:
     pinned: bool = False  # a request asked for it to stay for ever
     loading: asyncio.Task[ServedModel] | None = None
     variants: dict[str, ServedModel] = field(default_factory=dict)  # those derived from it, by digest, while loaded
+    kept_adapters: dict[str, AdapterOption] = field(init=False)  # that it has when it is loaded the next time
+    adapter_scales: dict[str, float] = field(default_factory=dict)  # of adapters that requests without any get
 
-    adapters: frozenset[str] = frozenset()  # names of those that it had when it was last loaded
+    def __post_init__(self) -> None:
+        self.kept_adapters = {option.name: option for option in self.source.adapters}
 
     @property
     def name(self) -> str:
         return self.source.name
 
-    def has_adapter(self, name: str) -> bool:
-        """Returns whether a name means the model with one of its adapters: `adapter` or `model:adapter`."""
-        if self.served is not None:
-            return bool(self.served.adapters_named(name))
-        return name in self.adapters or name.removeprefix(f"{self.name}:") in self.adapters
+    @property
+    def adapters(self) -> Mapping[str, AdapterInfo | AdapterOption]:
+        """Returns the adapters that requests may name, by name, whether it is loaded or not."""
+        return self.kept_adapters if self.served is None else self.served.client.adapters
+
+    @property
+    def listed_adapters(self) -> list[AdapterInfo | AdapterOption]:
+        """Returns the adapters that clients are told of, in the order of their registration."""
+        return [adapter for name, adapter in self.adapters.items() if not name.startswith(UNLISTED)]
+
+    @property
+    def default_adapters(self) -> tuple[AdapterUse, ...]:
+        """Returns the adapters of requests that say nothing about adapters."""
+        scales = self.adapter_scales.items()
+        return tuple(AdapterUse(name, scale) for name, scale in scales if scale and name in self.adapters)
+
+    def adapter_named(self, name: str) -> str:
+        """Returns the adapter that a model's name stands for, as `adapter` or `model:adapter`; empty: for none."""
+        for each in (name, name.removeprefix(f"{self.name}:")):
+            for adapter in (each, each.removesuffix(":latest")):
+                if adapter in self.adapters:
+                    return adapter
+        return ""
 
     @property
     def awake(self) -> ServedModel | None:

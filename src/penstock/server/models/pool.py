@@ -17,6 +17,7 @@ from typing import NamedTuple
 from penstock import store
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient
+from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
 from penstock.server.models.ledger import Budget, Refuse, Unload, make_room
@@ -96,6 +97,9 @@ class ModelPool:
         for pattern, model in self.settings.aliases:
             if pattern not in CLIENTS_NAMES and not set(pattern) & set("*?["):
                 yield pattern, self._entries[model]
+        for entry in self._entries.values():
+            for adapter in entry.listed_adapters:
+                yield adapter.name, entry
 
     @property
     def rows(self) -> int:
@@ -119,7 +123,7 @@ class ModelPool:
         if full in self._entries and store.derived_model(plain) is None:
             return self._entries[full]
         for entry in self._entries.values():
-            if entry.has_adapter(name):
+            if entry.adapter_named(name):
                 return entry
         for pattern, model in self.settings.aliases:
             if fnmatchcase(name, pattern):
@@ -152,7 +156,9 @@ class ModelPool:
                 await self._awake(entry)
             finally:
                 context.loading_seconds = time.monotonic() - began
-        return self._variant(entry, name)
+        served = await adapted(entry, self._variant(entry, name), name)
+        context.adapters = served.adapters or entry.default_adapters
+        return served
 
     def _variant(self, entry: ModelEntry, name: str | None) -> ServedModel:
         """Returns the loaded model as this name means it: with the settings of a derived model, if it is one's."""
@@ -229,13 +235,13 @@ class ModelPool:
     async def _load(self, entry: ModelEntry) -> ServedModel:
         try:
             await self._make_room(entry)
-            client, text = await _open(entry.source)
+            client, text = await _open(entry)
         except BaseException as error:
             entry.state, entry.bytes, entry.error = ModelState.STORED, 0, str(error)
             raise
         else:
             entry.served = self._served(entry.source, client, text)
-            entry.state, entry.error, entry.adapters = ModelState.AWAKE, "", frozenset(client.adapters)
+            entry.state, entry.error = ModelState.AWAKE, ""
             if client.hello is not None and client.hello.limits.memory:
                 entry.bytes = client.hello.limits.memory
             return entry.served
@@ -266,6 +272,7 @@ class ModelPool:
         return ServedModel(client, text, source.name, self.created, self.metrics, source.path, aliases, trusted)
 
     async def _unload(self, entry: ModelEntry) -> None:
+        entry.kept_adapters = kept(entry)
         served, entry.served, entry.state = entry.served, None, ModelState.UNLOADING
         entry.variants.clear()
         try:
@@ -296,12 +303,13 @@ class ModelPool:
         self._changed = asyncio.Event()
 
 
-async def _open(source: ModelSource) -> tuple[EngineClient, Text]:
+async def _open(entry: ModelEntry) -> tuple[EngineClient, Text]:
     """Starts a model's engine, and loads its tokenizer meanwhile."""
-    client = source.make_client()
-    loading = asyncio.create_task(asyncio.to_thread(source.load_text))
+    client = entry.source.make_client()
+    loading = asyncio.create_task(asyncio.to_thread(entry.source.load_text))
     try:
         await client.start()
+        await restore(entry, client)
         return client, await loading
     except BaseException:
         loading.cancel()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config import AdapterOption
 from penstock.ipc.client import EngineClient
 from penstock.store import DerivedModel
 from penstock.text import Text
@@ -21,3 +22,4 @@ class ModelSource:
     path: Path | None = None  # of the model's files, if known
     derived: DerivedModel | None = None  # whose settings it has
     bytes: int = 0  # that its weights and its KV cache are expected to take
+    adapters: tuple[AdapterOption, ...] = ()  # that its engine has when it starts

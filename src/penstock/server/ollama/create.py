@@ -37,7 +37,6 @@ from penstock.store import DerivedModel, Upload
 from penstock.text.ollama_template import OllamaTemplate
 
 CREATE_NO_EFFECT: NoEffect = {
-    "adapters": ContentValues([{}]),
     "insecure": (False,),
     "modelfile": ContentValues(),
     "quantize": ContentValues([""]),
@@ -51,6 +50,7 @@ class CreateModel(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     from_: str | None = msgspec.field(default=None, name="from")
     files: dict[str, str] | None = None  # digests by file name
+    adapters: dict[str, str] | None = None  # the same, of GGUF adapters or of the files of a PEFT folder
     system: str | None = None
     template: str | None = None
     parameters: Annotated[dict[str, Any], read_as(OllamaOptions, no_effect=OPTION_NO_EFFECT)] | None = None
@@ -139,6 +139,7 @@ def _settings(pool: ModelPool, context: RequestContext, body: CreateModel, root:
         "template": None if body.template is None else _template(pool, body.template, root),
         "parameters": None if body.parameters is None else root.parameters | body.parameters,
         "messages": body.messages,
+        "adapters": [*root.adapters, *store.adapter_of_blobs(body.adapters)] if body.adapters else None,
         "license": [body.license] if isinstance(body.license, str) else body.license,
     }
     return {name: value for name, value in given.items() if value is not None}

@@ -294,6 +294,7 @@ def modelfile(derived: DerivedModel) -> str:
     """Returns a Modelfile that makes the model again."""
     quoted = {"TEMPLATE": [derived.template], "SYSTEM": [derived.system], "LICENSE": derived.license}
     lines = [f"FROM {derived.base or derived.blob or derived.name}"]
+    lines += [f"ADAPTER {path}" for path in derived.adapters]
     lines += [f'{word} """{text}"""' for word, texts in quoted.items() for text in texts if text]
     lines += [f"PARAMETER {name} {value}" for name, value in parameter_lines(derived)]
     lines += [

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, check_count
+from penstock.server.adapter_fields import choose_adapters
 from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, read_object
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.logprobs import PromptLogprobs, TokenEntry, prompt_entries, token_entries
@@ -126,6 +127,7 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
     if not from_llamacpp(http):  # that serves one model, under whatever name
         served.check_model(body.model, context)
+    choose_adapters(served, context, body.adapters, body.lora)
     served.check_answers()
     check_prompt_logprobs(body)
     scored = {"logprobs": _wanted_logprobs(body), "prompt_logprobs": body.prompt_logprobs}

@@ -14,6 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.adapter_fields import choose_adapters
 from penstock.server.bodies import unsupported
 from penstock.server.chat.logprobs import PromptLogprobs, finite_logprob, prompt_entries, spelled_id
 from penstock.server.chat.stop_reason import stop_reason
@@ -72,6 +73,7 @@ class EncodedPrompt(NamedTuple):
 async def completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_fields(http, context, CompletionBody, NO_EFFECT)
     served.check_model(body.model, context)
+    choose_adapters(served, context, body.adapters, body.lora)
     _check(body)
     scores = body.logprobs if body.echo else None
     if body.prompt_logprobs is not None:

@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count, check_stops
+from penstock.server.adapter_fields import NamedAdapters, NumberedAdapters
 from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.chat.structured import Structured, grammar_of
 from penstock.server.request_context import RequestContext, new_request_id
@@ -120,6 +121,8 @@ class GenerationFields(SamplingFields, kw_only=True):
     cache_prompt: bool | None = None  # llama.cpp's; false: no block is shared with other requests
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is sooner
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    adapters: NamedAdapters | None = None  # LoRA, beside those that the model's name stands for; their updates add up
+    lora: NumberedAdapters | None = None  # llama.cpp's way to name them
     penstock: bool | None = None  # asks for a report of what happened to the answer
 
     @property

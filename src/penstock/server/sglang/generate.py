@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.adapter_fields import with_uses
 from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.chat.logprobs import finite_logprob
 from penstock.server.chat.stop_reason import stop_token
@@ -31,7 +32,7 @@ from penstock.server.sglang.fields import (
 )
 from penstock.server.sse import encode, reply
 from penstock.text import Delta, Tokenizer
-from penstock.types import Request, TokenLogprob
+from penstock.types import AdapterUse, Request, TokenLogprob
 
 MAX_PROMPTS = 1024  # with all their answers, in one request
 
@@ -41,7 +42,6 @@ NO_EFFECT: NoEffect = {
     "custom_logit_processor": (),
     "image_data": ([],),
     "log_metrics": ANY_VALUE,
-    "lora_path": (),
     "modalities": (["text"], []),
     "return_hidden_states": (False,),
     "session_params": (),
@@ -64,6 +64,7 @@ class SglangBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    lora_path: str | list[str | None] | None = None  # adapters that are loaded, by name
     priority: int | None = None  # lower runs sooner, as in every dialect here
 
 
@@ -78,6 +79,7 @@ class SglangPrompt(NamedTuple):
     sampling: dict[str, Any]
     logprobs: SglangLogprobs
     where: str  # the place of `sampling` in the body
+    adapters: tuple[AdapterUse, ...]
 
 
 async def answer(served: ServedModel, http: HttpRequest, context: RequestContext, body: SglangBody) -> Response:
@@ -91,6 +93,7 @@ async def answer(served: ServedModel, http: HttpRequest, context: RequestContext
         shown = tokenizer.special_ids if fields.skip_special_tokens is False else frozenset[int]()
         for choice, each in enumerate(params):
             request = served.request(context, prompt.ids, each, _source(body), DEFAULT_TOKENS)
+            request = request._replace(adapters=prompt.adapters or request.adapters)
             running.append(deltas(served, context, request, len(running), continuing=True, shown=shown))
             id = f"{prompt.id}-{choice}" if len(params) > 1 else prompt.id
             outputs.append(SglangOutput(id, request, prompt.logprobs, tokenizer))
@@ -124,6 +127,7 @@ async def _prompts(served: ServedModel, body: SglangBody) -> list[SglangPrompt]:
     starts = _each(-1 if body.logprob_start_len is None else body.logprob_start_len, len(given), "logprob_start_len")
     tops = _each(body.top_logprobs_num or 0, len(given), "top_logprobs_num")
     ids = _each(body.rid or "", len(given), "rid")
+    adapters = _each(body.lora_path, len(given), "lora_path")
     several = isinstance(body.sampling_params, list)
     return [
         SglangPrompt(
@@ -132,6 +136,7 @@ async def _prompts(served: ServedModel, body: SglangBody) -> list[SglangPrompt]:
             dict(settings[at]),
             SglangLogprobs(wanted[at], starts[at], tops[at], bool(body.return_text_in_logprobs)),
             f"sampling_params[{at}]" if several else "sampling_params",
+            with_uses(served, [AdapterUse(adapters[at])], "lora_path") if adapters[at] else (),
         )
         for at, prompt in enumerate(encoded)
     ]

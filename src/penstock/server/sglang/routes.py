@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.server.endpoint import EMPTY, TEXT, RouteEntry
+from penstock.server.endpoint import EMPTY, TEXT, RouteEntry, ServerRouteEntry
 from penstock.server.generate import GENERATE, generate
+from penstock.server.sglang.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, load_adapter, unload_adapter
 from penstock.server.sglang.endpoints import (
     ENCODE,
     encode_texts,
@@ -18,6 +19,8 @@ ROUTES = (
     RouteEntry("POST", "/encode", encode_texts, ENCODE),
     RouteEntry("POST", "/flush_cache", flush_cache, TEXT),
     RouteEntry("GET", "/flush_cache", flush_cache, TEXT),
+    ServerRouteEntry("POST", "/load_lora_adapter", load_adapter, LOAD_ADAPTER),
+    ServerRouteEntry("POST", "/unload_lora_adapter", unload_adapter, UNLOAD_ADAPTER),
     RouteEntry("GET", "/health_generate", health_generate, EMPTY),
     RouteEntry("GET", "/get_model_info", model_info),
     RouteEntry("GET", "/model_info", model_info),

@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.adapter_fields import with_uses
 from penstock.server.bodies import NoEffect, read_body, read_object
 from penstock.server.chat.logprobs import finite_logprob
 from penstock.server.chat.stream import all_deltas
@@ -28,14 +29,14 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing, encode, event, reply
 from penstock.text import Delta, Tokenizer
-from penstock.types import Request, SamplerChain, SamplingParams, TokenLogprob
+from penstock.types import AdapterUse, Request, SamplerChain, SamplingParams, TokenLogprob
 
 DEFAULT_TOKENS = 100  # of Text Generation Inference
 FINISH_REASONS = {"length": "length", "stop": "eos_token"}
 
 TGI = Framing(EVENT_STREAM, event, b"", TGI_ERRORS.encode)
 NO_EFFECT: NoEffect = {}
-PARAMETERS_NO_EFFECT: NoEffect = {"adapter_id": (), "watermark": (False,)}
+PARAMETERS_NO_EFFECT: NoEffect = {"watermark": (False,)}
 
 
 class TgiGrammar(msgspec.Struct, forbid_unknown_fields=True):
@@ -63,6 +64,7 @@ class TgiParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_n_tokens: int | None = None  # details have so many alternatives for each token
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     grammar: TgiGrammar | None = None
+    adapter_id: str | None = None  # an adapter that is loaded
 
     @property
     def samples(self) -> bool:
@@ -106,6 +108,8 @@ async def answer(served: ServedModel, http: HttpRequest, context: RequestContext
     text, parameters, streaming, listed = prompt
     given = read_object(context, parameters, TgiParameters, PARAMETERS_NO_EFFECT, "parameters")
     _check(given, streaming)
+    if given.adapter_id:
+        context.adapters = with_uses(served, [AdapterUse(given.adapter_id)], "parameters.adapter_id")
     params = _sampling(served, given, scored=streaming or bool(given.details) or (given.best_of or 1) > 1)
     ids = (await encode_prompts(served, [text]))[0].ids
     if given.truncate is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.server.endpoint import EMPTY, RouteEntry, ServerRouteEntry
+from penstock.server.vllm.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, load_adapter, unload_adapter
 from penstock.server.vllm.endpoints import POOLING, load, ping, pooling, tokenizer_info, version
 from penstock.server.vllm.sleeping import SLEEP, SLEEPING, WAKE_UP, is_sleeping, sleep, wake_up
 
@@ -13,6 +14,8 @@ ROUTES = (
     ServerRouteEntry("GET", "/version", version),
     ServerRouteEntry("GET", "/load", load),
     RouteEntry("GET", "/tokenizer_info", tokenizer_info),
+    ServerRouteEntry("POST", "/v1/load_lora_adapter", load_adapter, LOAD_ADAPTER),
+    ServerRouteEntry("POST", "/v1/unload_lora_adapter", unload_adapter, UNLOAD_ADAPTER),
     ServerRouteEntry("POST", "/sleep", sleep, SLEEP),
     ServerRouteEntry("POST", "/wake_up", wake_up, WAKE_UP),
     ServerRouteEntry("GET", "/is_sleeping", is_sleeping, SLEEPING),
