@@ -82,6 +82,12 @@ def yarn(**others: Any) -> dict[str, Any]:
     return rope(500.0, **fields | others)
 
 
+def proportional(rotated: float) -> dict[str, Any]:
+    """Returns the RoPEs of Gemma 4, of which one rotates that share of each head."""
+    far = {"rope_type": "proportional", "rope_theta": 3000.0, "partial_rotary_factor": rotated}
+    return {"rope_parameters": {"full_attention": far, "sliding_attention": rope(500.0)["rope_parameters"]}}
+
+
 LLAMA3 = rope(
     5000.0,
     rope_type="llama3",
@@ -157,6 +163,27 @@ LLAMA4 = {
     "attn_scale": 0.3,
     "no_rope_layers": [1, 0, 1],
 }
+NEMOTRON = UNTIED | {
+    "mamba_num_heads": 10,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "conv_kernel": 3,
+    "moe_shared_expert_intermediate_size": 28,
+    "time_step_min": 1e-9,
+}
+KIMI = {
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 10,
+    "v_head_dim": 14,
+    "num_local_experts": 12,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+PER_LAYER = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": SIZES["vocab_size"]}
+GEMMA3N = PER_LAYER | {"activation_sparsity_pattern": [0.0, 0.7, 0.0]}
 QUARTER_OF_EIGHT = {"num_attention_heads": 5, "num_key_value_heads": 5} | QUARTER
 GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_wide_heads": ("llama", EACH_KV | {"head_dim": 24} | UNTIED | LLAMA3),
@@ -168,6 +195,24 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4_all_experts": (
         "llama4_text",
         LLAMA4 | ONE_KV | TIED | {"head_dim": 24, "interleave_moe_layer_step": 1, "num_experts_per_tok": 2} | LLAMA3,
+    ),
+    "llama4_small_chunks": (
+        "llama4_text",
+        LLAMA4
+        | ONE_KV
+        | TIED
+        | {"head_dim": 16, "num_hidden_layers": 5, "no_rope_layers": [1, 1, 0, 1, 0], "attention_chunk_size": 7}
+        | {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1, "attention_bias": True}
+        | LINEAR,
+    ),
+    "llama4_dense_ends": (
+        "llama4_text",
+        LLAMA4
+        | THREE_HEADS
+        | UNTIED
+        | {"moe_layers": [0], "attention_chunk_size": 33, "use_qk_norm": False, "attn_temperature_tuning": False}
+        | {"no_rope_layers": [0, 1, 1], "layer_types": ["full_attention", "chunked_attention", "full_attention"]}
+        | rope(300.0),
     ),
     "mistral_three_heads": ("mistral", THREE_HEADS | {"sliding_window": 7} | UNTIED | rope(1000.0)),
     "mistral_no_window": ("mistral", FIVE_HEADS | {"sliding_window": None} | TIED | LLAMA3),
@@ -258,6 +303,60 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         | TIED
         | {"hidden_size": 42, "num_hidden_layers": 7, "query_pre_attn_scalar": 16, "sliding_window": 20}
         | TWO_BASES,
+    ),
+    "gemma3n_early_sharing": (
+        "gemma3n_text",
+        GEMMA3N
+        | FIVE_HEADS
+        | TIED
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 4, "sliding_window": 5, "laurel_rank": 7}
+        | {"layer_types": ["full_attention", "sliding_attention", *SLIDING, "full_attention"]}
+        | {"intermediate_size": [52, 20, 36, 52, 28, 44], "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.9, 0.0, 0.3]}
+        | TWO_BASES,
+    ),
+    "gemma3n_two_streams": (
+        "gemma3n_text",
+        GEMMA3N
+        | THREE_HEADS
+        | UNTIED
+        | {"hidden_size": 42, "altup_num_inputs": 2, "altup_active_idx": 1, "num_kv_shared_layers": 0}
+        | {"sliding_window": 21, "layer_types": SLIDING, "laurel_rank": 3, "final_logit_softcapping": 6.0}
+        | TWO_BASES,
+    ),
+    "gemma3n_all_but_one": (
+        "gemma3n_text",
+        GEMMA3N
+        | ONE_KV
+        | TIED
+        | {"head_dim": 12, "altup_num_inputs": 5, "altup_active_idx": 4, "num_kv_shared_layers": 2, "laurel_rank": 9}
+        | {"sliding_window": 3, "layer_types": ["sliding_attention"] * 3, "attention_bias": True}
+        | TWO_BASES,
+    ),
+    "gemma4_two_sizes": (
+        "gemma4_text",
+        PER_LAYER
+        | FIVE_HEADS
+        | TIED
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "head_dim": 12, "global_head_dim": 20}
+        | {"layer_types": [*SLIDING[1:], *SLIDING, "full_attention"], "sliding_window": 7, "use_double_wide_mlp": True}
+        | proportional(0.3),
+    ),
+    "gemma4_experts": (
+        "gemma4_text",
+        UNTIED
+        | {"head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"layer_types": SLIDING[::-1], "sliding_window": 9, "hidden_size_per_layer_input": 0, "hidden_size": 44}
+        | {"enable_moe_block": True, "top_k_experts": 3, "final_logit_softcapping": 8.0}
+        | proportional(0.75),
+    ),
+    "gemma4_narrow_global": (
+        "gemma4_text",
+        PER_LAYER
+        | THREE_HEADS
+        | TIED
+        | {"head_dim": 24, "global_head_dim": 8, "layer_types": [*SLIDING, "full_attention"], "num_hidden_layers": 4}
+        | {"sliding_window": 40, "enable_moe_block": True, "top_k_experts": 1, "attention_bias": True}
+        | proportional(1.0),
     ),
     "vaultgemma_caps": (
         "vaultgemma",
@@ -553,6 +652,22 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         "bamba",
         MAMBA2 | TIED | {"attn_layer_indices": [0, 2], "mamba_n_groups": 1} | QUARTER_OF_EIGHT,
     ),
+    "bamba_each_group": (
+        "bamba",
+        MAMBA2
+        | EACH_KV
+        | UNTIED
+        | {"mamba_n_heads": 5, "mamba_d_head": 16, "mamba_n_groups": 5, "mamba_d_state": 22, "mamba_d_conv": 2}
+        | {"attn_layer_indices": [2], "mamba_conv_bias": False, "attention_bias": True}
+        | rope(partial_rotary_factor=1.0),
+    ),
+    "bamba_biases": (
+        "bamba",
+        MAMBA2
+        | QUARTER_OF_EIGHT
+        | TIED
+        | {"attn_layer_indices": [0, 2], "mamba_proj_bias": True, "mlp_bias": True, "attention_bias": True},
+    ),
     "granitemoehybrid_experts": (
         "granitemoehybrid",
         MAMBA2
@@ -561,30 +676,129 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         | UNTIED
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "shared_intermediate_size": 28},
     ),
+    "granitemoehybrid_rope": (
+        "granitemoehybrid",
+        MAMBA2
+        | MULTIPLIED
+        | {"num_attention_heads": 5, "num_key_value_heads": 5, "num_experts_per_tok": 1, "shared_intermediate_size": 12}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"], "position_embedding_type": "rope"}
+        | {"attention_bias": True, "mamba_n_groups": 5, "mamba_conv_bias": False}
+        | TIED
+        | rope(300.0),
+    ),
+    "granitemoehybrid_dense_rope": (
+        "granitemoehybrid",
+        MAMBA2
+        | MULTIPLIED
+        | ONE_KV
+        | {"num_attention_heads": 5, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 44}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "mamba_n_groups": 1}
+        | {"position_embedding_type": "rope", "mamba_d_conv": 5}
+        | TIED
+        | rope(1000.0),
+    ),
+    "granitemoehybrid_dense": (
+        "granitemoehybrid",
+        MAMBA2
+        | MULTIPLIED
+        | EACH_KV
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 36, "mamba_d_head": 16}
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "mamba_n_heads": 5}
+        | {"mamba_n_groups": 5, "mamba_d_state": 6}
+        | UNTIED,
+    ),
+    "granitemoehybrid_no_mamba": (
+        "granitemoehybrid",
+        MAMBA2
+        | MULTIPLIED
+        | ONE_KV
+        | {"layer_types": ALL_FULL, "position_embedding_type": "rope", "shared_intermediate_size": 28}
+        | UNTIED
+        | rope(700.0),
+    ),
+    "falcon_h1_normed": (
+        "falcon_h1",
+        MAMBA2
+        | THREE_HEADS
+        | UNTIED
+        | {"mamba_d_ssm": 72, "mamba_n_heads": 9, "mamba_n_groups": 3, "mamba_rms_norm": True}
+        | {"mamba_norm_before_gate": False, "ssm_multipliers": [0.7, 1.3, 0.8, 1.2, 0.6], "mlp_multipliers": [0.7, 1.4]}
+        | {"attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2, "ssm_in_multiplier": 1.3}
+        | {"ssm_out_multiplier": 0.7, "embedding_multiplier": 2.5, "lm_head_multiplier": 0.6}
+        | rope(500.0),
+    ),
+    "falcon_h1_no_biases": (
+        "falcon_h1",
+        MAMBA2
+        | {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 6, "mamba_d_ssm": 48, "mamba_d_head": 16}
+        | {"mamba_n_heads": 3, "mamba_n_groups": 1, "mamba_d_state": 26, "mamba_d_conv": 2, "mamba_conv_bias": False}
+        | TIED
+        | LINEAR,
+    ),
     "falcon_h1_five_heads": (
         "falcon_h1",
         MAMBA2 | FIVE_HEADS | TIED | {"mamba_d_ssm": 80, "key_multiplier": 0.7} | rope(),
     ),
     "nemotron_h_odd": (
         "nemotron_h",
-        ONE_KV
-        | UNTIED
+        NEMOTRON
+        | ONE_KV
         | {
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
             "num_hidden_layers": 5,
-            "mamba_num_heads": 10,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "ssm_state_size": 12,
-            "conv_kernel": 3,
             "head_dim": 24,
             "n_routed_experts": 6,
             "n_group": 2,
             "topk_group": 1,
             "num_experts_per_tok": 2,
-            "moe_shared_expert_intermediate_size": 28,
-            "time_step_min": 1e-9,
         },
+    ),
+    "nemotron_h_dense": (
+        "nemotron_h",
+        NEMOTRON
+        | FIVE_HEADS
+        | {
+            "layers_block_type": ["full_attention", "mlp", "linear_attention", "mlp"],
+            "num_hidden_layers": 4,
+            "n_groups": 5,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 2,
+        },
+    ),
+    "nemotron_h_latent": (
+        "nemotron_h",
+        NEMOTRON
+        | THREE_HEADS
+        | {
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+            "num_hidden_layers": 4,
+            "mamba_num_heads": 3,
+            "mamba_head_dim": 24,
+            "n_groups": 1,
+            "moe_latent_size": 12,
+            "n_routed_experts": 9,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.7,
+            "norm_topk_prob": False,
+        },
+    ),
+    "kimi_linear_groups": (
+        "kimi_linear",
+        KIMI
+        | UNTIED
+        | {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_heads": 3}
+        | {"num_attention_heads": 5, "num_key_value_heads": 5, "linear_head_dim": 10, "first_k_dense_replace": 2},
+    ),
+    "kimi_linear_first_full": (
+        "kimi_linear",
+        KIMI
+        | UNTIED
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "q_lora_rank": 28}
+        | {"linear_num_heads": 5, "linear_head_dim": 16, "linear_conv_kernel_dim": 2, "n_group": 1, "topk_group": 1}
+        | {"n_shared_experts": 2, "norm_topk_prob": False, "first_k_dense_replace": 0, "num_key_value_heads": 4},
     ),
     "lfm2_biases": (
         "lfm2",
@@ -632,6 +846,8 @@ GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_act": "gelu", "pad_token_id": 1, "max_position_embeddings": 350, "type_vocab_size": 1},
     ),
     "distilbert_five_heads": ("distilbert", {"n_heads": 5, "hidden_dim": 52}),
+    "mpnet_five_heads": ("mpnet", {"num_attention_heads": 5, "pad_token_id": 1, "max_position_embeddings": 340}),
+    "mpnet_relu": ("mpnet", {"hidden_act": "relu", "pad_token_id": 1, "hidden_size": 42, "num_attention_heads": 3}),
     "modernbert_window": ("modernbert", {"local_attention": 6, "num_hidden_layers": 4}),
     "modernbert_five_heads": ("modernbert", {"num_attention_heads": 5, "local_attention": 64}),
     "nomic_bert_five_heads": ("nomic_bert", {"num_attention_heads": 5} | rope(300.0)),
@@ -675,7 +891,8 @@ def config_of(kind: str, says: dict[str, Any]) -> PreTrainedConfig:
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:
-    return "bert" in config.model_type or bool(getattr(config, "use_bidirectional_attention", False))
+    named = "bert" in config.model_type or config.model_type == "mpnet"
+    return named or bool(getattr(config, "use_bidirectional_attention", False))
 
 
 def kind_of(config: PreTrainedConfig) -> type[AutoModel]:

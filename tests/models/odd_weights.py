@@ -12,9 +12,11 @@ from zlib import crc32
 import numpy as np
 
 GAINS = re.compile(r"(norm|ln_)[^.]*(\.\w+)?$", re.IGNORECASE)  # ends of the names of norms' gains
-LESS_ONE = re.compile(r"gemma|qwen3_next|qwen3_5")
+LESS_ONE = re.compile(r"gemma(?!3n|4)|qwen3_next|qwen3_5")
 EMBEDDINGS = re.compile(r"embed|wte|wpe")
-MIDDLES = {"A_log": -3.0}  # ends of names: a middle that makes states fade slowly enough to reach back far
+SCALES = ("layer_scalar", "scale", "per_expert_scale", "correct_output_scale")
+FADING = "A_log"  # its middle makes states fade slowly enough to reach back far
+MIDDLES = {FADING: -3.0, **dict.fromkeys(SCALES, 1.0)}  # by the ends of names
 
 
 def random_weights(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
@@ -30,7 +32,8 @@ def random_weight(name: str, shape: Sequence[int], gain: float = 1.0) -> np.ndar
     gains around `gain`, and biases."""
     bits = np.random.PCG64(crc32(name.encode())).random_raw(prod(shape)) >> 40  # type: ignore[operator]
     noise = ((bits.astype(np.float64) / 2**24 - 0.5) * 12**0.5).reshape(shape)
-    if len(shape) > 1:
+    end = name.rpartition(".")[2]
+    if prod(shape) > max(shape) or (len(shape) > 1 and end != FADING):
         return (noise * (0.4 if EMBEDDINGS.search(name) else 1.6 * shape[-1] ** -0.5)).astype(np.float32)
-    middle = gain if GAINS.search(name) and not name.endswith("bias") else MIDDLES.get(name.rpartition(".")[2], 0.0)
+    middle = gain if GAINS.search(name) and not name.endswith("bias") else MIDDLES.get(end, 0.0)
     return (middle + 0.2 * noise).astype(np.float32)

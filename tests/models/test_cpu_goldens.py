@@ -99,7 +99,8 @@ def quantized(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_quantized_weights_find_their_rows_prepared(name: str, gguf_with):
-    """A product with such a weight takes its rows in another form, whatever op made them."""
+    """A product with such a weight takes its rows in another form, whatever op made them. Rounding may choose another
+    expert or another position for a few tokens, so most tokens decide."""
     path = gguf_with(name, tensors=quantized)
     tokens, _ = expected(name)
     blocks = blocks_for([tokens], BLOCK_SIZE)
@@ -107,7 +108,8 @@ def test_quantized_weights_find_their_rows_prepared(name: str, gguf_with):
     for backend in (CpuBackend(2, kv="f32"), RefBackend()):
         loaded(backend, path).reserve_kv(blocks, BLOCK_SIZE, 1)
         answers.append(backend.logits(greedy_batch([Chunk(tokens, 0, range(blocks))])))
-    assert np.square(answers[0] - answers[1]).mean() < 0.01 * np.square(answers[1]).mean()
+    errors = np.square(answers[0] - answers[1]).mean(axis=1)
+    assert np.median(errors) < 0.005 * np.square(answers[1]).mean()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,13 @@ from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, ModelNotFound, UnsupportedModel
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
 from penstock.model.registry import family
+
+GOLDENS = Path(__file__).parent / "goldens"
+TELL_OTHERWISE = {
+    "bamba",  # its GGUF files are Granite's
+    *("falcon_h1", "falcon_h1_norm"),  # their GGUF files have the multipliers in the weights
+    "nemotron_h_moe",  # it has no plain MLP, so its GGUF file does not tell the width of one
+}
 
 
 def load(path) -> Checkpoint:
@@ -30,17 +38,21 @@ def told(checkpoint):
     return flat(asdict(checkpoint.spec))
 
 
-def test_both_files_tell_the_same(goldens):
-    for folder in goldens.iterdir():
-        one, other = open_checkpoint(folder), open_checkpoint(folder / "model.gguf")
+@pytest.mark.parametrize("name", sorted(folder.name for folder in GOLDENS.iterdir()))
+def test_both_files_tell_the_same(name: str):
+    folder = GOLDENS / name
+    one, other = open_checkpoint(folder), open_checkpoint(folder / "model.gguf")
+    assert shapes(one) == shapes(other)
+    if name not in TELL_OTHERWISE:
         assert told(one) == [pytest.approx(leaf) if type(leaf) is float else leaf for leaf in told(other)]
-        assert shapes(one) == shapes(other)
 
 
 def shapes(checkpoint):
-    """Of its tensors, but of those that only one kind of file has split, transposed, or as a logarithm."""
+    """Of its tensors, but of those that only one kind of file has split, transposed, or as a logarithm. An MLP may be
+    called shared in one of them where there are no experts."""
+    shared = "" if checkpoint.spec.experts is None else "shared."
     return {
-        name: tensor.shape
+        name.replace("shared.", shared): tensor.shape
         for name, tensor in checkpoint.tensors.items()
         if not name.endswith((".kv_b", ".k_b", ".v_b")) and ".delta_" not in name and ".decay" not in name
     }

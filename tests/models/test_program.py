@@ -18,6 +18,7 @@ from penstock.backend.ref.ops import RefOps
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.ops import Ops
 from penstock.model.program import PRODUCTS, TAKES_OVER, Buffer, Capabilities, OpNode, Recorder, record
+from penstock.model.spec import ModelSpec
 from tests.models.shapes import Shaped, execute, recorded, shaped_model
 
 HERE = Path(__file__).parent
@@ -31,7 +32,8 @@ NO_GATE = {
     "gptneox",
     "phi2",
     "falcon",
-}  # families whose MLP has no gate
+    "nemotronh",
+}  # families whose MLPs have no gate
 BESIDE = {"gemma4"}  # layers with experts have an MLP, too
 READ_TWICE = {
     "bert",
@@ -44,6 +46,12 @@ NOTHING = Capabilities(fuses_gate=lambda weight, act: False)
 GATES = replace(NOTHING, fuses_gate=lambda weight, act: act == "silu")
 
 every_model = pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
+
+
+def layers_with_experts(spec: ModelSpec) -> int:
+    """Returns how many layers have experts. In Nemotron-H, layers with attention or a state have nothing else."""
+    without = spec.dense.union(spec.recurrent, spec.attention_layers) if spec.arch == "nemotronh" else spec.dense
+    return 0 if spec.experts is None else spec.layers - len(without)
 
 
 def any_capabilities(seed: int) -> Capabilities:
@@ -132,10 +140,10 @@ def test_fusing_changes_no_dataflow(path: Path, seed: int):
 def test_products_and_silu_gates_are_fused(path: Path):
     """In every layer that has a gated MLP, and beside experts where there is a shared one."""
     spec, model = shaped_model(path)
-    with_experts = 0 if spec.experts is None else spec.layers - len(spec.dense)
+    with_experts = layers_with_experts(spec)
     both = with_experts if spec.arch in BESIDE else 0
-    dense = 0 if spec.arch in NO_GATE else spec.layers - with_experts + both
-    gates = dense + (with_experts if spec.shared_hidden else 0)
+    dense, shared = spec.layers - with_experts + both, with_experts if spec.shared_hidden else 0
+    gates = 0 if spec.arch in NO_GATE else dense + shared
     ops = [node.op for node in record(model, GATES).nodes]
     assert ops.count("gated_linear") == (gates if spec.act == "silu" else 0)
     gated = ops.count("act_and_mul") + ops.count("sparse_act_and_mul")
@@ -154,7 +162,7 @@ def test_only_what_routers_heads_streams_and_indexes_choose_by_is_float32(path: 
         for value in node.outputs:
             logits = value in router_logits | selecting or (value.symbol == "S" and value.width == spec.vocab)
             assert value.precision == ("float32" if logits else "activation")
-    assert len(router_logits) == (0 if spec.experts is None else spec.layers - len(spec.dense))
+    assert len(router_logits) == layers_with_experts(spec)
     if not spec.encoder:
         assert record(model, NOTHING).answer.precision == "float32"
 

@@ -33,7 +33,8 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
         "kv_a": {"latent": spec.attn.v_dim, "k_rope": spec.attn.head_dim - spec.attn.v_dim},
     }
     expert_parts = dict.fromkeys(("gate", "up"), spec.experts.hidden if spec.experts else 0)
-    shared_parts = dict.fromkeys(("gate", "up"), spec.shared_hidden)
+    # Granite 4 calls an MLP shared even where there are no experts.
+    shared_parts = dict.fromkeys(("gate", "up"), spec.shared_hidden if spec.experts else spec.hidden)
     found: dict[str, Tensor] = {}
     for name, tensor in split_experts(tensors, spec):
         if match := FUSED.fullmatch(name):

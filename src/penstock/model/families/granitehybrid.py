@@ -42,7 +42,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     recurrent = mamba2_mixer.read_kinds(config, spec.layers)
     if len(recurrent) == spec.layers:
         raise config.unsupported("layer_types", "no attention", ("attention in one layer or more",))
-    biases = (spec.biases or frozenset()) | (mamba2_mixer.read_biases(config) if recurrent else frozenset())
+    biases = (spec.biases or frozenset()) | mamba2_mixer.read_biases(config)
     spec = replace(spec, arch="granitehybrid", biases=biases, shared_hidden=config.size("shared_intermediate_size"))
     if config.text("position_embedding_type", "nope") == "nope":
         spec = replace(spec, attn=replace(spec.attn, rope=NO_ROPE))
@@ -54,7 +54,7 @@ def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     if config.count("num_local_experts", 8) == 0:
         config.count("num_experts_per_tok", 0)
         config.ignore("output_router_logits", "router_aux_loss_coef")
-        return replace(spec, hidden=spec.shared_hidden)
+        return replace(spec, hidden=spec.shared_hidden, shared_hidden=0)
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
     return replace(spec, experts=replace(experts, renormalize=True))
 

@@ -37,6 +37,7 @@ NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell i
     *("first_position", "tiled", "generates"),
 )
 ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {
+    "bamba": "granitehybrid",
     "distilbert": "bert",
     "mixtral": "llama",
     "qwen3vlmoe": "qwen3moe",
