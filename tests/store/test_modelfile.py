@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.app import run_command
+from penstock.cli.served_models import served_models
 from penstock.errors import ConfigError
-from penstock.store import derived_model, derived_path, read_modelfile
+from penstock.store import DerivedModel, Entry, derived_model, derived_path, read_modelfile, save_derived
 
 PIRATE = '''
 # a pirate
@@ -83,3 +84,14 @@ def test_create_and_cp_save_models(own_home: Path, capsys: pytest.CaptureFixture
     assert "penstock pull smollm2" in capsys.readouterr().err
     assert run_command("create", ["x", "-f", str(own_home / "none")]) == 1
     assert "no Modelfile" in capsys.readouterr().err
+
+
+def test_a_server_of_the_whole_store_loads_nothing_twice(own_home: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        entry = Entry("parrot", "pypi:x/y.gguf", own_home / "parrot.gguf", 4, "", "2026")
+        patch.setattr("penstock.store.store.entries", lambda: [entry])
+        patch.setattr("penstock.store.entries", lambda: [entry])
+        save_derived(DerivedModel(name="pirate", base="parrot"))
+        save_derived(DerivedModel(name="lost", base="nowhere"))
+        assert [model.name for model in served_models([], "", "")] == ["parrot"]
+        assert [model.name for model in served_models([], "", "it")] == ["it"]

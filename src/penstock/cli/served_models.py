@@ -38,21 +38,35 @@ class TextChanges(NamedTuple):
 
 def served_models(refs: Sequence[str], models_dir: str, name: str) -> list[FoundModel]:
     """Returns the models that the words on the command line mean: those named, those of a folder, else all of the
-    store, else the default one. Models that are named are fetched first."""
+    store, else the default one. Models that are named are fetched first. One that is derived from another of them is
+    left out: the other answers to its name."""
     from penstock.errors import ConfigError
-    from penstock.store import stored_names
 
     named = [obtained(ref) for ref in refs]
     folder = in_folder(Path(models_dir).expanduser()) if models_dir else []
-    found = [*named, *folder]
-    if not found:
-        found = [obtained(ref) for ref in stored_names()] or [obtained(options.DEFAULT_MODEL)]
+    found = [*named, *folder] or in_store() or [obtained(options.DEFAULT_MODEL)]
+    found = [each for each in found if not _answered_by_another(each, found)]
     if name:
         found[0] = found[0]._replace(name=name)
     names = [each.name for each in found]
     if twice := [each for each in names if names.count(each) > 1]:
         raise ConfigError(f"two models would be called {twice[0]!r}: rename a file, or name the first with --name")
     return found
+
+
+def in_store() -> list[FoundModel]:
+    """Returns all models of the store, and those derived from files beside it."""
+    from penstock.store import derived_entry, derived_models, entries
+
+    own = filter(None, (derived_entry(derived) for derived in derived_models()))
+    return [FoundModel(entry.name, entry.name, entry.path) for entry in (*entries(), *own)]
+
+
+def _answered_by_another(model: FoundModel, found: Sequence[FoundModel]) -> bool:
+    from penstock.store import find_derived
+
+    derived = find_derived(model.ref)
+    return derived is not None and any(each.path == model.path and each is not model for each in found)
 
 
 def obtained(ref: str) -> FoundModel:
