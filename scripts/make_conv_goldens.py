@@ -6,18 +6,15 @@ python scripts/make_conv_goldens.py [NAME ...]
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import gguf
 import numpy as np
-import torch
-from make_goldens import FOLDER, PLAIN, PROMPT, logits
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from make_goldens import PLAIN, Recipe, chosen, fading, filled, make, named, new_model, stored, write_out
+from transformers import PreTrainedConfig, PreTrainedModel
 
 SIZES = {"vocab_size": 48, "max_position_embeddings": 64, "pad_token_id": 0}
 GOLDENS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,38 +121,16 @@ GGUF_NAMES = {
 
 
 def main() -> None:
-    for name in sys.argv[1:] or GOLDENS:
-        seed = crc32(name.encode())
-        folder = FOLDER / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        model = random_model(name, seed)
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-        expected = logits(model, tokens)
-        write_gguf(folder / "model.gguf", name, model)
-        model.bfloat16().save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-        print(f"{name:10} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+    for name in chosen(GOLDENS):
+        make(name, Recipe({}, random_model=random_model, write_gguf=partial(write_gguf, name)))
 
 
 def random_model(name: str, seed: int) -> PreTrainedModel:
-    """Returns a model whose states fade slowly enough to reach back far."""
-    torch.manual_seed(seed)
-    kind, sizes = GOLDENS[name]
-    config = CONFIG_MAPPING[kind](**sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for key, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" in key:
-                continue
-            middle = -3 if key.endswith("A_log") else 1 if "norm" in key else 0
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
-            weight.copy_(weight.bfloat16().half())
-    return model.float().eval()
+    model = new_model(*GOLDENS[name], seed)
+    return filled(model, stored(model), fading)
 
 
-def write_gguf(path: Path, arch: str, model: PreTrainedModel) -> None:
+def write_gguf(arch: str, path: Path, model: PreTrainedModel) -> None:
     writer = gguf.GGUFWriter(path, arch)
     add_keys(writer, model.config)
     for name, weight in model.state_dict().items():
@@ -163,11 +138,8 @@ def write_gguf(path: Path, arch: str, model: PreTrainedModel) -> None:
             continue
         for part, values in converted(name, weight.numpy()):
             plain = values.ndim == 1 or re.search(r"conv1d|conv\.conv|A_log|router|mlp\.gate|feed_forward\.gate", part)
-            writer.add_tensor(gguf_name(part), values.astype(np.float32 if plain else np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            writer.add_tensor(named(part, GGUF_NAMES), values.astype(np.float32 if plain else np.float16))
+    write_out(writer)
 
 
 def converted(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -221,13 +193,6 @@ def add_lfm2_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_feed_forward_length(hidden)
-
-
-def gguf_name(name: str) -> str:
-    if name in GGUF_NAMES:
-        return GGUF_NAMES[name]
-    _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{GGUF_NAMES[part]}"
 
 
 if __name__ == "__main__":

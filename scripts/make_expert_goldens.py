@@ -12,7 +12,19 @@ import gguf
 import make_goldens
 import numpy as np
 import torch
-from make_goldens import ORIGINAL, PLAIN, SMALLER, Recipe, add_keys, chosen, gguf_name, head_dim_of, interleaved, make
+from make_goldens import (
+    ORIGINAL,
+    PLAIN,
+    SMALLER,
+    Recipe,
+    add_keys,
+    chosen,
+    gguf_name,
+    head_dim_of,
+    interleaved,
+    make,
+    write_out,
+)
 from transformers import PreTrainedConfig, PreTrainedModel
 
 EIGHT = SMALLER | {"head_dim": 8, "rope_parameters": PLAIN}
@@ -240,10 +252,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         layer = f"blk.{config.num_hidden_layers}"  # what guesses the token after the next
         writer.add_tensor(f"{layer}.nextn.eh_proj.weight", np.zeros((2, 4), np.float16))
         writer.add_tensor(f"{layer}.attn_norm.weight", np.zeros(2, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def parts_of(name: str, values: np.ndarray, arch: str) -> list[tuple[str, np.ndarray]]:

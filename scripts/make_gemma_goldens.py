@@ -5,19 +5,15 @@ python scripts/make_gemma_goldens.py [NAME ...]
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
-from zlib import crc32
 
 import gguf
 import numpy as np
 import torch
-from make_goldens import FOLDER, GGUF_NAMES, PROMPT, logits
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from make_goldens import GGUF_NAMES, Recipe, chosen, filled, make, new_model, write_out
+from transformers import PretrainedConfig, PreTrainedModel
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 GEMMA = {
@@ -91,7 +87,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "rope_parameters": PROPORTIONAL,
     },
 }
-WITHOUT: dict[str, dict[str, Any]] = {  # what makes a difference
+WITHOUT: dict[str, dict[str, Any]] = {  # see Recipe
     "gemma3n": {"activation_sparsity_pattern": [0.0] * 6},
     "gemma3n_three": {"altup_active_idx": 0},
     "gemma4": {"rope_parameters": ROPES},
@@ -130,41 +126,21 @@ NAMES = GGUF_NAMES | {
 
 
 def main() -> None:
-    for name in sys.argv[1:] or GOLDENS:
-        seed = crc32(name.encode())
-        folder = FOLDER / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        model = random_model(name, seed)
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-        expected = logits(model, tokens)
-        if name in WITHOUT:
-            difference = np.abs(logits(random_model(name, seed, **WITHOUT[name]), tokens) - expected).max()
-            assert difference > 0.1, f"{name}: {difference}"
-        write_gguf(folder / "model.gguf", model)
-        model.bfloat16().save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-        print(
-            f"{name:18} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes, {np.abs(expected).max():.2f}"
-        )
+    recipe = Recipe(WITHOUT, least=0.1, random_model=random_model, write_gguf=write_gguf)
+    for name in chosen(GOLDENS):
+        make(name, recipe)
 
 
 def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
-    """Weights large enough for sharp attention, and exact in BF16 and F16 alike."""
-    torch.manual_seed(seed)
-    config = CONFIG_MAPPING[f"{name.split('_')[0]}_text"](**json.loads(json.dumps(GEMMA | GOLDENS[name] | changes)))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for key, weight in model.state_dict().items():
-            if key == "lm_head.weight" and config.tie_word_embeddings:
-                continue
-            middle = 1 if "norm" in key or weight.ndim == 1 else 0
-            if "q_norm" in key:
-                middle = 0.4  # scores are not divided by anything: sharper ones would make noise of rounding errors
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
-            weight.copy_(weight.bfloat16().half())
-    return model.float().eval()
+    model = new_model(f"{name.split('_')[0]}_text", GEMMA | GOLDENS[name] | changes, seed)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else ()
+    return filled(model, (pair for pair in model.state_dict().items() if pair[0] not in tied), middle)
+
+
+def middle(key: str, weight: torch.Tensor) -> float:
+    if "q_norm" in key:
+        return 0.4  # scores are not divided by anything: sharper ones would make noise of rounding errors
+    return 1 if "norm" in key or weight.ndim == 1 else 0
 
 
 def write_gguf(path: Path, model: PreTrainedModel) -> None:
@@ -173,10 +149,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     add_keys(writer, config)
     for name, weight in gguf_weights(model).items():
         writer.add_tensor(name, weight.numpy().astype(np.float32 if weight.ndim == 1 else np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def gguf_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

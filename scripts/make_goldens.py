@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 FOLDER = Path(__file__).parents[1] / "tests" / "models" / "goldens"
+Weights = Iterator[tuple[str, torch.Tensor]]
 PROMPT = 48
 ORIGINAL = 16  # positions before scaling: the prompt goes far beyond
 
@@ -230,8 +231,8 @@ def chosen(goldens: Iterable[str]) -> Iterable[str]:
 
 def make(name: str, recipe: Recipe) -> Path:
     """Makes a golden and returns its folder."""
-    seed = crc32(name.encode())  # its own: a new golden changes no other
     folder = (FOLDER.parent / "folders" if name in recipe.folders else FOLDER) / name
+    seed = recipe.seed(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model = recipe.random_model(name, seed)
@@ -240,7 +241,7 @@ def make(name: str, recipe: Recipe) -> Path:
     if name in recipe.without:
         other = recipe.random_model(name, seed, **recipe.without[name])
         difference = np.abs(logits(other, tokens) - expected).max()
-        assert difference > 0.3, f"{name}: {difference}"
+        assert difference > recipe.least, f"{name}: {difference}"
     if name not in recipe.folders or name in recipe.files:
         recipe.write_gguf(folder / "model.gguf", model)
     save(model, folder, tokens, expected, **({"max_shard_size": "20KB"} if name == SHARDED else {}))
@@ -254,20 +255,49 @@ def save(model: PreTrainedModel, folder: Path, tokens: np.ndarray, expected: np.
     np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
 
 
+def own_seed(folder: Path) -> int:
+    """Returns a golden's own seed: a new golden changes no other."""
+    return crc32(folder.name.encode())
+
+
 def random_model(name: str, seed: int, **changes: Any) -> PreTrainedModel:
-    """Weights large enough for sharp attention, and exact in BF16 and F16 alike."""
-    torch.manual_seed(seed)
     kind = MODEL_TYPES.get(name, name if name in FAMILIES else "llama")
     sizes = {key: size for key, size in SIZES.items() if key not in UNSAID.get(name, ())}
     smaller = {key: value for key, value in GOLDENS[name].items() if key not in UNSAID.get(name, ())}
-    config = CONFIG_MAPPING[kind](**deepcopy(sizes | smaller | changes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = new_model(kind, sizes | smaller | changes, seed)
+
+    def middle(key: str, weight: torch.Tensor) -> float:
+        return 1 if ("norm" in key or ".ln_" in key) and "gemma" not in name else 0  # gains, or gains less one
+
+    return filled(model, model.named_parameters(), middle)
+
+
+def new_model(kind: str, sizes: dict[str, Any], seed: int) -> PreTrainedModel:
+    """Seeds torch and returns a model of that type, in float32."""
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[kind](**deepcopy(sizes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+
+
+def filled(model: PreTrainedModel, weights: Weights, middle: Callable[[str, torch.Tensor], float]) -> PreTrainedModel:
+    """Fills those weights of a model at random, large enough for sharp attention, and exact in BF16 and F16 alike."""
     with torch.no_grad():
-        for key, weight in model.named_parameters():
-            middle = 1 if ("norm" in key or ".ln_" in key) and "gemma" not in name else 0  # gains, or gains less one
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
+        for key, weight in weights:
+            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle(key, weight))
             weight.copy_(weight.bfloat16().half())
     return model.float().eval()
+
+
+def stored(model: PreTrainedModel) -> Weights:
+    """Yields the parameters of a model, and then those of its buffers that checkpoints have."""
+    yield from model.named_parameters()
+    kept = model.state_dict().keys()
+    yield from ((key, value) for key, value in model.named_buffers() if key in kept)
+
+
+def fading(key: str, weight: torch.Tensor) -> float:
+    """Returns the middle of a weight of a recurrent model whose states fade slowly enough to reach back far."""
+    return -3 if key.endswith("A_log") else 1 if "norm" in key else 0
 
 
 def logits(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
@@ -307,6 +337,11 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
                 values = interleaved(values, head_dim_of(model.config))
             plain = values.ndim == 1 or "norm" in name
             writer.add_tensor(gguf_name(name, writer.arch), values.astype(np.float32 if plain else np.float16))
+    write_out(writer)
+
+
+def write_out(writer: gguf.GGUFWriter) -> None:
+    """Writes the file, once its keys and tensors are added, and closes it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -403,6 +438,14 @@ def gguf_name(name: str, arch: str) -> str:
     return f"blk.{layer}.{names[part]}.{role}"
 
 
+def named(name: str, names: Mapping[str, str]) -> str:
+    """Returns a tensor's name in GGUF files; the names of a layer's tensors are given without the layer."""
+    if name in names:
+        return names[name]
+    _, _, layer, part = name.split(".", 3)
+    return f"blk.{layer}.{names[part]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Says how a script makes its goldens."""
@@ -410,6 +453,8 @@ class Recipe:
     without: Mapping[str, dict[str, Any]]  # changes that move logits: without its feature, a golden would show nothing
     folders: Collection[str] = ()  # goldens that GGUF files cannot express
     files: Collection[str] = ()  # those of `folders` that have a GGUF file beside them
+    least: float = 0.3  # what such a change has to move some logit by
+    seed: Callable[[Path], int] = own_seed  # that of the golden of a folder
     random_model: Callable[..., PreTrainedModel] = random_model
     write_gguf: Callable[[Path, PreTrainedModel], None] = write_gguf
 

@@ -13,8 +13,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from make_goldens import PLAIN, Recipe, chosen, make
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from make_goldens import PLAIN, Recipe, chosen, fading, filled, make, named, new_model, write_out
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def layers(count: int) -> dict[str, Any]:
@@ -89,17 +89,13 @@ def main() -> None:
 
 
 def random_model(name: str, seed: int) -> PreTrainedModel:
-    """Memories that fade slowly enough to reach back far."""
-    torch.manual_seed(seed)
-    kind, sizes = GOLDENS[name]
-    config = CONFIG_MAPPING[kind](**sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            middle = -3 if key.endswith("A_log") else 1 if key.endswith("linear_attn.norm.weight") else 0
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
-            weight.copy_(weight.bfloat16().half())
-    return model.float().eval()
+    model = new_model(*GOLDENS[name], seed)
+    return filled(model, model.named_parameters(), middle)
+
+
+def middle(key: str, weight: torch.Tensor) -> float:
+    """Returns the middle of gains, which are less one but for those of delta nets, and of other weights."""
+    return 0 if "norm" in key and not key.endswith("linear_attn.norm.weight") else fading(key, weight)
 
 
 def write_gguf(arch: str, path: Path, model: PreTrainedModel) -> None:
@@ -109,11 +105,8 @@ def write_gguf(arch: str, path: Path, model: PreTrainedModel) -> None:
         if name != "lm_head.weight":
             for part, values in converted(arch, name, weight.numpy(), model.config):
                 plain = values.ndim == 1 or "conv1d" in part
-                writer.add_tensor(gguf_name(part), values.astype(np.float32 if plain else np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+                writer.add_tensor(named(part, GGUF_NAMES), values.astype(np.float32 if plain else np.float16))
+    write_out(writer)
 
 
 def converted(arch: str, name: str, values: np.ndarray, config: PreTrainedConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -185,13 +178,6 @@ def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-
-
-def gguf_name(name: str) -> str:
-    if name in GGUF_NAMES:
-        return GGUF_NAMES[name]
-    _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{GGUF_NAMES[part]}"
 
 
 if __name__ == "__main__":

@@ -6,18 +6,18 @@ python scripts/make_kimi_goldens.py
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import gguf
 import numpy as np
-import torch
-from make_goldens import FOLDER, PROMPT, logits
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from make_goldens import FOLDER, Recipe, fading, filled, make, named, new_model, stored, write_out
+from transformers import PreTrainedConfig, PreTrainedModel
 
+NAME = "kimi_linear"
 SIZES: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -89,37 +89,17 @@ PLAIN = ("ssm_conv1d", "ssm_a", "ffn_gate_inp")
 
 
 def main() -> None:
-    golden = FOLDER / "kimi_linear"
-    model = save(golden, SIZES)
-    write_gguf(golden / "model.gguf", model)
-    save(FOLDER.parent / "folders" / "kimi_linear", SIZES | OTHER_HEADS)
-    print(sum(file.stat().st_size for file in golden.iterdir()), "bytes")
+    for sizes, folders in ((SIZES, ()), (SIZES | OTHER_HEADS, (NAME,))):
+        make(NAME, Recipe({}, folders, seed=seed_of, random_model=partial(random_model, sizes), write_gguf=write_gguf))
 
 
-def save(folder: Path, sizes: dict[str, Any]) -> PreTrainedModel:
-    """Writes a random model and what it answers; returns the model."""
-    shutil.rmtree(folder, ignore_errors=True)
-    seed = crc32(str(folder.relative_to(FOLDER.parent)).encode()) + CLEAR
-    model = random_model(seed, sizes)
-    tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-    expected = logits(model, tokens)
-    model.bfloat16().save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-    return model.float()
+def seed_of(folder: Path) -> int:
+    return crc32(str(folder.relative_to(FOLDER.parent)).encode()) + CLEAR
 
 
-def random_model(seed: int, sizes: dict[str, Any]) -> PreTrainedModel:
-    """Returns a model whose states decay slowly enough to reach back far."""
-    torch.manual_seed(seed)
-    config = CONFIG_MAPPING["kimi_linear"](**sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for key, weight in [*model.named_parameters(), *model.named_buffers()]:
-            middle = -3 if key.endswith("A_log") else 1 if "norm" in key else 0
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
-            weight.copy_(weight.bfloat16().half())
-    return model.float().eval()
+def random_model(sizes: dict[str, Any], name: str, seed: int) -> PreTrainedModel:
+    model = new_model(name, sizes, seed)
+    return filled(model, stored(model), fading)
 
 
 def write_gguf(path: Path, model: PreTrainedModel) -> None:
@@ -129,18 +109,12 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         for own, values in converted(name, weight.numpy(), model.config):
             plain = values.ndim == 1 or any(part in own for part in PLAIN)
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32 if plain else np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def converted(name: str, values: np.ndarray, config: PreTrainedConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Yields what files have in another order or form."""
-    if name in GGUF_NAMES:
-        yield GGUF_NAMES[name], values
-        return
-    _, _, layer, part = name.split(".", 3)
+    layer, _, part = name.removeprefix("model.layers.").partition(".")
     blk = f"blk.{layer}"
     if part == "self_attn.conv1d.weight":
         for kind, rows in zip("qkv", np.split(values, 3), strict=True):
@@ -154,7 +128,7 @@ def converted(name: str, values: np.ndarray, config: PreTrainedConfig) -> Iterat
         for kind, rows in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
             yield f"{blk}.ffn_{kind}_exps.weight", rows
     else:
-        yield f"{blk}.{GGUF_NAMES[part]}", -np.exp(values) if part.endswith("A_log") else values
+        yield named(name, GGUF_NAMES), -np.exp(values) if part.endswith("A_log") else values
 
 
 def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:

@@ -18,7 +18,7 @@ import make_goldens
 import numpy as np
 import torch
 from make_expert_goldens import random_model
-from make_goldens import FOLDER, ORIGINAL, PLAIN, PROMPT, SMALLER, Recipe, chosen, logits, make, save
+from make_goldens import FOLDER, ORIGINAL, PLAIN, PROMPT, SMALLER, Recipe, chosen, logits, make, save, write_out
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -210,10 +210,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         for own, part in parts_of(name, weight.numpy(), config):
             plain = part.ndim == 1 or "ffn_gate_inp" in own or own.endswith(".bias")
             writer.add_tensor(own, np.ascontiguousarray(part, np.float32 if plain else np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def parts_of(name: str, values: np.ndarray, config: PreTrainedConfig) -> list[tuple[str, np.ndarray]]:

@@ -68,7 +68,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": 20,
     },
 }
-WITHOUT: dict[str, list[dict[str, Any]]] = {  # what makes a difference: see check_it_matters of make_goldens.py
+WITHOUT: dict[str, list[dict[str, Any]]] = {  # see Recipe
     "llama4": [{"use_qk_norm": False}, {"no_rope_layers": [1] * 4}],
     "llama4_chunks": [{"attention_chunk_size": 64}, {"attn_temperature_tuning": False}, {"num_experts_per_tok": 1}],
     "cohere_plus": [{"use_qk_norm": False}],

@@ -5,18 +5,15 @@ python scripts/make_mamba2_goldens.py [NAME ...]
 
 from __future__ import annotations
 
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import gguf
 import numpy as np
 import torch
-from make_goldens import FOLDER, PLAIN, PROMPT, interleaved, logits
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from make_goldens import PLAIN, Recipe, chosen, fading, filled, interleaved, make, named, new_model, stored, write_out
+from transformers import PreTrainedConfig, PreTrainedModel
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SIZES = {
@@ -198,42 +195,24 @@ GGUF_NAMES = {
     "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
 }
+GGUF_NAMES |= {  # as Nemotron-H calls them
+    part.replace("mamba.", "mixer."): own for part, own in GGUF_NAMES.items() if part.startswith("mamba.")
+}
 
 
 def main() -> None:
-    for name in sys.argv[1:] or GOLDENS:
-        seed = crc32(name.encode())
-        folder = FOLDER / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        model = random_model(name, seed)
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=PROMPT)
-        expected = logits(model, tokens)
-        write_gguf(folder / "model.gguf", model)
-        for key, value in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                value.data = value.data.float()
-        model.bfloat16().save_pretrained(folder)
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        np.savez_compressed(folder / "expected.npz", tokens=tokens.astype(np.int32), logits=expected)
-        print(f"{name:20} {sum(file.stat().st_size for file in folder.iterdir()):8} bytes")
+    for name in chosen(GOLDENS):
+        make(name, Recipe({}, random_model=random_model, write_gguf=write_gguf))
 
 
 def random_model(name: str, seed: int) -> PreTrainedModel:
-    """States that decay slowly enough to reach back far."""
-    torch.manual_seed(seed)
     kind, sizes = GOLDENS[name]
-    config = CONFIG_MAPPING[kind](**SIZES | sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            middle = -3 if key.endswith("A_log") else 1 if "norm" in key or key.endswith(".D") else 0
-            weight.copy_(torch.randn_like(weight) * (0.2 if weight.ndim == 1 else 0.4) + middle)
-            weight.copy_(weight.bfloat16().half())
-        for key, value in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                value.copy_((torch.randn_like(value) * 0.2).bfloat16().half())
-    return model.float().eval()
+    model = new_model(kind, SIZES | sizes, seed)
+    return filled(model, stored(model), middle)
+
+
+def middle(key: str, weight: torch.Tensor) -> float:
+    return 1 if key.endswith(".D") else fading(key, weight)
 
 
 def write_gguf(path: Path, model: PreTrainedModel) -> None:
@@ -247,10 +226,7 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
         for own, values in converted(name, weight.numpy(), writer.arch, config):
             plain = values.ndim == 1 or writer.arch == "falcon-h1" or PLAIN_PARTS.intersection(own.split("."))
             writer.add_tensor(own, values.astype(np.float32 if plain else np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
 
 
 def converted(name: str, values: np.ndarray, arch: str, config: PreTrainedConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -276,7 +252,7 @@ def converted(name: str, values: np.ndarray, arch: str, config: PreTrainedConfig
     elif arch == "falcon-h1" and name.endswith("pre_ff_layernorm.weight"):
         yield f"{layer}.ffn_norm", values  # llama.cpp reads it by this name
     else:
-        yield gguf_name(name), values
+        yield named(name, GGUF_NAMES), values
 
 
 def turned(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
@@ -307,13 +283,6 @@ def multiplier(name: str, config: PreTrainedConfig) -> Any:
         "embed_tokens": config.embedding_multiplier,
     }
     return next((factor for part, factor in factors.items() if f".{part}." in f".{name}"), 1.0)
-
-
-def gguf_name(name: str) -> str:
-    if name in GGUF_NAMES:
-        return GGUF_NAMES[name]
-    _, _, layer, part = name.split(".", 3)
-    return f"blk.{layer}.{GGUF_NAMES[part.replace('mixer.', 'mamba.') if part not in GGUF_NAMES else part]}"
 
 
 def add_keys(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.backend.base import StateMove
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
@@ -21,7 +18,6 @@ from penstock.model.load import load_model, open_checkpoint, read_config, read_f
 from penstock.model.recurrence import ConvSpec, MambaSpec, ScanSpec
 
 GOLDENS = Path(__file__).parent / "goldens"
-NAMES = ("jamba", "lfm2", "lfm2moe")
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"],
     "block_auto_adjust_ff_dim": True,
@@ -360,22 +356,3 @@ def test_a_file_cannot_have_biases_of_convolutions(folder_with, floats):
     folder = folder_with("lfm2moe", tensors=biased, config=lambda config: config.update(conv_bias=True))
     with pytest.raises(UnsupportedModel, match=r"conv_bias = true: llama\.cpp reads other biases"):
         export(folder, "q8_0", lambda tensor, format: tensor)
-
-
-BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_saved_state_is_as_good_as_the_tokens_before_it(name: str, backend: str):
-    """It is saved in the middle of a chunk, and one in another slot goes on from there; the blocks are the same."""
-    with np.load(GOLDENS / name / "expected.npz") as file:
-        tokens, logits = file["tokens"].tolist(), file["logits"]
-    computes = BACKENDS[backend]()
-    computes.load(load_model(open_checkpoint(GOLDENS / name), computes))
-    computes.reserve_kv(12, 4, 5)
-    first = greedy_batch([Chunk(tokens[:21], 0, range(12), 0)])
-    computes.logits(replace(first, moves=(StateMove(0, -1, 4, 16),)))
-    second = greedy_batch([Chunk(tokens[16:], 16, range(12), 1), Chunk(tokens[:9], 0, range(3), 0)], 1)
-    got = computes.logits(replace(second, moves=(StateMove(0, 4, -1, 0),)))
-    assert np.abs(got - np.concatenate([logits[16:], logits[:9]])).max() < 1e-4

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from penstock.backend.base import StateMove
-from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
 
 GOLDENS = Path(__file__).parent / "goldens"
-NAMES = ("qwen35", "qwen35moe", "qwen3next", "kimi_linear")
 QWEN3_NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],
     "attention_bias": False,
@@ -209,22 +202,3 @@ def test_layers_of_a_file_that_guess_ahead_are_left_out(gguf_with, floats):
     path = gguf_with("qwen35", metadata=lambda metadata: metadata.update(counts), tensors=one_more)
     backend = RefBackend()
     backend.load(load_model(open_checkpoint(path), backend))
-
-
-BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_saved_state_is_as_good_as_the_tokens_before_it(name: str, backend: str):
-    """It is saved in the middle of a chunk, and one in another slot goes on from there; the blocks are the same."""
-    with np.load(GOLDENS / name / "expected.npz") as file:
-        tokens, logits = file["tokens"].tolist(), file["logits"]
-    computes = BACKENDS[backend]()
-    computes.load(load_model(open_checkpoint(GOLDENS / name), computes))
-    computes.reserve_kv(12, 4, 5)
-    first = greedy_batch([Chunk(tokens[:21], 0, range(12), 0)])
-    computes.logits(replace(first, moves=(StateMove(0, -1, 4, 16),)))
-    second = greedy_batch([Chunk(tokens[16:], 16, range(12), 1), Chunk(tokens[:9], 0, range(3), 0)], 1)
-    got = computes.logits(replace(second, moves=(StateMove(0, 4, -1, 0),)))
-    assert np.abs(got - np.concatenate([logits[16:], logits[:9]])).max() < 1e-4
