@@ -466,3 +466,9 @@ def test_an_encoder_is_shown_and_planned_and_asked_for_no_text(penstock: Penstoc
         code, _, err = penstock("eval", *words, "--text", tmp_path / "text", "--context", 16)
         assert code == 1
         assert "error: this model is an encoder, which predicts no tokens" in err
+
+
+def test_the_default_model_is_served_by_its_own_name(smollm2: Path) -> None:
+    from penstock.cli.served_models import served_models
+
+    assert [model.name for model in served_models(["smollm2"], "", "")] == ["smollm2"]

@@ -7,9 +7,9 @@ import pytest
 from penstock.errors import ConfigError, ModelNotFound
 from penstock.model.registry import GGUF
 from penstock.store import hub
-from penstock.store.catalogue import CATALOGUE, CatalogueModel, full_name, tags_of
+from penstock.store.catalogue import CATALOGUE, CatalogueModel, tags_of
 from penstock.store.quantizations import BITS, choose, fit, quantization_of
-from penstock.store.refs import ALIASES, HubRepo, is_spelled_like_model, name_of, parse
+from penstock.store.refs import ALIASES, HubRepo, full_name, is_spelled_like_model, name_of, parse
 
 GB = 10**9
 
@@ -39,6 +39,7 @@ def test_names_are_read_as_ollama_writes_them() -> None:
         assert parse(ref) == HubRepo(source.repo, quantization="Q8_0")
     assert full_name("llama3.2") == "llama3.2:3b"
     assert full_name("mine") == "mine"
+    assert full_name("smollm2") == "smollm2"  # the default model is a file of its own, not a tag of the catalogue
     assert parse("qwen3:30b-a3b-q4_k_m") == HubRepo("Qwen/Qwen3-30B-A3B-GGUF", quantization="Q4_K_M")
 
 

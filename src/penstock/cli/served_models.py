@@ -145,10 +145,9 @@ def _load_text(found: FoundModel, fields: Sequence[str], changes: TextChanges) -
 
 def short_name(model: str, path: Path) -> str:
     """Returns the name that the model is served by."""
-    from penstock.store import find, find_derived, full_name
+    from penstock.store import find
 
-    if find_derived(model):
-        return model.removesuffix(":latest")
-    if find(model):
-        return full_name(model.removesuffix(":latest"))
+    entry = find(model)
+    if entry is not None:
+        return entry.name
     return path.stem if path.is_file() else path.resolve().name

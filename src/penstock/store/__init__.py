@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import home
 from penstock.store.blobs import Upload, blob_path
-from penstock.store.catalogue import CATALOGUE, CatalogueModel, full_name
+from penstock.store.catalogue import CATALOGUE, CatalogueModel
 from penstock.store.derived import (
     DerivedModel,
     adapter_of_blobs,
@@ -19,7 +19,7 @@ from penstock.store.modelfile import Modelfile, read_modelfile
 from penstock.store.paths import Entry, sha256_of, size_of
 from penstock.store.progress import Progress
 from penstock.store.quantizations import fit
-from penstock.store.refs import ALIASES, DEFAULT, nearest_names
+from penstock.store.refs import ALIASES, DEFAULT, full_name, nearest_names
 from penstock.store.store import (
     derived_entry,
     derived_path,

@@ -150,12 +150,6 @@ def lookup(ref: str) -> tuple[CatalogueModel, str] | None:
     return (tags[size], found) if size in tags else None
 
 
-def full_name(ref: str) -> str:
-    """Returns a name of the catalogue with its tag and, if it names one, its quantization; other names as they are."""
-    found = lookup(ref)
-    return name_of(*found) if found else ref
-
-
 def name_of(model: CatalogueModel, quantization: str) -> str:
     """Returns the full name of a model, with the quantization if one is named."""
     return f"{model.full_name}-{quantization.lower()}" if quantization else model.full_name

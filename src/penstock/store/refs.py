@@ -101,6 +101,13 @@ def catalogue_source(ref: str) -> HubRepo | None:
     return None if found is None else HubRepo(found[0].repo, quantization=found[1])
 
 
+def full_name(ref: str) -> str:
+    """Returns a name of the catalogue with its tag and, if it names one, its quantization; other names, and those that
+    the store itself gives to a file, as they are."""
+    found = None if ref in ALIASES else catalogue.lookup(ref)
+    return catalogue.name_of(*found) if found else ref
+
+
 def is_spelled_like_model(word: str) -> bool:
     """Returns whether a word can only be meant as a model, known or not: a reference, a path, a name with a tag, a name
     that models are known by elsewhere, or nearly one of ours."""
