@@ -48,8 +48,8 @@ def test_both_files_tell_the_same(name: str):
 
 
 def shapes(checkpoint):
-    """Of its tensors, but of those that only one kind of file has split, transposed, or as a logarithm. An MLP may be
-    called shared in one of them where there are no experts."""
+    """Returns the shapes of its tensors, without those that only one kind of file has split, transposed, or as a
+    logarithm. An MLP may be called shared in one of them where there are no experts."""
     shared = "" if checkpoint.spec.experts is None else "shared."
     return {
         name.replace("shared.", shared): tensor.shape
