@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.backend.base import Batch, Floats, Ints
+from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, AdapterTiles, adapter_tiles
 
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
@@ -33,6 +34,7 @@ class Shape(NamedTuple):
     decodes: int  # rows of one token
     splits: int  # pieces that the contexts of those rows are split into
     tiles: int  # runs of tokens of all other rows
+    adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,9 @@ class DeviceInputs:
     top_k: Any  # [S]
     min_p: Any  # [S] float32
     seeds: Any  # [S, 2] low word, high word
+    adapter_tiles: Any  # [D, 4] see low_rank
+    adapter_order: Any  # [T], or [0] without adapters
+    sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
 
@@ -70,11 +75,12 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
     of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, _, p, q = shape
+    t, s, _, p, q, d = shape
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
-    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2))
+    by_adapter = (d, 4), (min(t, d * t),), (min(s, d * s),)
+    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter)
     found = []
     at = 0
     for size in sizes:
@@ -117,21 +123,24 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Says what attention has to do for a batch, and which shape the step has."""
+    """Says what attention and adapters have to do for a batch, and which shape the step has."""
 
     shape: Shape
     splits: Ints  # [P, 8]
     tiles: Ints  # [Q, 5]
+    adapters: AdapterTiles
 
 
 def plan_attention(batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape]) -> AttentionPlan:
-    """Divides the batch's attention into splits and tiles. `pad` makes the step's shape of the batch's own."""
+    """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
+    the batch's own."""
     single = np.diff(batch.row_start) == 1
     rows = np.flatnonzero(single).astype(np.int32)
     splits = split_contexts(batch.row_start[rows], rows, batch.positions[batch.row_start[rows]] + 1)
     tiles = tiles_of(batch, np.flatnonzero(~single), tile_tokens)
-    shape = Shape(len(batch.tokens), len(batch.sampled), len(rows), len(splits), len(tiles))
-    return AttentionPlan(pad(shape), splits, tiles)
+    adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
+    counts = len(batch.tokens), len(batch.sampled), len(rows), len(splits), len(tiles), len(adapters.tiles)
+    return AttentionPlan(pad(Shape(*counts)), splits, tiles, adapters)
 
 
 def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
@@ -184,6 +193,9 @@ def fill(
         put(into.of(group).places, table[owner, entry] * block_size + offset, scratch_block * block_size)
         fill_attention(into.of(group), plan, group, groups)
     fill_sampling(into, batch, scratch_slot)
+    put(into.adapter_tiles, plan.adapters.tiles, -1)
+    put(into.adapter_order, plan.adapters.order, 0)
+    put(into.sampled_adapters, plan.adapters.sampled, -1)
     begin = words(plan.shape, groups)
     end = begin + int(batch.tables.size)
     buffer[begin:end].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)
