@@ -143,7 +143,7 @@ def test_quantized_bases_have_adapters_too(kind: str) -> None:
         one.load(0, ALL)
         one.load(1, SOME)
     steps = [step_of([20, 5, 9], [0, -1, 1]), step_of([1] * 3, [0, -1, 1], [20, 5, 9])]
-    check(*both, steps, 0.15 if kind == "fp8" else 3e-2)
+    check(*both, steps, 0.3 if kind == "fp8" else 3e-2)
 
 
 def test_slots_are_dropped_and_used_again() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, quantize_activations
 from penstock.backend.cuda.kernels.low_rank import (
     RECORD,
     AdaptedWeight,
@@ -25,7 +25,6 @@ from penstock.backend.cuda.kernels.low_rank import (
     shrink,
     values_needed,
 )
-from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_low_rank import PackedUpdate, UpdateSizes, pack_update
 from penstock.backend.cuda.transfer import CHUNK, Lane
 from penstock.errors import AdapterError, OutOfMemory
@@ -223,13 +222,12 @@ class AdaptedProduct:
     def expand_gated(
         self, step: DeviceInputs, width: int, product: Any, out: Any, fp8_out: Fp8Activations | None
     ) -> None:
-        """Writes silu(left half) * right half of the product and its updates."""
-        if fp8_out is not None:  # a row has one scale, so one program must have the whole row
-            self.expand(step, width, product)
-            act_and_mul(product, out, fp8_out)
-            return
-        weight = self._adapters.weight(self._number)
-        expand(self._adapters.low_rank, width, self._rows(step), weight, product, out, gated=True)
+        """Writes silu(left half) * right half of the product with its updates, quantized into `fp8_out` if there is
+        one. The product is overwritten."""
+        weight, target = self._adapters.weight(self._number), out if fp8_out is None else product[:, : out.shape[1]]
+        expand(self._adapters.low_rank, width, self._rows(step), weight, product, target, gated=True)
+        if fp8_out is not None:
+            quantize_activations(target, *fp8_out)
 
     def _rows(self, step: DeviceInputs) -> RowTiles:
         if self._sampled:

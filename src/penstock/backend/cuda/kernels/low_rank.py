@@ -149,13 +149,13 @@ def load_block(b, at, chunk, chunks):
 
 
 @triton.jit
-def expanded(h, there, stride, b, values, at, chunks, LAYOUT: tl.constexpr):
+def expanded(h, there, apart, b, values, at, chunks, LAYOUT: tl.constexpr):
     """Returns h @ B.T for a block of B whose first chunk is `values`; h is where the rows' first chunk is."""
     SIZE: tl.constexpr = LAYOUT.size
     total = tl.zeros([SIZE, 128], tl.float32)
     rank = tl.arange(0, 16)
     for chunk in range(0, chunks):
-        low = sum_splits(h, chunk * 16 + rank[None, :], stride, there[:, None], LAYOUT.split)
+        low = sum_splits(h, chunk * 16 + rank[None, :], apart, there[:, None], LAYOUT.split)
         total = dot_ieee(low.to(values.dtype), tl.trans(values), total)
         values = load_block(b, at, chunk + 1, chunks)
     return total
@@ -173,6 +173,7 @@ def _expand(
     number,
     count,
     width,
+    stride,
     most,
     LAYOUT: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -189,7 +190,7 @@ def _expand(
     chunks = tl.load(entry + 3, known, 0)
     values = load_block(b, at, 0, chunks)
     low = h + row[:, None] * (most * 16)
-    stride = count.to(tl.int64) * (most * 16)
+    apart = count.to(tl.int64) * (most * 16)  # from what one program left to what the next one did
     if LAYOUT.gated:
         right_at = tl.load(entry + 7, known, 0)
         right_chunks = tl.load(entry + 6, known, 0)
@@ -202,10 +203,10 @@ def _expand(
         place = row[:, None] * (2 * width) + column[None, :]
         left = tl.load(y + place, inside, 0.0).to(tl.float32)
         right = tl.load(y + place + width, inside, 0.0).to(tl.float32)
-        left += expanded(left_low, there, stride, b, values, at, chunks, LAYOUT)
-        right += expanded(right_low, there, stride, b, right_values, right_at, right_chunks, LAYOUT)
+        left += expanded(left_low, there, apart, b, values, at, chunks, LAYOUT)
+        right += expanded(right_low, there, apart, b, right_values, right_at, right_chunks, LAYOUT)
         value = (silu(left) * right).to(out.dtype.element_ty)
-        tl.store(out + row[:, None] * width + column[None, :], value, inside)
+        tl.store(out + row[:, None] * stride + column[None, :], value, inside)
     else:
         column = tl.arange(0, 128)
         first = tl.load(entry, known, 0)
@@ -218,7 +219,7 @@ def _expand(
         wait_for_previous(PDL)
         if known:
             total = tl.load(y + place, inside, 0.0).to(tl.float32)
-            total += expanded(low, there, stride, b, values, at, chunks, LAYOUT)
+            total += expanded(low, there, apart, b, values, at, chunks, LAYOUT)
             tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
@@ -252,12 +253,13 @@ def shrink(x: Any, rows: RowTiles, weight: AdaptedWeight, h: Any) -> None:
 
 def expand(h: Any, width: int, rows: RowTiles, weight: AdaptedWeight, y: Any, out: Any, gated: bool = False) -> None:
     """Adds h @ B.T of each row's adapter to y, for the h that `shrink` made of rows of this `width`; out is y itself.
-    Gated: writes silu(left half of the sum) * right half to out, for every row that has a tile."""
+    Gated: writes silu(left half of the sum) * right half to out, which may be y's left half, for every row that has a
+    tile."""
     count, tiles = len(y), len(rows.tiles)
     split = split_of(width, tiles, weight.chunks)
     layout = Layout(rows.size, rows.order is not None, split, 0, gated=gated, aligned=weight.aligned)
     order = rows.tiles if rows.order is None else rows.order
-    numbers = weight.records.shape[1], weight.number, count, out.shape[1], weight.chunks
+    numbers = weight.records.shape[1], weight.number, count, out.shape[1], out.stride(0), weight.chunks
     blocks = triton.cdiv(out.shape[1], COLUMNS) if gated else weight.blocks
     _expand[(blocks, tiles)](
         *(h, rows.tiles, order, weight.records, y, out, *numbers),
