@@ -158,13 +158,17 @@ def load_side(words, b, known):
 
 
 @triton.jit
-def expanded(h, inside, b, side, SIZE: tl.constexpr):
-    """Returns h @ B.T for one side of a block; h is what all programs left of the rows: [splits, rows, RANKS], of
-    which those `inside` are there."""
+def expanded(h, there, apart, split, b, side, LAYOUT: tl.constexpr):
+    """Returns h @ B.T for one side of a block, from what `split` programs left of h, each `apart` from the next."""
+    SIZE: tl.constexpr = LAYOUT.size
+    SPLITS: tl.constexpr = LAYOUT.max_split
     column, chunks, at, values = side
     total = tl.zeros([SIZE, 128], tl.float32)
     for chunk in range(0, chunks):
-        low = tl.sum(tl.load(h + column + chunk * 16, inside, 0.0), 0)
+        place = h + column + chunk * 16
+        low = tl.load(place, there[:, None], 0.0)
+        for part in tl.static_range(1, SPLITS):
+            low += tl.load(place + part * apart, there[:, None] & (part < split), 0.0)
         total = dot_ieee(low.to(values.dtype), tl.trans(values), total)
         values = load_block(b, at, chunk + 1, chunks)
     return total
@@ -190,8 +194,6 @@ def _expand(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    SIZE: tl.constexpr = LAYOUT.size
-    SPLITS: tl.constexpr = LAYOUT.max_split
     block = tl.program_id(0)
     slot, row, there = rows_of(tiles, order, tl.program_id(1), LAYOUT)
     record = records + (tl.maximum(slot, 0).to(tl.int64) * weights + number) * 8
@@ -199,18 +201,19 @@ def _expand(
     b = address(record + 1, DTYPE)
     entry = address(record + 2, tl.int32) + block * 8
     left = load_side(entry + 2, b, known)
-    part = tl.arange(0, SPLITS)[:, None, None]
-    low = h + (part * count + row[None, :, None]) * (most * 16) + tl.arange(0, 16)[None, None, :]
-    low_there = (part < split) & there[None, :, None]
+    low = h + row[:, None] * (most * 16) + tl.arange(0, 16)[None, :]
+    apart = count.to(tl.int64) * (most * 16)
     if LAYOUT.gated:
         right = load_side(entry + 5, b, known)
         column = block * 128 + tl.arange(0, 128)
         inside = there[:, None] & (column < width)[None, :]
         wait_for_previous(PDL)
         place = row[:, None] * (2 * width) + column[None, :]
-        gate = tl.load(y + place, inside, 0.0).to(tl.float32) + expanded(low, low_there, b, left, SIZE)
-        gated = tl.load(y + place + width, inside, 0.0).to(tl.float32) + expanded(low, low_there, b, right, SIZE)
-        value = (silu(gate) * gated).to(out.dtype.element_ty)
+        gate = tl.load(y + place, inside, 0.0).to(tl.float32)
+        value = tl.load(y + place + width, inside, 0.0).to(tl.float32)
+        gate += expanded(low, there, apart, split, b, left, LAYOUT)
+        value += expanded(low, there, apart, split, b, right, LAYOUT)
+        value = (silu(gate) * value).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * stride + column[None, :], value, inside)
     else:
         column = tl.arange(0, 128)
@@ -221,7 +224,8 @@ def _expand(
         place = row[:, None] * stride + first + column[None, :]
         wait_for_previous(PDL)
         if known:
-            total = tl.load(y + place, inside, 0.0).to(tl.float32) + expanded(low, low_there, b, left, SIZE)
+            total = tl.load(y + place, inside, 0.0).to(tl.float32)
+            total += expanded(low, there, apart, split, b, left, LAYOUT)
             tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
