@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from penstock.backend.fake import FakeBackend, continuation
-from penstock.config import parse_adapter
+from penstock.config import Config, parse_adapter
 from penstock.engine import adapters as adapters_module
 from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.adapters import Adapters
+from penstock.engine.build import adapter_memory
 from penstock.engine.engine import Engine
 from penstock.engine.loop import advance
 from penstock.errors import AdapterError, AdapterNotFound, ConfigError, InvalidRequest
@@ -396,3 +397,9 @@ def test_options_of_vllm_about_adapters_are_read():
     read = read_options({"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "adapters": adapters})
     assert read.engine == {"max_adapters": 4, "adapter": ("a=/x:1.0", "b=/y:2")}
     assert [parse_adapter(text) for text in read.engine["adapter"]] == [("a", "/x", 1.0), ("b", "/y", 2.0)]
+
+
+def test_the_kv_cache_of_a_gpu_leaves_room_for_adapters() -> None:
+    assert adapter_memory(Config(model="m"), 800) == 0
+    assert adapter_memory(Config(model="m", adapter=("a=b",)), 800) == 100
+    assert adapter_memory(Config(model="m", adapter_memory=5), 800) == 5
