@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 
 from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
 from penstock.core import Policy, Sequence, StandardPolicy, check
+from penstock.core.drafts import Proposal
 from penstock.engine.engine import Engine
+from penstock.engine.speculation import RequestDrafter
 from penstock.planning.memory_plan import all_states
-from penstock.types import Aborted, Event, Finished, Limits, Request, SamplingParams, Tokens, blocks_for
+from penstock.types import (
+    Aborted,
+    DraftCounts,
+    Event,
+    Finished,
+    Limits,
+    Request,
+    SamplingParams,
+    Tokens,
+    blocks_for,
+)
 
 VOCAB = 97  # small, so that stop tokens are met
 WINDOWS = ((0,), (0,), (0, 5), (0, 8, 8), (0, 0, 3, 17), (4,), (6, 1))
@@ -34,6 +46,7 @@ class Arrival:
     pooling: str
     background: bool
     abort_at: int | None
+    speculation: int | None = None
 
 
 @dataclass
@@ -62,6 +75,7 @@ def arrivals(draw: st.DrawFn, max_len: int) -> Arrival:
         pooling=pooling,
         background=draw(st.sampled_from([False, False, True])),
         abort_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
+        speculation=draw(st.sampled_from([None, None, 0, 3])),
     )
 
 
@@ -113,12 +127,60 @@ class Shuffles(StandardPolicy):
         return self._random.choice(running[first:])
 
 
+class Guesses:
+    """Drafts for one request what it will answer, and now and then something else, further than the answer goes."""
+
+    def __init__(self, request: Request, limits: Limits, random: Random) -> None:
+        self._right = continuation(request.prompt, request.max_tokens + 9, VOCAB, limits.states > 0, limits.windows)
+        self._random = random
+        self._done = 0
+
+    def propose(self, most: int) -> Proposal:
+        right = self._right[self._done : self._done + most]
+        tokens = tuple(token if self._random.random() < 0.8 else self._random.randrange(VOCAB) for token in right)
+        return Proposal(tokens, (0.5,) * len(tokens), "context")
+
+    def append(self, tokens: Line[int]) -> None:
+        assert list(tokens) == self._right[self._done : self._done + len(tokens)]
+        self._done += len(tokens)
+
+    def learn(self, proposal: Proposal, drafted: int, accepted: int) -> None:
+        right = self._right[self._done : self._done + accepted]
+        assert list(proposal.tokens[:accepted]) == right
+        assert accepted == drafted or proposal.tokens[accepted] != self._right[self._done + accepted]
+
+
+class RandomDrafting:
+    """Drafts random lengths of what Guesses propose."""
+
+    def __init__(self, limits: Limits, random: Random) -> None:
+        self._limits, self._random = limits, random
+
+    def open(self, request: Request) -> Guesses:
+        return Guesses(request, self._limits, self._random)
+
+    def close(self, drafter: RequestDrafter) -> None: ...
+
+    def lengths(self, proposals: Line[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
+        chosen = []
+        for proposal in proposals:
+            chosen.append(self._random.randint(0, min(len(proposal.tokens), budget)))
+            budget -= chosen[-1]
+        return chosen
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
+
+
 def drive(
-    limits: Limits, depth: int, requests: list[Arrival], policy: Policy | None = None
+    limits: Limits,
+    depth: int,
+    requests: list[Arrival],
+    policy: Policy | None = None,
+    drafting: RandomDrafting | None = None,
 ) -> tuple[Engine, list[Answer]]:
     backend = FakeBackend(limits.vocab, limits.max_rows, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
-    engine = Engine(backend, limits, depth=depth, policy=policy)
+    engine = Engine(backend, limits, depth=depth, policy=policy, drafting=drafting)
     answers = [Answer() for _ in requests]
     work = sum(len(r.prompt) + r.max_tokens for r in requests)
     step = 0
@@ -140,6 +202,7 @@ def drive(
                         request.salt,
                         request.pooling,
                         background=request.background,
+                        speculation=request.speculation,
                     )
                 )
             if request.abort_at == step:
@@ -211,9 +274,20 @@ def test_each_text_of_an_encoder_answers_as_if_alone(world: World) -> None:
     assert stats.cached_tokens == stats.blocks_cached == 0
 
 
-def run_world(world: World, policy: Policy | None = None) -> Engine:
+@settings(max_examples=300, deadline=None)
+@given(worlds(), st.randoms(use_true_random=False))
+def test_each_request_answers_as_if_alone_whatever_is_drafted(world: World, random: Random) -> None:
+    limits, _, requests = world
+    stats = run_world(world, Shuffles(limits, random), RandomDrafting(limits, random)).stats()
+    drafts = stats.drafts or (DraftCounts("context"),)
+    assert [counts.source for counts in drafts] == ["context"]
+    assert 0 <= drafts[0].accepted <= drafts[0].drafted
+    assert any(request.speculation != 0 for request in requests) or not drafts[0].drafted
+
+
+def run_world(world: World, policy: Policy | None = None, drafting: RandomDrafting | None = None) -> Engine:
     limits, depth, requests = world
-    engine, answers = drive(limits, depth, requests, policy)
+    engine, answers = drive(limits, depth, requests, policy, drafting)
     for request, answer in zip(requests, answers, strict=True):
         tokens, reason = alone(request, limits)
         if isinstance(answer.end, Finished):

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockEvents
+from penstock.core.drafts import DraftRoom, Drafts
 from penstock.core.kvcache import KvCache
 from penstock.core.policy import Policy, Room, ServingLoad, StandardPolicy
 from penstock.core.prefix import PrefixNode
@@ -42,20 +43,22 @@ COMPARED = 32  # waiting sequences that a starting one is compared with, for whe
 
 
 class Scheduler:
-    """Plans steps and commits their results. `policy` decides where there is a choice, `chain` computes chain hashes,
-    and block events are recorded under the number `epoch`; None: none are."""
+    """Plans steps and commits their results. `policy` decides where there is a choice, `drafts` proposes how sequences
+    may go on, `chain` computes chain hashes, and block events are recorded under the number `epoch`; None: none are."""
 
     def __init__(
         self,
         limits: Limits,
         *,
         policy: Policy | None = None,
+        drafts: Drafts | None = None,
         chain: hashing.Chain = hashing.chain,
         epoch: int | None = None,
     ) -> None:
         refuse_unworkable(limits)
         self.limits = limits
         self.policy = policy or StandardPolicy(limits)
+        self._drafts = drafts
         self._block_events = None if epoch is None else BlockEvents(epoch)
         self.cache = KvCache(limits, chain, self._block_events)
         self.sequences: dict[int, Sequence] = {}
@@ -128,6 +131,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Decides the next step. Every plan is to be carried out, also one without rows."""
         self._step += 1
+        self.cache.states.open_step()
         if self.policy.dynamic:
             self.running.sort(key=self._order)
             self.waiting.sort(key=self._order)
@@ -137,6 +141,8 @@ class Scheduler:
         if self.waiting and preemptions == self._preemptions:
             self._admit(rows, budget)
         rows = self.cache.states.assign_saves(rows, self.sequences)
+        if self._drafts is not None:
+            self._draft(rows, self._drafts)
         plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), tuple(self._copies))
         self._grown, self._dropped, self._copies = [], [], []
         return plan
@@ -149,13 +155,12 @@ class Scheduler:
             if seq is None:
                 self.cache.states.give_back(row)
                 continue
+            tokens, stop = self._append(seq, answer.tokens)
             if plan.step < seq.admission_epoch:  # preempted meanwhile: its tokens count, its KV is gone
                 self.cache.states.give_back(row)
             else:
-                seq.computed = row.start + row.count
-                if seq.computed >= seq.next_full:
-                    self._grown += self.cache.advance(seq, row)
-            self._take_answer(seq, row, answer, events)
+                self._advance(seq, row, answer.accepted)
+            self._tell(seq, row, answer._replace(tokens=tokens), stop, events)
         return events
 
     def stats(self) -> Stats:
@@ -189,7 +194,7 @@ class Scheduler:
             seq = self.running[index]
             index += 1
             wanted = seq.end - seq.planned
-            if wanted == 0 or (seq.lockstep and seq.end > len(seq.tokens)):
+            if wanted == 0 or seq.must_wait:
                 continue
             count = self.policy.share(wanted, budget, len(self.running) - index)
             if count > 1:
@@ -213,6 +218,8 @@ class Scheduler:
 
     def _row(self, seq: Sequence, count: int, begin: int = -1) -> Row:
         start = seq.planned
+        if seq.restore >= 0:
+            begin, seq.restore = seq.restore, -1
         if start + count > seq.capacity:
             self._grown += self.cache.grow(seq, start + count)
         seq.planned = start + count
@@ -221,6 +228,43 @@ class Scheduler:
             seq.end += 1
             sample = 1
         return Row(seq.id, start, count, count if seq.scored < seq.prompt_len else sample, begin)
+
+    # -- drafts --------------------------------------------------------------------------------------------------
+
+    def _draft(self, rows: list[Row], drafts: Drafts) -> None:
+        """Has answering rows verify what is proposed, in the room that the step has left."""
+        room = {at: most for at, row in enumerate(rows) if (most := self._room(row)) > 0}
+        if not room:
+            return
+        asked = [DraftRoom(self.sequences[rows[at].seq], most) for at, most in room.items()]
+        tokens = sum(row.count for row in rows)
+        proposed = drafts.propose(asked, len(rows), tokens, self.limits.step_tokens - tokens)
+        for at, draft in zip(room, proposed, strict=True):
+            if draft:
+                rows[at] = self._with_draft(rows[at], draft)
+
+    def _room(self, row: Row) -> int:
+        """Returns how many tokens could be drafted behind a row: none but where its last token is known and the answer
+        goes on. A draft takes no blocks that a running sequence will soon need."""
+        seq, cache = self.sequences[row.seq], self.cache
+        end = row.start + row.count
+        if row.sample != 1 or row.start < seq.prompt_len or end != len(seq.tokens):
+            return 0
+        spare = cache.available // cache.groups - len(self.running)
+        blocks = seq.capacity - end + max(spare, 0) * cache.block_size
+        return min(seq.max_len - end - 1, blocks, cache.states.draft_room(seq, row))
+
+    def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
+        seq = self.sequences[row.seq]
+        end = row.start + row.count + len(draft)
+        missing = self.cache.blocks_for(end - seq.capacity) * self.cache.groups
+        if missing > self.cache.available:
+            return row
+        drafted = self.cache.states.with_draft(row, draft)
+        if drafted.draft and end > seq.capacity:
+            self._grown += self.cache.grow(seq, end)
+        seq.drafted = bool(drafted.draft)
+        return drafted
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -282,10 +326,17 @@ class Scheduler:
 
     # -- committing ----------------------------------------------------------------------------------------------
 
-    def _take_answer(self, seq: Sequence, row: Row, answer: RowResult, events: list[Event]) -> None:
-        tokens, stop = self._append(seq, answer.tokens)
-        seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
-        scores = answer.scores
+    def _advance(self, seq: Sequence, row: Row, accepted: int) -> None:
+        """Takes note of the positions that a row has computed. Those of a draft that was wrong do not count."""
+        seq.computed = self.cache.states.settle(seq, row, accepted)
+        if row.draft:
+            seq.planned = seq.computed
+        if seq.computed >= seq.next_full:
+            self._grown += self.cache.advance(seq, row)
+
+    def _tell(self, seq: Sequence, row: Row, answer: RowResult, stop: int | None, events: list[Event]) -> None:
+        """Adds the events of an answer whose tokens were appended."""
+        tokens, scores = answer.tokens, answer.scores
         if scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
             scores = scores[max(seq.scored - row.start - 1, 0) :]
             seq.scored += len(scores)
@@ -313,6 +364,8 @@ class Scheduler:
                 tokens, stop = tokens[:count], token
                 break
         seq.tokens += tokens
+        seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
+        seq.drafted = False
         self._generated_tokens += len(tokens)
         return tokens, stop
 
