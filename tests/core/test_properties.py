@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
 from penstock.core import Policy, Sequence, StandardPolicy, check
-from penstock.core.drafts import Proposal
 from penstock.engine.engine import Engine
-from penstock.engine.speculation import RequestDrafter
 from penstock.planning.memory_plan import all_states
 from penstock.types import (
     Aborted,
@@ -28,6 +26,7 @@ from penstock.types import (
     Tokens,
     blocks_for,
 )
+from tests.engine.guesses import RandomDrafting
 
 VOCAB = 97  # small, so that stop tokens are met
 WINDOWS = ((0,), (0,), (0, 5), (0, 8, 8), (0, 0, 3, 17), (4,), (6, 1))
@@ -125,50 +124,6 @@ class Shuffles(StandardPolicy):
 
     def victim(self, running: Line[Sequence], first: int, now: float) -> Sequence:
         return self._random.choice(running[first:])
-
-
-class Guesses:
-    """Drafts for one request what it will answer, and now and then something else, further than the answer goes."""
-
-    def __init__(self, request: Request, limits: Limits, random: Random) -> None:
-        self._right = continuation(request.prompt, request.max_tokens + 9, VOCAB, limits.states > 0, limits.windows)
-        self._random = random
-        self._done = 0
-
-    def propose(self, most: int) -> Proposal:
-        right = self._right[self._done : self._done + most]
-        tokens = tuple(token if self._random.random() < 0.8 else self._random.randrange(VOCAB) for token in right)
-        return Proposal(tokens, (0.5,) * len(tokens), "context")
-
-    def append(self, tokens: Line[int]) -> None:
-        assert list(tokens) == self._right[self._done : self._done + len(tokens)]
-        self._done += len(tokens)
-
-    def learn(self, proposal: Proposal, drafted: int, accepted: int) -> None:
-        right = self._right[self._done : self._done + accepted]
-        assert list(proposal.tokens[:accepted]) == right
-        assert accepted == drafted or proposal.tokens[accepted] != self._right[self._done + accepted]
-
-
-class RandomDrafting:
-    """Drafts random lengths of what Guesses propose."""
-
-    def __init__(self, limits: Limits, random: Random) -> None:
-        self._limits, self._random = limits, random
-
-    def open(self, request: Request) -> Guesses:
-        return Guesses(request, self._limits, self._random)
-
-    def close(self, drafter: RequestDrafter) -> None: ...
-
-    def lengths(self, proposals: Line[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
-        chosen = []
-        for proposal in proposals:
-            chosen.append(self._random.randint(0, min(len(proposal.tokens), budget)))
-            budget -= chosen[-1]
-        return chosen
-
-    def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
 
 
 def drive(
@@ -278,11 +233,17 @@ def test_each_text_of_an_encoder_answers_as_if_alone(world: World) -> None:
 @given(worlds(), st.randoms(use_true_random=False))
 def test_each_request_answers_as_if_alone_whatever_is_drafted(world: World, random: Random) -> None:
     limits, _, requests = world
-    stats = run_world(world, Shuffles(limits, random), RandomDrafting(limits, random)).stats()
+    drafting = RandomDrafting(lambda request: beyond(request, limits), VOCAB, random)
+    stats = run_world(world, Shuffles(limits, random), drafting).stats()
     drafts = stats.drafts or (DraftCounts("context"),)
     assert [counts.source for counts in drafts] == ["context"]
     assert 0 <= drafts[0].accepted <= drafts[0].drafted
     assert any(request.speculation != 0 for request in requests) or not drafts[0].drafted
+
+
+def beyond(request: Request, limits: Limits) -> list[int]:
+    """Returns how a request goes on, and how it would go on behind its end."""
+    return continuation(request.prompt, request.max_tokens + 9, VOCAB, limits.states > 0, limits.windows)
 
 
 def run_world(world: World, policy: Policy | None = None, drafting: RandomDrafting | None = None) -> Engine:

@@ -8,12 +8,13 @@ the order they were planned, so a block taken back in one plan may be handed out
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockEvents
-from penstock.core.drafts import DraftRoom, Drafts
+from penstock.core.drafts import DraftPlanner, Drafts
 from penstock.core.kvcache import KvCache
 from penstock.core.policy import Policy, Room, ServingLoad, StandardPolicy
 from penstock.core.prefix import PrefixNode
@@ -58,9 +59,9 @@ class Scheduler:
         refuse_unworkable(limits)
         self.limits = limits
         self.policy = policy or StandardPolicy(limits)
-        self._drafts = drafts
         self._block_events = None if epoch is None else BlockEvents(epoch)
         self.cache = KvCache(limits, chain, self._block_events)
+        self._drafts = DraftPlanner(drafts, self.cache, limits.step_tokens) if drafts else None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order, as is `waiting`
         self.waiting: list[Sequence] = []
@@ -91,13 +92,11 @@ class Scheduler:
     def abort(self, id: int) -> list[Event]:
         """Ends a sequence wherever it stands; one that has already ended is left alone."""
         seq = self.sequences.get(id)
-        if seq is None:
-            return []
-        return [Aborted(id, self._end(seq))]
+        return [] if seq is None else [Aborted(id, self._end(seq))]
 
     def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
         """Ends every sequence of a step that could not be computed."""
-        self._give_back_saves(plan)
+        self.cache.states.give_back(*plan.rows)
         failed = [self.sequences[row.seq] for row in plan.rows if row.seq in self.sequences]
         for seq in failed:
             self._end(seq)
@@ -105,7 +104,7 @@ class Scheduler:
 
     def requeue(self, plan: StepPlan) -> None:
         """Takes back the plan made last, whose step could not be computed: its sequences wait to be computed again."""
-        self._give_back_saves(plan)
+        self.cache.states.give_back(*plan.rows)
         for row in plan.rows:
             seq = self.sequences[row.seq]
             if row.sample and seq.end > len(seq.tokens):
@@ -114,13 +113,9 @@ class Scheduler:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def copy_in(self, block: int, place: int) -> None:
-        """Has the next plan copy a block in from a place in host memory."""
-        self._copies.append(BlockCopy(block, place, "in"))
-
-    def copy_out(self, block: int, place: int) -> None:
-        """Has the next plan copy a block out to a place in host memory."""
-        self._copies.append(BlockCopy(block, place, "out"))
+    def copy(self, *copies: BlockCopy) -> None:
+        """Has the next plan copy blocks from or to places in host memory."""
+        self._copies += copies
 
     def take_block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache since the last call, if that is recorded."""
@@ -142,7 +137,7 @@ class Scheduler:
             self._admit(rows, budget)
         rows = self.cache.states.assign_saves(rows, self.sequences)
         if self._drafts is not None:
-            self._draft(rows, self._drafts)
+            self._grown += self._drafts.extend(rows, self.sequences, len(self.running))
         plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), tuple(self._copies))
         self._grown, self._dropped, self._copies = [], [], []
         return plan
@@ -160,7 +155,7 @@ class Scheduler:
                 self.cache.states.give_back(row)
             else:
                 self._advance(seq, row, answer.accepted)
-            self._tell(seq, row, answer._replace(tokens=tokens), stop, events)
+            events += self._told(seq, row, answer, tokens, stop)
         return events
 
     def stats(self) -> Stats:
@@ -229,43 +224,6 @@ class Scheduler:
             sample = 1
         return Row(seq.id, start, count, count if seq.scored < seq.prompt_len else sample, begin)
 
-    # -- drafts --------------------------------------------------------------------------------------------------
-
-    def _draft(self, rows: list[Row], drafts: Drafts) -> None:
-        """Has answering rows verify what is proposed, in the room that the step has left."""
-        room = {at: most for at, row in enumerate(rows) if (most := self._room(row)) > 0}
-        if not room:
-            return
-        asked = [DraftRoom(self.sequences[rows[at].seq], most) for at, most in room.items()]
-        tokens = sum(row.count for row in rows)
-        proposed = drafts.propose(asked, len(rows), tokens, self.limits.step_tokens - tokens)
-        for at, draft in zip(room, proposed, strict=True):
-            if draft:
-                rows[at] = self._with_draft(rows[at], draft)
-
-    def _room(self, row: Row) -> int:
-        """Returns how many tokens could be drafted behind a row: none but where its last token is known and the answer
-        goes on. A draft takes no blocks that a running sequence will soon need."""
-        seq, cache = self.sequences[row.seq], self.cache
-        end = row.start + row.count
-        if row.sample != 1 or row.start < seq.prompt_len or end != len(seq.tokens):
-            return 0
-        spare = cache.available // cache.groups - len(self.running)
-        blocks = seq.capacity - end + max(spare, 0) * cache.block_size
-        return min(seq.max_len - end - 1, blocks, cache.states.draft_room(seq, row))
-
-    def _with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
-        seq = self.sequences[row.seq]
-        end = row.start + row.count + len(draft)
-        missing = self.cache.blocks_for(end - seq.capacity) * self.cache.groups
-        if missing > self.cache.available:
-            return row
-        drafted = self.cache.states.with_draft(row, draft)
-        if drafted.draft and end > seq.capacity:
-            self._grown += self.cache.grow(seq, end)
-        seq.drafted = bool(drafted.draft)
-        return drafted
-
     # -- admission -----------------------------------------------------------------------------------------------
 
     def _admit(self, rows: list[Row], budget: int) -> None:
@@ -329,40 +287,31 @@ class Scheduler:
     def _advance(self, seq: Sequence, row: Row, accepted: int) -> None:
         """Takes note of the positions that a row has computed. Those of a draft that was wrong do not count."""
         seq.computed = self.cache.states.settle(seq, row, accepted)
-        if row.draft:
-            seq.planned = seq.computed
+        seq.planned = seq.computed if row.draft else seq.planned
         if seq.computed >= seq.next_full:
             self._grown += self.cache.advance(seq, row)
 
-    def _tell(self, seq: Sequence, row: Row, answer: RowResult, stop: int | None, events: list[Event]) -> None:
-        """Adds the events of an answer whose tokens were appended."""
-        tokens, scores = answer.tokens, answer.scores
-        if scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
+    def _told(
+        self, seq: Sequence, row: Row, answer: RowResult, tokens: tuple[int, ...], stop: int | None
+    ) -> Iterator[Event]:
+        """Yields the events of an answer whose tokens were appended."""
+        if scores := answer.scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
             scores = scores[max(seq.scored - row.start - 1, 0) :]
             seq.scored += len(scores)
         if tokens and seq.times.answered is None:
             seq.times.answered = self.now
         if tokens or scores:
             logprobs = answer.logprobs[: len(tokens)]
-            events.append(Tokens(seq.id, tokens, logprobs, scores, seq.cached))
+            yield Tokens(seq.id, tokens, logprobs, scores, seq.cached)
         if stop is not None:
-            events.append(Finished(seq.id, "stop", stop, report=self._end(seq)))
+            yield Finished(seq.id, "stop", stop, report=self._end(seq))
         elif len(seq.tokens) == seq.max_len and (tokens or answer.pooled or seq.computed == seq.max_len):
             reason = "pooled" if answer.pooled else "length"
-            events.append(Finished(seq.id, reason, None, answer.pooled, self._end(seq)))
-
-    def _give_back_saves(self, plan: StepPlan) -> None:
-        for row in plan.rows:
-            self.cache.states.give_back(row)
+            yield Finished(seq.id, reason, None, answer.pooled, self._end(seq))
 
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Appends sampled tokens up to the one that ends the sequence; returns those appended and that one."""
-        tokens = tokens[: seq.max_len - len(seq.tokens)]
-        stop = None
-        for count, token in enumerate(tokens, 1):
-            if token in seq.stop_ids:
-                tokens, stop = tokens[:count], token
-                break
+        tokens, stop = seq.until_end(tokens)
         seq.tokens += tokens
         seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
         seq.drafted = False

@@ -134,6 +134,14 @@ class Sequence:
         """Returns whether its next row cannot be planned before the one in flight is committed."""
         return self.end > len(self.tokens) and (self.lockstep or self.drafted)
 
+    def until_end(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
+        """Returns those of the tokens that would be its own, and the one of them that would end it."""
+        tokens = tokens[: self.max_len - len(self.tokens)]
+        for count, token in enumerate(tokens, 1):
+            if token in self.stop_ids:
+                return tokens[:count], token
+        return tokens, None
+
     @property
     def reuses_prefix(self) -> bool:
         """Returns whether it may begin with cached blocks: scores are not cached, so it may not while it needs some."""

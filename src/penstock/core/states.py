@@ -67,8 +67,8 @@ class NoStates:
     def keep(self, seq: TokenSequence, row: Row) -> None:
         """Takes note of what a committed row has saved."""
 
-    def give_back(self, row: Row) -> None:
-        """Frees the places of a row that wrote nothing of use."""
+    def give_back(self, *rows: Row) -> None:
+        """Frees the places of rows that wrote nothing of use."""
 
     def forget(self, node: PrefixNode) -> None:
         """Frees the state saved at the end of a node that leaves the trie."""
@@ -166,11 +166,12 @@ class SavedStates(NoStates):
                 self.forget(seq.rolling)
             seq.rolling = node
 
-    def give_back(self, row: Row) -> None:
-        self._give_back_restore(row.begin)
-        self._restores.discard(row.save)
-        if row.save >= 0:
-            self._give_back_place(row.save)
+    def give_back(self, *rows: Row) -> None:
+        for row in rows:
+            self._give_back_restore(row.begin)
+            self._restores.discard(row.save)
+            if row.save >= 0:
+                self._give_back_place(row.save)
 
     def forget(self, node: PrefixNode) -> None:
         if node in self._saved:
