@@ -85,7 +85,8 @@ class Engine:
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
         self._mirostats = 0  # requests that run and learn from their tokens' surprise
-        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
+        self._answered = 0.0  # when the last step's answer came
         self._events: list[Event] = []
         self._busy_seconds = 0.0
         self._out_of_memory = False  # the last step found too little memory
@@ -286,8 +287,9 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
+        began = time.perf_counter()
         try:
-            self._in_flight.append((plan, self._launch_batch(plan)))
+            self._in_flight.append((plan, self._launch_batch(plan), began))
             self._out_of_memory = False
         except OutOfMemory as error:
             self._find_memory(plan, error)
@@ -314,14 +316,15 @@ class Engine:
             self._scheduler.requeue(plan)
         self._out_of_memory = not self._out_of_memory
 
-    def _commit(self, plan: StepPlan, ticket: Ticket) -> None:
+    def _commit(self, plan: StepPlan, ticket: Ticket, began: float) -> None:
         try:
             result = self._backend.wait(ticket)
         except Exception as error:
             self._fail(plan, error)
         else:
+            began, self._answered = max(began, self._answered), time.perf_counter()
             if self._speculation is not None:
-                result = self._speculation.verify(plan, result)
+                result = self._speculation.verify(plan, result, self._answered - began)
             if self._mirostats:
                 self._observe(plan, result)
             if self._constrained:

@@ -43,7 +43,7 @@ class Drafting(Protocol):
         most `budget` together."""
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Takes note of how long a step took."""
+        """Takes note of how long a step took that had nothing but answering rows."""
 
 
 class RequestDrafts:
@@ -103,8 +103,14 @@ class Speculation:
                 record.drafts.proposal = proposal
         return [proposal.tokens[:length] for proposal, length in zip(proposals, lengths, strict=True)]
 
-    def verify(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Returns a step's result without what was sampled after wrong drafts."""
+    def verify(self, plan: StepPlan, result: StepResult, seconds: float) -> StepResult:
+        """Returns the result of a step, which took so many seconds, without what was sampled after wrong drafts."""
+        drafted = sum(len(row.draft) for row in plan.rows)
+        tokens = sum(row.count for row in plan.rows)
+        if tokens - drafted == len(plan.rows):  # prompts cost more than their number of tokens tells
+            self._drafting.observe(len(plan.rows), tokens, seconds)
+        if not drafted:
+            return result
         rows = [self._verify(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
         return StepResult(result.step, tuple(rows))
 
@@ -112,10 +118,6 @@ class Speculation:
         """Takes over tokens that were added to a request's answer."""
         if (record := self._records.get(id)) is not None and record.drafts is not None:
             record.drafts.drafter.append(tokens)
-
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Takes note of how long a step took."""
-        self._drafting.observe(len(plan.rows), sum(row.count for row in plan.rows), seconds)
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
         if record.drafts is None:
