@@ -63,7 +63,7 @@ def split_kv_of(spec: AttentionSpec, splits: int, rows: int) -> SplitKV:
     return SplitKV(
         torch.full((splits * spec.q_width,), torch.nan, device=DEVICE),
         torch.full((splits * spec.heads * 2,), torch.nan, device=DEVICE),
-        ints([0] * (rows * spec.kv_heads)),
+        ints([0] * (splits * spec.kv_heads)),
     )
 
 
@@ -196,7 +196,8 @@ def test_a_long_context_is_cut_into_parts_and_joined() -> None:
 def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int, ...]) -> None:
     tokens, sampled, decodes, _, tiles = sizes
     decodes, sampled = min(decodes, tokens), min(sampled, tokens)
-    shape = inputs.Shape(tokens if tiles else decodes, sampled if tiles else min(sampled, decodes), decodes, 0, tiles)
+    size = (tokens, sampled) if tiles else (decodes, min(sampled, decodes))
+    shape = inputs.Shape(*size, decodes, 0, tiles, verifies=not tiles and sampled % 2 == 1)
     larger = padded(shape)
     assert all(more >= least for more, least in zip(larger, shape, strict=True))
     assert padded(larger) == larger

@@ -239,7 +239,7 @@ class CudaBackend:
             lines = max(LINES, self._tile_tokens), self._num_blocks * self._block_size
             memory.index_scores = torch.zeros(lines, device=self._device)
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
-        memory.reserve_arrivals(self._sizes.rows * self._groups * heads)
+        memory.reserve_arrivals((self._sizes.rows + inputs.SPARE_SPLITS) * heads)
 
     def _free_kv(self) -> None:
         self._graphs.forget()
@@ -390,7 +390,7 @@ class CudaBackend:
             self.wait(self.launch(batch))
         if self._stream is None:
             return time_step(self.launch, self.wait, batch, times)
-        work = inputs.plan_attention(batch, self._tile_tokens, self._pad)
+        work = self._plan(batch)
         with self._on_stream():
             step = self._send(batch, work)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
@@ -413,7 +413,7 @@ class CudaBackend:
     def _forward(self, batch: Batch) -> Iterator[Sampling]:
         """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
         self._workspace.transfer.finish()
-        work = inputs.plan_attention(batch, self._tile_tokens, self._pad)
+        work = self._plan(batch)
         step = self._send(batch, work)
         chosen = self._chosen[self._staging.turn]
         room, wanted = self._sizes.rows, work.shape.sampled
@@ -426,6 +426,9 @@ class CudaBackend:
             some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
             logits = self._program.run_sampled(some, part.stop - first)
             yield logits, some, batch.sample.between(part.start, part.stop), first, chosen[part]
+
+    def _plan(self, batch: Batch) -> AttentionPlan:
+        return inputs.plan_attention(batch, self._tile_tokens, self._pad, self._sizes.rows)
 
     def _check_program(self, batch: Batch) -> None:
         if batch.program:

@@ -70,7 +70,7 @@ class Memory:
     states: Any = None  # see recurrent_states
 
     def reserve_arrivals(self, count: int) -> None:
-        """Makes room for `count` counters of finished splits, one for each KV head of each block table."""
+        """Makes room for `count` counters of finished splits, one for each KV head of each split."""
         if len(self.split_kv.arrived) < count:
             self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
 
@@ -243,15 +243,16 @@ def attend(
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales, _), rotation = context.memory.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
-    if len(step.tiles):
+    if len(step.tiles) or step.verifies:
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales, stores=not spec.shares_kv)
+    else:
+        rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
+    if len(step.tiles):
         places = step.tiles, step.tables, step.header
         tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
         how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
         prefill_attention(qkv, cache, *places, out, spec.scale, **how)
-    else:
-        rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.splits):
         places = step.splits, step.tables, step.header
         how = {"scales": scales, "tiling": tilings.decode_attention(len(out), *sizes), **options}
