@@ -59,7 +59,7 @@ def test_rope_and_store(name: str, interleaved: bool, dtype: torch.dtype) -> Non
     assert int((cache != 0).any(-1).sum()) == 3 * 2 * kv_heads
 
 
-def split_kv_of(spec: AttentionSpec, splits: int, rows: int) -> SplitKV:
+def split_kv_of(spec: AttentionSpec, splits: int) -> SplitKV:
     return SplitKV(
         torch.full((splits * spec.q_width,), torch.nan, device=DEVICE),
         torch.full((splits * spec.heads * 2,), torch.nan, device=DEVICE),
@@ -88,7 +88,7 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
             rope_and_store(
                 qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(batch.positions), places, cache
             )
-        split_kv = split_kv_of(spec, len(work.splits), 3)
+        split_kv = split_kv_of(spec, len(work.splits))
         tiling = TILINGS.decode_attention(3, spec.head_dim, qkv.element_size())
         about = split_kv, rotation, spec.scale, 0
         decode_attention(qkv, cache, ints(work.splits), tables, header, out, *about, tiling=tiling)
@@ -112,7 +112,7 @@ def attend_with(
     sinks = 4 * normal(heads, seed=2) if sunk else None
     others = {name: getattr(spec, name) for name in ("chunk", "temperature", "temperature_span")}
     if len(work.splits):
-        split_kv = split_kv_of(spec, len(work.splits), len(chunks))
+        split_kv = split_kv_of(spec, len(work.splits))
         splits = ints(np.concatenate([work.splits, np.full((3, 8), -1)]))
         about = spec.scale, spec.window, None, 0.0, sinks
         tiling = TILINGS.decode_attention(len(out), dims, qkv.element_size())

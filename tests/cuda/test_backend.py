@@ -78,7 +78,7 @@ def _treated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("_treated")
-@pytest.mark.parametrize("name", ["llama3", "mistral", "bias", "phi3", "gemma2", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama3", "mistral", "bias", "phi3", "gemma2", "deepseek_v3", "qwen3next"])
 def test_random_chunks_among_others(name: str) -> None:
     tokens, logits = expected(name)
     prompts = [tokens, tokens[:5], tokens[:30]]
