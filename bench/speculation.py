@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 from penstock.core.speculation import DraftPlanner, StepCost
 from penstock.engine.drafting import Drafting, RequestDrafter, common_prefix
+from penstock.types import Request, SamplingParams
 
 COSTS = {  # milliseconds by the number of tokens in a step
     "cpu": "1=3.03,2=3.58,3=4.18,4=4.51,5=6.64,8=9.19,9=9.5,16=14.8,24=20.9,32=26,40=31.5,72=53.3,136=100,264=200",
@@ -85,7 +86,8 @@ class Stream:
 
     def __init__(self, recorded: Recorded, drafting: Drafting) -> None:
         self._answer, self._at = recorded.answer, 0
-        self.drafter: RequestDrafter = drafting.open(recorded.prompt, (), ("", recorded.owner))
+        asked = Request(0, tuple(recorded.prompt), SamplingParams(), len(recorded.answer), owner=recorded.owner)
+        self.drafter: RequestDrafter = drafting.open(asked)
 
     @property
     def left(self) -> int:

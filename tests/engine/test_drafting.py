@@ -11,12 +11,17 @@ from penstock.core import suffixes
 from penstock.core.speculation import NOTHING
 from penstock.engine import drafting
 from penstock.engine.drafting import Drafting, RequestDrafter
+from penstock.types import Request, SamplingParams
 
 TEXT = list(range(100, 160))
 
 
+def asked(prompt: list[int], prediction: tuple[int, ...] = (), owner: str = "") -> Request:
+    return Request(0, tuple(prompt), SamplingParams(), 100, owner=owner, prediction=prediction)
+
+
 def opened(shared: Drafting, prompt: list[int], prediction: tuple[int, ...] = (), owner: str = "") -> RequestDrafter:
-    drafter = shared.open(prompt, prediction, ("", owner))
+    drafter = shared.open(asked(prompt, prediction, owner))
     shared.index()
     return drafter
 
@@ -71,8 +76,8 @@ def test_an_answer_that_ends_meanwhile_is_drafted_from() -> None:
 
 def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Drafting()
-    drafter = shared.open([*TEXT, *TEXT[10:20]])
-    other = shared.open([5, 6, 5])
+    drafter = shared.open(asked([*TEXT, *TEXT[10:20]]))
+    other = shared.open(asked([5, 6, 5]))
     shared.index(40)
     assert drafter.propose(4) == NOTHING, "its own text is not indexed yet"
     drafter.append([TEXT[20]])
@@ -90,7 +95,7 @@ def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_request_that_ends_early_is_not_indexed_further() -> None:
     shared = Drafting()
-    drafter = shared.open(TEXT)
+    drafter = shared.open(asked(TEXT))
     shared.close(drafter)
     shared.index()
     assert not drafter.indexed
@@ -130,15 +135,6 @@ def test_proposals_that_are_not_drafted_teach_too() -> None:
         writing.propose(8)
         writing.append([1000 + token, *TEXT[token : token + 3]])
     assert writing.propose(8).survival[0] < before[0] / 2
-
-
-def test_what_was_verified_is_counted_by_source() -> None:
-    shared = Drafting()
-    drafter = opened(shared, [*TEXT, *TEXT[:3]])
-    proposal = drafter.propose(8)
-    drafter.learn(proposal, 5, 2)
-    drafter.learn(proposal, 3, 3)
-    assert (shared.drafted["text"], shared.accepted["text"]) == (8, 5)
 
 
 def test_the_source_that_promises_most_is_taken() -> None:

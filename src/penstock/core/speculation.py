@@ -22,6 +22,10 @@ class Proposal(NamedTuple):
     source: str = ""
     match: int = 0  # tokens before the draft that agree with the place it was taken from
 
+    def first(self, count: int) -> Proposal:
+        """Returns it cut to its first tokens."""
+        return self._replace(tokens=self.tokens[:count], survival=self.survival[:count])
+
 
 NOTHING = Proposal()
 
