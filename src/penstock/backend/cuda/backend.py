@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.backend.adapters import NoAdapters
 from penstock.backend.base import (
     AdapterSlots,
     Batch,
@@ -25,17 +24,18 @@ from penstock.backend.base import (
     Ints,
     MemoryNeeds,
     Model,
-    SampleRows,
     StoredAs,
     Ticket,
 )
 from penstock.backend.batches import greedy_batch
 from penstock.backend.cuda import inputs
+from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import checked_device, device_properties
 from penstock.backend.cuda.experts import pack_matrices
+from penstock.backend.cuda.flights import Flight, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
@@ -49,7 +49,7 @@ from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import CudaProgram, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs, sampling_kinds
+from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
@@ -64,36 +64,13 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 log = logging.getLogger(__name__)
-# Logits, what is asked of them, their first position, and where their tokens go.
-Sampling = tuple[Any, DeviceInputs, SampleRows, int, Any]
 IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
 LAST_MEMORY = 128 << 20  # of it, held until a step finds none: kernels that are loaded then need some
 NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
-SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
-
-
-@dataclass(slots=True)
-class Flight:
-    """Remembers a launched step, and where its answer will be once `done` has happened."""
-
-    batch: Batch
-    tokens: Any  # [S] on the host
-    asked: list[PendingLogprobs]
-    pooled: dict[int, Any]  # [dim] on the host, by row
-    done: Any | None
-    chained: list[Any]  # [n, vocab] on the host: the logits of the positions that have a chain
-    masks: Bitmasks | None
-
-
-@dataclass(slots=True)
-class Unconstrained:
-    """Remembers a step whose logits are being computed and whose bitmasks are still to come."""
-
-    batch: Batch
-    logits: Iterator[Sampling]
+SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds", "sampled_adapters")
 
 
 class CudaBackend:
@@ -134,7 +111,8 @@ class CudaBackend:
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
         ints = {"dtype": torch.int32, "device": self._device}
-        self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
+        adapters = CudaAdapters(self._device, dtype, (rows, self._sizes.tokens), self._on_stream)
+        self._memory = Memory(torch.zeros(rows + 1, **ints), torch.zeros(self._sizes.tokens, **ints), adapters)
         self._tilings = Tilings.of(self._properties, tuned)
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
@@ -142,7 +120,7 @@ class CudaBackend:
         self._pools = PoolingSums(rows)
         self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
-        self.adapters: AdapterSlots = NoAdapters("cuda")
+        self.adapters: AdapterSlots = adapters
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
         self._last_memory: Any | None = None
@@ -177,6 +155,7 @@ class CudaBackend:
         with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
             self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype, self._tilings)
             self._graphs = Graphs(self._program, self._capture)
+            self._memory.adapters.forget_graphs = self._graphs.forget_adapters
             self._sampler.reserve(self._program.answer.width)
             self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
@@ -463,7 +442,7 @@ class CudaBackend:
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES), self._groups) + table_words
+        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t), self._groups) + table_words
         pinned = self._stream is not None
         self._table_words = table_words
         self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.backend.base import Batch, Floats, Ints
+from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, AdapterTiles, adapter_tiles
 
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
@@ -34,6 +35,7 @@ class Shape(NamedTuple):
     decodes: int  # tokens that attend one by one
     splits: int  # pieces that their contexts are split into
     tiles: int  # runs of all other tokens
+    adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
     verifies: bool = False  # several of the tokens that attend one by one are of one row
 
 
@@ -56,6 +58,9 @@ class DeviceInputs:
     top_k: Any  # [S]
     min_p: Any  # [S] float32
     seeds: Any  # [S, 2] low word, high word
+    adapter_tiles: Any  # [D, 4] see low_rank
+    adapter_order: Any  # [T], or [0] without adapters
+    sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
     verifies: bool = False  # the step's KV is stored before anything attends: see Shape
@@ -73,11 +78,12 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
     of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, _, p, q, _ = shape
+    t, s, _, p, q, d, _ = shape
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
-    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2))
+    by_adapter = (d, 4), (min(t, d * t),), (min(s, d * s),)
+    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter)
     found = []
     at = 0
     for size in sizes:
@@ -120,18 +126,20 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Says what attention has to do for a batch, and which shape the step has."""
+    """Says what attention and adapters have to do for a batch, and which shape the step has."""
 
     shape: Shape
     splits: Ints  # [P, 8]
     tiles: Ints  # [Q, 5]
+    adapters: AdapterTiles
 
 
 def plan_attention(
     batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape], most_decodes: int = 0
 ) -> AttentionPlan:
-    """Divides the batch's attention into splits and tiles. `pad` makes the step's shape of the batch's own. Where all
-    rows decode or verify drafts, and have at most `most_decodes` tokens together, each token attends by itself."""
+    """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
+    the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, each token
+    attends by itself."""
     counts = np.diff(batch.row_start)
     verifies = only_verifies(batch, counts, most_decodes)
     alone = np.repeat(verifies | (counts == 1), counts)
@@ -139,8 +147,9 @@ def plan_attention(
     owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[tokens]
     splits = split_contexts(tokens, owners, batch.positions[tokens] + 1)
     tiles = tiles_of(batch, [] if verifies else np.flatnonzero(counts > 1).tolist(), tile_tokens)
-    shape = Shape(len(batch.tokens), len(batch.sampled), len(tokens), len(splits), len(tiles), verifies)
-    return AttentionPlan(pad(shape), splits, tiles)
+    adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
+    sizes = len(batch.tokens), len(batch.sampled), len(tokens), len(splits), len(tiles), len(adapters.tiles)
+    return AttentionPlan(pad(Shape(*sizes, verifies)), splits, tiles, adapters)
 
 
 def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
@@ -204,6 +213,9 @@ def fill(
         put(into.of(group).places, table[owner, entry] * block_size + offset, scratch_block * block_size)
         fill_attention(into.of(group), plan, group, groups)
     fill_sampling(into, batch, scratch_slot)
+    put(into.adapter_tiles, plan.adapters.tiles, -1)
+    put(into.adapter_order, plan.adapters.order, 0)
+    put(into.sampled_adapters, plan.adapters.sampled, -1)
     begin = words(plan.shape, groups)
     end = begin + int(batch.tables.size)
     buffer[begin:end].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)
