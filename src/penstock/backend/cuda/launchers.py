@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.activations import ACTIVATIONS
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
@@ -62,6 +63,7 @@ class Memory:
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
+    arena: Arena  # where weights, caches and buffers are
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
     planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them
