@@ -116,8 +116,7 @@ class RequestClient(ABC):
         self._send(FlushCache())
 
     async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
-        message = RegisterAdapter(self.next_id(), name, path, scale, replace)
-        (info,) = await self._about_adapters(message)
+        (info,) = await self._about_adapters(RegisterAdapter(self.next_id(), name, path, scale, replace))
         self.adapters[name] = info
         return info
 
@@ -143,14 +142,14 @@ class RequestClient(ABC):
         return next(self._ids)
 
     async def _about_adapters(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
-        answer = await self._streams.answer(message, self._send)
-        assert isinstance(answer, AdapterList)
-        return answer.adapters
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, AdapterList)
+        return event.adapters
 
     async def _about_memory(self, message: Sleep | Wake) -> MemoryUse:
-        answer = await self._streams.answer(message, self._send)
-        assert isinstance(answer, MemoryUse)
-        return answer
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, MemoryUse)
+        return event
 
     @abstractmethod
     def _send(self, message: Message) -> None:
