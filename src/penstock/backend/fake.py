@@ -26,7 +26,7 @@ from penstock.backend.base import (
     StoredAs,
 )
 from penstock.backend.pooling import Pools
-from penstock.backend.sampler_chain import chained_positions, with_chains
+from penstock.backend.sampler_chain import chained_positions, sampled_place, with_chains
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.model.low_rank import LowRankUpdate
 from penstock.model.spec import KvGroup, ModelSpec
@@ -168,8 +168,8 @@ class FakeProgram:
 
     def _with_chains(self, result: StepResult, batch: Batch, masks: Bitmasks | None) -> StepResult:
         """Returns the result with what chains choose from logits that fall off around the checksum's token."""
-        rows = np.searchsorted(batch.sample_start, chained_positions(batch), side="right") - 1
-        distances = [np.arange(self._vocab) - result.rows[row].tokens[-1] for row in rows]
+        places = [sampled_place(batch, position) for position in chained_positions(batch).tolist()]
+        distances = [np.arange(self._vocab) - result.rows[row].tokens[-behind] for row, behind in places]
         logits = np.array([-np.abs(distance) / 8 for distance in distances], np.float32)
         return with_chains(result, batch, logits, masks)
 

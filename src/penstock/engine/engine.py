@@ -17,6 +17,7 @@ from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.record import RequestRecord
 from penstock.engine.sleep_state import SleepState
+from penstock.engine.speculation import Drafting, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.errors import InvalidGrammar, InvalidRequest, NotSupported, OutOfMemory, PenstockError, StepFailed
 from penstock.model.classifier import ClassifierHead, DenseHead
@@ -38,17 +39,20 @@ from penstock.types import (
     Stats,
     StepPlan,
     StepResult,
+    Tokens,
 )
 
+MOST_DRAFTED = 64  # tokens of one row in one step
 PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requests wait for something
 
 
 class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
-    flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
-    `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, `adapters` are
-    those that requests may name, `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the
-    backend's memory back, and with `block_events` it is recorded what enters and leaves the prefix cache."""
+    flight while the next one is planned, `policy` decides where there is a choice, `drafting` proposes how answers may
+    go on, `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
+    states into embeddings, `adapters` are those that requests may name, `unknown_fields` are those of its config that
+    nothing is known of, `sleeper` gives the backend's memory back, and with `block_events` it is recorded what enters
+    and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class Engine:
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
+        drafting: Drafting | None = None,
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
         classifier: ClassifierHead | None = None,
@@ -77,14 +82,16 @@ class Engine:
         self._registering: list[tuple[RegisterAdapter, Reading[int]]] = []
         self._sleep = SleepState(sleeper)
         epoch = time.time_ns() if block_events else None
-        self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
+        self._records: dict[int, RequestRecord] = {}
+        self._speculation = None if drafting is None else Speculation(drafting, self._records, MOST_DRAFTED)
+        self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()
-        self._records: dict[int, RequestRecord] = {}
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
         self._mirostats = 0  # requests that run and learn from their tokens' surprise
-        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
+        self._answered = 0.0  # when the last step's answer came
         self._events: list[Event] = []
         self._busy_seconds = 0.0
         self._out_of_memory = False  # the last step found too little memory
@@ -180,6 +187,7 @@ class Engine:
             waiting=stats.waiting + len(self._waiting_room),
             computed_tokens=self._computed,
             step_sizes=tuple(self._step_sizes),
+            drafts=self._speculation.counts if self._speculation else (),
             **costs,
         )
 
@@ -198,6 +206,8 @@ class Engine:
         self._records[request.id] = record
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat
+        if self._speculation is not None:
+            self._speculation.open(record)
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
@@ -245,6 +255,8 @@ class Engine:
         """Gives back what a request that has ended has held."""
         if record.lease is not None and self._adapters is not None:
             self._adapters.release(record.lease)
+        if self._speculation is not None:
+            self._speculation.close(record)
 
     # -- sleeping ------------------------------------------------------------------------------------------------
 
@@ -309,8 +321,9 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
+        began = time.perf_counter()
         try:
-            self._in_flight.append((plan, self._launch_batch(plan)))
+            self._in_flight.append((plan, self._launch_batch(plan), began))
             self._out_of_memory = False
         except OutOfMemory as error:
             self._find_memory(plan, error)
@@ -337,12 +350,15 @@ class Engine:
             self._scheduler.requeue(plan)
         self._out_of_memory = not self._out_of_memory
 
-    def _commit(self, plan: StepPlan, ticket: Ticket) -> None:
+    def _commit(self, plan: StepPlan, ticket: Ticket, began: float) -> None:
         try:
             result = self._backend.wait(ticket)
         except Exception as error:
             self._fail(plan, error)
         else:
+            began, self._answered = max(began, self._answered), time.perf_counter()
+            if self._speculation is not None:
+                result = self._speculation.verify(plan, result, self._answered - began)
             if self._mirostats:
                 self._observe(plan, result)
             if self._constrained:
@@ -364,6 +380,8 @@ class Engine:
     def _emit(self, events: list[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
+            if isinstance(event, Tokens) and self._speculation is not None:
+                self._speculation.append(event.seq, event.tokens)
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat

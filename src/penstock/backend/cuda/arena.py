@@ -6,7 +6,7 @@ free for others. When it wakes, everything is where graphs expect it.
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from math import prod
@@ -19,7 +19,6 @@ from penstock.backend.cuda.driver import OUT_OF_MEMORY, CudaDriver, DriverError
 from penstock.config import available_memory
 from penstock.errors import OutOfMemory
 
-log = logging.getLogger(__name__)
 ALIGNMENT = 512  # bytes, as torch's own
 SHARED_BYTES = 16 << 20  # of a segment that small tensors share
 SMALL_BYTES = 1 << 20  # tensors below this are small
@@ -104,6 +103,8 @@ class Segment:
             self._driver.zero(self.address, self.size)
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # the driver frees what the process has
+            return
         if self._handle is not None:
             self._driver.synchronize()  # what is queued may still use it
             self.unmap()
