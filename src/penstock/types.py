@@ -383,7 +383,15 @@ class AdapterList(NamedTuple):
     adapters: tuple[AdapterInfo, ...]
 
 
-Event = Tokens | Finished | Aborted | Failed | AdapterList
+class MemoryUse(NamedTuple):
+    """Answers a Sleep or a Wake: what the model takes from now on, in bytes."""
+
+    seq: int  # the message's id
+    device: int
+    host: int  # pinned, for weights while it sleeps
+
+
+Event = Tokens | Finished | Aborted | Failed | AdapterList | MemoryUse
 
 
 class BlockStored(NamedTuple):
@@ -442,3 +450,4 @@ class Hello(NamedTuple):
     limits: Limits
     adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started
     unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them
+    can_sleep: bool = False  # it can give its memory back and stay

@@ -15,6 +15,7 @@ import torch
 
 from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.adapters import AdaptedProduct, CudaAdapters
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
@@ -63,6 +64,7 @@ class Memory:
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
+    arena: Arena  # where weights, caches and buffers are
     adapters: CudaAdapters
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
