@@ -33,7 +33,8 @@ def padded(shape: Shape) -> Shape:
     """Returns the shape that a step is padded to; its own if it is too large for a graph."""
     if not shape.tiles:
         rows = bucket_decode_rows(shape.decodes)
-        return Shape(rows, rows, rows, rows + SPARE_SPLITS, 0, bucket_adapter_tiles(shape.adapter_tiles, rows))
+        adapters = bucket_adapter_tiles(shape.adapter_tiles, rows)
+        return Shape(rows, rows, rows, rows + SPARE_SPLITS, 0, adapters, shape.verifies)
     tokens = round_up(shape.tokens, PROMPT_TOKENS)
     if tokens > MAX_TOKENS:
         return shape
@@ -65,7 +66,7 @@ def round_up(value: int, to: int) -> int:
 
 def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
     """Yields the shapes that most steps of at most so many rows and tokens have, the likeliest first: prompts, then
-    answers, then both, with up to `budget` tokens while 64 rows answer."""
+    answers, then both, with up to `budget` tokens while 64 rows answer, then drafts."""
     sizes = dict.fromkeys(bucket_decode_rows(count) for count in range(1, rows + 1))
     many = dict.fromkeys(bucket_mixed_rows(count) for count in range(1, rows + 1))
     tokens = min(tokens, MAX_TOKENS)
@@ -75,6 +76,7 @@ def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
     yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
+    yield from (padded(Shape(size, size, size, size, 0, verifies=True)) for size in sizes if size > 1)
 
 
 class Graphs:

@@ -8,7 +8,7 @@ so that kernels need not know about groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
@@ -23,6 +23,7 @@ from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, Adapte
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
 SHORTEST_SPLIT = 64
+MOST_VERIFIED = 64  # tokens of a row that attend one by one
 ROW = 1  # the column of splits and of tiles that names a row of tables
 
 
@@ -31,10 +32,11 @@ class Shape(NamedTuple):
 
     tokens: int
     sampled: int
-    decodes: int  # rows of one token
-    splits: int  # pieces that the contexts of those rows are split into
-    tiles: int  # runs of tokens of all other rows
+    decodes: int  # tokens that attend one by one
+    splits: int  # pieces that their contexts are split into
+    tiles: int  # runs of all other tokens
     adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
+    verifies: bool = False  # several of the tokens that attend one by one are of one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,14 @@ class DeviceInputs:
     sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
+    verifies: bool = False  # the step's KV is stored before anything attends: see Shape
 
     def of(self, group: int) -> DeviceInputs:
         """Returns the inputs that the layers of one group read."""
         return self.groups[group] if self.groups else self
 
 
-NAMES = tuple(entry.name for entry in dataclass_fields(DeviceInputs))[:-2]
+NAMES = tuple(entry.name for entry in dataclass_fields(DeviceInputs))[:-3]
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -75,7 +78,7 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
     of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, _, p, q, d = shape
+    t, s, _, p, q, d, _ = shape
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
@@ -106,7 +109,7 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
     for name in FLOATS:
         views[name] = as_float(views[name])
     views["tables"] = buffer[words(shape, groups) :]
-    stacked = DeviceInputs(**views)
+    stacked = DeviceInputs(**views, verifies=shape.verifies)
     if groups == 1:
         return stacked
     each = tuple(
@@ -131,16 +134,33 @@ class AttentionPlan:
     adapters: AdapterTiles
 
 
-def plan_attention(batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape]) -> AttentionPlan:
+def plan_attention(
+    batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape], most_decodes: int = 0
+) -> AttentionPlan:
     """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
-    the batch's own."""
-    single = np.diff(batch.row_start) == 1
-    rows = np.flatnonzero(single).astype(np.int32)
-    splits = split_contexts(batch.row_start[rows], rows, batch.positions[batch.row_start[rows]] + 1)
-    tiles = tiles_of(batch, np.flatnonzero(~single), tile_tokens)
+    the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, each token
+    attends by itself."""
+    counts = np.diff(batch.row_start)
+    verifies = only_verifies(batch, counts, most_decodes)
+    alone = np.repeat(verifies | (counts == 1), counts)
+    tokens = np.flatnonzero(alone).astype(np.int32)
+    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[tokens]
+    splits = split_contexts(tokens, owners, batch.positions[tokens] + 1)
+    tiles = tiles_of(batch, [] if verifies else np.flatnonzero(counts > 1).tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
-    counts = len(batch.tokens), len(batch.sampled), len(rows), len(splits), len(tiles), len(adapters.tiles)
-    return AttentionPlan(pad(Shape(*counts)), splits, tiles, adapters)
+    sizes = len(batch.tokens), len(batch.sampled), len(tokens), len(splits), len(tiles), len(adapters.tiles)
+    return AttentionPlan(pad(Shape(*sizes, verifies)), splits, tiles, adapters)
+
+
+def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
+    """Returns whether some rows of a step verify drafts, and all others decode: rows of several tokens that sample more
+    than one of them, and are not the beginning of a prompt. The step has at most `most` tokens."""
+    several = counts > 1
+    if not several.any() or len(batch.tokens) > most:
+        return False
+    begins = batch.positions[batch.row_start[:-1]] == 0
+    drafted = (counts <= MOST_VERIFIED) & (np.diff(batch.sample_start) > 1) & ~begins
+    return bool(drafted[several].all())
 
 
 def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
@@ -160,12 +180,12 @@ def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
     return np.stack(columns, axis=1).astype(np.int32)
 
 
-def tiles_of(batch: Batch, rows: Any, tile_tokens: int) -> Ints:
+def tiles_of(batch: Batch, rows: Sequence[int], tile_tokens: int) -> Ints:
     """Returns the runs of at most `tile_tokens` tokens that rows are divided into. The longest contexts come first, so
     that none is left for the end."""
     tiles = [
         (token, row, batch.positions[token], min(tile_tokens, last - token), batch.positions[last - 1] + 1)
-        for row in rows.tolist()
+        for row in rows
         for token, last in _runs(batch, row, tile_tokens)
     ]
     tiles.sort(key=lambda tile: -tile[2])

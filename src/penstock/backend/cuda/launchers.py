@@ -15,6 +15,7 @@ import torch
 
 from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.adapters import AdaptedProduct, CudaAdapters
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
@@ -63,6 +64,7 @@ class Memory:
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
+    arena: Arena  # where weights, caches and buffers are
     adapters: CudaAdapters
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
@@ -72,7 +74,7 @@ class Memory:
     states: Any = None  # see recurrent_states
 
     def reserve_arrivals(self, count: int) -> None:
-        """Makes room for `count` counters of finished splits, one for each KV head of each block table."""
+        """Makes room for `count` counters of finished splits, one for each KV head of each split."""
         if len(self.split_kv.arrived) < count:
             self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
 
@@ -267,15 +269,16 @@ def attend(
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales, _), rotation = context.memory.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
-    if len(step.tiles):
+    if len(step.tiles) or step.verifies:
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales, stores=not spec.shares_kv)
+    else:
+        rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
+    if len(step.tiles):
         places = step.tiles, step.tables, step.header
         tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
         how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
         prefill_attention(qkv, cache, *places, out, spec.scale, **how)
-    else:
-        rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.splits):
         places = step.splits, step.tables, step.header
         how = {"scales": scales, "tiling": tilings.decode_attention(len(out), *sizes), **options}
