@@ -323,7 +323,7 @@ class Nearest(NamedTuple):
 class DraftCounts(NamedTuple):
     """Counts tokens that one source has drafted."""
 
-    source: str  # prediction, context, recent or model
+    source: str  # prediction, text, recent or model
     drafted: int = 0
     accepted: int = 0
 

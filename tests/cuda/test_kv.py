@@ -98,7 +98,7 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
             rope_and_store(
                 qkv, frequencies, spec.rope.scale, len(frequencies), False, ints(batch.positions), places, *cache[:2]
             )
-        split_kv = split_kv_of(spec, len(work.splits), 3)
+        split_kv = split_kv_of(spec, len(work.splits))
         about = split_kv, rotation, spec.scale, 0, cache.scales
         tiling = TILINGS.decode_attention(3, spec.head_dim, qkv.element_size())
         decode_attention(qkv, cache.lines, ints(work.splits), tables, header, out, *about, tiling=tiling)
@@ -126,7 +126,7 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     qkv = normal(len(batch.tokens), spec.q_width + 2 * spec.kv_width, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
-    split_kv = split_kv_of(spec, len(work.splits), len(chunks))
+    split_kv = split_kv_of(spec, len(work.splits))
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
     about = spec.scale, window, cache.scales, 0.0
     tiling = TILINGS.decode_attention(len(out), spec.head_dim, qkv.element_size())

@@ -357,9 +357,6 @@ class AdapterSlots(Protocol):
     A row's answer depends on what lay in its slot when its step was launched, and not on the other rows of the step.
     """
 
-    def check(self) -> None:
-        """Raises NotSupported, with the device's name, where there are no adapters."""
-
     def pack(self, updates: Sequence[LowRankUpdate]) -> Any:
         """Returns a PackedAdapter. It may be called in any thread while steps run."""
 

@@ -112,8 +112,6 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.slots: dict[int, FakeAdapter] = {}
 
-    def check(self) -> None: ...
-
     def pack(self, updates: Sequence[LowRankUpdate]) -> FakeAdapter:
         parts = [part for update in updates for part in update.parts]
         value = sum(float((part.b @ part.a).sum()) for part in parts)

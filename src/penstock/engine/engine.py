@@ -17,7 +17,7 @@ from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.record import RequestRecord
 from penstock.engine.sleep_state import SleepState
-from penstock.engine.speculation import Drafting, Speculation
+from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.errors import InvalidGrammar, InvalidRequest, NotSupported, OutOfMemory, PenstockError, StepFailed
 from penstock.model.classifier import ClassifierHead, DenseHead
@@ -62,7 +62,7 @@ class Engine:
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
-        drafting: Drafting | None = None,
+        drafting: Drafters | None = None,
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
         classifier: ClassifierHead | None = None,

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from penstock.core.drafts import DraftRoom, Proposal
+from penstock.core.drafts import DraftRoom
+from penstock.core.speculation import NOTHING, Proposal
 from penstock.engine.record import RequestRecord
 from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult
 
-NOTHING = Proposal()
 
-
-class RequestDrafter(Protocol):
+class Drafter(Protocol):
     """Drafts for one request."""
 
     def propose(self, most: int) -> Proposal:
@@ -25,17 +24,14 @@ class RequestDrafter(Protocol):
     def append(self, tokens: Sequence[int]) -> None:
         """Takes over tokens that were added to its answer."""
 
-    def learn(self, proposal: Proposal, drafted: int, accepted: int) -> None:
-        """Takes note of how many of a proposal's first `drafted` tokens were accepted."""
 
+class Drafters(Protocol):
+    """Drafts for all requests, and decides how much of it a step verifies: engine/drafting.py does."""
 
-class Drafting(Protocol):
-    """Drafts for all requests, and decides how much of it a step verifies."""
-
-    def open(self, request: Request) -> RequestDrafter:
+    def open(self, request: Request) -> Drafter:
         """Begins to draft for a request."""
 
-    def close(self, drafter: RequestDrafter) -> None:
+    def close(self, drafter: Drafter) -> None:
         """Ends drafting for a request: others may learn from its answer."""
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> Sequence[int]:
@@ -45,28 +41,30 @@ class Drafting(Protocol):
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Takes note of how long a step took that had nothing but answering rows."""
 
+    def index(self) -> None:
+        """Gets on with preparing drafts, for a small part of a step. Called once a step."""
+
 
 class RequestDrafts:
     """Holds what is drafted for one request."""
 
     __slots__ = ("counts", "drafter", "proposal")
 
-    def __init__(self, drafter: RequestDrafter) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.proposal = NOTHING  # that the step in flight verifies
         self.counts: dict[str, DraftCounts] = {}
 
-    def settle(self, drafted: int, accepted: int) -> None:
-        """Takes note of what became of the proposal that was verified."""
+    def count(self, drafted: int, accepted: int) -> None:
+        """Counts what became of the proposal that was verified."""
         source = self.proposal.source
         self.counts[source] = self.counts.get(source, DraftCounts(source)).plus(drafted, accepted)
-        self.drafter.learn(self.proposal, drafted, accepted)
 
 
 class Speculation:
     """Proposes drafts to the scheduler, of at most `most` tokens, for those of the `records` that may have some."""
 
-    def __init__(self, drafting: Drafting, records: Mapping[int, RequestRecord], most: int) -> None:
+    def __init__(self, drafting: Drafters, records: Mapping[int, RequestRecord], most: int) -> None:
         self._drafting = drafting
         self._records = records
         self._most = most
@@ -105,6 +103,7 @@ class Speculation:
 
     def verify(self, plan: StepPlan, result: StepResult, seconds: float) -> StepResult:
         """Returns the result of a step, which took so many seconds, without what was sampled after wrong drafts."""
+        self._drafting.index()
         drafted = sum(len(row.draft) for row in plan.rows)
         tokens = sum(row.count for row in plan.rows)
         if tokens - drafted == len(plan.rows):  # prompts cost more than their number of tokens tells
@@ -138,6 +137,6 @@ class Speculation:
         wrong = (at for at, token in enumerate(row.draft) if token != answer.tokens[at])
         accepted = next(wrong, len(row.draft))
         if (record := self._records.get(row.seq)) is not None and record.drafts is not None:
-            record.drafts.settle(len(row.draft), accepted)
+            record.drafts.count(len(row.draft), accepted)
         tokens, logprobs = answer.tokens[: accepted + 1], answer.logprobs[: accepted + 1]
         return answer._replace(tokens=tokens, logprobs=logprobs, accepted=accepted)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.backend.adapters import NoAdapters
 from penstock.backend.base import (
     AdapterSlots,
     Batch,
@@ -31,6 +30,7 @@ from penstock.backend.base import (
 )
 from penstock.backend.batches import greedy_batch
 from penstock.backend.cuda import inputs
+from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.device_properties import DeviceProperties
@@ -72,7 +72,7 @@ TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
 NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
-SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
+SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds", "sampled_adapters")
 
 
 class CudaBackend:
@@ -117,7 +117,8 @@ class CudaBackend:
         ints = {"dtype": torch.int32, "device": self._device}
         last, tokens = torch.zeros(rows + 1, **ints), torch.zeros(self._sizes.tokens, **ints)
         self._arena = arena or Arena.on(self._device)
-        self._memory = Memory(last, tokens, self._arena)
+        adapters = CudaAdapters(self._device, dtype, (rows, self._sizes.tokens), self._on_stream)
+        self._memory = Memory(last, tokens, self._arena, adapters)
         self._tilings = Tilings.of(self._properties, tuned)
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
@@ -125,7 +126,7 @@ class CudaBackend:
         self._pools = PoolingSums(rows)
         self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
-        self.adapters: AdapterSlots = NoAdapters("cuda")
+        self.adapters: AdapterSlots = adapters
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
         self._last_memory = LastMemory(self._device)
@@ -161,6 +162,7 @@ class CudaBackend:
         with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
             self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype, self._tilings)
             self._graphs = Graphs(self._program, self._capture)
+            self._memory.adapters.forget_graphs = self._graphs.forget_adapters
             self._sampler.reserve(self._program.answer.width)
             self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
@@ -223,7 +225,7 @@ class CudaBackend:
             lines = max(LINES, self._tile_tokens), self._num_blocks * self._block_size
             memory.index_scores = self._arena.zeros(lines)
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
-        memory.reserve_arrivals(self._sizes.rows * self._groups * heads)
+        memory.reserve_arrivals((self._sizes.rows + inputs.SPARE_SPLITS) * heads)
 
     def _free_kv(self) -> None:
         self._graphs.forget()
@@ -368,7 +370,7 @@ class CudaBackend:
             self.wait(self.launch(batch))
         if self._stream is None:
             return time_step(self.launch, self.wait, batch, times)
-        work = inputs.plan_attention(batch, self._tile_tokens, self._pad)
+        work = self._plan(batch)
         with self._on_stream():
             step = self._send(batch, work)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
@@ -391,7 +393,7 @@ class CudaBackend:
     def _forward(self, batch: Batch) -> Iterator[Sampling]:
         """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
         self._workspace.transfer.finish()
-        work = inputs.plan_attention(batch, self._tile_tokens, self._pad)
+        work = self._plan(batch)
         step = self._send(batch, work)
         chosen = self._chosen[self._staging.turn]
         room, wanted = self._sizes.rows, work.shape.sampled
@@ -404,6 +406,9 @@ class CudaBackend:
             some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
             logits = self._program.run_sampled(some, part.stop - first)
             yield logits, some, batch.sample.between(part.start, part.stop), first, chosen[part]
+
+    def _plan(self, batch: Batch) -> AttentionPlan:
+        return inputs.plan_attention(batch, self._tile_tokens, self._pad, self._sizes.rows)
 
     def _check_program(self, batch: Batch) -> None:
         if batch.program:
@@ -438,7 +443,7 @@ class CudaBackend:
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES), self._groups) + table_words
+        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t), self._groups) + table_words
         pinned = self._stream is not None
         self._table_words = table_words
         self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)

@@ -65,7 +65,7 @@ class CudaProgram:
         memory.split_kv = SplitKV(
             torch.empty(splits * max([h * d for h, d in heads], default=1), device=device),
             torch.empty(splits * most_heads * 2, device=device),
-            torch.zeros(sizes.rows * most_heads, dtype=torch.int32, device=device),
+            torch.zeros(splits * most_heads, dtype=torch.int32, device=device),
         )
 
     def run_tokens(self, step: DeviceInputs) -> None:
