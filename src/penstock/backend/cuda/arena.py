@@ -60,7 +60,7 @@ class MemoryDriver(Protocol):
         """Returns a segment's bytes as a tensor, as long as which the segment lives."""
 
 
-class Segment:
+class MemorySegment:
     """Is a range of addresses and, unless it sleeps, the memory there. It ends with the last tensor in it."""
 
     def __init__(self, driver: MemoryDriver, size: int, kept: bool) -> None:
@@ -120,7 +120,7 @@ class Arena:
     def __init__(self, device: torch.device, driver: MemoryDriver | None = None) -> None:
         self.device = device
         self._driver = driver
-        self._segments: WeakSet[Segment] = WeakSet()
+        self._segments: WeakSet[MemorySegment] = WeakSet()
         self._shared: dict[bool, tuple[Any, int]] = {}  # bytes that small tensors share, and how many are taken
 
     @classmethod
@@ -226,12 +226,12 @@ class Arena:
     def _new_segment(self, size: int, kept: bool) -> Any:
         assert self._driver is not None
         granularity = self._driver.granularity
-        segment = Segment(self._driver, -(-size // granularity) * granularity, kept)
+        segment = MemorySegment(self._driver, -(-size // granularity) * granularity, kept)
         self._map(segment)
         self._segments.add(segment)
         return self._driver.tensor(segment)
 
-    def _map(self, segment: Segment) -> None:
+    def _map(self, segment: MemorySegment) -> None:
         """Maps a segment, if need be with memory that torch has cached."""
         try:
             segment.map()
