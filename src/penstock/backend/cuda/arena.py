@@ -169,7 +169,8 @@ class Arena:
         storages: dict[int, list[Any]] = {}
         for tensor in tensors_in(owner):
             if tensor.device == self.device and tensor.untyped_storage().nbytes():
-                storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+                viewed = [] if tensor._base is None else [tensor._base]  # a view keeps what it was made of
+                storages.setdefault(tensor.untyped_storage().data_ptr(), []).extend([tensor, *viewed])
         moved = 0
         for address in [address for address in storages if not self._holds(address)]:
             moved += self._move(storages.pop(address))
