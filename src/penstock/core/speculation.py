@@ -21,12 +21,14 @@ class Proposal(NamedTuple):
     survival: tuple[float, ...] = ()
     source: str = ""
     match: int = 0  # tokens before the draft that agree with the place it was taken from
+    agreement: int = 0  # whether such places went on differently, there is one, or several went on alike
 
 
 NOTHING = Proposal()
 
 MATCHES = (0, 1, 2, 3, 4, 5, 7, 10, 14, 20, 32, 64)  # the shortest match of each bucket
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # the first depth of each class
+AGREEMENTS = 3
 MOST = 64  # tokens of one draft
 FLOOR = 0.03  # a draft ends where fewer of its tokens survive
 HAZARD_BOUND = 3.0  # of a hazard's logarithm
@@ -55,9 +57,9 @@ def outcomes(depth: int, accepted: int, rejected: bool) -> list[Outcomes]:
     return found
 
 
-def bucket_of(match: int) -> int:
-    """Returns the bucket of matches of this length."""
-    return _BUCKET[min(match, MATCHES[-1])]
+def bucket_of(match: int, agreement: int) -> int:
+    """Returns the bucket of matches of this length and agreement."""
+    return _BUCKET[min(match, MATCHES[-1])] * AGREEMENTS + agreement
 
 
 class Acceptance:
@@ -122,38 +124,36 @@ class AcceptanceCells:
 
 def prior_rate(bucket: int, depth: int) -> float:
     """Returns how likely a drafted token is accepted before anything was learned: the more, the longer the match, and
-    more again once tokens before it were accepted."""
-    return 1 - 0.7 / (1 + 0.5 * MATCHES[bucket] + 0.5 * depth)
+    more again if occurrences agree, and once tokens before it were accepted."""
+    match, agreement = MATCHES[bucket // AGREEMENTS], bucket % AGREEMENTS
+    return 1 - (0.8, 0.6, 0.4)[agreement] / (1 + 0.5 * match + 0.5 * depth)
 
 
 class StreamAcceptance:
     """Blends what all streams have shown with what this one shows.
 
-    If others accept a token with probability p, this stream does with p to the power of its hazard. It has one hazard
-    for short matches and one for long ones, which follow every observation. So a stream that copies nothing and one
-    that copies everything do not spoil each other's drafts."""
+    If others accept a token with probability p, this stream does with p to the power of its hazard. It has a hazard for
+    each source, which follows every observation. So a stream that copies nothing and one that copies everything do not
+    spoil each other's drafts."""
 
-    RATE = 0.15
-    LONG = 5  # the first bucket of long matches
+    RATE = 0.1
 
     def __init__(self, shared: Acceptance) -> None:
         self._shared = shared
-        self._hazards: dict[tuple[str, bool], float] = {}  # logarithms
+        self._hazards: dict[str, float] = {}  # logarithms
 
-    def survival(self, source: str, match: int) -> tuple[float, ...]:
+    def survival(self, source: str, match: int, agreement: int) -> tuple[float, ...]:
         """Returns the probability that each token of a draft and all before it are accepted."""
-        bucket = bucket_of(match)
-        hazard = self._hazards.get((source, bucket >= self.LONG), 0.0)
-        return self._shared.survival(source, bucket, round(hazard / HAZARD_STEP))
+        hazard = self._hazards.get(source, 0.0)
+        return self._shared.survival(source, bucket_of(match, agreement), round(hazard / HAZARD_STEP))
 
-    def observe(self, source: str, match: int, depth: int, accepted: int, rejected: bool) -> None:
+    def observe(self, proposal: Proposal, depth: int, accepted: int, rejected: bool) -> None:
         """Learns from tokens of a draft, from `depth` on: so many were accepted, and one after them was rejected or
         is not known."""
-        bucket = bucket_of(match)
-        key = (source, bucket >= self.LONG)
-        hazard = self._hazards.get(key, 0.0)
+        source, bucket = proposal.source, bucket_of(proposal.match, proposal.agreement)
+        hazard = self._hazards.get(source, 0.0)
         hazard += self.RATE * self._shared.observe(source, bucket, outcomes(depth, accepted, rejected), exp(hazard))
-        self._hazards[key] = min(max(hazard, -HAZARD_BOUND), HAZARD_BOUND)
+        self._hazards[source] = min(max(hazard, -HAZARD_BOUND), HAZARD_BOUND)
 
 
 class StepCost:

@@ -12,7 +12,10 @@ from typing import Protocol
 REFRESHED = 4  # suffixes of the text whose latest occurrence is kept current at every token
 SEPARATOR = -1  # a negative token stands between two streams: no continuation crosses it
 
-Continuation = tuple[list[int], int]  # what followed an earlier occurrence, and how many tokens before it match
+DIFFERENT, SINGLE, ALIKE = range(3)  # earlier occurrences went on differently; there is one; several went on alike
+
+Continuation = tuple[list[int], int, int]  # what followed an earlier occurrence, tokens before it that match, agreement
+NOT_FOUND: Continuation = ([], 0, DIFFERENT)
 
 
 class StreamIndex(Protocol):
@@ -45,13 +48,19 @@ class StreamCursor(Protocol):
 class SuffixState:
     """Holds a state: the length of its longest string, where that ended, its link and its transitions."""
 
-    __slots__ = ("end", "length", "link", "next")
+    __slots__ = ("end", "length", "link", "next", "repeated")
 
     def __init__(self, length: int, end: int) -> None:
         self.length = length
         self.end = end
         self.link: SuffixState | None = None
         self.next: dict[int, SuffixState] = {}
+        self.repeated = False  # it is known to have occurred more than once
+
+    @property
+    def agreement(self) -> int:
+        """Returns whether its occurrences went on differently, it is one alone, or several went on alike."""
+        return DIFFERENT if len(self.next) > 1 else ALIKE if self.repeated else SINGLE
 
 
 class SuffixAutomaton:
@@ -88,7 +97,7 @@ class SuffixAutomaton:
         into the end of the text, it goes on periodically. A negative token ends it."""
         match = self._last.link
         if match is None or not match.length:
-            return [], 0
+            return NOT_FOUND
         period = len(self.text) - match.end
         found: list[int] = []
         for at in range(most):
@@ -96,7 +105,7 @@ class SuffixAutomaton:
             if token < 0:
                 break
             found.append(token)
-        return found, match.length
+        return found, match.length, match.agreement
 
     def _refresh(self) -> None:
         """Keeps the latest end of the longest suffixes that occurred before. It runs before a token is appended,
@@ -106,6 +115,7 @@ class SuffixAutomaton:
             if state is None or state is self.root:
                 break
             state.end = len(self.text)
+            state.repeated = True
             state = state.link
 
     def _append(self, token: int) -> None:
@@ -128,7 +138,7 @@ class SuffixAutomaton:
             return state
         clone = SuffixState(before.length + 1, state.end)
         self._states += 1
-        clone.link, clone.next = state.link, dict(state.next)
+        clone.link, clone.next, clone.repeated = state.link, dict(state.next), state.repeated
         state.link = clone
         at: SuffixState | None = before
         while at is not None and at.next.get(token) is state:
@@ -164,10 +174,10 @@ class SuffixCursor:
         while state.link is not None and state.end == len(text):
             state = state.link
         if state.link is None:
-            return [], 0
+            return NOT_FOUND
         found = text[state.end : state.end + most]
         ends = [at for at, token in enumerate(found) if token < 0]
-        return found[: ends[0]] if ends else found, min(self._length, state.length)
+        return found[: ends[0]] if ends else found, min(self._length, state.length), state.agreement
 
     def _settle(self) -> None:
         """Goes back to the beginning if the text has started anew, and to the shorter state if one was split."""

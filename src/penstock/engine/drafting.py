@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.core import suffixes
 from penstock.core.speculation import MOST, NOTHING, Acceptance, Proposal, StreamAcceptance
-from penstock.core.suffixes import SEPARATOR, StreamCursor, StreamIndex
+from penstock.core.suffixes import SEPARATOR, SINGLE, StreamCursor, StreamIndex
 
 Scope = tuple[str, str]  # salt and owner: drafts are taken from answers that agree in both
 
@@ -55,11 +55,11 @@ class RequestDrafter:
         is empty if none has any."""
         self._look_up_recent()
         best, promised = NOTHING, 0.0
-        for source, tokens, match in self._found(min(most, MOST)):
-            survival = self._acceptance.survival(source, match)[: len(tokens)]
+        for source, tokens, match, agreement in self._found(min(most, MOST)):
+            survival = self._acceptance.survival(source, match, agreement)[: len(tokens)]
             if sum(survival) > promised:
                 promised = sum(survival)
-                best = Proposal(tuple(tokens[: len(survival)]), survival, source, match)
+                best = Proposal(tuple(tokens[: len(survival)]), survival, source, match, agreement)
         if not self._followed.tokens:
             self._followed, self._depth = best, 0
         return best
@@ -96,11 +96,12 @@ class RequestDrafter:
         """Returns whether all of its text is indexed."""
         return not self._unindexed
 
-    def _found(self, most: int) -> list[tuple[str, Sequence[int], int]]:
-        """Returns what each source has: its name, tokens that may come next, and the length of its match."""
-        found: list[tuple[str, Sequence[int], int]] = []
+    def _found(self, most: int) -> list[tuple[str, Sequence[int], int, int]]:
+        """Returns what each source has: its name, tokens that may come next, the length of its match
+        and the agreement of its occurrences."""
+        found: list[tuple[str, Sequence[int], int, int]] = []
         if self._prediction and not self.answer:
-            return [(PREDICTION, self._prediction[:most], 0)]
+            return [(PREDICTION, self._prediction[:most], 0, SINGLE)]
         if not self._unindexed:
             found.append((TEXT, *self._text.continuation(most)))
         found += [(source, *cursor.continuation(most)) for source, cursor in self._cursors.items()]
@@ -121,7 +122,7 @@ class RequestDrafter:
         if not left:
             return
         accepted = common_prefix(left, tokens)
-        self._acceptance.observe(proposal.source, proposal.match, depth, accepted, accepted < len(left))
+        self._acceptance.observe(proposal, depth, accepted, accepted < len(left))
         self._depth += accepted
         if accepted < len(left) or self._depth == len(proposal.tokens):
             self._followed, self._depth = NOTHING, 0

@@ -41,7 +41,7 @@ size_t SuffixAutomaton::bytes() const {
 }
 
 int32_t SuffixAutomaton::add_state(int32_t length, int32_t end) {
-  states_.push_back({length, NONE, end, NONE, NONE, NONE});
+  states_.push_back({length, NONE, end, NONE, NONE, NONE, false});
   return int32_t(states_.size() - 1);
 }
 
@@ -95,7 +95,10 @@ void SuffixAutomaton::grow_table() {
 // then the end that counts is the one before.
 void SuffixAutomaton::refresh() {
   int32_t state = states_[last_].link;
-  for (int i = 0; i < REFRESHED && state > 0; ++i, state = states_[state].link) states_[state].end = int32_t(text_.size());
+  for (int i = 0; i < REFRESHED && state > 0; ++i, state = states_[state].link) {
+    states_[state].end = int32_t(text_.size());
+    states_[state].repeated = true;
+  }
 }
 
 void SuffixAutomaton::append(int32_t token) {
@@ -120,6 +123,7 @@ int32_t SuffixAutomaton::split(int32_t before, int32_t state, int32_t token) {
   states_[clone].link = states_[state].link;
   states_[clone].token = states_[state].token;
   states_[clone].target = states_[state].target;
+  states_[clone].repeated = states_[state].repeated;
   for (int32_t at = states_[state].more; at != NONE; at = transitions_[at].next) {
     const Transition copied = transitions_[at];
     add_transition(clone, copied.token, copied.target);
@@ -142,7 +146,12 @@ Continuation SuffixAutomaton::continuation(size_t most) const {
     if (token < 0) break;
     found.push_back(token);
   }
-  return {std::move(found), size_t(states_[match].length)};
+  return this->found(std::move(found), states_[match].length, match);
+}
+
+Continuation SuffixAutomaton::found(std::vector<int32_t> tokens, int32_t length, int32_t state) const {
+  const auto& [more, repeated] = std::tie(states_[state].more, states_[state].repeated);
+  return {std::move(tokens), size_t(length), more != NONE ? DIFFERENT : repeated ? ALIKE : SINGLE};
 }
 
 // Goes back to the beginning where the text has started anew, and to the shorter state where one has been split since.
@@ -179,7 +188,7 @@ Continuation SuffixCursor::continuation(size_t most) {
   std::vector<int32_t> found;
   const size_t end = size_t(states[state].end);
   for (size_t i = end; i < std::min(end + most, text.size()) && text[i] >= 0; ++i) found.push_back(text[i]);
-  return {std::move(found), size_t(std::min(length_, states[state].length))};
+  return automaton_->found(std::move(found), std::min(length_, states[state].length), state);
 }
 
 }  // namespace penstock

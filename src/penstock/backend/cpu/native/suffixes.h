@@ -5,13 +5,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 namespace penstock {
 
-// What follows an earlier occurrence, and how many tokens before it match.
-using Continuation = std::pair<std::vector<int32_t>, size_t>;
+// Whether the earlier occurrences of a match went on differently, there is one alone, or several went on alike.
+enum Agreement { DIFFERENT, SINGLE, ALIKE };
+
+// What followed an earlier occurrence, how many tokens before it match, and the agreement.
+using Continuation = std::tuple<std::vector<int32_t>, size_t, int>;
 
 class SuffixAutomaton {
  public:
@@ -35,6 +38,7 @@ class SuffixAutomaton {
     int32_t length, link, end;  // of its longest string: its tokens, the state of its next shorter suffix, where it ended
     int32_t token, target;      // the first transition; most states have no other
     int32_t more;               // the last of the other transitions
+    bool repeated;              // it is known to have occurred more than once
   };
   struct Transition {
     int32_t state, token, target, next;
@@ -50,6 +54,7 @@ class SuffixAutomaton {
   size_t slot(int32_t state, int32_t token) const;
   int32_t split(int32_t before, int32_t state, int32_t token);
   void refresh();
+  Continuation found(std::vector<int32_t> tokens, int32_t length, int32_t state) const;
 
   size_t capacity_;
   uint64_t epoch_ = 0;  // how often the text has started anew
