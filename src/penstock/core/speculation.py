@@ -12,6 +12,8 @@ from math import exp
 from operator import mul, neg
 from typing import NamedTuple
 
+from penstock.core.suffixes import ALIKE, DIFFERENT
+
 
 class Proposal(NamedTuple):
     """Holds tokens that may come next. `survival` has, for each, the probability that it and all before it are
@@ -29,6 +31,7 @@ NOTHING = Proposal()
 MATCHES = (0, 1, 2, 3, 4, 5, 7, 10, 14, 20, 32, 64)  # the shortest match of each bucket
 DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # the first depth of each class
 AGREEMENTS = 3
+PREDICTED = 8  # tokens that the beginning of a prediction counts as
 MOST = 64  # tokens of one draft
 FLOOR = 0.03  # a draft ends where fewer of its tokens survive
 HAZARD_BOUND = 3.0  # of a hazard's logarithm
@@ -123,10 +126,15 @@ class AcceptanceCells:
 
 
 def prior_rate(bucket: int, depth: int) -> float:
-    """Returns how likely a drafted token is accepted before anything was learned: the more, the longer the match, and
-    more again if occurrences agree, and once tokens before it were accepted."""
-    match, agreement = MATCHES[bucket // AGREEMENTS], bucket % AGREEMENTS
-    return 1 - (0.8, 0.6, 0.4)[agreement] / (1 + 0.5 * match + 0.5 * depth)
+    """Returns how likely a drafted token is accepted before anything was learned.
+
+    It was fitted to edits, agents' turns, prose and a small model's answers. There, tokens accepted in a draft count as
+    much as tokens matched before it. What a prediction begins with has no match: that it begins so is worth some."""
+    match, agreement = MATCHES[bucket // AGREEMENTS] or PREDICTED, bucket % AGREEMENTS
+    if depth == 0 and agreement == DIFFERENT:
+        return 0.23
+    rejected = 2 / (match + depth + 1.75)
+    return 1 - (rejected / 2 if depth == 0 and agreement == ALIKE else rejected)
 
 
 class StreamAcceptance:
