@@ -14,7 +14,7 @@ from penstock.core.speculation import (
     MOST,
     NOTHING,
     Acceptance,
-    DraftPlanner,
+    Exploration,
     Proposal,
     StepCost,
     StreamAcceptance,
@@ -94,7 +94,7 @@ def test_lengths_pass_over_a_step_that_is_dear_to_one_that_pays() -> None:
 def test_nothing_is_drafted_without_a_proposal() -> None:
     assert draft_lengths([NOTHING, NOTHING], StepCost(), 2, 2, 16) == [0, 0]
     assert draft_lengths([proposal([1.0])], StepCost(), 1, 1, 0) == [0]
-    assert DraftPlanner(StepCost()).lengths([NOTHING], 1, 1, 16) == [0]
+    assert draft_lengths([NOTHING], StepCost(), 1, 1, 16, Exploration()) == [0]
 
 
 def test_equally_likely_slots_are_shared_out_within_the_budget() -> None:
@@ -138,7 +138,8 @@ def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
 
 def test_a_step_that_was_held_up_hardly_counts() -> None:
     cost = StepCost()
-    cost.observe(1, 1, 1.0)
+    for _ in range(16):
+        cost.observe(1, 1, 1.0)
     cost.observe(1, 1, 1000.0)
     assert cost.curve(1, 1, 0)[0] < 1.1
     for _ in range(200):
@@ -147,22 +148,21 @@ def test_a_step_that_was_held_up_hardly_counts() -> None:
 
 
 def test_exploring_loses_little_and_measures_further() -> None:
-    """A token more costs a whole step and never survives. All the same it is tried, at most one second in 400."""
-    planner = DraftPlanner(StepCost(slope=1.0))
-    planner.cost.observe(1, 1, 1.0)
-    lengths = [planner.lengths([proposal([0.05] * 8)], 1, 1, 16)[0] for _ in range(8000)]
+    """A token more costs a whole step and hardly survives. All the same it is tried, at most one second in 400."""
+    cost, exploration = StepCost(slope=1.0), Exploration()
+    cost.observe(1, 1, 1.0)
+    lengths = [draft_lengths([proposal([0.05] * 8)], cost, 1, 1, 16, exploration)[0] for _ in range(8000)]
     assert {1, 2, 4, 8} <= set(lengths)
     assert 0 < sum(lengths) <= 8000 / 400 + 8
 
 
-def test_exploring_finds_that_a_cost_has_fallen() -> None:
-    planner, seconds = DraftPlanner(StepCost(slope=1.0)), 0.0
-    drafted = 0
+def test_exploring_finds_that_more_tokens_cost_nothing() -> None:
+    cost, exploration, drafted = StepCost(slope=1.0), Exploration(), 0
     for _ in range(3000):
-        (length,) = planner.lengths([proposal([0.9] * 8)], 1, 1, 16)
-        planner.cost.observe(1, 1 + length, 1.0)
-        drafted, seconds = drafted + length, seconds + 1.0
-    assert drafted / seconds > 6
+        (length,) = draft_lengths([proposal([0.9] * 8)], cost, 1, 1, 16, exploration)
+        cost.observe(1, 1 + length, 1.0)
+        drafted += length
+    assert drafted > 6 * 3000
 
 
 def test_survival_falls_with_depth_and_rises_with_the_match() -> None:

@@ -172,7 +172,7 @@ class StepCost:
     was measured they rise as they did before; as long as only one size was, every token adds `slope` times the smallest
     known step."""
 
-    WEIGHT = 1 / 16  # of a new measurement
+    WEIGHT = 1 / 16  # of a new measurement, once there are as many
     OUTLIER = 2.0  # a step counts at most this many times the mean: a process that was held up tells nothing
     CHANGE = 0.02  # by which a mean must differ from the one in use to replace it
 
@@ -180,15 +180,16 @@ class StepCost:
         """Begins with a prior. `shapes` are the numbers of tokens that a device pads a step to."""
         self._slope, self._shapes = slope, sorted(shapes)
         self._means: dict[tuple[bool, int], float] = {}  # by whether it only decodes, and by size
+        self._counts: dict[tuple[bool, int], int] = {}
         self._used: dict[tuple[bool, int], float] = {}
         self._curves: dict[tuple[int, int], list[float]] = {}
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Learns from a step that took so many seconds."""
         key = (True, rows) if tokens == rows else (False, self._size(tokens))
-        mean = self._means.get(key, seconds)
-        mean += self.WEIGHT * (min(seconds, self.OUTLIER * mean) - mean)
-        self._means[key] = mean
+        mean, count = self._means.get(key, seconds), self._counts.get(key, 0) + 1
+        mean += max(self.WEIGHT, 1 / count) * (min(seconds, self.OUTLIER * mean) - mean)
+        self._means[key], self._counts[key] = mean, count
         if abs(mean - self._used.get(key, 0.0)) > self.CHANGE * mean:
             self._used[key] = mean
             self._curves.clear()
@@ -239,17 +240,51 @@ def _interpolate(known: Sequence[tuple[int, float]], size: int, slope: float) ->
     return lower + (upper - lower) * (size - below) / (above - below)
 
 
+class Exploration:
+    """Now and then has a step draft further than is best, so that the cost of such steps is measured.
+
+    What that is expected to lose stays below a share of all time. Survival needs no exploration: it is learned from
+    every proposal, drafted or not."""
+
+    SHARE = 1 / 400
+    FURTHER = (1, 2, 4, 8)  # tokens beyond the best, in turn
+
+    def __init__(self) -> None:
+        self._saved = 0.0  # seconds that may be lost
+        self._count = 0
+
+    def further(self, seconds: Sequence[float]) -> int:
+        """Returns how many tokens to draft beyond the best, given the seconds of steps with 0, 1, ... more."""
+        further = min(self.FURTHER[self._count % len(self.FURTHER)], len(seconds) - 1)
+        lost = seconds[further] - seconds[0]
+        self._saved = min(self._saved + self.SHARE * seconds[0], seconds[-1])
+        if not further or self._saved < lost:
+            return 0
+        self._saved -= lost
+        self._count += 1
+        return further
+
+
 def draft_lengths(
-    proposals: Sequence[Proposal], cost: StepCost, rows: int, tokens: int, budget: int, further: int = 0
+    proposals: Sequence[Proposal],
+    cost: StepCost,
+    rows: int,
+    tokens: int,
+    budget: int,
+    exploration: Exploration | None = None,
 ) -> list[int]:
-    """Returns how many tokens to draft of each proposal, in a step that has `rows` rows and `tokens` tokens without.
+    """Returns how many tokens to draft of each proposal, in a step that has `rows` rows that decode and `tokens` tokens
+    without drafts.
 
     The drafted tokens that are most likely to survive are admitted, over all rows, as long as that gives the most
-    committed tokens per second; then `further` more are. There are at most `budget`."""
+    committed tokens per second. Exploration may add a few. There are at most `budget`."""
     slots = _slots(proposals, budget)
     if not slots:
         return [0] * len(proposals)
-    return _admit(proposals, slots[: _best_count(slots, cost.curve(rows, tokens, len(slots)), rows) + further])
+    seconds = cost.curve(rows, tokens, len(slots))
+    best = _best_count(slots, seconds, rows)
+    further = exploration.further(seconds[best : len(slots) + 1]) if exploration else 0
+    return _admit(proposals, slots[: best + further])
 
 
 def _slots(proposals: Sequence[Proposal], budget: int) -> list[float]:
@@ -287,38 +322,3 @@ def _admit(proposals: Sequence[Proposal], admitted: Sequence[float]) -> list[int
         lengths[row] += taken
         left -= taken
     return lengths
-
-
-class DraftPlanner:
-    """Chooses draft lengths step by step, and now and then drafts further, so that the cost of such steps is measured.
-
-    What that is expected to lose stays below a share of all time. Survival needs no exploration: it is learned from
-    every proposal, drafted or not."""
-
-    SHARE = 1 / 400
-    FURTHER = (1, 2, 4, 8)  # slots beyond the best, in turn
-
-    def __init__(self, cost: StepCost) -> None:
-        self.cost = cost
-        self._saved = 0.0  # seconds that may be lost
-        self._explored = 0
-
-    def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
-        """Returns how many tokens to draft of each proposal in the next step."""
-        slots = _slots(proposals, budget)
-        if not slots:
-            return [0] * len(proposals)
-        seconds = self.cost.curve(rows, tokens, len(slots))
-        best = _best_count(slots, seconds, rows)
-        return _admit(proposals, slots[: best + self._further(seconds[best : len(slots) + 1])])
-
-    def _further(self, seconds: Sequence[float]) -> int:
-        """Returns how many slots to draft beyond the best, given the seconds of steps with 0, 1, ... of them."""
-        further = min(self.FURTHER[self._explored % len(self.FURTHER)], len(seconds) - 1)
-        lost = seconds[further] - seconds[0]
-        self._saved = min(self._saved + self.SHARE * seconds[0], seconds[-1])
-        if not further or self._saved < lost:
-            return 0
-        self._saved -= lost
-        self._explored += 1
-        return further
