@@ -18,6 +18,7 @@ from penstock.core.speculation import (
     Proposal,
     StepCost,
     StreamAcceptance,
+    cells_of,
     draft_lengths,
 )
 from penstock.core.suffixes import ALIKE, DIFFERENT, SINGLE
@@ -28,9 +29,15 @@ SURVIVAL = st.lists(st.sampled_from((0.1, 0.3, 0.5, 0.8, 0.9, 0.99, 1.0)), max_s
 SECONDS = st.lists(st.sampled_from((0.0, 0.1, 0.5, 1.0, 3.0)), min_size=16, max_size=16)
 
 
-def matched(match: int, agreement: int = SINGLE, source: str = "text") -> Proposal:
+def matched(match: int, agreement: int = SINGLE) -> Proposal:
     """Returns a proposal as far as learning is about it."""
-    return Proposal((), (), source, match, agreement)
+    return Proposal((), (), "text", match, cells_of(match, [agreement] * MOST))
+
+
+def survival_of(
+    stream: StreamAcceptance, match: int, agreement: int = SINGLE, source: str = "text"
+) -> tuple[float, ...]:
+    return stream.survival(source, cells_of(match, [agreement] * MOST))
 
 
 def proposal(survival: Sequence[float]) -> Proposal:
@@ -167,7 +174,7 @@ def test_exploring_finds_that_more_tokens_cost_nothing() -> None:
 
 def test_survival_falls_with_depth_and_rises_with_the_match() -> None:
     stream = StreamAcceptance(Acceptance())
-    short, long = stream.survival("text", 1, SINGLE), stream.survival("text", 40, SINGLE)
+    short, long = survival_of(stream, 1), survival_of(stream, 40)
     assert list(short) == sorted(short, reverse=True)
     assert len(short) < len(long) == MOST
     assert all(one < other for one, other in zip(short, long, strict=False))
@@ -181,21 +188,21 @@ def test_survival_is_learned() -> None:
         stream.observe(matched(2), 0, 1, True)
         stream.observe(matched(9), 0, 8, False)
     stream = StreamAcceptance(shared)
-    assert stream.survival("text", 2, SINGLE)[0] == pytest.approx(1.0, abs=0.05)
-    assert stream.survival("text", 2, SINGLE)[1:] == ()
-    assert stream.survival("text", 9, SINGLE)[7] > 0.95
-    assert stream.survival("recent", 2, SINGLE)[0] < 0.9, "each source is learned by itself"
+    assert survival_of(stream, 2)[0] == pytest.approx(1.0, abs=0.05)
+    assert survival_of(stream, 2)[1:] == ()
+    assert survival_of(stream, 9)[7] > 0.95
+    assert survival_of(stream, 2, source="recent")[0] < 0.9, "each source is learned by itself"
 
 
 def test_survival_is_learned_apart_by_agreement() -> None:
     shared = Acceptance()
     stream = StreamAcceptance(shared)
-    before = [stream.survival("text", 2, agreement)[0] for agreement in (DIFFERENT, SINGLE, ALIKE)]
+    before = [survival_of(stream, 2, agreement)[0] for agreement in (DIFFERENT, SINGLE, ALIKE)]
     assert before == sorted(before)
     for _ in range(200):
         StreamAcceptance(shared).observe(matched(2, DIFFERENT), 0, 1, False)
         StreamAcceptance(shared).observe(matched(2, ALIKE), 0, 0, True)
-    after = [stream.survival("text", 2, agreement)[0] for agreement in (DIFFERENT, SINGLE, ALIKE)]
+    after = [survival_of(stream, 2, agreement)[0] for agreement in (DIFFERENT, SINGLE, ALIKE)]
     assert after[0] > 0.9
     assert after[1] == before[1]
     assert after[2] < 0.1
@@ -205,10 +212,10 @@ def test_at_least_one_token_is_proposed_so_that_learning_goes_on() -> None:
     stream = StreamAcceptance(Acceptance())
     for _ in range(1000):
         stream.observe(matched(1), 0, 0, True)
-    assert len(stream.survival("text", 1, SINGLE)) == 1
+    assert len(survival_of(stream, 1)) == 1
     for _ in range(1000):
         stream.observe(matched(1), 0, 1, False)
-    assert stream.survival("text", 1, SINGLE)[0] > 0.9
+    assert survival_of(stream, 1)[0] > 0.9
 
 
 def test_one_stream_does_not_spoil_another() -> None:
@@ -218,5 +225,5 @@ def test_one_stream_does_not_spoil_another() -> None:
     for _ in range(300):
         copies.observe(matched(3), 0, 4, False)
         writes.observe(matched(3), 0, 0, True)
-    assert copies.survival("text", 3, SINGLE)[3] > 0.7
-    assert writes.survival("text", 3, SINGLE)[0] < 0.15
+    assert survival_of(copies, 3)[3] > 0.7
+    assert survival_of(writes, 3)[0] < 0.15

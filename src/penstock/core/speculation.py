@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from math import exp
-from operator import mul, neg
+from operator import add, mul, neg
 from typing import NamedTuple
 
 from penstock.core.suffixes import ALIKE, DIFFERENT
@@ -23,118 +23,96 @@ class Proposal(NamedTuple):
     survival: tuple[float, ...] = ()
     source: str = ""
     match: int = 0  # tokens before the draft that agree with the place it was taken from
-    agreement: int = 0  # whether such places went on differently, there is one, or several went on alike
+    cells: tuple[int, ...] = ()  # where the acceptance of each token is learned
 
 
 NOTHING = Proposal()
 
-MATCHES = (0, 1, 2, 3, 4, 5, 7, 10, 14, 20, 32, 64)  # the shortest match of each bucket
-DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # the first depth of each class
-AGREEMENTS = 3
-PREDICTED = 8  # tokens that the beginning of a prediction counts as
 MOST = 64  # tokens of one draft
+MATCHES = (0, 1, 2, 3, 4, 5, 7, 10, 14, 20, 32, 64)  # the shortest match of each bucket
+AGREEMENTS = 3
+PREDICTED = 8  # matching tokens that the beginning of a prediction counts as
 FLOOR = 0.03  # a draft ends where fewer of its tokens survive
 HAZARD_BOUND = 3.0  # of a hazard's logarithm
 HAZARD_STEP = 1 / 8  # hazards are told apart this finely
 
-_BUCKET = tuple(max(at for at, first in enumerate(MATCHES) if first <= match) for match in range(MATCHES[-1] + 1))
-_CLASS = tuple(max(at for at, first in enumerate(DEPTHS) if first <= depth) for depth in range(MOST))
+_FIRST_CELL = [
+    AGREEMENTS * max(bucket for bucket, first in enumerate(MATCHES) if first <= match)
+    for match in range(MATCHES[-1] + MOST + 1)
+]
 
 
-class Outcomes(NamedTuple):
-    """Counts what became of drafted tokens in one class of depths."""
-
-    depths: int
-    accepted: int
-    tried: int
-
-
-def outcomes(depth: int, accepted: int, rejected: bool) -> list[Outcomes]:
-    """Returns what became of the tokens of a draft, from `depth` on, by classes of depths."""
-    found, end = [], depth + accepted + rejected
-    while depth < end:
-        at = _CLASS[depth]
-        stop = min(end, DEPTHS[at + 1]) if at + 1 < len(DEPTHS) else end
-        found.append(Outcomes(at, stop - depth - (rejected and stop == end), stop - depth))
-        depth = stop
-    return found
-
-
-def bucket_of(match: int, agreement: int) -> int:
-    """Returns the bucket of matches of this length and agreement."""
-    return _BUCKET[min(match, MATCHES[-1])] * AGREEMENTS + agreement
+def cells_of(match: int, agreements: Sequence[int]) -> tuple[int, ...]:
+    """Returns the cell of each token of a draft. A cell is a bucket of matches and an agreement. Tokens that were
+    accepted in a draft count as much as those that matched before it."""
+    first = min(match, MATCHES[-1])
+    return tuple(map(add, _FIRST_CELL[first : first + len(agreements)], agreements))
 
 
 class Acceptance:
-    """Learns how often drafted tokens are accepted, by source, length of the match and depth in the draft.
+    """Learns how often drafted tokens are accepted after all before them were, by source and cell.
 
     Counts decay, so that what happened lately counts most. Before anything has happened, a prior stands for `weight`
     observations of each cell."""
 
-    REFRESH = 16  # observations after which survival is computed again; sooner while there are few
+    REFRESH = 16  # observations after which the rates in use are computed again
 
-    def __init__(self, *, weight: float = 8.0, memory: int = 512) -> None:
+    def __init__(self, *, weight: float = 16.0, memory: int = 2048) -> None:
         self._weight, self._keep = weight, 1 - 1 / memory
-        self._cells: dict[tuple[str, int], AcceptanceCells] = {}
+        self._counts: dict[str, AcceptanceCounts] = {}
 
-    def survival(self, source: str, bucket: int, power: int) -> tuple[float, ...]:
-        """Returns the probability that each token of a draft and all before it are accepted, down to the floor but
-        for at least one. A stream's rates are those of all, to the power of its hazard, which is given as the
-        logarithm's number of steps."""
-        cells = self._cells_of(source, bucket)
-        found = cells.survival.get(power)
+    def rates(self, source: str, power: int) -> list[float]:
+        """Returns the rate of each cell, to the power of a stream's hazard. The hazard's logarithm is given in
+        steps."""
+        counts = self._of(source)
+        found = counts.rates.get(power)
         if found is None:
-            rates = [(accepted / tried) ** exp(power * HAZARD_STEP) for accepted, tried in cells.counts]
-            lasting = list(accumulate([rates[at] for at in _CLASS], mul))
-            found = cells.survival[power] = tuple(lasting[: max(1, bisect_left(lasting, -FLOOR, key=neg))])
+            hazard = exp(power * HAZARD_STEP)
+            pairs = zip(counts.accepted, counts.tried, strict=True)
+            found = counts.rates[power] = [(accepted / tried) ** hazard for accepted, tried in pairs]
         return found
 
-    def observe(self, source: str, bucket: int, outcomes: Sequence[Outcomes], hazard: float) -> float:
-        """Learns from tokens of a draft. Returns how many more of them a stream with this hazard was expected to accept
-        than it did."""
-        cells = self._cells_of(source, bucket)
-        surplus = 0.0
-        for at, accepted, tried in outcomes:
-            count, keep = cells.counts[at], self._keep**tried
-            surplus += tried * (count[0] / count[1]) ** hazard - accepted
-            count[0] = count[0] * keep + accepted
-            count[1] = count[1] * keep + tried
-            cells.fresh += tried
-            if cells.fresh > self.REFRESH or count[1] < 4 * self._weight:
-                cells.survival.clear()
-                cells.fresh = 0
-        return surplus
+    def observe(self, source: str, cells: Sequence[int], rejected: bool) -> None:
+        """Learns from tokens with these cells: all were accepted, but if `rejected`, the last was not."""
+        counts = self._of(source)
+        for cell in cells:
+            counts.accepted[cell] = counts.accepted[cell] * self._keep + 1
+            counts.tried[cell] = counts.tried[cell] * self._keep + 1
+        if rejected:
+            counts.accepted[cells[-1]] -= 1
+        counts.fresh += len(cells)
+        if counts.fresh >= self.REFRESH:
+            counts.fresh = 0
+            counts.rates.clear()
 
-    def _cells_of(self, source: str, bucket: int) -> AcceptanceCells:
-        cells = self._cells.get((source, bucket))
-        if cells is None:
-            weight = self._weight
-            counts = [[weight * prior_rate(bucket, depth), weight] for depth in DEPTHS]
-            cells = self._cells[source, bucket] = AcceptanceCells(counts)
-        return cells
+    def _of(self, source: str) -> AcceptanceCounts:
+        if source not in self._counts:
+            self._counts[source] = AcceptanceCounts(self._weight)
+        return self._counts[source]
 
 
-class AcceptanceCells:
-    """Holds counts (accepted, tried) by depth, of one source and one bucket of matches, and survival made of them."""
+class AcceptanceCounts:
+    """Holds what became of the drafted tokens of one source, by cell, and rates made of that."""
 
-    __slots__ = ("counts", "fresh", "survival")
+    __slots__ = ("accepted", "fresh", "rates", "tried")
 
-    def __init__(self, counts: list[list[float]]) -> None:
-        self.counts = counts
-        self.fresh = 0  # observations since survival was computed
-        self.survival: dict[int, tuple[float, ...]] = {}
+    def __init__(self, weight: float) -> None:
+        self.tried = [weight] * (AGREEMENTS * len(MATCHES))
+        self.accepted = [weight * prior_rate(cell) for cell in range(len(self.tried))]
+        self.fresh = 0  # observations since the rates were computed
+        self.rates: dict[int, list[float]] = {}
 
 
-def prior_rate(bucket: int, depth: int) -> float:
+def prior_rate(cell: int) -> float:
     """Returns how likely a drafted token is accepted before anything was learned.
 
-    It was fitted to edits, agents' turns, prose and a small model's answers. There, tokens accepted in a draft count as
-    much as tokens matched before it. What a prediction begins with has no match: that it begins so is worth some."""
-    match, agreement = MATCHES[bucket // AGREEMENTS] or PREDICTED, bucket % AGREEMENTS
-    if depth == 0 and agreement == DIFFERENT:
-        return 0.23
-    rejected = 2 / (match + depth + 1.75)
-    return 1 - (rejected / 2 if depth == 0 and agreement == ALIKE else rejected)
+    It was fitted to edits, agents' turns, prose and a small model's answers. What a prediction begins with has no
+    match: that the client predicts it is worth some."""
+    match, agreement = MATCHES[cell // AGREEMENTS] or PREDICTED, cell % AGREEMENTS
+    if agreement == DIFFERENT:
+        return 0.25
+    rejected = 2 / (match + 1.75)
+    return 1 - (rejected / 2 if agreement == ALIKE else rejected)
 
 
 class StreamAcceptance:
@@ -150,18 +128,24 @@ class StreamAcceptance:
         self._shared = shared
         self._hazards: dict[str, float] = {}  # logarithms
 
-    def survival(self, source: str, match: int, agreement: int) -> tuple[float, ...]:
-        """Returns the probability that each token of a draft and all before it are accepted."""
-        hazard = self._hazards.get(source, 0.0)
-        return self._shared.survival(source, bucket_of(match, agreement), round(hazard / HAZARD_STEP))
+    def survival(self, source: str, cells: Sequence[int]) -> tuple[float, ...]:
+        """Returns the probability that each token of a draft and all before it are accepted, down to the floor but
+        for at least one token."""
+        survival = tuple(accumulate(map(self._rates(source).__getitem__, cells), mul))
+        return survival[: max(1, bisect_left(survival, -FLOOR, key=neg))]
 
     def observe(self, proposal: Proposal, depth: int, accepted: int, rejected: bool) -> None:
         """Learns from tokens of a draft, from `depth` on: so many were accepted, and one after them was rejected or
         is not known."""
-        source, bucket = proposal.source, bucket_of(proposal.match, proposal.agreement)
-        hazard = self._hazards.get(source, 0.0)
-        hazard += self.RATE * self._shared.observe(source, bucket, outcomes(depth, accepted, rejected), exp(hazard))
+        source, cells = proposal.source, proposal.cells[depth : depth + accepted + rejected]
+        rates = self._rates(source)
+        surplus = sum([rates[cell] for cell in cells]) - accepted
+        hazard = self._hazards.get(source, 0.0) + self.RATE * surplus
         self._hazards[source] = min(max(hazard, -HAZARD_BOUND), HAZARD_BOUND)
+        self._shared.observe(source, cells, rejected)
+
+    def _rates(self, source: str) -> list[float]:
+        return self._shared.rates(source, round(self._hazards.get(source, 0.0) / HAZARD_STEP))
 
 
 class StepCost:

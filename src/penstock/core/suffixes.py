@@ -12,10 +12,11 @@ from typing import Protocol
 REFRESHED = 4  # suffixes of the text whose latest occurrence is kept current at every token
 SEPARATOR = -1  # a negative token stands between two streams: no continuation crosses it
 
-DIFFERENT, SINGLE, ALIKE = range(3)  # earlier occurrences went on differently; there is one; several went on alike
+# Agreement at a token: what stands before it occurred with different followers, once, or more often with the same.
+DIFFERENT, SINGLE, ALIKE = range(3)
 
-Continuation = tuple[list[int], int, int]  # what followed an earlier occurrence, tokens before it that match, agreement
-NOT_FOUND: Continuation = ([], 0, DIFFERENT)
+# What followed an earlier occurrence, how many tokens before it match, and the agreement at each token.
+Continuation = tuple[list[int], int, list[int]]
 
 
 class StreamIndex(Protocol):
@@ -59,7 +60,7 @@ class SuffixState:
 
     @property
     def agreement(self) -> int:
-        """Returns whether its occurrences went on differently, it is one alone, or several went on alike."""
+        """Returns whether its occurrences went on differently, there is one, or several went on alike."""
         return DIFFERENT if len(self.next) > 1 else ALIKE if self.repeated else SINGLE
 
 
@@ -96,16 +97,22 @@ class SuffixAutomaton:
         """Returns what followed the latest known earlier occurrence of the longest suffix that has one. If it runs
         into the end of the text, it goes on periodically. A negative token ends it."""
         match = self._last.link
-        if match is None or not match.length:
-            return NOT_FOUND
-        period = len(self.text) - match.end
-        found: list[int] = []
+        return self.followers(match, match.length, most) if match is not None and match.length else ([], 0, [])
+
+    def followers(self, start: SuffixState, length: int, most: int) -> Continuation:
+        """Returns what followed the strings of a state, of which `length` tokens match."""
+        state: SuffixState | None = start
+        period = len(self.text) - start.end
+        tokens: list[int] = []
+        agreements: list[int] = []
         for at in range(most):
-            token = self.text[match.end + at] if at < period else found[at - period]
+            token = self.text[start.end + at] if at < period else tokens[at - period]
             if token < 0:
                 break
-            found.append(token)
-        return found, match.length, match.agreement
+            agreements.append(state.agreement if state else SINGLE)
+            tokens.append(token)
+            state = state.next.get(token) if state else None
+        return tokens, length, agreements
 
     def _refresh(self) -> None:
         """Keeps the latest end of the longest suffixes that occurred before. It runs before a token is appended,
@@ -174,10 +181,9 @@ class SuffixCursor:
         while state.link is not None and state.end == len(text):
             state = state.link
         if state.link is None:
-            return NOT_FOUND
-        found = text[state.end : state.end + most]
-        ends = [at for at, token in enumerate(found) if token < 0]
-        return found[: ends[0]] if ends else found, min(self._length, state.length), state.agreement
+            return [], 0, []
+        left = len(text) - state.end
+        return self._automaton.followers(state, min(self._length, state.length), min(most, left))
 
     def _settle(self) -> None:
         """Goes back to the beginning if the text has started anew, and to the shorter state if one was split."""

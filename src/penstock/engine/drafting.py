@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.core import suffixes
-from penstock.core.speculation import MOST, NOTHING, Acceptance, Proposal, StreamAcceptance
+from penstock.core.speculation import MOST, NOTHING, Acceptance, Proposal, StreamAcceptance, cells_of
 from penstock.core.suffixes import SEPARATOR, SINGLE, Continuation, StreamCursor, StreamIndex
 
 Scope = tuple[str, str]  # salt and owner: drafts are taken from answers that agree in both
@@ -61,11 +61,12 @@ class RequestDrafter:
             self._rest -= 1
             return NOTHING
         best, promised = NOTHING, 0.0
-        for source, (tokens, match, agreement) in self._found(min(most, MOST)):
-            survival = self._acceptance.survival(source, match, agreement)[: len(tokens)]
+        for source, (tokens, match, agreements) in self._found(min(most, MOST)):
+            cells = cells_of(match, agreements)
+            survival = self._acceptance.survival(source, cells)
             if sum(survival) > promised:
-                promised = sum(survival)
-                best = Proposal(tuple(tokens[: len(survival)]), survival, source, match, agreement)
+                promised, end = sum(survival), len(survival)
+                best = Proposal(tuple(tokens[:end]), survival, source, match, cells[:end])
         if not self._followed.tokens:
             self._followed, self._depth = best, 0
         if self._yield < POOR:
@@ -111,7 +112,7 @@ class RequestDrafter:
     def _found(self, most: int) -> Iterator[tuple[str, Continuation]]:
         """Yields what each source has."""
         if self._prediction and not self.answer:
-            yield PREDICTION, (list(self._prediction[:most]), 0, SINGLE)
+            yield PREDICTION, (list(self._prediction[:most]), 0, [SINGLE] * most)
         elif not self._unindexed:
             self._catch_up()
             yield TEXT, self._text.continuation(most)

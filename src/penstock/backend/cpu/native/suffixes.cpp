@@ -136,22 +136,25 @@ int32_t SuffixAutomaton::split(int32_t before, int32_t state, int32_t token) {
 }
 
 Continuation SuffixAutomaton::continuation(size_t most) const {
-  const int32_t match = last_ ? states_[last_].link : 0;
-  if (match == 0) return {};
-  const size_t end = size_t(states_[match].end), period = text_.size() - end;
-  std::vector<int32_t> found;
-  found.reserve(most);
-  for (size_t i = 0; i < most; ++i) {
-    const int32_t token = i < period ? text_[end + i] : found[i - period];
-    if (token < 0) break;
-    found.push_back(token);
-  }
-  return this->found(std::move(found), states_[match].length, match);
+  const int32_t match = states_[last_].link;
+  return match > 0 ? followers(match, size_t(states_[match].length), most) : Continuation();
 }
 
-Continuation SuffixAutomaton::found(std::vector<int32_t> tokens, int32_t length, int32_t state) const {
-  const auto& [more, repeated] = std::tie(states_[state].more, states_[state].repeated);
-  return {std::move(tokens), size_t(length), more != NONE ? DIFFERENT : repeated ? ALIKE : SINGLE};
+Continuation SuffixAutomaton::followers(int32_t state, size_t length, size_t most) const {
+  const size_t end = size_t(states_[state].end), period = text_.size() - end;
+  std::vector<int32_t> tokens;
+  std::vector<int> agreements;
+  for (size_t i = 0; i < most; ++i) {
+    const int32_t token = i < period ? text_[end + i] : tokens[i - period];
+    if (token < 0) break;
+    const bool known = state != NONE && states_[state].target != NONE;
+    agreements.push_back(!known || (states_[state].more == NONE && !states_[state].repeated) ? SINGLE
+                         : states_[state].more == NONE                                     ? ALIKE
+                                                                                           : DIFFERENT);
+    tokens.push_back(token);
+    state = known ? target(state, token) : NONE;
+  }
+  return {std::move(tokens), length, std::move(agreements)};
 }
 
 // Goes back to the beginning where the text has started anew, and to the shorter state where one has been split since.
@@ -185,10 +188,8 @@ Continuation SuffixCursor::continuation(size_t most) {
   int32_t state = state_;
   while (state && size_t(states[state].end) == text.size()) state = states[state].link;
   if (!state) return {};
-  std::vector<int32_t> found;
-  const size_t end = size_t(states[state].end);
-  for (size_t i = end; i < std::min(end + most, text.size()) && text[i] >= 0; ++i) found.push_back(text[i]);
-  return automaton_->found(std::move(found), std::min(length_, states[state].length), state);
+  const size_t left = text.size() - size_t(states[state].end);
+  return automaton_->followers(state, size_t(std::min(length_, states[state].length)), std::min(most, left));
 }
 
 }  // namespace penstock

@@ -10,11 +10,11 @@
 
 namespace penstock {
 
-// Whether the earlier occurrences of a match went on differently, there is one alone, or several went on alike.
+// Agreement at a token: what stands before it occurred with different followers, once, or more often with the same.
 enum Agreement { DIFFERENT, SINGLE, ALIKE };
 
-// What followed an earlier occurrence, how many tokens before it match, and the agreement.
-using Continuation = std::tuple<std::vector<int32_t>, size_t, int>;
+// What followed an earlier occurrence, how many tokens before it match, and the agreement at each token.
+using Continuation = std::tuple<std::vector<int32_t>, size_t, std::vector<int>>;
 
 class SuffixAutomaton {
  public:
@@ -23,8 +23,8 @@ class SuffixAutomaton {
   // Appends tokens. A text that would become longer than the capacity starts anew, with none of the older tokens.
   void extend(std::span<const int32_t> tokens);
 
-  // What followed the latest known earlier occurrence of the longest suffix that has one. Where that runs into the end
-  // of the text it goes on periodically. A negative token ends it.
+  // What followed the latest known earlier occurrence of the longest suffix that has one. If that runs into the end of
+  // the text, it goes on periodically. A negative token ends it.
   Continuation continuation(size_t most) const;
 
   size_t size() const { return text_.size(); }
@@ -54,7 +54,7 @@ class SuffixAutomaton {
   size_t slot(int32_t state, int32_t token) const;
   int32_t split(int32_t before, int32_t state, int32_t token);
   void refresh();
-  Continuation found(std::vector<int32_t> tokens, int32_t length, int32_t state) const;
+  Continuation followers(int32_t state, size_t length, size_t most) const;
 
   size_t capacity_;
   uint64_t epoch_ = 0;  // how often the text has started anew
