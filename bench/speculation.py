@@ -34,8 +34,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.core.speculation import Exploration, StepCost, draft_lengths
 from penstock.engine.drafting import INDEXED, Drafting, RequestDrafter, common_prefix, suffix_classes
+from penstock.types import Request, SamplingParams
 
 COSTS = {  # milliseconds by the number of tokens in a step
     "cpu": "1=3.03,2=3.58,3=4.18,4=4.51,5=6.64,8=9.19,9=9.5,16=14.8,24=20.9,32=26,40=31.5,72=53.3,136=100,264=200",
@@ -86,7 +86,8 @@ class Stream:
 
     def __init__(self, recorded: Recorded, drafting: Drafting) -> None:
         self._answer, self._at = recorded.answer, 0
-        self.drafter: RequestDrafter = drafting.open(recorded.prompt, (), ("", recorded.owner))
+        asked = Request(0, tuple(recorded.prompt), SamplingParams(), len(recorded.answer), owner=recorded.owner)
+        self.drafter: RequestDrafter = drafting.open(asked)
 
     @property
     def left(self) -> int:
@@ -108,8 +109,7 @@ class Replay:
     def __init__(self, table: CostTable, rows: int, most: int, noise: float) -> None:
         self._table, self._rows, self._most, self._noise = table, rows, most, noise
         self._chance = random.Random(0)
-        self._drafting, self._exploration = Drafting(), Exploration()
-        self._cost = StepCost(slope=0.02 if table.shapes else 0.15, shapes=table.shapes)
+        self._drafting = Drafting(table.shapes)
         self._tokens = self._row_steps = 0
         self._seconds = self._spent = 0.0
 
@@ -132,7 +132,7 @@ class Replay:
         self._spent += time.thread_time() - began
         size = rows + sum(map(len, drafts))
         seconds = self._table(size)
-        self._cost.observe(rows, size, seconds * (1 + self._noise * self._chance.expovariate(1.0)))
+        self._drafting.observe(rows, size, seconds * (1 + self._noise * self._chance.expovariate(1.0)))
         self._seconds += seconds
         self._row_steps += rows
         for stream, draft in zip(running, drafts, strict=True):
@@ -144,7 +144,7 @@ class Replay:
 
     def _drafts(self, running: Sequence[Stream]) -> list[tuple[int, ...]]:
         proposals = [stream.drafter.propose(min(self._most, stream.left - 1)) for stream in running]
-        lengths = draft_lengths(proposals, self._cost, len(running), len(running), BUDGET, self._exploration)
+        lengths = self._drafting.lengths(proposals, len(running), len(running), BUDGET)
         return [proposal.tokens[:length] for proposal, length in zip(proposals, lengths, strict=True)]
 
 

@@ -12,12 +12,17 @@ from penstock.core import suffixes
 from penstock.core.speculation import NOTHING
 from penstock.engine import drafting
 from penstock.engine.drafting import Drafting, RequestDrafter
+from penstock.types import Request, SamplingParams
 
 TEXT = list(range(100, 160))
 
 
+def asked(prompt: list[int], prediction: tuple[int, ...] = (), owner: str = "") -> Request:
+    return Request(0, tuple(prompt), SamplingParams(), 100, owner=owner, prediction=prediction)
+
+
 def opened(shared: Drafting, prompt: list[int], prediction: tuple[int, ...] = (), owner: str = "") -> RequestDrafter:
-    drafter = shared.open(prompt, prediction, ("", owner))
+    drafter = shared.open(asked(prompt, prediction, owner))
     shared.index()
     return drafter
 
@@ -72,7 +77,7 @@ def test_an_answer_that_ends_meanwhile_is_drafted_from() -> None:
 
 def test_a_long_prompt_is_indexed_in_pieces() -> None:
     shared = Drafting()
-    drafter, other = shared.open([*TEXT, *TEXT[10:20]]), shared.open([5, 6, 5])
+    drafter, other = shared.open(asked([*TEXT, *TEXT[10:20]])), shared.open(asked([5, 6, 5]))
     for token, size in ((TEXT[20], 40), (TEXT[21], 20)):
         shared.index(size)
         assert drafter.propose(4) == NOTHING, "its own text is not indexed yet"
@@ -90,7 +95,7 @@ def test_a_long_answer_is_indexed_in_pieces_when_it_ends() -> None:
     first.append(TEXT)
     shared.close(first)
     shared.index(20)
-    second = shared.open([1, *TEXT[40:43]])
+    second = shared.open(asked([1, *TEXT[40:43]]))
     shared.index(4)
     assert second.propose(1) == NOTHING
     shared.index(100)
@@ -100,7 +105,7 @@ def test_a_long_answer_is_indexed_in_pieces_when_it_ends() -> None:
 
 def test_a_request_that_ends_early_is_not_indexed_further() -> None:
     shared = Drafting()
-    drafter = shared.open(TEXT)
+    drafter = shared.open(asked(TEXT))
     shared.close(drafter)
     shared.index()
     assert not drafter.indexed
@@ -157,15 +162,6 @@ def test_poor_streams_propose_less_when_there_are_many() -> None:
         copying.append([token])
     assert copying.propose(4).tokens == tuple(TEXT[40:44]), "it was noticed that it copies now"
     assert copying.propose(4).tokens == tuple(TEXT[40:44])
-
-
-def test_what_was_verified_is_counted_by_source() -> None:
-    shared = Drafting()
-    drafter = opened(shared, [*TEXT, *TEXT[:3]])
-    proposal = drafter.propose(8)
-    drafter.learn(proposal, 5, 2)
-    drafter.learn(proposal, 3, 3)
-    assert (shared.drafted["text"], shared.accepted["text"]) == (8, 5)
 
 
 def test_the_source_that_promises_most_is_taken() -> None:

@@ -25,6 +25,10 @@ class Proposal(NamedTuple):
     match: int = 0  # tokens before the draft that agree with the place it was taken from
     cells: tuple[int, ...] = ()  # where the acceptance of each token is learned
 
+    def first(self, count: int) -> Proposal:
+        """Returns it cut to its first tokens."""
+        return Proposal(self.tokens[:count], self.survival[:count], self.source, self.match, self.cells[:count])
+
 
 NOTHING = Proposal()
 

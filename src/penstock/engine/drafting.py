@@ -7,13 +7,24 @@ and learning cannot change an answer.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.core import suffixes
-from penstock.core.speculation import MOST, NOTHING, Acceptance, Proposal, StreamAcceptance, cells_of
+from penstock.core.speculation import (
+    MOST,
+    NOTHING,
+    Acceptance,
+    Exploration,
+    Proposal,
+    StepCost,
+    StreamAcceptance,
+    cells_of,
+    draft_lengths,
+)
 from penstock.core.suffixes import SEPARATOR, SINGLE, Continuation, StreamCursor, StreamIndex
+from penstock.types import Request
 
 Scope = tuple[str, str]  # salt and owner: drafts are taken from answers that agree in both
 
@@ -25,7 +36,9 @@ INDEXED = 2048  # tokens that are indexed in a step: two tenths of a millisecond
 POOR = 0.25  # right tokens of a proposal, on average, below which a stream makes fewer
 SEARCHING = 4  # poor streams that propose in a step
 
-SOURCES = PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
+SLOPE, PADDED_SLOPE = 0.15, 0.02  # of a one-row step that one more token costs, before that is measured
+
+PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
 
 
 class RequestDrafter:
@@ -87,11 +100,6 @@ class RequestDrafter:
             self._yield += (self._depth - self._yield) / 8
             self._followed, self._depth = NOTHING, 0
 
-    def learn(self, proposal: Proposal, drafted: int, accepted: int) -> None:
-        """Counts what was verified: the first `accepted` of `drafted` tokens were right."""
-        self._drafting.drafted[proposal.source] += drafted
-        self._drafting.accepted[proposal.source] += accepted
-
     def index(self, most: int) -> int:
         """Indexes at most `most` tokens of the prediction and the prompt. Returns how many it did."""
         left = most
@@ -134,21 +142,22 @@ class RequestDrafter:
 
 
 class Drafting:
-    """Makes drafters, and holds what they share: acceptance, and an index of recent answers for each scope."""
+    """Makes drafters, and holds what they share: acceptance, the cost of steps, and an index of recent answers for each
+    scope. `shapes` are the numbers of tokens that a device pads a step to."""
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Sequence[int] = ()) -> None:
         self.acceptance = Acceptance()
-        self.drafted: Counter[str] = Counter()  # by source
-        self.accepted: Counter[str] = Counter()
         self.running = 0  # drafters that are open
+        self._cost = StepCost(slope=PADDED_SLOPE if shapes else SLOPE, shapes=shapes)
+        self._exploration = Exploration()
         self.new_index, self.new_cursor = suffix_classes()
         self._recent: OrderedDict[Scope, StreamIndex] = OrderedDict()
         self._waiting: deque[RequestDrafter] = deque()
         self._ended: deque[tuple[Scope, list[int]]] = deque()
 
-    def open(self, prompt: Sequence[int], prediction: Sequence[int] = (), scope: Scope = ("", "")) -> RequestDrafter:
+    def open(self, request: Request) -> RequestDrafter:
         """Returns a drafter for a request. Its prompt is indexed step by step."""
-        drafter = RequestDrafter(self, prompt, prediction, scope)
+        drafter = RequestDrafter(self, request.prompt, request.prediction, (request.salt, request.owner))
         self._waiting.append(drafter)
         self.running += 1
         return drafter
@@ -160,6 +169,15 @@ class Drafting:
             self._waiting.remove(drafter)
         if drafter.answer:
             self._ended.append((drafter.scope, [SEPARATOR, *drafter.context, *drafter.answer]))
+
+    def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
+        """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
+        most `budget` together."""
+        return draft_lengths(proposals, self._cost, rows, tokens, budget, self._exploration)
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+        """Takes note of how long a step took that had nothing but answering rows."""
+        self._cost.observe(rows, tokens, seconds)
 
     def index(self, most: int = INDEXED) -> None:
         """Indexes at most `most` of the tokens that wait for it. Call it once a step: no step is held up by a long
