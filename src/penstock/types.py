@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from penstock.sampler_types import SamplerChain as SamplerChain
 
 MOST = 2**31 - 1
 BANNED = float("-inf")  # a logit bias that rules a token out
+PREDICTION = "prediction"  # the source of drafts that are the client's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,12 +324,23 @@ class Nearest(NamedTuple):
 class DraftCounts(NamedTuple):
     """Counts tokens that one source has drafted."""
 
-    source: str  # prediction, context, recent or model
+    source: str
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0  # in which they were drafted
 
-    def plus(self, drafted: int, accepted: int) -> DraftCounts:
-        return self._replace(drafted=self.drafted + drafted, accepted=self.accepted + accepted)
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        """Returns the counts of both."""
+        counts = (mine + more for mine, more in zip(self[1:], other[1:], strict=True))
+        return DraftCounts(self.source, *counts)
+
+
+def add_drafts(every: Iterable[DraftCounts]) -> tuple[DraftCounts, ...]:
+    """Returns counts added up by their sources."""
+    found: dict[str, DraftCounts] = {}
+    for counts in every:
+        found[counts.source] = found.get(counts.source, DraftCounts(counts.source)).plus(counts)
+    return tuple(found.values())
 
 
 class Report(NamedTuple):
@@ -430,7 +442,7 @@ class Stats(NamedTuple):
     forced_tokens: int = 0  # generated without sampling, because a grammar left no choice
     computed_tokens: int = 0  # in all steps, of prompts and answers
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # a histogram of steps by tokens, see STEP_SIZES
-    drafts: tuple[DraftCounts, ...] = ()  # of every source
+    drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
 
 
 class Hello(NamedTuple):
@@ -442,3 +454,4 @@ class Hello(NamedTuple):
     limits: Limits
     adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started
     unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them
+    draft_tokens: int = 0  # the most that a step drafts for one request; 0: it drafts nothing

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from penstock import __version__
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
-from penstock.types import BlockEvent, Event, Failed, Request, Stats
+from penstock.types import BlockEvent, Event, Failed, Hello, Request, Stats
+
+
+def introduce(engine: Engine, model: str) -> Hello:
+    """Returns the engine's first message to its client."""
+    return Hello(
+        __version__,
+        os.getpid(),
+        model,
+        engine.limits,
+        engine.adapters,
+        engine.unknown_fields,
+        engine.draft_tokens,
+    )
 
 
 class Add(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from penstock.core.drafts import DraftRoom, Proposal
 from penstock.engine.record import RequestRecord
-from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult
+from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, add_drafts
 
 NOTHING = Proposal()
 
@@ -59,7 +59,8 @@ class RequestDrafts:
     def settle(self, drafted: int, accepted: int) -> None:
         """Takes note of what became of the proposal that was verified."""
         source = self.proposal.source
-        self.counts[source] = self.counts.get(source, DraftCounts(source)).plus(drafted, accepted)
+        counts = DraftCounts(source, drafted, accepted, 1)
+        self.counts[source] = self.counts.get(source, DraftCounts(source)).plus(counts)
         self.drafter.learn(self.proposal, drafted, accepted)
 
 
@@ -70,25 +71,20 @@ class Speculation:
         self._drafting = drafting
         self._records = records
         self._most = most
-        self._counts: dict[str, DraftCounts] = {}
-
-    @property
-    def counts(self) -> tuple[DraftCounts, ...]:
-        """Returns what each source has drafted for requests that have ended."""
-        return tuple(self._counts.values())
+        self.counts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
 
     def open(self, record: RequestRecord) -> None:
-        """Begins to draft for a request, unless it has none: mirostat's next choice depends on the last one."""
+        """Begins to draft for a request that may have drafts. With mirostat none has: its next choice depends on the
+        last one."""
         request = record.request
-        if request.speculation != 0 and not request.pooling and not record.mirostat:
+        if request.speculation != 0 and request.max_tokens > 1 and not request.pooling and not record.mirostat:
             record.drafts = RequestDrafts(self._drafting.open(request))
 
     def close(self, record: RequestRecord) -> None:
         """Ends drafting for a request."""
         if record.drafts is None:
             return
-        for source, drafted, accepted in record.drafts.counts.values():
-            self._counts[source] = self._counts.get(source, DraftCounts(source)).plus(drafted, accepted)
+        self.counts = add_drafts((*self.counts, *record.drafts.counts.values()))
         self._drafting.close(record.drafts.drafter)
 
     def propose(self, asked: Sequence[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
@@ -121,7 +117,7 @@ class Speculation:
         if record.drafts is None:
             return NOTHING
         request, constraint = record.request, record.constraint
-        most = min(most, self._most if request.speculation is None else request.speculation)
+        most = min(most, self._most, self._most if request.speculation is None else request.speculation)
         proposal = record.drafts.drafter.propose(most)
         if not proposal.tokens:
             return NOTHING

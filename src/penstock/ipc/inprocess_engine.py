@@ -6,13 +6,11 @@ thread that it starts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
-from penstock import __version__
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Message, advance, run
+from penstock.engine.loop import Message, advance, introduce, run
 from penstock.types import Event, Hello, Stats
 
 
@@ -48,8 +46,7 @@ class InProcessEngine:
     def open(self) -> Hello:
         """Opens the engine; raises what that raises."""
         self.engine = self._open()
-        limits, unknown = self.engine.limits, self.engine.unknown_fields
-        return Hello(__version__, os.getpid(), self._model, limits, self.engine.adapters, unknown)
+        return introduce(self.engine, self._model)
 
     def send(self, message: Message) -> None:
         """Leaves a message for the next step."""
