@@ -324,7 +324,7 @@ class Nearest(NamedTuple):
 class DraftCounts(NamedTuple):
     """Counts tokens that one source has drafted."""
 
-    source: str
+    source: str  # prediction, text, recent or model
     drafted: int = 0
     accepted: int = 0
     drafts: int = 0  # in which they were drafted
@@ -395,7 +395,15 @@ class AdapterList(NamedTuple):
     adapters: tuple[AdapterInfo, ...]
 
 
-Event = Tokens | Finished | Aborted | Failed | AdapterList
+class MemoryUse(NamedTuple):
+    """Answers a Sleep or a Wake: what the model takes from now on, in bytes."""
+
+    seq: int  # the message's id
+    device: int
+    host: int  # pinned, for weights while it sleeps
+
+
+Event = Tokens | Finished | Aborted | Failed | AdapterList | MemoryUse
 
 
 class BlockStored(NamedTuple):
@@ -454,4 +462,5 @@ class Hello(NamedTuple):
     limits: Limits
     adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started
     unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them
+    can_sleep: bool = False  # it can give its memory back and stay
     draft_tokens: int = 0  # the most that a step drafts for one request; 0: it drafts nothing

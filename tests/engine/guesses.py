@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from penstock.core.drafts import Proposal
-from penstock.engine.speculation import RequestDrafter
+from penstock.core.speculation import Proposal
+from penstock.engine.speculation import Drafter
 from penstock.types import Request
 
 
@@ -25,10 +25,6 @@ class Guesses:
     def append(self, tokens: Sequence[int]) -> None:
         self._done += len(tokens)
 
-    def learn(self, proposal: Proposal, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted <= len(proposal.tokens)
-        assert list(proposal.tokens[:accepted]) == self._right[self._done : self._done + accepted]
-
 
 class RandomDrafting:
     """Drafts random lengths of what Guesses propose. `right` returns how a request will go on."""
@@ -39,7 +35,7 @@ class RandomDrafting:
     def open(self, request: Request) -> Guesses:
         return Guesses(self._right(request), self._vocab, self._random)
 
-    def close(self, drafter: RequestDrafter) -> None: ...
+    def close(self, drafter: Drafter) -> None: ...
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
         chosen = []
@@ -49,3 +45,5 @@ class RandomDrafting:
         return chosen
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
+
+    def index(self) -> None: ...

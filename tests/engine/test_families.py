@@ -16,7 +16,7 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
-from penstock.engine.speculation import Drafting
+from penstock.engine.speculation import Drafters
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.memory_plan import all_states
 from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens, blocks_for
@@ -43,7 +43,7 @@ def fresh(folder: Path, request: pytest.FixtureRequest) -> Make:
     """Makes engines that have computed nothing yet, with room for four of the longest sequences, or for nearly two."""
     checkpoint = open_checkpoint(folder)
 
-    def make(tight: bool = False, drafting: Drafting | None = None) -> Engine:
+    def make(tight: bool = False, drafting: Drafters | None = None) -> Engine:
         backend, spec = BACKENDS[request.param](), checkpoint.spec
         backend.load(load_model(checkpoint, backend))
         most = partial(blocks_for, LIMITS.max_len, spec.windows, LIMITS.block_size)

@@ -13,7 +13,7 @@ from penstock.backend.cpu import CpuBackend
 from penstock.core import check
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
-from penstock.engine.speculation import Drafting
+from penstock.engine.speculation import Drafters
 from penstock.model.load import load_model, open_checkpoint
 from penstock.types import (
     DryPenalty,
@@ -54,7 +54,7 @@ STEERED: list[dict[str, Any]] = [
 ]
 
 
-def engine(drafting: Drafting | None = None) -> Engine:
+def engine(drafting: Drafters | None = None) -> Engine:
     backend = CpuBackend(1)
     backend.load(load_model(CHECKPOINT, backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
@@ -171,7 +171,7 @@ def constrained(logprobs: int | None) -> list[Request]:
     ]
 
 
-def babbling(drafting: Drafting | None = None) -> Engine:
+def babbling(drafting: Drafters | None = None) -> Engine:
     backend = Babble()
     backend.reserve_kv(BABBLE_LIMITS.num_blocks, BABBLE_LIMITS.block_size)
     return Engine(backend, BABBLE_LIMITS, drafting=drafting, grammars=Grammars(Bytes, BABBLE_LIMITS.vocab))

@@ -21,9 +21,9 @@ import numpy as np
 
 from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
-from penstock.core.drafts import Proposal
+from penstock.core.speculation import Proposal
 from penstock.engine.engine import Engine
-from penstock.engine.speculation import RequestDrafter
+from penstock.engine.speculation import Drafter
 from penstock.ipc.host import host
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
@@ -223,8 +223,6 @@ class Reciter:
         count = len(tokens)
         self._left = self._left[count:] if self._left[:count] == tuple(tokens) else ()
 
-    def learn(self, proposal: Proposal, drafted: int, accepted: int) -> None: ...
-
 
 class Reciting:
     """Drafts all that requests predict."""
@@ -232,7 +230,7 @@ class Reciting:
     def open(self, request: Request) -> Reciter:
         return Reciter(request)
 
-    def close(self, drafter: RequestDrafter) -> None: ...
+    def close(self, drafter: Drafter) -> None: ...
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
         chosen = []
@@ -242,6 +240,8 @@ class Reciting:
         return chosen
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
+
+    def index(self) -> None: ...
 
 
 def open_parrot() -> Engine:

@@ -12,19 +12,6 @@ from penstock.core.sequence import Sequence
 from penstock.types import Grown, Row
 
 
-class Proposal(NamedTuple):
-    """Holds tokens with which a sequence may go on, and what is known of how likely that is."""
-
-    tokens: tuple[int, ...] = ()
-    survival: tuple[float, ...] = ()  # of each token: the chance that it and all before it are accepted
-    source: str = ""
-    match: int = 0  # tokens before it that were found where it comes from
-
-    def first(self, count: int) -> Proposal:
-        """Returns it cut to its first tokens."""
-        return self._replace(tokens=self.tokens[:count], survival=self.survival[:count])
-
-
 class DraftRoom(NamedTuple):
     """Names a sequence that may go on with a draft of at most so many tokens."""
 
@@ -40,7 +27,7 @@ class Drafts(Protocol):
         has so many rows and tokens without them. A draft holds no token that would end its sequence."""
 
 
-class DraftPlanner:
+class DraftRows:
     """Adds what `drafts` proposes to the answering rows of a step, in the room that step and cache have left."""
 
     def __init__(self, drafts: Drafts, cache: KvCache, step_tokens: int) -> None:

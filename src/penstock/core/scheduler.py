@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockEvents
-from penstock.core.drafts import DraftPlanner, Drafts
+from penstock.core.drafts import DraftRows, Drafts
 from penstock.core.kvcache import KvCache
 from penstock.core.policy import Policy, Room, ServingLoad, StandardPolicy
 from penstock.core.prefix import PrefixNode
@@ -61,7 +61,7 @@ class Scheduler:
         self.policy = policy or StandardPolicy(limits)
         self._block_events = None if epoch is None else BlockEvents(epoch)
         self.cache = KvCache(limits, chain, self._block_events)
-        self._drafts = DraftPlanner(drafts, self.cache, limits.step_tokens) if drafts else None
+        self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order, as is `waiting`
         self.waiting: list[Sequence] = []

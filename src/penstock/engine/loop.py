@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from penstock import __version__
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
-from penstock.types import BlockEvent, Event, Failed, Hello, Request, Stats
-
-
-def introduce(engine: Engine, model: str) -> Hello:
-    """Returns the engine's first message to its client."""
-    return Hello(
-        __version__,
-        os.getpid(),
-        model,
-        engine.limits,
-        engine.adapters,
-        engine.unknown_fields,
-        engine.draft_tokens,
-    )
+from penstock.types import BlockEvent, Event, Failed, Request, Stats
 
 
 class Add(NamedTuple):
@@ -42,11 +27,25 @@ class FlushCache(NamedTuple):
     """Asks for the prefix cache to be emptied."""
 
 
+class Sleep(NamedTuple):
+    """Asks for the device's memory to be given back once all requests have ended. The answer is a MemoryUse, or a
+    Failed, with this id, which is taken from the same numbers as those of requests."""
+
+    id: int
+
+
+class Wake(NamedTuple):
+    """Asks for what Sleep gave back to be taken again; it is answered as Sleep is."""
+
+    id: int
+
+
 class Close(NamedTuple):
     """Asks for the loop to end."""
 
 
-Message = Add | Abort | FlushCache | Close | AdapterMessage
+ControlMessage = AdapterMessage | Sleep | Wake  # each has an answer
+Message = Add | Abort | FlushCache | Close | ControlMessage
 Send = Callable[[list[Event], Stats, list[BlockEvent]], None]
 
 
@@ -94,6 +93,12 @@ def _apply(engine: Engine, message: Message) -> list[Event]:
         if isinstance(message, RegisterAdapter | UnregisterAdapter | ListAdapters):
             id = message.id
             engine.control_adapters(message)
+        if isinstance(message, Sleep):
+            id = message.id
+            engine.sleep(id)
+        if isinstance(message, Wake):
+            id = message.id
+            engine.wake(id)
     except PenstockError as error:
         return [Failed(id, error.code, error.message)]
     return []

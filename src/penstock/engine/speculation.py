@@ -7,16 +7,15 @@ context, the seed and the position, so an answer with drafts is the answer witho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from penstock.core.drafts import DraftRoom, Proposal
+from penstock.core.drafts import DraftRoom
+from penstock.core.speculation import NOTHING, Proposal
 from penstock.engine.record import RequestRecord
 from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, add_drafts
 
-NOTHING = Proposal()
 
-
-class RequestDrafter(Protocol):
+class Drafter(Protocol):
     """Drafts for one request."""
 
     def propose(self, most: int) -> Proposal:
@@ -25,17 +24,17 @@ class RequestDrafter(Protocol):
     def append(self, tokens: Sequence[int]) -> None:
         """Takes over tokens that were added to its answer."""
 
-    def learn(self, proposal: Proposal, drafted: int, accepted: int) -> None:
-        """Takes note of how many of a proposal's first `drafted` tokens were accepted."""
+
+D = TypeVar("D", bound=Drafter)
 
 
-class Drafting(Protocol):
-    """Drafts for all requests, and decides how much of it a step verifies."""
+class Drafters(Protocol[D]):
+    """Drafts for all requests, and decides how much of it a step verifies: engine/drafting.py does."""
 
-    def open(self, request: Request) -> RequestDrafter:
+    def open(self, request: Request) -> D:
         """Begins to draft for a request."""
 
-    def close(self, drafter: RequestDrafter) -> None:
+    def close(self, drafter: D) -> None:
         """Ends drafting for a request: others may learn from its answer."""
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> Sequence[int]:
@@ -43,7 +42,10 @@ class Drafting(Protocol):
         most `budget` together."""
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Takes note of how long a step took."""
+        """Takes note of how long a step took that had nothing but answering rows."""
+
+    def index(self) -> None:
+        """Gets on with preparing drafts, for a small part of a step. Called once a step."""
 
 
 class RequestDrafts:
@@ -51,23 +53,22 @@ class RequestDrafts:
 
     __slots__ = ("counts", "drafter", "proposal")
 
-    def __init__(self, drafter: RequestDrafter) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.proposal = NOTHING  # that the step in flight verifies
         self.counts: dict[str, DraftCounts] = {}
 
-    def settle(self, drafted: int, accepted: int) -> None:
-        """Takes note of what became of the proposal that was verified."""
+    def count(self, drafted: int, accepted: int) -> None:
+        """Counts what became of the proposal that was verified."""
         source = self.proposal.source
         counts = DraftCounts(source, drafted, accepted, 1)
         self.counts[source] = self.counts.get(source, DraftCounts(source)).plus(counts)
-        self.drafter.learn(self.proposal, drafted, accepted)
 
 
 class Speculation:
     """Proposes drafts to the scheduler, of at most `most` tokens, for those of the `records` that may have some."""
 
-    def __init__(self, drafting: Drafting, records: Mapping[int, RequestRecord], most: int) -> None:
+    def __init__(self, drafting: Drafters[Any], records: Mapping[int, RequestRecord], most: int) -> None:
         self._drafting = drafting
         self._records = records
         self._most = most
@@ -99,8 +100,15 @@ class Speculation:
                 record.drafts.proposal = proposal
         return [proposal.tokens[:length] for proposal, length in zip(proposals, lengths, strict=True)]
 
-    def verify(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Returns a step's result without what was sampled after wrong drafts."""
+    def verify(self, plan: StepPlan, result: StepResult, seconds: float) -> StepResult:
+        """Returns the result of a step, which took so many seconds, without what was sampled after wrong drafts."""
+        self._drafting.index()
+        drafted = sum(len(row.draft) for row in plan.rows)
+        tokens = sum(row.count for row in plan.rows)
+        if tokens - drafted == len(plan.rows):  # prompts cost more than their number of tokens tells
+            self._drafting.observe(len(plan.rows), tokens, seconds)
+        if not drafted:
+            return result
         rows = [self._verify(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
         return StepResult(result.step, tuple(rows))
 
@@ -108,10 +116,6 @@ class Speculation:
         """Takes over tokens that were added to a request's answer."""
         if (record := self._records.get(id)) is not None and record.drafts is not None:
             record.drafts.drafter.append(tokens)
-
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Takes note of how long a step took."""
-        self._drafting.observe(len(plan.rows), sum(row.count for row in plan.rows), seconds)
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
         if record.drafts is None:
@@ -132,6 +136,6 @@ class Speculation:
         wrong = (at for at, token in enumerate(row.draft) if token != answer.tokens[at])
         accepted = next(wrong, len(row.draft))
         if (record := self._records.get(row.seq)) is not None and record.drafts is not None:
-            record.drafts.settle(len(row.draft), accepted)
+            record.drafts.count(len(row.draft), accepted)
         tokens, logprobs = answer.tokens[: accepted + 1], answer.logprobs[: accepted + 1]
         return answer._replace(tokens=tokens, logprobs=logprobs, accepted=accepted)

@@ -20,9 +20,10 @@ import zmq
 
 from penstock.config import Config
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Message, introduce, run
+from penstock.engine.loop import Message, run
 from penstock.errors import PenstockError
 from penstock.ipc import wire
+from penstock.ipc.inprocess_engine import hello_of
 
 OpenEngine = Callable[[Config], Engine]
 
@@ -76,7 +77,7 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
         socket.send(wire.encode_answer(answer))
 
     gc.freeze()  # what exists now stays: scanning it again would delay steps
-    send(wire.Ready(introduce(engine, model)))
+    send(wire.Ready(hello_of(engine, model)))
     send(wire.step([], engine.stats()))
     try:
         run(engine, SocketInbox(socket), lambda *happened: send(wire.step(*happened)))

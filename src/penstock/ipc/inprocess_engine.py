@@ -6,11 +6,13 @@ thread that it starts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 
+from penstock import __version__
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Message, advance, introduce, run
+from penstock.engine.loop import Message, advance, run
 from penstock.types import Event, Hello, Stats
 
 
@@ -46,7 +48,7 @@ class InProcessEngine:
     def open(self) -> Hello:
         """Opens the engine; raises what that raises."""
         self.engine = self._open()
-        return introduce(self.engine, self._model)
+        return hello_of(self.engine, self._model)
 
     def send(self, message: Message) -> None:
         """Leaves a message for the next step."""
@@ -62,6 +64,12 @@ class InProcessEngine:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def hello_of(engine: Engine, model: str) -> Hello:
+    """Returns what an engine of this process says about itself when it starts."""
+    about = engine.limits, engine.adapters, engine.unknown_fields, engine.can_sleep, engine.draft_tokens
+    return Hello(__version__, os.getpid(), model, *about)
 
 
 def by_request(events: Iterable[Event]) -> dict[int, list[Event]]:
