@@ -16,7 +16,6 @@ from penstock.sampler_types import SamplerChain as SamplerChain
 
 MOST = 2**31 - 1
 BANNED = float("-inf")  # a logit bias that rules a token out
-PREDICTION = "prediction"  # the source of drafts that are the client's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

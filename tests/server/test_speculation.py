@@ -12,6 +12,7 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
+from penstock.server.openai.prediction import PredictionTally
 from penstock.types import Request
 from tests.engine.guesses import RandomDrafting
 from tests.server import toys
@@ -44,11 +45,11 @@ def test_a_prediction_that_is_the_answer_is_accepted_whole(parrot: Any) -> None:
     told = ask(parrot, prediction=content(ANSWER), extra_body={"penstock": True})
     assert told.choices == plain.choices
     assert plain.usage.completion_tokens_details is None
-    accepted, rejected = counted(told.usage)
-    assert (accepted, rejected) == (len(ANSWER) - 1, 0)  # the first token comes from the prompt's computation
+    assert counted(told.usage) == (len(ANSWER), 0)
     assert told.usage.completion_tokens == plain.usage.completion_tokens
+    drafted = len(ANSWER) - 1  # the first token comes from the prompt's computation
     assert told.penstock["choices"][0]["drafts"] == [
-        {"source": "prediction", "drafted_tokens": accepted, "accepted_tokens": accepted}
+        {"source": "prediction", "drafted_tokens": drafted, "accepted_tokens": drafted}
     ]
     assert parrot.client.stats.steps - steps < 6
 
@@ -56,42 +57,60 @@ def test_a_prediction_that_is_the_answer_is_accepted_whole(parrot: Any) -> None:
 def test_what_is_not_in_the_answer_is_rejected(parrot: Any) -> None:
     told = ask(parrot, prediction=content(CHANGED))
     assert told.choices[0].message.content == ANSWER
-    shared = len("the same file with ")
-    assert counted(told.usage) == (shared - 1, len(CHANGED) - shared)
-    wrong = ask(parrot, prediction=content("z" * 20))
-    assert (wrong.choices[0].message.content, counted(wrong.usage)) == (ANSWER, (0, 0))  # its first token was not it
+    assert counted(told.usage) == (len(ANSWER) - len("one"), len("two") + len("s"))
+    assert counted(ask(parrot, prediction=content("z" * 20)).usage) == (0, 20)
 
 
 def test_a_streamed_answer_tells_the_same(parrot: Any) -> None:
     parts = [{"type": "text", "text": ANSWER[:9]}, {"type": "text", "text": ANSWER[9:]}]
-    chunks = list(
-        ask(
-            parrot,
-            prediction={"type": "content", "content": parts},
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
+    prediction = {"type": "content", "content": parts}
+    chunks = list(ask(parrot, prediction=prediction, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == ANSWER
-    assert counted(chunks[-1].usage) == (len(ANSWER) - 1, 0)
+    assert counted(chunks[-1].usage) == (len(ANSWER), 0)
 
 
 @pytest.mark.parametrize(
-    ("fields", "text", "least"),
+    ("fields", "text"),
     [
-        ({"max_tokens": 5}, ANSWER[:5], 3),  # the prediction is longer than the answer may be
-        ({"stop": ["one"]}, "the same file with ", len("the same file with ") - 1),
-        ({"n": 2}, ANSWER, 2 * len(ANSWER) - 5),
-        ({"logprobs": True}, ANSWER, len(ANSWER) - 1),
-        ({"extra_body": {"speculation": 4}}, ANSWER, len(ANSWER) * 4 // 5 - 1),  # every fifth token follows a draft
+        ({"max_tokens": 5}, ANSWER[:5]),  # the prediction is longer than the answer may be
+        ({"stop": ["one"]}, ANSWER[: ANSWER.index("one")]),
+        ({"n": 2}, ANSWER),
+        ({"logprobs": True}, ANSWER),
+        ({"extra_body": {"speculation": 4}}, ANSWER),
     ],
 )
-def test_with_other_fields(parrot: Any, fields: dict[str, Any], text: str, least: int) -> None:
+def test_with_other_fields(parrot: Any, fields: dict[str, Any], text: str) -> None:
     told = ask(parrot, prediction=content(ANSWER), **fields)
-    assert [choice.message.content for choice in told.choices] == [text] * len(told.choices)
+    choices = len(told.choices)
+    assert [choice.message.content for choice in told.choices] == [text] * choices
     accepted, rejected = counted(told.usage)
-    assert least <= accepted < len(told.choices) * len(ANSWER)
-    assert rejected == 0
+    assert choices * len(text) <= accepted <= choices * (len(text) + len("one"))
+    assert accepted + rejected == choices * len(ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "accepted"),
+    [
+        ("abcdef", "abcdef", 6),
+        ("abcdef", "abcdefghi", 6),
+        ("abcdef", "abc", 3),
+        ("abcdef", "abcXYdef", 6),  # inserted
+        ("abcdefgh", "abcfgh", 6),  # left out
+        ("abcdefgh", "abXYfgh", 5),  # changed
+        ("abcdefgh", "defghabc", 5),  # in another order
+        ("abcabcabc", "abcabcabcabc", 9),
+        ("ab", "XXab", 2),
+        ("abcd", "XXcd", 0),  # too short a run to be known again
+        ("", "abc", 0),
+    ],
+)
+def test_which_tokens_of_a_prediction_appear(prediction: str, answer: str, accepted: int) -> None:
+    whole, pieces = PredictionTally(prediction.encode()), PredictionTally(prediction.encode())
+    whole.add(answer.encode())
+    for at in range(0, len(answer), 2):
+        pieces.add(answer[at : at + 2].encode())
+    assert (whole.accepted, whole.rejected) == (accepted, len(prediction) - accepted)
+    assert pieces.accepted == accepted
 
 
 def test_an_empty_prediction_is_none(parrot: Any) -> None:
@@ -184,7 +203,10 @@ def samples(server: Any) -> dict[str, float]:
 
 def test_metrics_count_drafts_by_source_and_by_vllms_names(parrot: Any) -> None:
     before = samples(parrot)
-    accepted, rejected = counted(ask(parrot, prediction=content(CHANGED)).usage)
+    told = ask(parrot, prediction=content(CHANGED), extra_body={"penstock": True})
+    (counts,) = told.penstock["choices"][0]["drafts"]
+    drafted, accepted = counts["drafted_tokens"], counts["accepted_tokens"]
+    assert drafted > accepted > 0
     parrot.until_idle()
     now = samples(parrot)
 
@@ -194,9 +216,9 @@ def test_metrics_count_drafts_by_source_and_by_vllms_names(parrot: Any) -> None:
     labels = '{engine="0",model_name="toy/parrot"}'
     assert added('penstock_drafts_total{source="prediction"}') == 1
     assert added(f"vllm:spec_decode_num_drafts_total{labels}") == 1
-    assert added('penstock_drafted_tokens_total{source="prediction"}') == accepted + rejected
+    assert added('penstock_drafted_tokens_total{source="prediction"}') == drafted
     assert added('penstock_accepted_tokens_total{source="prediction"}') == accepted
-    assert added(f"vllm:spec_decode_num_draft_tokens_total{labels}") == accepted + rejected
+    assert added(f"vllm:spec_decode_num_draft_tokens_total{labels}") == drafted
     assert added(f"vllm:spec_decode_num_accepted_tokens_total{labels}") == accepted
 
 

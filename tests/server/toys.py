@@ -22,6 +22,7 @@ import numpy as np
 from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
 from penstock.core.speculation import Proposal
+from penstock.engine.drafting import PREDICTION
 from penstock.engine.engine import Engine
 from penstock.engine.speculation import Drafter
 from penstock.ipc.host import host
@@ -31,7 +32,7 @@ from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.text import ChatPrompt, ChatTemplate, Text
 from penstock.text.sampling_defaults import FALLBACK
 from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format
-from penstock.types import PREDICTION, Limits, Request, RowResult, StepResult, TokenLogprob
+from penstock.types import Limits, Request, RowResult, StepResult, TokenLogprob
 
 END = 256
 ENDLESS = 2**15  # tokens: no test waits for so many

@@ -22,7 +22,7 @@ from penstock.core.speculation import (
     StreamAcceptance,
 )
 from penstock.core.suffixes import SEPARATOR, StreamCursor, StreamIndex
-from penstock.types import PREDICTION, Request
+from penstock.types import Request
 
 Scope = tuple[str, str]  # salt and owner: drafts are taken from answers that agree in both
 
@@ -32,7 +32,7 @@ RECENT_TOKENS = 2**19  # of the recent answers of all scopes
 CONTEXT = 16  # tokens before an answer that it is recognized by
 INDEXED = 2048  # tokens that are indexed in a step: two tenths of a millisecond
 
-TEXT, RECENT = "text", "recent"
+PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
 SOURCES = (PREDICTION, TEXT, RECENT)
 
 

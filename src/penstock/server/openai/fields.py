@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
@@ -18,12 +18,13 @@ from penstock.server.access.bounds import check_count, check_stops
 from penstock.server.adapter_fields import NamedAdapters, NumberedAdapters
 from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.chat.structured import Structured, grammar_of
+from penstock.server.openai.prediction import PredictionTally
 from penstock.server.request_context import RequestContext, new_request_id
 from penstock.server.samplers import LogitBias, logit_biases, sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.server.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
 from penstock.text import Delta, new_seed
-from penstock.types import PREDICTION, DraftCounts, Report, Request, SamplerChain, SamplingParams
+from penstock.types import Request, SamplerChain, SamplingParams
 
 FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
 ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
@@ -261,7 +262,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
-    accepted_prediction_tokens: int | UnsetType = UNSET  # these two only if the request has a prediction
+    accepted_prediction_tokens: int | UnsetType = UNSET  # of the prediction, if there is one: in the answer or not
     rejected_prediction_tokens: int | UnsetType = UNSET
 
 
@@ -273,20 +274,6 @@ class CompletionUsage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-class PredictionUse(NamedTuple):
-    """Counts the tokens of a prediction that were drafted and turned out right, and those that only were drafted."""
-
-    accepted: int = 0
-    rejected: int = 0
-
-
-def prediction_use(request: Request, report: Report) -> PredictionUse:
-    """Returns what became of a request's prediction. A token may be drafted in several places, but counts once."""
-    counts = {each.source: each for each in report.drafts}.get(PREDICTION, DraftCounts(PREDICTION))
-    accepted = min(counts.accepted, len(request.prediction))
-    return PredictionUse(accepted, min(counts.drafted - counts.accepted, len(request.prediction) - accepted))
-
-
 class TokenTally:
     """Counts the tokens of an answer: each prompt once, however many choices it has."""
 
@@ -295,13 +282,13 @@ class TokenTally:
         self.n = n
         self._generated = 0
         self._cached = [0] * len(requests)
-        self._predicted = [PredictionUse()] * len(requests)
+        self._predictions = [PredictionTally(each.prediction) if each.prediction else None for each in requests]
 
     def add(self, choice: int, delta: Delta) -> None:
         self._generated += len(delta.tokens)
         self._cached[choice] = max(self._cached[choice], delta.cached)
-        if delta.report is not None and self._requests[choice].prediction:
-            self._predicted[choice] = prediction_use(self._requests[choice], delta.report)
+        if (prediction := self._predictions[choice]) is not None:
+            prediction.add(delta.tokens)
 
     def usage(self) -> CompletionUsage:
         """Returns the usage. A prompt's cached tokens are those reused from earlier requests: the choice that reused
@@ -313,12 +300,10 @@ class TokenTally:
 
     def details(self, reasoning: int) -> CompletionTokensDetails | UnsetType:
         """Returns what the generated tokens were, given how many were reasoning; UNSET if there is nothing to tell."""
-        predicted = any(request.prediction for request in self._requests)
-        if not (reasoning or predicted):
-            return UNSET
+        predicted = [each for each in self._predictions if each is not None]
         if not predicted:
-            return CompletionTokensDetails(reasoning)
-        accepted, rejected = map(sum, zip(*self._predicted, strict=True))
+            return CompletionTokensDetails(reasoning) if reasoning else UNSET
+        accepted, rejected = sum(each.accepted for each in predicted), sum(each.rejected for each in predicted)
         return CompletionTokensDetails(reasoning, accepted, rejected)
 
 
