@@ -108,7 +108,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         limits,
         depth=backend.depth,
         grammars=grammars,
-        drafting=None if most == 0 or not limits.generates else Drafting(),
+        drafting=None if most == 0 or not limits.generates else Drafting(backend.padded_sizes),
         draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),
         classifier=checkpoint.classifier,

@@ -388,13 +388,20 @@ class Engine:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
             if isinstance(event, Tokens) and self._speculation is not None:
-                self._speculation.append(event.seq, event.tokens)
+                self._draft_after(event, self._speculation)
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
                 self._release(record)
                 event = record.complete(event)
             self._events.append(event)
+
+    def _draft_after(self, event: Tokens, speculation: Speculation) -> None:
+        """Lets drafts follow what was answered. With steps in flight these come too late for the next row, unless it
+        waits for them."""
+        speculation.append(event.seq, event.tokens)
+        if self._depth and (seq := self._scheduler.sequences.get(event.seq)) is not None:
+            seq.awaits_drafts = speculation.is_worth_waiting(event.seq)
 
     # -- constraints ---------------------------------------------------------------------------------------------
 
