@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from penstock import __version__
-from penstock.config import Config, packed_folder, packed_home
+from penstock.config import Config, Device, packed_folder, packed_home
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 
@@ -35,8 +34,9 @@ class PackedCache(NamedTuple):
 
 
 def packed_cache_of(config: Config, checkpoint: Checkpoint) -> PackedCache | None:
-    """Returns where the weights of a checkpoint are cached; None if they are not to be."""
-    if not config.packed_cache:
+    """Returns where the weights of a checkpoint are cached; None if they are not to be. The config's defaults are
+    resolved."""
+    if not config.packed_cache or Device.parse(config.device).kind != "cpu":
         return None
     options = json.dumps([config.quantize, *config.config])
     try:
@@ -102,6 +102,8 @@ def delete(file: Path) -> None:
 @contextmanager
 def locked(part: Path) -> Iterator[BinaryIO]:
     """Opens a part that nobody else writes; raises OSError if somebody does. Closing it unlocks it."""
+    import fcntl  # where there is no such thing, there is no CPU backend either
+
     with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(file.fileno()), part.stat()):  # another writer has just renamed it

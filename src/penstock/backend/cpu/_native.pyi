@@ -27,7 +27,7 @@ class Weight:
     def nbytes(self) -> int: ...
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """Returns a read-only view of its packed bytes."""
+        """Returns a read-only view of its packed bytes, which keeps them alive."""
     @property
     def gateable(self) -> bool:
         """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.backend.cpu._native import PIECE_BYTES, Weight, checksum, read_packed
 from penstock.backend.packed_cache import PackedCache, locked, make_room
-from penstock.model.tensor import Tensor
+from penstock.model.tensor import Bytes, Tensor
 
 MAGIC = b"PENSTOCK"
 HEAD = Struct("<8sQQ")
@@ -77,8 +77,12 @@ class PackedFile:
         return True
 
     def write(self) -> Generator[None, None, None]:
-        """Writes the file and yields after each piece. It gets its name when it is complete; if the caller stops
-        before, it is deleted. Raises OSError if it cannot be written, or another process writes it."""
+        """Writes the weights as they are now to the file, and yields after each piece. The file gets its name when it
+        is complete; if the caller stops before, it is deleted. Raises OSError if it cannot be written, or another
+        process writes it."""
+        return self._write([weight.packed for weight in self._weights])
+
+    def _write(self, weights: list[Bytes]) -> Generator[None, None, None]:
         path = self._cache.path
         make_room(self._cache, weights_start(self._description) + self.nbytes)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +90,7 @@ class PackedFile:
         with locked(part) as file:
             try:
                 file.truncate(0)
-                yield from self._write(file.fileno())
+                yield from self._write_pieces(file.fileno(), weights)
                 if not self._cache.source.exists():
                     raise FileNotFoundError(f"{self._cache.source} was removed meanwhile")
                 part.rename(path)
@@ -94,13 +98,13 @@ class PackedFile:
                 part.unlink(missing_ok=True)
                 raise
 
-    def _write(self, file: int) -> Iterator[None]:
+    def _write_pieces(self, file: int, weights: list[Bytes]) -> Iterator[None]:
         description = self._description
         offset = weights_start(description)
         sums: list[int] = []
-        for weight in self._weights:
+        for weight in weights:
             for at in range(0, weight.nbytes, PIECE_BYTES):
-                piece = weight.packed[at : at + PIECE_BYTES]
+                piece = weight[at : at + PIECE_BYTES]
                 sums.append(checksum(piece))
                 write_whole(file, piece.data, offset + at)
                 yield

@@ -37,7 +37,7 @@ class WriteBehind:
             self._thread.start()
 
     def end(self) -> None:
-        """Writes the rest if that is quick, and gives the file up if not. Weights may be changed or freed then."""
+        """Writes the rest if that is quick, and gives the file up if not."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join()

@@ -66,9 +66,12 @@ uint64_t checksum_of(Array<const uint8_t, 1> bytes) {
   return checksum(std::as_bytes(flat(bytes)));
 }
 
-nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_bytes(const nb::object& owner) {
-  auto& weight = nb::cast<Weight&>(owner);
-  return {reinterpret_cast<const uint8_t*>(weight.packed()), {weight.bytes()}, owner};
+nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_bytes(const Weight& weight) {
+  using Bytes = std::shared_ptr<std::byte>;
+  auto bytes = std::make_unique<Bytes>(weight.packed());
+  const auto* data = reinterpret_cast<const uint8_t*>(bytes->get());
+  const nb::capsule owner(bytes.release(), [](void* held) noexcept { delete static_cast<Bytes*>(held); });
+  return {data, {weight.bytes()}, owner};
 }
 
 bool quantize_values(const std::string& from, Array<const uint8_t, 1> values, const std::string& to,
@@ -180,7 +183,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)
-      .def_prop_ro("packed", packed_bytes)
+      .def_prop_ro("packed", packed_bytes, nb::rv_policy::automatic)
       .def_prop_ro("gateable", &Weight::gateable)
       .def_prop_ro("coded", &Weight::coded)
       .def_prop_ro("precise", &Weight::precise);

@@ -12,7 +12,6 @@ namespace penstock {
 
 namespace {
 
-constexpr size_t LANE_COUNT = 8;  // sums that go on side by side: one alone would wait for its own products
 constexpr size_t PIECES_IN_TURN = 16;  // that a thread takes: two threads seldom touch the same huge page first
 
 struct Piece {
@@ -36,7 +35,7 @@ std::vector<Piece> pieces_of(const std::vector<Weight*>& weights, uint64_t offse
   std::vector<Piece> pieces;
   for (Weight* weight : weights) {
     for (size_t at = 0; at < weight->bytes(); at += PIECE_BYTES)
-      pieces.push_back({weight->packed() + at, std::min(PIECE_BYTES, weight->bytes() - at), offset + at});
+      pieces.push_back({weight->packed().get() + at, std::min(PIECE_BYTES, weight->bytes() - at), offset + at});
     offset += weight->bytes();
   }
   return pieces;
@@ -45,17 +44,24 @@ std::vector<Piece> pieces_of(const std::vector<Weight*>& weights, uint64_t offse
 }  // namespace
 
 uint64_t checksum(std::span<const std::byte> bytes) {
-  uint64_t lanes[LANE_COUNT], words[LANE_COUNT];
-  for (size_t i = 0; i < LANE_COUNT; ++i) lanes[i] = i;
-  for (size_t at = 0; at < bytes.size(); at += sizeof words) {
-    const size_t count = std::min(sizeof words, bytes.size() - at);
-    if (count < sizeof words) std::memset(words, 0, sizeof words);
-    std::memcpy(words, bytes.data() + at, count);
-    for (size_t i = 0; i < LANE_COUNT; ++i) lanes[i] = mixed(lanes[i], words[i]);
+  uint64_t a = 1, b = 2, c = 3, d = 4;  // side by side: one alone would wait for its own products
+  const auto take = [&](const std::byte* four) {
+    uint64_t words[4];
+    std::memcpy(words, four, sizeof words);
+    a = mixed(a, words[0]);
+    b = mixed(b, words[1]);
+    c = mixed(c, words[2]);
+    d = mixed(d, words[3]);
+  };
+  constexpr size_t STEP = 32;
+  const size_t left = bytes.size() % STEP;
+  for (size_t at = 0; at < bytes.size() - left; at += STEP) take(bytes.data() + at);
+  if (left) {
+    std::byte last[STEP] = {};
+    std::memcpy(last, bytes.data() + bytes.size() - left, left);
+    take(last);
   }
-  uint64_t sum = bytes.size();
-  for (const uint64_t lane : lanes) sum = mixed(sum, lane);
-  return sum;
+  return mixed(mixed(mixed(mixed(bytes.size(), a), b), c), d);
 }
 
 bool read_packed(int file, uint64_t offset, const std::vector<Weight*>& weights, uint64_t expected, unsigned threads) {
