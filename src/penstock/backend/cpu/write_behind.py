@@ -61,7 +61,7 @@ class WriteBehind:
     def _write_piece(self) -> None:
         try:
             next(self._pieces)
-        except StopIteration:
+        except (StopIteration, BlockingIOError, FileExistsError):  # written, by this process or another
             self._complete = True
         except OSError as error:
             import logging  # takes longer than packing most models
