@@ -18,7 +18,7 @@ import pytest
 from penstock.backend import packed_cache
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend, weights
-from penstock.backend.cpu._native import checksum, isas
+from penstock.backend.cpu._native import Weight, checksum, isas
 from penstock.backend.cpu.packed_file import PackedFile
 from penstock.backend.cpu.write_behind import WriteBehind
 from penstock.backend.packed_cache import PackedCache, packed_cache_of
@@ -26,6 +26,7 @@ from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, packed_home
 from penstock.engine.build import build_engine
 from penstock.model.load import load_model, open_checkpoint
+from penstock.model.tensor import FORMATS, NF4
 from penstock.types import Request, SamplingParams
 
 MODELS = Path(__file__).parent
@@ -183,6 +184,20 @@ def test_any_changed_word_changes_the_checksum() -> None:
             changed[place] ^= bit
             sums.add(checksum(changed))
     assert len(sums) == 2003
+
+
+def test_another_layout_has_another_number() -> None:
+    """If this fails because kernels want another layout, raise LAYOUT: old files must not be read any more."""
+    sums = []
+    for name in sorted(weights.NATIVE):
+        format = FORMATS.get(name, NF4)
+        data = np.random.default_rng(0).integers(0, 256, 40 * 256 // format.values * format.bytes, np.uint8)
+        weight = Weight(256, [(name, 24), (name, 16)])
+        cut = 24 * 256 // format.values * format.bytes
+        weight.fill(0, 0, 24, data[:cut])
+        weight.fill(1, 0, 16, data[cut:])
+        sums.append(checksum(weight.packed))
+    assert (packed_cache.LAYOUT, checksum(np.array(sums, np.uint64).view(np.uint8))) == (1, 8328834887373456052)
 
 
 # ---- room ----
