@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
+from penstock.backend.packed_cache import packed_cache_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
@@ -87,7 +88,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
         tell = silent
-    backend, checkpoint = open_backend(config), quantized(checkpoint, config)
+    backend = open_backend(config, packed_cache_of(config, checkpoint))
+    checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
         has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())

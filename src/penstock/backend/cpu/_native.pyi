@@ -49,6 +49,9 @@ class Weight:
     @property
     def nbytes(self) -> int: ...
     @property
+    def packed(self) -> NDArray[np.uint8]:
+        """Returns a read-only view of its packed bytes, which keeps them alive."""
+    @property
     def gateable(self) -> bool:
         """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""
     @property
@@ -73,6 +76,15 @@ def packed_bits(format: str) -> float:
 
 def fill_parts(parts: list[tuple[Weight, int, NDArray[np.uint8]]], threads: int) -> None:
     """Packs whole parts, (weight, part, bytes) of each, shared out among threads without the interpreter's lock."""
+
+PIECE_BYTES: int  # of a weight, read and summed at once
+
+def checksum(data: NDArray[np.uint8]) -> int:
+    """Returns 64 bits that differ if any one word of the bytes does."""
+
+def read_packed(file: int, offset: int, weights: list[Weight], checksum: int, threads: int) -> bool:
+    """Fills weights, which lie in the open file one after the other from `offset` on. Returns False, with all of them
+    zeroed, if the file is too short or the checksum of the checksums of all pieces differs."""
 
 class Program:
     """Phases over numbered buffers. Ops are added in the order in which they run; each writes `out`."""

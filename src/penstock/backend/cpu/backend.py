@@ -23,8 +23,11 @@ from penstock.backend.base import (
 )
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.adapters import NativeAdapters
+from penstock.backend.cpu.packed_file import PackedFile
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
+from penstock.backend.cpu.write_behind import WriteBehind
+from penstock.backend.packed_cache import PackedCache
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import chained_positions, with_chains
@@ -106,7 +109,9 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
 
     device = "cpu"
 
-    def __init__(self, threads: int = 0, *, isa: str = "auto", kv: str = "auto") -> None:
+    def __init__(
+        self, threads: int = 0, *, isa: str = "auto", kv: str = "auto", packed: PackedCache | None = None
+    ) -> None:
         super().__init__()
         supported = _native.isas()
         if isa not in ("auto", *supported):
@@ -118,7 +123,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs)
         self.adapters: AdapterSlots = NativeAdapters(self._first)
-        self._packing = Packing(self._first.threads)
+        self._packing = Packing(self._first.threads, PackedFile(packed) if packed else None)
+        self._write_behind: WriteBehind | None = None
 
     @property
     def isa(self) -> str:
@@ -140,7 +146,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return stored_as(tensor)
 
     def load(self, model: Model, program: int = 0) -> None:
-        self._packing.finish()
+        if unsaved := self._packing.finish():
+            self._write_behind = WriteBehind(unsaved)
         self._packing.log_growth()
         first = self._first
         native = _native.Program(first.isa, first.threads, self._kv_type, first) if self._programs else first
@@ -155,6 +162,15 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
         return self._program_of(batch).logits(batch)
 
+    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        if not self._write_behind:
+            return super()._compute(batch, masks)
+        self._write_behind.pause()
+        try:
+            return super()._compute(batch, masks)
+        finally:
+            self._write_behind.resume()
+
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         values, scales = KV_BYTES[self._kv_type], KV_SCALES[self._kv_type]
         kv_token = sum(values * a.kv_values + scales * (a.kv_heads + (a.index_dim > 0)) for a in spec.cached_attention)
@@ -167,6 +183,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return MemoryNeeds(kv, state, available_memory() // 4)
 
     def close(self) -> None:
+        if self._write_behind:
+            self._write_behind.end()
         self._programs.clear()
         del self._first
 

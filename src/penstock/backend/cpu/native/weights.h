@@ -52,6 +52,7 @@ class Weight {
   size_t rows(size_t part) const { return parts_.at(part).rows; }
   size_t panels() const { return panels_; }
   size_t bytes() const { return bytes_; }
+  std::shared_ptr<std::byte> packed() const { return {slab_, parts_[0].data}; }  // all parts, one after the other
   bool coded() const { return coded_; }  // some part is multiplied with quantized activations
   bool bfloat() const { return bfloat_; }  // some part is BF16
   bool precise() const;                    // all parts are F32
