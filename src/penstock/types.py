@@ -8,6 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from penstock.adapter_types import AdapterInfo as AdapterInfo
+from penstock.adapter_types import AdapterList as AdapterList
+from penstock.adapter_types import AdapterRequests as AdapterRequests
+from penstock.adapter_types import AdapterUse as AdapterUse
 from penstock.errors import InvalidRequest
 from penstock.sampler_types import SAMPLERS as SAMPLERS
 from penstock.sampler_types import DryPenalty as DryPenalty
@@ -229,24 +233,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-class AdapterUse(NamedTuple):
-    """Names a registered adapter (LoRA) that a request is computed with, and what its update is multiplied by."""
-
-    name: str
-    scale: float = 1.0  # besides the scale that it was registered with
-
-
-class AdapterInfo(NamedTuple):
-    """Describes a registered adapter."""
-
-    name: str
-    path: str
-    scale: float
-    rank: int  # the highest of its matrices
-    digest: str = ""  # of its contents; empty until it was loaded once
-    loaded: bool = False  # it is in a slot of the backend now
-
-
 class Request(NamedTuple):
     """Asks for one token stream: it is what a user sent, once text has become token ids."""
 
@@ -432,13 +418,6 @@ class Failed(NamedTuple):
     message: str
 
 
-class AdapterList(NamedTuple):
-    """Answers a control message about adapters: the one that was registered, or all that are."""
-
-    seq: int  # the message's id
-    adapters: tuple[AdapterInfo, ...]
-
-
 Event = Tokens | Finished | Aborted | Failed | AdapterList
 
 
@@ -486,6 +465,9 @@ class Stats(NamedTuple):
     forced_tokens: int = 0  # generated without sampling, because a grammar left no choice
     computed_tokens: int = 0  # in all steps, of prompts and answers
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # a histogram of steps by tokens, see STEP_SIZES
+    adapter_slots: int = 0  # most adapters in memory at once
+    adapter_bytes: int = 0  # that the adapters in memory take
+    adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
 
 
 class Hello(NamedTuple):

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backend.fake import FakeBackend, continuation
+from penstock.backend.fake import FakeAdapter, FakeBackend, continuation
 from penstock.config import parse_adapter
 from penstock.engine import adapters as adapters_module
 from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.adapters import Adapters
+from penstock.engine.adapters import MAX_PASSED, Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.loop import advance
 from penstock.errors import AdapterError, AdapterNotFound, ConfigError, InvalidRequest
@@ -198,6 +198,53 @@ def test_a_slot_in_use_is_kept_and_the_least_recent_one_is_taken(folder: Path):
     engine.add(request(5, AdapterUse("three")))
     run(engine)
     assert {info.name for info in engine.adapters if info.loaded} == {"two", "three"}  # "one" was used before "two"
+
+
+@pytest.mark.parametrize(("most", "memory"), [(2, 1 << 20), (8, 2 * BYTES + 100)])
+def test_a_request_gets_a_slot_while_others_keep_all_of_them_busy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, most: int, memory: int
+):
+    monkeypatch.setattr(FakeAdapter, "nbytes", BYTES)
+    engine = engine_with(folder, most, memory)
+    busy = ("one", "two")
+    for id, name in enumerate(busy):
+        engine.add(request(id, AdapterUse(name), max_tokens=30))
+        until(engine, Tokens, id)
+    engine.add(request(1000, AdapterUse("three")))
+    found: dict[int, list[Event]] = {}
+    for step in range(MAX_PASSED + 200):  # a new request comes long before the last one of its adapter has ended
+        for number, name in enumerate(busy):
+            if step % 10 == 5 * number:
+                engine.add(request(2 + 2 * step + number, AdapterUse(name), max_tokens=30))
+        for event in engine.step():
+            found.setdefault(event.seq, []).append(event)
+        if any(isinstance(event, Finished) for event in found.get(1000, ())):
+            break
+    else:
+        raise AssertionError("the request never got a slot")
+    assert step >= MAX_PASSED
+    assert tokens_of(found[1000]) == continuation(range(20), 8, VOCAB, adapter=333)
+    for id, events in run(engine).items():
+        found.setdefault(id, []).extend(events)
+    for id, events in found.items():
+        if id not in (0, 1, 1000):
+            value = (11, 222)[id % 2]
+            assert tokens_of(events) == continuation(range(20), 30, VOCAB, adapter=value)
+
+
+def test_statistics_tell_who_runs_and_who_waits(folder: Path):
+    engine = engine_with(folder, most=1)
+    assert engine.stats()[-3:] == (1, 0, ())
+    engine.add(request(1, AdapterUse("one"), max_tokens=40))
+    until(engine, Tokens, 1)
+    for id in (2, 3):
+        engine.add(request(id, AdapterUse("two")))
+    engine.add(request(4))
+    engine.step()
+    assert set(engine.stats().adapters) == {("one", 1, 0), ("two", 0, 2)}
+    assert engine.stats().adapter_bytes > 0
+    run(engine)
+    assert not engine.stats().adapters
 
 
 def test_preempted_requests_keep_their_adapter(folder: Path):
