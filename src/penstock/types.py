@@ -271,7 +271,7 @@ class Limits(NamedTuple):
     activation: str = ""  # what turns the logits of labels into scores: sigmoid, softmax or identity
     second_text: int = 0  # is added to the token ids of a pair's second text
     windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
-    memory: int = 0  # bytes that the weights and what is kept of sequences take; 0: not known
+    memory: int = 0  # bytes that the weights and what is kept of sequences take, without adapters; 0: not known
 
 
 def prefill_budget(base: int, answering: int) -> int:

@@ -312,6 +312,27 @@ def test_an_adapter_larger_than_the_memory_is_refused(folder: Path):
     assert "--adapter-memory" in failed.message
 
 
+def test_where_memory_is_short_adapters_are_evicted_and_else_the_request_fails(folder: Path):
+    free = 10 * BYTES
+    engine = engine_with(folder)
+    engine._with_adapters._available = lambda: free
+    engine.add(request(1, AdapterUse("one")))
+    assert tokens_of(run(engine)[1]) == continuation(range(20), 8, VOCAB, adapter=11)
+    free = BYTES  # less than reading another one takes
+    engine.add(request(2, AdapterUse("two")))
+    engine.add(request(3))
+    found = run(engine)
+    (failed,) = found[2]
+    assert isinstance(failed, Failed)
+    assert failed.code == "overloaded"
+    assert "memory are free: unload a model" in failed.message
+    assert len(tokens_of(found[3])) == 8
+    assert not any(info.loaded for info in engine.adapters)  # that might have been enough
+    free = 10 * BYTES
+    engine.add(request(4, AdapterUse("two")))
+    assert tokens_of(run(engine)[4]) == continuation(range(20), 8, VOCAB, adapter=222)
+
+
 def test_an_unknown_adapter_is_refused_at_once(folder: Path):
     engine = engine_with(folder)
     with pytest.raises(AdapterNotFound, match="no adapter is registered as 'five'; registered: one, two"):

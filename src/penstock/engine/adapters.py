@@ -15,11 +15,13 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock.backend.base import AdapterSlots
-from penstock.errors import AdapterError, AdapterNotFound, PenstockError
+from penstock.config import available_memory
+from penstock.errors import AdapterError, AdapterNotFound, Overloaded, PenstockError
 from penstock.model.adapters import AdapterBase, adapter_bytes, read_adapter, updates_of
 from penstock.types import AdapterInfo, AdapterRequests, AdapterUse
 
 MAX_NAME = 256  # characters
+READING = 2  # times its size that an adapter takes while it is read: its file, and what it becomes
 MAX_PASSED = 64  # steps that pass a request which waits for a slot, before a slot is drained for it
 T = TypeVar("T")
 
@@ -122,10 +124,19 @@ class AdapterLease:
 class Adapters:
     """Registers adapters and moves them into slots: at most `most` of them, which take at most `memory` bytes."""
 
-    def __init__(self, slots: AdapterSlots, base: AdapterBase, most: int, memory: int) -> None:
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        base: AdapterBase,
+        most: int,
+        memory: int,
+        available: Callable[[], int] = available_memory,
+    ) -> None:
+        """Takes, besides the limits, what tells how many bytes of the machine's memory are free."""
         self._slots = slots
         self._base = base
         self._memory = memory
+        self._available = available
         self.most = most
         self._free = list(range(most - 1, -1, -1))
         self._registered: dict[str, RegisteredAdapter] = {}
@@ -249,10 +260,11 @@ class Adapters:
         while self._queue:
             try:
                 needed = sum(adapter_bytes(source.registered.path) for source in self._queue[0].sources)
+                fits = self._make_room(needed)
             except PenstockError as error:
                 self._give_up(self._queue.popleft(), error)
                 continue
-            if not self._make_room(needed):
+            if not fits:
                 if self._advanced - self._queue[0].arrived >= MAX_PASSED:
                     self._drain(needed)
                 return
@@ -289,13 +301,23 @@ class Adapters:
 
     def _make_room(self, needed: int) -> bool:
         """Frees a slot, and the bytes if they can be had; returns whether there is room. An adapter that is alone is
-        let in, because its size in a slot is known only when it is read."""
-        while not self._free or (self.used and self.used + needed > self._memory):
+        let in, because its size in a slot is known only when it is read. Raises Overloaded if the machine's memory is
+        too short even so."""
+        while not self._free or (self.used and self.used + needed > self._memory) or self._short(needed):
             unheld = next((lease for lease in self._leases.values() if lease.in_slot and not lease.holders), None)
-            if unheld is None:
+            if unheld is not None:
+                self._evict(unheld)
+            elif len(self._free) < self.most:
                 return False
-            self._evict(unheld)
+            else:
+                raise Overloaded(
+                    f"reading the adapter takes {READING * needed / 1e6:.1f} MB, and {self._available() / 1e6:.1f} MB "
+                    "of memory are free: unload a model, or try again later"
+                )
         return True
+
+    def _short(self, needed: int) -> bool:
+        return READING * needed > self._available()
 
     def _drain(self, needed: int) -> None:
         """Lets no new requests hold some of the adapters in slots, so that a slot and the bytes become free when those

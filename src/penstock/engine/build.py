@@ -20,7 +20,7 @@ from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
 from penstock.model.load import Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.spec import ModelSpec
-from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
+from penstock.planning.memory_plan import adapter_memory, all_states, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
@@ -146,18 +146,19 @@ def chain_hash() -> hashing.Chain:
 def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[Limits, int]:
     """Reserves the KV cache. Returns the limits and the bytes of a token in one layer group. The cache is a little
     smaller than planned where there turns out to be less memory than a moment ago."""
-    spec = checkpoint.spec
+    spec, adapters = checkpoint.spec, adapter_memory(config)
     for left in reversed(range(TRIES)):
         needs = backend.memory_needs()
         group_token = spec.kv_group_bytes(needs.kv_bytes_per_token)
+        room = needs.kv_memory - adapters
         if Device.parse(config.device).kind == "cuda":
-            config = replace(config, kv_memory=min(config.kv_memory or needs.kv_memory, needs.kv_memory))
+            config = replace(config, kv_memory=min(config.kv_memory or room, room))
         limits = resolve(
             config,
             context=spec.max_len,
             vocab=spec.token_ids,
             kv_bytes=group_token,
-            memory=needs.kv_memory,
+            memory=room,
             windows=spec.windows,
             encoder=spec.encoder,
             state_bytes=needs.state_bytes,

@@ -28,6 +28,7 @@ from penstock.store.store import (
     find,
     find_derived,
     looks_like_model,
+    record_folders,
     remove,
     stored_names,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "looks_like_model",
     "nearest_names",
     "read_modelfile",
+    "record_folders",
     "remove",
     "save_derived",
     "sha256_of",

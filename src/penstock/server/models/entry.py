@@ -33,7 +33,8 @@ class ModelEntry:
     state: ModelState = ModelState.STORED
     served: ServedModel | None = None  # while it is loaded
     error: str = ""  # why it could not be loaded the last time
-    bytes: int = 0  # that it takes now
+    reserved: int = 0  # bytes that it takes, or will when it is loaded, without its adapters
+    removed: bool = False  # its files are gone: so is it when it is unloaded
     users: int = 0  # requests that use it or wait for it
     last_used: float = field(default_factory=time.monotonic)
     expires: float = FOR_EVER  # when it is unloaded if nobody uses it, by the monotonic clock
@@ -49,6 +50,11 @@ class ModelEntry:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def bytes(self) -> int:
+        """Returns what it takes now: weights, KV cache and the adapters that are in memory."""
+        return self.reserved + (self.served.client.stats.adapter_bytes if self.served is not None else 0)
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo | AdapterOption]:
@@ -85,6 +91,11 @@ class ModelEntry:
         if self.state in (ModelState.LOADING, ModelState.UNLOADING) or self.users:
             return True
         return self.served is not None and self.served.client.in_flight > 0
+
+    @property
+    def busy_or_loaded(self) -> bool:
+        """Returns whether it is loaded, or somebody waits for it to be."""
+        return self.busy or self.served is not None
 
     def loaded(self) -> Loaded:
         """Returns what the ledger needs to know of it."""
