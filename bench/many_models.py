@@ -6,8 +6,8 @@ The first models chat and the last one embeds. Each part prints a line or two:
 
 answers     Requests of all models, interleaved, to one server within `--memory`: each answer is compared with that of
             a server which has the model to itself.
-streams     The token rate of a stream of the first model while the third is being loaded, beside its rate while it is
-            not. Loads and pauses of the same length alternate within one stream.
+streams     The token rate of a stream of the first model while the second or the third is being loaded, beside its rate
+            while none is. Loads and pauses of the same length alternate within one stream.
 first       The time to the first token of a model that is awake, beside a server of that model alone. Both take turns.
 memory      The memory of the whole process tree before a model is loaded and after `keep_alive: 0` has unloaded it, as
             the sum of proportional set sizes (PSS).
@@ -36,9 +36,24 @@ from typing import Any, NamedTuple
 
 from quiet import Clock, others_since
 
-WORDS = "the river stone small green walks over under seven lamps and a bridge of old paper made by rain".split()
+WORDS = (
+    "the",
+    "river",
+    "stone",
+    "small",
+    "green",
+    "walks",
+    "over",
+    "under",
+    "seven",
+    "lamps",
+    "bridge",
+    "paper",
+    "rain",
+)
 CLIENTS = 4  # at once
 ROUNDS = 6  # of loads and pauses
+PAUSE = 1.0  # seconds at least
 PAIRS = 40  # of first tokens
 SHARE = 8  # of the budget: what each of four models has for its KV cache
 
@@ -212,33 +227,37 @@ def answers(args: argparse.Namespace, names: list[str]) -> None:
 
 
 def streams(args: argparse.Namespace, names: list[str]) -> None:
-    """Streams one answer after the other while another model is loaded and unloaded."""
-    first, loaded = names[0], names[2]
+    """Streams one answer after the other while other models are loaded and unloaded."""
     times: list[float] = []
+    stop = threading.Event()
     with serving(args.models, "--memory", 4 * args.memory) as server:
-        for name in (loaded, first):
+        for name in names[:3]:  # the first time also finishes the imports of the server
             server.load(name, "load")
-        server.load(loaded, "unload")
-        stop = threading.Event()
+        for name in names[1:3]:
+            server.load(name, "unload")
 
         def stream() -> None:
             while not stop.is_set():
-                times.extend(server.stream(first, 400, "Tell a long story."))
+                times.extend(server.stream(names[0], 400, "Tell a long story."))
 
         reader = threading.Thread(target=stream)
         reader.start()
         time.sleep(1.0)
-        windows = [load_and_pause(server, loaded) for _ in range(ROUNDS)]
+        windows = [(name, load_and_pause(server, name)) for _ in range(ROUNDS) for name in names[1:3]]
         stop.set()
         reader.join()
-    during = [rate(times, began, done) for began, done, _, _ in windows]
-    beside = [rate(times, began, done) for _, _, began, done in windows]
-    took = statistics.median(done - began for began, done, _, _ in windows)
-    ratio = statistics.median(each / other for each, other in zip(during, beside, strict=True))
-    print(
-        f"streams: {statistics.median(during):.1f} tokens/s while a model is loaded ({took:.2f} s), "
-        f"{statistics.median(beside):.1f} while none is: {ratio:.1%}"
-    )
+    for name in names[1:3]:
+        own = [each for loaded, each in windows if loaded == name]
+        during, beside = (
+            [rate(times, *window[:2]) for window in own],
+            [rate(times, *window[2:]) for window in own],
+        )
+        took = statistics.median(window[1] - window[0] for window in own)
+        ratio = statistics.median(each / other for each, other in zip(during, beside, strict=True))
+        print(
+            f"streams: {statistics.median(during):.1f} tokens/s while {name} is loaded ({took:.2f} s), "
+            f"{statistics.median(beside):.1f} while nothing is: {ratio:.1%}"
+        )
 
 
 def load_and_pause(server: Running, name: str) -> tuple[float, float, float, float]:
@@ -249,13 +268,14 @@ def load_and_pause(server: Running, name: str) -> tuple[float, float, float, flo
     server.load(name, "unload")
     time.sleep(0.2)
     pause = time.perf_counter()
-    time.sleep(done - began)
+    time.sleep(max(done - began, PAUSE))
     return began, done, pause, time.perf_counter()
 
 
 def rate(times: Sequence[float], began: float, done: float) -> float:
-    """Returns the tokens per second from the first to the last token within a window."""
-    within = [each for each in times if began <= each <= done]
+    """Returns the tokens per second of a window, from the last token before it to the last one within."""
+    before = [each for each in times if each < began][-1:]
+    within = before + [each for each in times if began <= each <= done]
     return (len(within) - 1) / (within[-1] - within[0]) if len(within) > 1 else 0.0
 
 

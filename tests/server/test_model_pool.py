@@ -254,6 +254,30 @@ def test_an_adapter_gets_room_if_another_model_is_idle_and_else_an_error() -> No
     run(ModelPool([source("a", 4), source("b", 4)], PoolSettings(Budget(10, 0))), scenario)
 
 
+def test_a_model_that_is_loaded_while_another_answers_yields_to_it() -> None:
+    started: list[bool] = []
+
+    class Starting(InProcessClient):
+        async def start(self, *, yielding: bool = False) -> Any:
+            started.append(yielding)
+            return await super().start()
+
+    def watched(name: str) -> ModelSource:
+        return ModelSource(name, lambda: Starting(toys.open_parrot, name), toys.ToyText)  # type: ignore[arg-type]
+
+    async def scenario(pool: ModelPool) -> None:
+        using, other, last = RequestContext(), RequestContext(), RequestContext()
+        await pool.use("a", using)
+        await pool.use("b", other)
+        using.end()
+        other.end()
+        await pool.use("c", last)
+        last.end()
+        assert started == [False, True, False]
+
+    run(ModelPool([watched("a"), watched("b"), watched("c")]), scenario)
+
+
 def test_models_that_come_and_go_are_found_and_a_loaded_one_stays_until_it_is_unloaded() -> None:
     first, second, third = source("a"), source("b"), source("c")
     changes: list[list[ModelSource]] = []

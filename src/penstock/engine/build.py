@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from penstock.backend import open_backend, resolve_defaults
@@ -15,10 +16,12 @@ from penstock.core import hashing
 from penstock.engine.adapters import Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
+from penstock.engine.low_priority import run_yielding
 from penstock.errors import OutOfMemory
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
 from penstock.model.load import Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
+from penstock.model.low_rank import Placement
 from penstock.model.spec import ModelSpec
 from penstock.planning.memory_plan import adapter_memory, all_states, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
@@ -91,8 +94,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
-    model, placements = load_placed(checkpoint, backend)
-    backend.load(model)
+    loading = partial(_load_weights, checkpoint, backend)
+    placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend)
     timer.stop("cache")
@@ -111,6 +114,13 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
         unknown_fields=checkpoint.unknown,
     )
+
+
+def _load_weights(checkpoint: Checkpoint, backend: Backend) -> Sequence[Placement]:
+    """Loads a model's weights; returns where each of its tensors is."""
+    model, placements = load_placed(checkpoint, backend)
+    backend.load(model)
+    return placements
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:

@@ -286,7 +286,8 @@ class ModelPool:
     async def _load(self, entry: ModelEntry) -> ServedModel:
         try:
             await self._make_room(entry)
-            client, text = await _open(entry)
+            others = any(each.busy for each in self._entries.values() if each is not entry)
+            client, text = await _open(entry, yielding=others)
         except BaseException as error:
             entry.state, entry.reserved, entry.error = ModelState.STORED, 0, str(error)
             raise
@@ -371,12 +372,12 @@ class ModelPool:
         self._changed = asyncio.Event()
 
 
-async def _open(entry: ModelEntry) -> tuple[EngineClient, Text]:
-    """Starts a model's engine, and loads its tokenizer meanwhile."""
+async def _open(entry: ModelEntry, yielding: bool) -> tuple[EngineClient, Text]:
+    """Starts a model's engine, which yields to those of others if they compute, and loads its tokenizer meanwhile."""
     client = entry.source.make_client()
     loading = asyncio.create_task(asyncio.to_thread(entry.source.load_text))
     try:
-        await client.start()
+        await client.start(yielding=yielding)
         await restore(entry, client)
         return client, await loading
     except BaseException:
