@@ -14,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.ipc.inprocess import InProcessClient
-from penstock.types import AdapterRequests
+from penstock.server.telemetry.metrics import sum_stats
+from penstock.types import AdapterRequests, DraftCounts, Stats
 from tests.server import toys
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +168,14 @@ def test_adapters_are_told_in_our_words_and_in_vllms(serve: Any) -> None:
         assert counts[("late", "waiting")] == 3
         assert told["penstock_adapter_slots"].samples[0].value == 4
         assert told["penstock_adapter_bytes"].samples[0].value == 1000
+
+
+def test_statistics_of_several_engines_are_added_up() -> None:
+    one = Stats(steps=3, adapters=(AdapterRequests("a", 1, 0),), drafts=(DraftCounts("text", 5, 2),))
+    two = Stats(steps=4, drafts=(DraftCounts("text", 1, 1), DraftCounts("recent", 7, 0)))
+    both = sum_stats([one, two])
+    assert (both.steps, both.adapters) == (7, one.adapters)
+    assert both.drafts == (DraftCounts("text", 6, 3), DraftCounts("recent", 7, 0))
 
 
 # -- names of other engines ---------------------------------------------------------------------------------------

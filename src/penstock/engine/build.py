@@ -113,6 +113,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
         unknown_fields=checkpoint.unknown,
+        sleeper=backend.sleeper,
     )
 
 

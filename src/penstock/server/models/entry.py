@@ -21,7 +21,7 @@ class ModelState(StrEnum):
     STORED = "stored"  # only its files are there
     LOADING = "loading"
     AWAKE = "awake"
-    ASLEEP = "asleep"  # it was told to give its memory back, and wakes when it is asked for
+    ASLEEP = "asleep"  # it was told to give its memory back, and wakes when it is asked for; its engine may stay
     UNLOADING = "unloading"
 
 
@@ -35,6 +35,7 @@ class ModelEntry:
     error: str = ""  # why it could not be loaded the last time
     reserved: int = 0  # bytes that it takes, or will when it is loaded, without its adapters
     removed: bool = False  # its files are gone: so is it when it is unloaded
+    host_bytes: int = 0  # pinned host memory that the weights of a sleeping model take, besides
     users: int = 0  # requests that use it or wait for it
     last_used: float = field(default_factory=time.monotonic)
     expires: float = FOR_EVER  # when it is unloaded if nobody uses it, by the monotonic clock
@@ -53,8 +54,10 @@ class ModelEntry:
 
     @property
     def bytes(self) -> int:
-        """Returns what it takes now: weights, KV cache and the adapters that are in memory."""
-        return self.reserved + (self.served.client.stats.adapter_bytes if self.served is not None else 0)
+        """Returns what it takes now: weights, KV cache and the adapters that are in memory. What is left while it
+        sleeps is known without its adapters."""
+        adapters = self.awake is not None and self.awake.client.stats.adapter_bytes
+        return self.reserved + adapters
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo | AdapterOption]:
@@ -84,6 +87,17 @@ class ModelEntry:
     def awake(self) -> ServedModel | None:
         """Returns the model, if requests can use it now."""
         return self.served if self.state is ModelState.AWAKE else None
+
+    @property
+    def engine_died(self) -> bool:
+        """Returns whether it sleeps and its engine, which was to stay, has died."""
+        return self.state is ModelState.ASLEEP and self.served is not None and self.served.client.hello is None
+
+    @property
+    def needed(self) -> int:
+        """Returns the bytes that it takes once it is awake: what its engine has said, or what is expected."""
+        hello = self.served.client.hello if self.served is not None else None
+        return (hello.limits.memory if hello is not None else 0) or self.source.expected_bytes()
 
     @property
     def busy(self) -> bool:

@@ -19,7 +19,7 @@ from penstock.ipc.client import EngineClient
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
-from penstock.types import STEP_SIZES, Report, Request, Stats
+from penstock.types import STEP_SIZES, DraftCounts, Report, Request, Stats
 
 # Bucket bounds in seconds: our own, and those of the dashboards that compat_metrics serves.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
@@ -230,6 +230,10 @@ def _adapters(stats: Stats) -> Iterator[Metric]:
 def sum_stats(every: Sequence[Stats]) -> Stats:
     """Returns what several engines did, added up."""
     sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
-    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters")]
+    drafts: dict[str, DraftCounts] = {}
+    for count in chain.from_iterable(each.drafts for each in every):
+        drafts[count.source] = drafts.get(count.source, DraftCounts(count.source)).plus(count.drafted, count.accepted)
+    adapters = tuple(chain.from_iterable(each.adapters for each in every))
+    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters", "drafts")]
     sums = {name: sum(getattr(each, name) for each in every) for name in names}
-    return Stats(**sums, step_sizes=sizes, adapters=tuple(chain.from_iterable(each.adapters for each in every)))
+    return Stats(**sums, step_sizes=sizes, adapters=adapters, drafts=tuple(drafts.values()))
