@@ -142,17 +142,16 @@ def serving(models: Sequence[str], *options: object) -> Iterator[Running]:
     command = [sys.executable, "-m", "penstock", "serve", *models, "--port", "0", "--log-level", "error"]
     with subprocess.Popen([*command, *map(str, options)], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"on http://127\.0\.0\.1:(\d+)", line):
-                threading.Thread(target=process.stderr.read, daemon=True).start()
-                try:
-                    yield Running(int(found[1]), process.pid)
-                finally:
-                    process.terminate()
-                return
-        raise SystemExit(f"the server did not start: {''.join(lines)}")
+        try:
+            lines = iter(process.stderr.readline, "")
+            ports = (found[1] for line in lines if (found := re.search(r"on http://127\.0\.0\.1:(\d+)", line)))
+            port = next(ports, None)
+            if port is None:
+                raise SystemExit(f"the server of {', '.join(models)} did not start")
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield Running(int(port), process.pid)
+        finally:
+            process.terminate()
 
 
 def tree(pid: int) -> list[int]:
