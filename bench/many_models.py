@@ -5,7 +5,7 @@
 The first models chat and the last one embeds. Each part prints a line or two:
 
 answers     Requests of all models, interleaved, to one server within `--memory`: each answer is compared with that of
-            a server which has the model to itself.
+            a server which has the model to itself. With less memory, models make room for each other all the time.
 streams     The token rate of a stream of the first model while the second or the third is being loaded, beside its rate
             while none is. Loads and pauses of the same length alternate within one stream.
 first       The time to the first token of a model that is awake, beside a server of that model alone. Both take turns.
@@ -55,7 +55,7 @@ CLIENTS = 4  # at once
 ROUNDS = 6  # of loads and pauses
 PAUSE = 1.0  # seconds at least
 PAIRS = 40  # of first tokens
-SHARE = 8  # of the budget: what each of four models has for its KV cache
+KV_MEMORY = 64_000_000  # bytes of each model's cache: all four fit into the budget
 
 
 class Asked(NamedTuple):
@@ -201,11 +201,11 @@ def answers(args: argparse.Namespace, names: list[str]) -> None:
     with ThreadPoolExecutor(CLIENTS) as clients:
         for model, ref in enumerate(args.models):
             own = [number for number, each in enumerate(asked) if each.model == model]
-            with serving([ref], "--kv-memory", args.memory // SHARE) as server:
+            with serving([ref], "--kv-memory", KV_MEMORY) as server:
                 told = clients.map(lambda number: server.answer(asked[number], names[model]), own)  # noqa: B023
                 expected |= dict(zip(own, told, strict=True))
         began = time.perf_counter()
-        with serving(args.models, "--memory", args.memory) as server:
+        with serving(args.models, "--memory", args.memory, "--kv-memory", KV_MEMORY) as server:
             got = list(clients.map(lambda each: server.answer(each, names[each.model]), asked))
             health = json.loads(server.call("GET", "/health").read())["models"]
     seconds = time.perf_counter() - began
@@ -229,7 +229,7 @@ def streams(args: argparse.Namespace, names: list[str]) -> None:
     """Streams one answer after the other while other models are loaded and unloaded."""
     times: list[float] = []
     stop = threading.Event()
-    with serving(args.models, "--memory", 4 * args.memory) as server:
+    with serving(args.models, "--memory", args.memory, "--kv-memory", KV_MEMORY) as server:
         for name in names[:3]:  # the first time also finishes the imports of the server
             server.load(name, "load")
         for name in names[1:3]:
@@ -283,8 +283,8 @@ def rate(times: Sequence[float], began: float, done: float) -> float:
 
 def first(args: argparse.Namespace, names: list[str]) -> None:
     with (
-        serving(args.models[:1], "--kv-memory", args.memory // SHARE) as alone,
-        serving(args.models, "--memory", args.memory) as shared,
+        serving(args.models[:1], "--kv-memory", KV_MEMORY) as alone,
+        serving(args.models, "--memory", args.memory, "--kv-memory", KV_MEMORY) as shared,
     ):
         for name in names[1:2]:
             shared.load(name, "load")
@@ -305,7 +305,7 @@ def first(args: argparse.Namespace, names: list[str]) -> None:
 
 
 def memory(args: argparse.Namespace, names: list[str]) -> None:
-    with serving(args.models, "--memory", args.memory) as server:
+    with serving(args.models, "--memory", args.memory, "--kv-memory", KV_MEMORY) as server:
         server.load(names[1], "load")  # another model that stays, as on a server in use
         for name in (names[0], names[2]):
             before = server.memory()

@@ -195,7 +195,7 @@ def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monk
     penstock("serve", str(reciter), *names, *sizes, "--log-level", "debug", "--log-format", "json")
     assert [each.log for each in setups] == [("info", "text"), ("debug", "json")]
     assert [each.lenient for each in rules] == [True, False]
-    assert ("claude*", "reciter") in pools[0].settings.aliases
+    assert ("claude*", "") in pools[0].settings.aliases  # the default model
     assert pools[1].settings.aliases == (("gpt-4o", "it"), ("big-*", "it"))
     assert configs == [
         Config(model=str(reciter), name="reciter"),
