@@ -52,7 +52,6 @@ WORDS = (
     "rain",
 )
 CLIENTS = 4  # at once
-ROUNDS = 6  # of loads and pauses
 PAUSE = 1.0  # seconds at least
 PAIRS = 40  # of first tokens
 KV_MEMORY = 64_000_000  # bytes of each model's cache: all four fit into the budget
@@ -80,6 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("models", nargs=4, metavar="MODEL")
     parser.add_argument("--memory", type=int, default=1_500_000_000)
     parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=6, help="loads of each model beside a stream")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parts", default=",".join(PARTS))
     return parser.parse_args()
@@ -242,7 +242,7 @@ def streams(args: argparse.Namespace, names: list[str]) -> None:
         reader = threading.Thread(target=stream)
         reader.start()
         time.sleep(1.0)
-        windows = [(name, load_and_pause(server, name)) for _ in range(ROUNDS) for name in names[1:3]]
+        windows = [(name, load_and_pause(server, name)) for _ in range(args.rounds) for name in names[1:3]]
         stop.set()
         reader.join()
     for name in names[1:3]:
