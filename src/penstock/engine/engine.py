@@ -185,6 +185,9 @@ class Engine:
         """Returns the engine's state and counters."""
         stats = self._scheduler.stats()
         costs = vars(self._grammars.costs) if self._grammars is not None else {}
+        if self._adapters is not None:
+            slots, used = self._adapters.most, self._adapters.used
+            stats = stats._replace(adapter_slots=slots, adapter_bytes=used, adapters=self._adapters.requests())
         return stats._replace(
             busy_seconds=self._busy_seconds,
             waiting=stats.waiting + len(self._waiting_room),

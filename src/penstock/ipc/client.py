@@ -34,7 +34,9 @@ class EngineClient(Protocol):
     def adapters(self) -> Mapping[str, AdapterInfo]:
         """Returns the adapters that requests may name, by name."""
 
-    async def start(self) -> Hello: ...
+    async def start(self, *, yielding: bool = False) -> Hello:
+        """Starts the engine. With `yielding`, an engine process loads its weights only as fast as that slows down no
+        other one."""
 
     def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
         """Yields the events of one request, a list per step, up to Finished, Aborted or Failed. Leaving the generator

@@ -37,10 +37,10 @@ class ProcessClient(RequestClient):
         self._engine: EngineProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
 
-    async def start(self) -> Hello:
+    async def start(self, *, yielding: bool = False) -> Hello:
         """Starts the engine; raises what keeps it from starting. Starting twice changes nothing."""
         if self._keeper is None:
-            await self._launch()
+            await self._launch(yielding)
             self._keeper = asyncio.create_task(self._keep_running())
         if self.hello is None:
             raise EngineUnavailable(self.unavailable_reason)
@@ -67,8 +67,8 @@ class ProcessClient(RequestClient):
         self.stats = step.stats
         self._streams.deliver(step.events())
 
-    async def _launch(self) -> None:
-        self._engine = await EngineProcess.launch(self._launcher, self._config)
+    async def _launch(self, yielding: bool = False) -> None:
+        self._engine = await EngineProcess.launch(self._launcher, replace(self._config, yielding=yielding))
         self.hello = self._engine.hello
         self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters
 

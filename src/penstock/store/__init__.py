@@ -29,6 +29,7 @@ from penstock.store.store import (
     find,
     find_derived,
     looks_like_model,
+    record_folders,
     remove,
     stored_names,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "nearest_names",
     "packed_size",
     "read_modelfile",
+    "record_folders",
     "remove",
     "save_derived",
     "sha256_of",

@@ -60,6 +60,11 @@ def entries() -> list[Entry]:
     return sorted((entry for entry in found if entry), key=lambda entry: entry.name)
 
 
+def record_folders() -> tuple[Path, Path]:
+    """Returns the folders that change whenever a model comes or goes."""
+    return home() / "records", home() / "made"
+
+
 def find_derived(ref: str) -> DerivedModel | None:
     """Returns the derived model of that name. A file of the same name takes precedence: whoever types it may not know
     of models that others derived."""
