@@ -8,6 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from penstock.control_types import FIRST_VERSION as FIRST_VERSION
+from penstock.control_types import PAUSE_ABORT as PAUSE_ABORT
+from penstock.control_types import PAUSE_KEEP as PAUSE_KEEP
+from penstock.control_types import PAUSE_MODES as PAUSE_MODES
+from penstock.control_types import PAUSE_WAIT as PAUSE_WAIT
+from penstock.control_types import AdapterInfo as AdapterInfo
+from penstock.control_types import AdapterList as AdapterList
+from penstock.control_types import WeightSpan as WeightSpan
+from penstock.control_types import WeightState as WeightState
 from penstock.errors import InvalidRequest
 from penstock.sampler_types import SAMPLERS as SAMPLERS
 from penstock.sampler_types import DryPenalty as DryPenalty
@@ -236,17 +245,6 @@ class AdapterUse(NamedTuple):
     scale: float = 1.0  # besides the scale that it was registered with
 
 
-class AdapterInfo(NamedTuple):
-    """Describes a registered adapter."""
-
-    name: str
-    path: str
-    scale: float
-    rank: int  # the highest of its matrices
-    digest: str = ""  # of its contents; empty until it was loaded once
-    loaded: bool = False  # it is in a slot of the backend now
-
-
 class Request(NamedTuple):
     """Asks for one token stream: it is what a user sent, once text has become token ids."""
 
@@ -400,6 +398,7 @@ class Report(NamedTuple):
     waited: tuple[tuple[str, float], ...] = ()  # for what, and seconds, before it was queued
     forced: int = 0  # tokens that its grammar left no choice about
     nearest: Nearest | None = None  # set if Request.explain
+    weights: tuple[WeightSpan, ...] = ()  # that computed it; several if they were updated on the way
 
     @property
     def compiling(self) -> float:
@@ -411,7 +410,7 @@ class Finished(NamedTuple):
     """Tells that a request was answered to its end."""
 
     seq: int
-    reason: str  # "stop" or "length"; "pooled" for an embedding
+    reason: str  # "stop" or "length"; "pooled" for an embedding; "abort" if a pause ended it
     stop_token: int | None = None  # the token id that ended it; it is part of the Tokens events too
     pooled: bytes = b""  # see RowResult
     report: Report | None = None
@@ -432,14 +431,7 @@ class Failed(NamedTuple):
     message: str
 
 
-class AdapterList(NamedTuple):
-    """Answers a control message about adapters: the one that was registered, or all that are."""
-
-    seq: int  # the message's id
-    adapters: tuple[AdapterInfo, ...]
-
-
-Event = Tokens | Finished | Aborted | Failed | AdapterList
+Event = Tokens | Finished | Aborted | Failed | AdapterList | WeightState
 
 
 class BlockStored(NamedTuple):

@@ -17,8 +17,9 @@ LIBRARY = sys.stdlib_module_names
 # Imports point down only. A package may import those named after it, and itself.
 WAIST = {"types", "errors", "config"}
 MAY_IMPORT = {
-    "types": {"errors", "sampler_types"},
+    "types": {"errors", "sampler_types", "control_types"},
     "sampler_types": set(),
+    "control_types": set(),
     "errors": set(),
     "config": {"types", "errors"},
     "keys": {"errors"},

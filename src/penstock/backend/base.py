@@ -370,6 +370,23 @@ class AdapterSlots(Protocol):
         """Frees a slot after all launched steps."""
 
 
+class WeightUpdate(Protocol):
+    """Replaces the weights of program 0. They are packed and prepared in any thread while steps run, and exchanged
+    between two steps."""
+
+    @property
+    def packer(self) -> Any:
+        """Returns what packs the new weights; the model is built with it."""
+
+    def prepare(self, model: Model) -> None:
+        """Gets everything ready for the exchange. Raises WeightsError if the weights cannot be exchanged; nothing has
+        changed then."""
+
+    def exchange(self) -> None:
+        """Puts the new weights in place of the old ones, after all launched steps. KV, recurrent states, last sampled
+        tokens and adapters stay."""
+
+
 class Backend(WeightPacker, Runner, Tuner, Protocol):
     """Packs weights, runs batches and tunes itself, on one device."""
 
@@ -378,3 +395,6 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     depth: int  # steps that it pays to have in flight while the next one is planned
     kv: BlockMemory
     adapters: AdapterSlots
+
+    def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
+        """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""

@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
+from penstock.backend.exchange import KeepingPacker
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, parse_adapter, resolve
 from penstock.core import hashing
 from penstock.engine.adapters import Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
-from penstock.errors import OutOfMemory
+from penstock.engine.weights import WeightReader
+from penstock.errors import OutOfMemory, WeightsError
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
-from penstock.model.load import Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
+from penstock.model.load import CONFIG, Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.spec import ModelSpec
 from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
@@ -91,7 +94,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
-    model, placements = load_placed(checkpoint, backend)
+    packer = KeepingPacker(backend)
+    model, placements = load_placed(checkpoint, packer)
     backend.load(model)
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend)
@@ -109,8 +113,18 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
+        weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint.path.is_dir())),
         unknown_fields=checkpoint.unknown,
     )
+
+
+def open_update(config: Config, folder: bool, path: Path) -> Checkpoint:
+    """Opens weights that are to take the place of a model's, which is a folder or a GGUF file, as that was opened."""
+    if path.is_dir() and not (path / CONFIG).exists() and len(files := list(path.glob("*.gguf"))) == 1:
+        path = files[0]
+    if path.is_dir() != folder:
+        raise WeightsError(f"the loaded model is a {'folder' if folder else 'GGUF file'}, and this is none")
+    return quantized(open_checkpoint(path, config.config, config.strict_config, config.max_len), config)
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:

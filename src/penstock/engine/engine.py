@@ -10,16 +10,41 @@ from pathlib import Path
 
 from penstock.backend.base import Backend, Ticket
 from penstock.core import Policy, Scheduler, hashing
+from penstock.core.new_weights import change_salts
+from penstock.core.refusal import refuse_impossible
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.adapters import Adapters, Reading
+from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
+from penstock.engine.pausing import PauseState
+from penstock.engine.reading import Reading
 from penstock.engine.record import RequestRecord
+from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
 from penstock.engine.waiting import Need, WaitingRoom
-from penstock.errors import InvalidGrammar, InvalidRequest, NotSupported, OutOfMemory, PenstockError, StepFailed
+from penstock.engine.weight_messages import (
+    AbortAll,
+    DescribeWeights,
+    Pause,
+    Resume,
+    UpdateWeights,
+    WeightMessage,
+)
+from penstock.engine.weights import MAX_VERSION, ReadWeights, WeightReader
+from penstock.errors import (
+    EngineUnavailable,
+    InvalidGrammar,
+    InvalidRequest,
+    NotSupported,
+    OutOfMemory,
+    PenstockError,
+    StepFailed,
+    WeightsError,
+)
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
+    PAUSE_ABORT,
+    PAUSE_WAIT,
     STEP_SIZES,
     Aborted,
     AdapterInfo,
@@ -36,8 +61,11 @@ from penstock.types import (
     Stats,
     StepPlan,
     StepResult,
+    WeightState,
 )
 
+ABORTED = "all requests were aborted before this one was answered: send it again"
+NOTHING = StepPlan(0, ())  # is what a paused engine does
 PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requests wait for something
 
 
@@ -45,8 +73,8 @@ class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
     flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
     `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, `adapters` are
-    those that requests may name, `unknown_fields` are those of its config that nothing is known of, and with
-    `block_events` it is recorded what enters and leaves the prefix cache."""
+    those that requests may name, `weights` reads others for the model, `unknown_fields` are those of its config that
+    nothing is known of, and with `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -61,6 +89,7 @@ class Engine:
         classifier: ClassifierHead | None = None,
         dense: DenseHead | None = None,
         adapters: Adapters | None = None,
+        weights: WeightReader | None = None,
         unknown_fields: tuple[str, ...] = (),
     ) -> None:
         self.limits = limits
@@ -72,6 +101,10 @@ class Engine:
         self._dense = dense
         self._adapters = adapters
         self._registering: list[tuple[RegisterAdapter, Reading[int]]] = []
+        self._weights = weights
+        self._weight_state = WeightState()
+        self._update: tuple[UpdateWeights, Reading[ReadWeights]] | None = None  # whose weights are being read
+        self._pause = PauseState()
         epoch = time.time_ns() if block_events else None
         self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
@@ -90,27 +123,25 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Returns whether there is nothing to compute and no event to return."""
-        return not (self._waiting_room or self._computing or self._registering)
+        return not (self._waiting_room or self._computing or self._registering or self._update)
 
     @property
     def _computing(self) -> bool:
-        return bool(self._scheduler.sequences or self._in_flight or self._events)
+        may_run = self._scheduler.sequences and not self._pause.paused
+        return bool(may_run or self._in_flight or self._events)
 
     def add(self, request: Request) -> None:
         """Takes a request in; raises InvalidRequest for one that could never be answered. Ids are the caller's and are
         never used twice. A request with a grammar or adapters starts when those are ready; if they cannot be, a step
         returns the failure."""
-        if not (self.limits.generates or request.pooling):
-            raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
-        if request.pooling == "classify" and self._classifier is None:
-            raise InvalidRequest("this model has no classification head: ask for an embedding", param="model")
+        refuse_wrong_kind(request, self.limits, self._classifier is not None)
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id} is already in use")
-        _check_ids(request, self.limits.vocab)
+        check_ids(request, self.limits.vocab)
         record = RequestRecord(request, self.limits.vocab, self._classifier, self._dense)
         grammar = request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
-            _refuse_logprobs(request)
+            refuse_logprobs(request)
         if grammar is not None and grammar.kind == "free":
             record.constrain(Constraint.free(grammar.thinking))
         try:
@@ -122,8 +153,8 @@ class Engine:
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step returns the event. Unknown ids have ended already."""
         self._scheduler.now = time.perf_counter()
-        if id in self._waiting_room:
-            self._waiting_room.leave(id)
+        if id in self._waiting_room or id in self._pause:
+            (self._waiting_room if id in self._waiting_room else self._pause).leave(id)
             self._emit([Aborted(id)])
         else:
             self._emit(self._scheduler.abort(id))
@@ -136,10 +167,12 @@ class Engine:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
         if self._registering:
             self._register_ready()
+        if self._update:
+            self._exchange_ready(*self._update)
         if self._waiting_room:
             self._start_ready()
         began = self._scheduler.now = time.perf_counter()
-        plan = self._scheduler.plan()
+        plan = NOTHING if self._pause.paused else self._scheduler.plan()
         self._batcher.apply(plan)
         if plan.copies:
             self._host_blocks.carry_out(plan.copies, self._backend.kv)
@@ -148,6 +181,7 @@ class Engine:
         if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
             self._commit(*self._in_flight.popleft())
         self._busy_seconds += time.perf_counter() - began
+        self._answer_pauses()
         events, self._events = self._events, []
         return events
 
@@ -165,7 +199,7 @@ class Engine:
         costs = vars(self._grammars.costs) if self._grammars is not None else {}
         return stats._replace(
             busy_seconds=self._busy_seconds,
-            waiting=stats.waiting + len(self._waiting_room),
+            waiting=stats.waiting + len(self._waiting_room) + len(self._pause),
             computed_tokens=self._computed,
             step_sizes=tuple(self._step_sizes),
             **costs,
@@ -175,14 +209,23 @@ class Engine:
         """Gives the backend's memory back."""
         if self._adapters is not None:
             self._adapters.close()
+        if self._weights is not None:
+            self._weights.close()
         self._backend.close()
 
     # -- starting ------------------------------------------------------------------------------------------------
 
     def _start(self, record: RequestRecord) -> None:
+        """Queues a request, or lets it wait for the end of a pause."""
         request = record.request
         self._scheduler.now = time.perf_counter()
-        self._scheduler.add(record.sequence(record.pooling != "mean" and not self.limits.encoder))
+        sequence = record.sequence(record.pooling != "mean" and not self.limits.encoder, self._weight_state)
+        if self._pause.stops(request.id):
+            refuse_impossible(sequence, self.limits)
+            self._records[request.id] = record
+            self._pause.hold(record, self._scheduler.now)
+            return
+        self._scheduler.add(sequence)
         self._records[request.id] = record
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat
@@ -273,6 +316,97 @@ class Engine:
             except PenstockError as error:
                 self._emit([Failed(message.id, error.code, error.message)])
 
+    # -- pauses and weights --------------------------------------------------------------------------------------
+
+    def control_weights(self, message: WeightMessage) -> None:
+        """Pauses, resumes, or has weights read; a step returns the answer. Raises what cannot be done at once."""
+        match message:
+            case Pause(id, mode):
+                if mode == PAUSE_ABORT:
+                    self._abort_all()
+                self._pause.begin(id, self._records if mode == PAUSE_WAIT else ())
+            case Resume(id):
+                self._resume()
+                self._answer(id)
+            case AbortAll(id):
+                self._abort_all()
+                self._answer(id)
+            case UpdateWeights():
+                self._update = message, self._begin_update(message)
+            case DescribeWeights(id):
+                self._answer(id)
+
+    def _answer(self, id: int) -> None:
+        """Answers a message about pauses and weights with what holds now."""
+        paused = self._pause.paused
+        self._emit([self._weight_state._replace(seq=id, paused=paused)])
+
+    def _answer_pauses(self) -> None:
+        """Answers those who asked for a pause that has begun: nothing is in flight."""
+        self._pause.note(self._records.keys())
+        if not self._in_flight:
+            for id in self._pause.take_asked():
+                self._answer(id)
+
+    def _resume(self) -> None:
+        for record in self._pause.end(time.perf_counter()):
+            try:
+                self._start(record)
+            except PenstockError as error:
+                self._emit([Failed(record.request.id, error.code, error.message)])
+
+    def _abort_all(self) -> None:
+        """Ends all requests with what they have so far. What has no part, such as an embedding, fails."""
+        self._scheduler.now = time.perf_counter()
+        for id, record in list(self._records.items()):
+            if id in self._scheduler.sequences:
+                (ended,) = self._scheduler.abort(id)
+                answered = Finished(id, "abort", report=ended.report)
+            else:
+                (self._waiting_room if id in self._waiting_room else self._pause).leave(id)
+                answered = Finished(id, "abort")
+            failed = Failed(id, EngineUnavailable.code, ABORTED)
+            self._emit([failed if record.pooling else answered])
+
+    def _begin_update(self, message: UpdateWeights) -> Reading[ReadWeights]:
+        if self._weights is None:
+            raise NotSupported("this engine has no weights that could be updated")
+        if self._update is not None:
+            raise WeightsError("weights are being updated already: wait for that answer, and send this again")
+        if len(message.version) > MAX_VERSION:
+            raise WeightsError(f"a weight version has at most {MAX_VERSION} characters; got {len(message.version)}")
+        return self._weights.begin(Path(message.path).expanduser())
+
+    def _exchange_ready(self, message: UpdateWeights, reading: Reading[ReadWeights]) -> None:
+        """Exchanges weights that were read, once no step is in flight. If there is nothing to compute, it waits a
+        little."""
+        if not self._computing:
+            reading.wait(PATIENCE)
+        if not reading.ready:
+            return
+        self._update = None
+        while self._in_flight:
+            self._commit(*self._in_flight.popleft())
+        try:
+            update, self._classifier, self._dense = reading.result()
+        except PenstockError as error:
+            self._emit([Failed(message.id, error.code, error.message)])
+            return
+        update.exchange()
+        self._change_version(message)
+        self._answer(message.id)
+
+    def _change_version(self, message: UpdateWeights) -> None:
+        """Notes which weights are loaded now, and that KV of the old ones is not theirs."""
+        updates = self._weight_state.updates + 1
+        version = message.version or str(updates)
+        state = self._weight_state = WeightState(0, version, message.path, updates)
+        sequences = self._scheduler.sequences
+        for id, sequence in sequences.items():
+            self._records[id].change_weights(sequence, state, message.recompute)
+        salts = {id: self._records[id].salt(state) for id in sequences}
+        change_salts(self._scheduler, salts, message.recompute)
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
@@ -328,7 +462,7 @@ class Engine:
         code = error.code if isinstance(error, StepFailed) else StepFailed.code
         self._emit(self._scheduler.fail(plan, code, message))
 
-    def _emit(self, events: list[Event]) -> None:
+    def _emit(self, events: Sequence[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
@@ -356,24 +490,3 @@ class Engine:
             self._emit([Failed(row.seq, error.code, error.message)])
             return answer
         return answer._replace(tokens=answer.tokens + forced)
-
-
-def _check_ids(request: Request, vocab: int) -> None:
-    """Raises InvalidRequest for token ids that have no logit."""
-    params = request.sampling
-    banned = (id for word in request.bad_words for id in word)
-    allowed = params.allowed_token_ids or ()
-    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", allowed), ("bad_words", banned)):
-        for id in ids:
-            if not 0 <= id < vocab:
-                raise InvalidRequest(f"{name}: token ids are from 0 to {vocab - 1}; got {id}", param=name)
-
-
-def _refuse_logprobs(request: Request) -> None:
-    """Raises InvalidRequest for logprobs with a thinking budget: what closes the thinking is not sampled."""
-    if request.sampling.logprobs is not None:
-        raise InvalidRequest(
-            "logprobs cannot be given with a thinking budget, because the tokens that end the thinking are not "
-            "sampled: send one of the two",
-            param="logprobs",
-        )

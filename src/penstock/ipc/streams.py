@@ -10,9 +10,28 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.loop import Abort, Add, FlushCache, Message
+from penstock.engine.weight_messages import (
+    AbortAll,
+    DescribeWeights,
+    Pause,
+    Resume,
+    UpdateWeights,
+    WeightMessage,
+)
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import by_request
-from penstock.types import AdapterInfo, AdapterList, Event, Failed, Hello, Request, Stats, Tokens
+from penstock.types import (
+    PAUSE_KEEP,
+    AdapterInfo,
+    AdapterList,
+    Event,
+    Failed,
+    Hello,
+    Request,
+    Stats,
+    Tokens,
+    WeightState,
+)
 
 
 class EventMailbox:
@@ -60,7 +79,7 @@ class RequestStreams:
             if self._boxes.pop(request.id, None) is not None:
                 send(Abort(request.id))
 
-    async def answer(self, message: AdapterMessage, send: Callable[[Message], None]) -> tuple[AdapterInfo, ...]:
+    async def answer(self, message: AdapterMessage | WeightMessage, send: Callable[[Message], None]) -> Event:
         """Sends a control message and returns its answer; raises the error that it was answered with."""
         send(message)
         box = self._boxes[message.id] = EventMailbox()
@@ -70,8 +89,7 @@ class RequestStreams:
             self._boxes.pop(message.id, None)
         if isinstance(event, Failed):
             raise error_of(event.code, event.message)
-        assert isinstance(event, AdapterList)
-        return event.adapters
+        return event
 
     def deliver(self, events: Iterable[Event]) -> None:
         """Hands each request its share of a step. What belongs to a request that was left is dropped."""
@@ -99,6 +117,7 @@ class RequestClient(ABC):
         self._ids = itertools.count(1)
         self._streams = RequestStreams()
         self.adapters: dict[str, AdapterInfo] = {}
+        self.weights = WeightState()
 
     @property
     def in_flight(self) -> int:
@@ -116,18 +135,43 @@ class RequestClient(ABC):
         self._send(FlushCache())
 
     async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
-        message = RegisterAdapter(self.next_id(), name, path, scale, replace)
-        (info,) = await self._streams.answer(message, self._send)
+        (info,) = await self._about_adapters(RegisterAdapter(self.next_id(), name, path, scale, replace))
         self.adapters[name] = info
         return info
 
     async def unregister_adapter(self, name: str) -> AdapterInfo:
-        (info,) = await self._streams.answer(UnregisterAdapter(self.next_id(), name), self._send)
+        (info,) = await self._about_adapters(UnregisterAdapter(self.next_id(), name))
         self.adapters.pop(name, None)
         return info
 
     async def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        return await self._streams.answer(ListAdapters(self.next_id()), self._send)
+        return await self._about_adapters(ListAdapters(self.next_id()))
+
+    async def pause(self, mode: str = PAUSE_KEEP) -> WeightState:
+        return await self._about_weights(Pause(self.next_id(), mode))
+
+    async def resume(self) -> WeightState:
+        return await self._about_weights(Resume(self.next_id()))
+
+    async def abort_all(self) -> WeightState:
+        return await self._about_weights(AbortAll(self.next_id()))
+
+    async def update_weights(self, path: str, version: str = "", *, recompute: bool = True) -> WeightState:
+        return await self._about_weights(UpdateWeights(self.next_id(), path, version, recompute))
+
+    async def describe_weights(self) -> WeightState:
+        return await self._about_weights(DescribeWeights(self.next_id()))
+
+    async def _about_adapters(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, AdapterList)
+        return event.adapters
+
+    async def _about_weights(self, message: WeightMessage) -> WeightState:
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, WeightState)
+        self.weights = event
+        return event
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -25,7 +25,6 @@ from penstock.backend.base import (
     Ints,
     MemoryNeeds,
     Model,
-    SampleRows,
     StoredAs,
     Ticket,
 )
@@ -35,7 +34,9 @@ from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import checked_device, device_properties
+from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
+from penstock.backend.cuda.flights import Flight, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
@@ -49,9 +50,10 @@ from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import CudaProgram, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs, sampling_kinds
+from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
+from penstock.backend.exchange import PackedWeight
 from penstock.backend.pooling import with_pooled
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import with_chains
@@ -64,8 +66,6 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 log = logging.getLogger(__name__)
-# Logits, what is asked of them, their first position, and where their tokens go.
-Sampling = tuple[Any, DeviceInputs, SampleRows, int, Any]
 IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
@@ -73,27 +73,6 @@ SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
 LAST_MEMORY = 128 << 20  # of it, held until a step finds none: kernels that are loaded then need some
 NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
 SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
-
-
-@dataclass(slots=True)
-class Flight:
-    """Remembers a launched step, and where its answer will be once `done` has happened."""
-
-    batch: Batch
-    tokens: Any  # [S] on the host
-    asked: list[PendingLogprobs]
-    pooled: dict[int, Any]  # [dim] on the host, by row
-    done: Any | None
-    chained: list[Any]  # [n, vocab] on the host: the logits of the positions that have a chain
-    masks: Bitmasks | None
-
-
-@dataclass(slots=True)
-class Unconstrained:
-    """Remembers a step whose logits are being computed and whose bitmasks are still to come."""
-
-    batch: Batch
-    logits: Iterator[Sampling]
 
 
 class CudaBackend:
@@ -181,6 +160,10 @@ class CudaBackend:
             self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
+
+    def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
+        packer = HostPacker(self._dtype, self._tilings, self._quantize)
+        return CudaUpdate(packer, loaded, self._program.recorded, self._device, self._on_stream)
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor, self._quantize, self._properties.has_fp8)

@@ -22,6 +22,7 @@ from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
 from penstock.server.models.ledger import Budget, Refuse, Unload, make_room
 from penstock.server.models.source import ModelSource
+from penstock.server.models.weights import restore_weights
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import CLIENTS_NAMES, ServedModel, unknown_model
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
@@ -273,6 +274,8 @@ class ModelPool:
 
     async def _unload(self, entry: ModelEntry) -> None:
         entry.kept_adapters = kept(entry)
+        if entry.served is not None:
+            entry.kept_weights = entry.served.client.weights
         served, entry.served, entry.state = entry.served, None, ModelState.UNLOADING
         entry.variants.clear()
         try:
@@ -310,6 +313,7 @@ async def _open(entry: ModelEntry) -> tuple[EngineClient, Text]:
     try:
         await client.start()
         await restore(entry, client)
+        await restore_weights(entry, client)
         return client, await loading
     except BaseException:
         loading.cancel()
