@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, WeightsError
@@ -30,15 +31,24 @@ async def update_weights(
     """Puts other weights in place of a model's. Old and new ones are in memory together for a while, which the budget
     of all models must have room for."""
     client = await client_of(pool, context, model)
-    entry = pool.get(context.model)
-    taken, budget = sum(each.bytes for each in pool.entries), pool.settings.budget.bytes
-    if taken + entry.source.bytes > budget:
+    taken, needed, budget = sum(each.bytes for each in pool.entries), _file_bytes(path), pool.settings.budget.bytes
+    if taken + needed > budget:
         raise WeightsError(
-            f"the models that are loaded take {taken / 1e9:.2f} GB, and an update of {entry.name} would take "
-            f"{entry.source.bytes / 1e9:.2f} GB more while it lasts; all together may take {budget / 1e9:.2f} GB: "
-            "raise --memory, or unload a model"
+            f"the models that are loaded take {taken / 1e9:.2f} GB, and the new weights would take {needed / 1e9:.2f} "
+            f"GB more until they are exchanged; all together may take {budget / 1e9:.2f} GB: raise --memory, or unload a "
+            "model"
         )
     return await client.update_weights(path, version, recompute=recompute)
+
+
+def _file_bytes(path: str) -> int:
+    """Returns the size of the weight files at a path; 0 if there are none, which the engine says more about."""
+    try:
+        place = Path(path).expanduser()
+        files = [*place.glob("*.safetensors"), *place.glob("*.gguf")] if place.is_dir() else [place]
+        return sum(file.stat().st_size for file in files)
+    except (OSError, RuntimeError, ValueError):  # missing, too long, of an unknown user, or with a zero in it
+        return 0
 
 
 async def restore_weights(entry: ModelEntry, client: EngineClient) -> None:
