@@ -370,7 +370,7 @@ class Engine:
 
     def _begin_update(self, message: UpdateWeights) -> Reading[ReadWeights]:
         if self._weights is None:
-            raise NotSupported("this engine has no weights that could be updated")
+            raise WeightsError("this engine has no weights that could be updated")
         if self._update is not None:
             raise WeightsError("weights are being updated already: wait for that answer, and send this again")
         if len(message.version) > MAX_VERSION:

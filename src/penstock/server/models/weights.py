@@ -35,8 +35,8 @@ async def update_weights(
     if taken + needed > budget:
         raise WeightsError(
             f"the models that are loaded take {taken / 1e9:.2f} GB, and the new weights would take {needed / 1e9:.2f} "
-            f"GB more until they are exchanged; all together may take {budget / 1e9:.2f} GB: raise --memory, or unload a "
-            "model"
+            f"GB more until they are exchanged; all together may take {budget / 1e9:.2f} GB: raise --memory, or unload "
+            "a model"
         )
     return await client.update_weights(path, version, recompute=recompute)
 

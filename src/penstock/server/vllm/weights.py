@@ -10,16 +10,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, read_object
+from penstock.server.bodies import read_body, read_object
 from penstock.server.models import ModelPool
 from penstock.server.models.weights import client_of, update_weights
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.sse import json_response
 from penstock.types import PAUSE_KEEP
-
-PAUSE_NO_EFFECT: NoEffect = {"clear_cache": ANY_VALUE}  # KV of other weights is never reused
-RESET_NO_EFFECT: NoEffect = {"reset_external": ("false", "0"), "reset_running_requests": ("false", "0")}
 
 
 class WeightsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -28,6 +25,7 @@ class WeightsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class PauseQuery(WeightsQuery, kw_only=True):
     mode: Literal["abort", "wait", "keep"] | None = None  # left out: keep
+    clear_cache: str | None = None  # KV of other weights is never reused, whatever is said here
     wait_for_inflight_requests: Literal["true", "false", "1", "0"] | None = None  # the older name of mode=wait
 
 
@@ -64,19 +62,19 @@ class PauseStatus(msgspec.Struct):
     status: str
 
 
-PAUSE = Operation(query=PauseQuery, no_effect=PAUSE_NO_EFFECT, answers=PauseStatus)
+PAUSE = Operation(query=PauseQuery, answers=PauseStatus)
 RESUME = Operation(query=WeightsQuery, answers=PauseStatus)
 IS_PAUSED = Operation(query=WeightsQuery)
 UPDATE_WEIGHTS = Operation(UpdateWeightsBody, {}, Updated)
 WEIGHT_INFO = Operation(query=WeightsQuery, answers=WeightInfo)
 ABORT_REQUESTS = Operation(AbortBody, {}, PauseStatus)
-RESET = Operation(query=WeightsQuery, no_effect=RESET_NO_EFFECT, answers=None)
+RESET = Operation(query=WeightsQuery, answers=None)
 
 
 async def pause(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     """Answers when the pause has begun. Unlike in vLLM, running requests are kept if no mode is given: a training loop
     that forgets the mode is not left with fragments."""
-    query = read_object(context, dict(http.query_params), PauseQuery, PAUSE_NO_EFFECT)
+    query = read_object(context, dict(http.query_params), PauseQuery, {})
     waits = query.wait_for_inflight_requests in ("true", "1")
     client = await client_of(pool, context, query.model)
     await client.pause(query.mode or ("wait" if waits else PAUSE_KEEP))
@@ -127,6 +125,6 @@ async def abort_requests(pool: ModelPool, http: HttpRequest, context: RequestCon
 
 async def reset_prefix_cache(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     """Empties the prefix cache; running requests keep the blocks that they hold."""
-    query = read_object(context, dict(http.query_params), WeightsQuery, RESET_NO_EFFECT)
+    query = read_object(context, dict(http.query_params), WeightsQuery, {})
     (await client_of(pool, context, query.model)).flush_cache()
     return Response()
