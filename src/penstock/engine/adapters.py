@@ -121,7 +121,6 @@ class Adapters:
         return self._info(self._registered[name])
 
     def _check_name(self, name: str, path: Path, scale: float, replace: bool) -> None:
-        self._slots.check()
         if not 0 < len(name) <= MAX_NAME:
             raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} characters; got {len(name)}", param="name")
         known = self._registered.get(name)

@@ -115,6 +115,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
         weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint.path.is_dir())),
         unknown_fields=checkpoint.unknown,
+        sleeper=backend.sleeper,
     )
 
 

@@ -8,43 +8,32 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.backend.base import Backend, Ticket
+from penstock.backend.base import Backend, Sleeper, Ticket
 from penstock.core import Policy, Scheduler, hashing
-from penstock.core.new_weights import change_salts
 from penstock.core.refusal import refuse_impossible
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
-from penstock.engine.pausing import PauseState
 from penstock.engine.reading import Reading
 from penstock.engine.record import RequestRecord
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
+from penstock.engine.sleep_state import SleepState
+from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
-from penstock.engine.weight_messages import (
-    AbortAll,
-    DescribeWeights,
-    Pause,
-    Resume,
-    UpdateWeights,
-    WeightMessage,
-)
-from penstock.engine.weights import MAX_VERSION, ReadWeights, WeightReader
+from penstock.engine.weight_control import PATIENCE, WeightControl
+from penstock.engine.weights import WeightReader
 from penstock.errors import (
-    EngineUnavailable,
     InvalidGrammar,
     InvalidRequest,
     NotSupported,
     OutOfMemory,
     PenstockError,
     StepFailed,
-    WeightsError,
 )
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
-    PAUSE_ABORT,
-    PAUSE_WAIT,
     STEP_SIZES,
     Aborted,
     AdapterInfo,
@@ -55,26 +44,27 @@ from penstock.types import (
     Finished,
     Grammar,
     Limits,
+    MemoryUse,
     Request,
     Row,
     RowResult,
     Stats,
     StepPlan,
     StepResult,
-    WeightState,
+    Tokens,
 )
 
-ABORTED = "all requests were aborted before this one was answered: send it again"
+MOST_DRAFTED = 64  # tokens of one row in one step
 NOTHING = StepPlan(0, ())  # is what a paused engine does
-PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requests wait for something
 
 
-class Engine:
+class Engine(WeightControl):
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
-    flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
-    `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, `adapters` are
-    those that requests may name, `weights` reads others for the model, `unknown_fields` are those of its config that
-    nothing is known of, and with `block_events` it is recorded what enters and leaves the prefix cache."""
+    flight while the next one is planned, `policy` decides where there is a choice, `drafting` proposes how answers may
+    go on, `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
+    states into embeddings, `adapters` are those that requests may name, `weights` reads others for the model,
+    `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back, and
+    with `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -84,6 +74,7 @@ class Engine:
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
+        drafting: Drafters | None = None,
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
         classifier: ClassifierHead | None = None,
@@ -91,7 +82,9 @@ class Engine:
         adapters: Adapters | None = None,
         weights: WeightReader | None = None,
         unknown_fields: tuple[str, ...] = (),
+        sleeper: Sleeper | None = None,
     ) -> None:
+        super().__init__(weights)
         self.limits = limits
         self.unknown_fields = unknown_fields
         self._backend = backend
@@ -101,19 +94,18 @@ class Engine:
         self._dense = dense
         self._adapters = adapters
         self._registering: list[tuple[RegisterAdapter, Reading[int]]] = []
-        self._weights = weights
-        self._weight_state = WeightState()
-        self._update: tuple[UpdateWeights, Reading[ReadWeights]] | None = None  # whose weights are being read
-        self._pause = PauseState()
+        self._sleep = SleepState(sleeper)
         epoch = time.time_ns() if block_events else None
-        self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
+        self._records: dict[int, RequestRecord] = {}
+        self._speculation = None if drafting is None else Speculation(drafting, self._records, MOST_DRAFTED)
+        self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()
-        self._records: dict[int, RequestRecord] = {}
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
         self._mirostats = 0  # requests that run and learn from their tokens' surprise
-        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
+        self._answered = 0.0  # when the last step's answer came
         self._events: list[Event] = []
         self._busy_seconds = 0.0
         self._out_of_memory = False  # the last step found too little memory
@@ -123,21 +115,28 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Returns whether there is nothing to compute and no event to return."""
-        return not (self._waiting_room or self._computing or self._registering or self._update)
+        asked = self._sleep.asked and not self._pause.paused
+        return not (self._waiting_room or self._computing or self._registering or self._update or asked)
 
     @property
     def _computing(self) -> bool:
         may_run = self._scheduler.sequences and not self._pause.paused
         return bool(may_run or self._in_flight or self._events)
 
+    @property
+    def can_sleep(self) -> bool:
+        """Returns whether the device's memory can be given back while the engine stays."""
+        return self._sleep.possible
+
     def add(self, request: Request) -> None:
-        """Takes a request in; raises InvalidRequest for one that could never be answered. Ids are the caller's and are
-        never used twice. A request with a grammar or adapters starts when those are ready; if they cannot be, a step
-        returns the failure."""
+        """Takes a request in, and wakes up for it; raises InvalidRequest for one that could never be answered. Ids are
+        the caller's and are never used twice. A request with a grammar or adapters starts when those are ready; if they
+        cannot be, a step returns the failure."""
         refuse_wrong_kind(request, self.limits, self._classifier is not None)
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id} is already in use")
         check_ids(request, self.limits.vocab)
+        self._sleep.wake()
         record = RequestRecord(request, self.limits.vocab, self._classifier, self._dense)
         grammar = request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
@@ -180,6 +179,8 @@ class Engine:
             self._launch(plan)
         if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
             self._commit(*self._in_flight.popleft())
+        if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
+            self._fall_asleep()
         self._busy_seconds += time.perf_counter() - began
         self._answer_pauses()
         events, self._events = self._events, []
@@ -191,7 +192,7 @@ class Engine:
 
     def prepare_in_idle(self) -> bool:
         """Uses a moment without requests to make later steps faster; returns False when nothing is left to do."""
-        return self._backend.prepare_in_idle()
+        return not self._sleep.asleep and self._backend.prepare_in_idle()
 
     def stats(self) -> Stats:
         """Returns the engine's state and counters."""
@@ -202,6 +203,7 @@ class Engine:
             waiting=stats.waiting + len(self._waiting_room) + len(self._pause),
             computed_tokens=self._computed,
             step_sizes=tuple(self._step_sizes),
+            drafts=self._speculation.counts if self._speculation else (),
             **costs,
         )
 
@@ -229,6 +231,8 @@ class Engine:
         self._records[request.id] = record
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat
+        if self._speculation is not None:
+            self._speculation.open(record)
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
@@ -276,6 +280,31 @@ class Engine:
         """Gives back what a request that has ended has held."""
         if record.lease is not None and self._adapters is not None:
             self._adapters.release(record.lease)
+        if self._speculation is not None:
+            self._speculation.close(record)
+
+    # -- sleeping ------------------------------------------------------------------------------------------------
+
+    def sleep(self, id: int) -> None:
+        """Gives the device's memory back once all requests have ended; a step then returns the answer. What was cached
+        of prompts is forgotten."""
+        self._sleep.ask(id)
+
+    def wake(self, id: int) -> None:
+        """Takes the memory again; raises OutOfMemory if that is not possible now. A step returns the answer. Whoever
+        still waits for it to sleep is told the same."""
+        self._sleep.wake()
+        asked, self._sleep.asked = self._sleep.asked, []
+        self._emit([MemoryUse(each, self.limits.memory, self._sleep.host_bytes) for each in (*asked, id)])
+
+    def _fall_asleep(self) -> None:
+        self.flush_cache()
+        try:
+            self._sleep.sleep()
+            self._emit([MemoryUse(id, 0, self._sleep.host_bytes) for id in self._sleep.asked])
+        except PenstockError as error:
+            self._emit([Failed(id, error.code, error.message) for id in self._sleep.asked])
+        self._sleep.asked.clear()
 
     # -- adapters ------------------------------------------------------------------------------------------------
 
@@ -316,102 +345,12 @@ class Engine:
             except PenstockError as error:
                 self._emit([Failed(message.id, error.code, error.message)])
 
-    # -- pauses and weights --------------------------------------------------------------------------------------
-
-    def control_weights(self, message: WeightMessage) -> None:
-        """Pauses, resumes, or has weights read; a step returns the answer. Raises what cannot be done at once."""
-        match message:
-            case Pause(id, mode):
-                if mode == PAUSE_ABORT:
-                    self._abort_all()
-                self._pause.begin(id, self._records if mode == PAUSE_WAIT else ())
-            case Resume(id):
-                self._resume()
-                self._answer(id)
-            case AbortAll(id):
-                self._abort_all()
-                self._answer(id)
-            case UpdateWeights():
-                self._update = message, self._begin_update(message)
-            case DescribeWeights(id):
-                self._answer(id)
-
-    def _answer(self, id: int) -> None:
-        """Answers a message about pauses and weights with what holds now."""
-        paused = self._pause.paused
-        self._emit([self._weight_state._replace(seq=id, paused=paused)])
-
-    def _answer_pauses(self) -> None:
-        """Answers those who asked for a pause that has begun: nothing is in flight."""
-        self._pause.note(self._records.keys())
-        if not self._in_flight:
-            for id in self._pause.take_asked():
-                self._answer(id)
-
-    def _resume(self) -> None:
-        for record in self._pause.end(time.perf_counter()):
-            try:
-                self._start(record)
-            except PenstockError as error:
-                self._emit([Failed(record.request.id, error.code, error.message)])
-
-    def _abort_all(self) -> None:
-        """Ends all requests with what they have so far. What has no part, such as an embedding, fails."""
-        self._scheduler.now = time.perf_counter()
-        for id, record in list(self._records.items()):
-            if id in self._scheduler.sequences:
-                (ended,) = self._scheduler.abort(id)
-                answered = Finished(id, "abort", report=ended.report)
-            else:
-                (self._waiting_room if id in self._waiting_room else self._pause).leave(id)
-                answered = Finished(id, "abort")
-            failed = Failed(id, EngineUnavailable.code, ABORTED)
-            self._emit([failed if record.pooling else answered])
-
-    def _begin_update(self, message: UpdateWeights) -> Reading[ReadWeights]:
-        if self._weights is None:
-            raise WeightsError("this engine has no weights that could be updated")
-        if self._update is not None:
-            raise WeightsError("weights are being updated already: wait for that answer, and send this again")
-        if len(message.version) > MAX_VERSION:
-            raise WeightsError(f"a weight version has at most {MAX_VERSION} characters; got {len(message.version)}")
-        return self._weights.begin(Path(message.path).expanduser())
-
-    def _exchange_ready(self, message: UpdateWeights, reading: Reading[ReadWeights]) -> None:
-        """Exchanges weights that were read, once no step is in flight. If there is nothing to compute, it waits a
-        little."""
-        if not self._computing:
-            reading.wait(PATIENCE)
-        if not reading.ready:
-            return
-        self._update = None
-        while self._in_flight:
-            self._commit(*self._in_flight.popleft())
-        try:
-            update, self._classifier, self._dense = reading.result()
-        except PenstockError as error:
-            self._emit([Failed(message.id, error.code, error.message)])
-            return
-        update.exchange()
-        self._change_version(message)
-        self._answer(message.id)
-
-    def _change_version(self, message: UpdateWeights) -> None:
-        """Notes which weights are loaded now, and that KV of the old ones is not theirs."""
-        updates = self._weight_state.updates + 1
-        version = message.version or str(updates)
-        state = self._weight_state = WeightState(0, version, message.path, updates)
-        sequences = self._scheduler.sequences
-        for id, sequence in sequences.items():
-            self._records[id].change_weights(sequence, state, message.recompute)
-        salts = {id: self._records[id].salt(state) for id in sequences}
-        change_salts(self._scheduler, salts, message.recompute)
-
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
+        began = time.perf_counter()
         try:
-            self._in_flight.append((plan, self._launch_batch(plan)))
+            self._in_flight.append((plan, self._launch_batch(plan), began))
             self._out_of_memory = False
         except OutOfMemory as error:
             self._find_memory(plan, error)
@@ -438,12 +377,15 @@ class Engine:
             self._scheduler.requeue(plan)
         self._out_of_memory = not self._out_of_memory
 
-    def _commit(self, plan: StepPlan, ticket: Ticket) -> None:
+    def _commit(self, plan: StepPlan, ticket: Ticket, began: float) -> None:
         try:
             result = self._backend.wait(ticket)
         except Exception as error:
             self._fail(plan, error)
         else:
+            began, self._answered = max(began, self._answered), time.perf_counter()
+            if self._speculation is not None:
+                result = self._speculation.verify(plan, result, self._answered - began)
             if self._mirostats:
                 self._observe(plan, result)
             if self._constrained:
@@ -465,6 +407,8 @@ class Engine:
     def _emit(self, events: Sequence[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
+            if isinstance(event, Tokens) and self._speculation is not None:
+                self._speculation.append(event.seq, event.tokens)
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat

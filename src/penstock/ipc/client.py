@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from penstock.types import PAUSE_KEEP, AdapterInfo, Event, Hello, Request, Stats, WeightState
+from penstock.types import PAUSE_KEEP, AdapterInfo, Event, Hello, MemoryUse, Request, Stats, WeightState
 
 
 class EngineClient(Protocol):
@@ -76,6 +76,14 @@ class EngineClient(Protocol):
 
     async def describe_weights(self) -> WeightState:
         """Returns which weights are loaded and whether there is a pause."""
+
+    async def sleep(self) -> MemoryUse:
+        """Has the engine give its device memory back once all requests have ended, and stay; its hello says whether it
+        can. Prefixes that were cached are forgotten. The next request wakes it."""
+
+    async def wake(self) -> MemoryUse:
+        """Has the engine take its device memory again; raises OutOfMemory, and it still sleeps, if there is too
+        little. An engine that is awake stays so."""
 
     def next_id(self) -> int: ...
 

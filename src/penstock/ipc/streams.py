@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.loop import Abort, Add, FlushCache, Message
+from penstock.engine.loop import Abort, Add, ControlMessage, FlushCache, Message, Sleep, Wake
 from penstock.engine.weight_messages import (
     AbortAll,
     DescribeWeights,
@@ -27,6 +27,7 @@ from penstock.types import (
     Event,
     Failed,
     Hello,
+    MemoryUse,
     Request,
     Stats,
     Tokens,
@@ -79,7 +80,7 @@ class RequestStreams:
             if self._boxes.pop(request.id, None) is not None:
                 send(Abort(request.id))
 
-    async def answer(self, message: AdapterMessage | WeightMessage, send: Callable[[Message], None]) -> Event:
+    async def answer(self, message: ControlMessage, send: Callable[[Message], None]) -> Event:
         """Sends a control message and returns its answer; raises the error that it was answered with."""
         send(message)
         box = self._boxes[message.id] = EventMailbox()
@@ -118,6 +119,7 @@ class RequestClient(ABC):
         self._streams = RequestStreams()
         self.adapters: dict[str, AdapterInfo] = {}
         self.weights = WeightState()
+        self._asleep = False  # the engine was told to sleep, and not to wake since
 
     @property
     def in_flight(self) -> int:
@@ -162,19 +164,34 @@ class RequestClient(ABC):
     async def describe_weights(self) -> WeightState:
         return await self._about_weights(DescribeWeights(self.next_id()))
 
-    async def _about_adapters(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
-        event = await self._streams.answer(message, self._send)
-        assert isinstance(event, AdapterList)
-        return event.adapters
-
     async def _about_weights(self, message: WeightMessage) -> WeightState:
         event = await self._streams.answer(message, self._send)
         assert isinstance(event, WeightState)
         self.weights = event
         return event
 
+    async def sleep(self) -> MemoryUse:
+        use = await self._about_memory(Sleep(self.next_id()))
+        self._asleep = True
+        return use
+
+    async def wake(self) -> MemoryUse:
+        use = await self._about_memory(Wake(self.next_id()))
+        self._asleep = False
+        return use
+
     def next_id(self) -> int:
         return next(self._ids)
+
+    async def _about_adapters(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, AdapterList)
+        return event.adapters
+
+    async def _about_memory(self, message: Sleep | Wake) -> MemoryUse:
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, MemoryUse)
+        return event
 
     @abstractmethod
     def _send(self, message: Message) -> None:

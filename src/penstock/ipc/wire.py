@@ -9,7 +9,7 @@ from itertools import chain
 import msgspec
 
 from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
+from penstock.engine.loop import Abort, Add, Close, FlushCache, Message, Sleep, Wake
 from penstock.engine.weight_messages import AbortAll, DescribeWeights, Pause, Resume, UpdateWeights
 from penstock.types import (
     Aborted,
@@ -21,6 +21,7 @@ from penstock.types import (
     Failed,
     Finished,
     Hello,
+    MemoryUse,
     Request,
     Stats,
     Tokens,
@@ -42,6 +43,8 @@ class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
     abort_all: AbortAll | None = None
     update_weights: UpdateWeights | None = None
     describe_weights: DescribeWeights | None = None
+    sleep: Sleep | None = None
+    wake: Wake | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -69,9 +72,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     removed: list[BlockRemoved] = []
     adapters: list[AdapterList] = []  # answers to control messages
     weights: list[WeightState] = []  # the same, about pauses and weights
+    memory: list[MemoryUse] = []  # likewise
 
     def events(self) -> Iterator[Event]:
-        return chain(self.tokens, self.finished, self.aborted, self.failed, self.adapters, self.weights)
+        answers = (self.adapters, self.weights, self.memory)
+        return chain(self.tokens, self.finished, self.aborted, self.failed, *answers)
 
     def block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache, in the order in which it happened."""
@@ -109,6 +114,10 @@ def encode_message(message: Message) -> bytes:
             return _encoder.encode(ClientMessage(update_weights=message))
         case DescribeWeights():
             return _encoder.encode(ClientMessage(describe_weights=message))
+        case Sleep():
+            return _encoder.encode(ClientMessage(sleep=message))
+        case Wake():
+            return _encoder.encode(ClientMessage(wake=message))
         case Close():
             return _encoder.encode(ClientMessage())
 
@@ -125,6 +134,8 @@ def decode_message(data: bytes) -> Message:
         return about_pauses
     if about_weights := message.update_weights or message.describe_weights:
         return about_weights
+    if about_sleep := message.sleep or message.wake:
+        return about_sleep
     return Close() if message.abort is None else Abort(message.abort)
 
 
@@ -147,4 +158,5 @@ def step(events: list[Event], stats: Stats, blocks: Sequence[BlockEvent] = ()) -
         [event for event in blocks if isinstance(event, BlockRemoved)],
         [event for event in events if isinstance(event, AdapterList)],
         [event for event in events if isinstance(event, WeightState)],
+        [event for event in events if isinstance(event, MemoryUse)],
     )

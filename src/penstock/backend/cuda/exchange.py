@@ -38,7 +38,8 @@ class HostPacker:
 
     def __init__(self, dtype: torch.dtype, tilings: Tilings, quantize: str) -> None:
         nothing = SplitKScratch(torch.empty(0), torch.zeros(0, dtype=torch.int32))
-        self._about = HOST, dtype, Workspace(nothing, 0, tilings), quantize
+        self._workspace = Workspace(nothing, 0, tilings)
+        self._about = HOST, dtype, self._workspace, quantize
         self._dtype = dtype
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
@@ -54,7 +55,7 @@ class HostPacker:
     def pack_heads(self, tensor: Tensor) -> Any:
         heads, rows, width = tensor.shape
         flat = replace(tensor, shape=(heads * rows, width))
-        return stacked_values([flat], HOST, self._dtype, Transfer(HOST)).view(heads, rows, width)
+        return stacked_values([flat], self._dtype, self._workspace).view(heads, rows, width)
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return StoredAs.in_file(tensor)

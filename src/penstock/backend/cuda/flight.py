@@ -1,4 +1,4 @@
-"""Remembers launched steps until their answers are asked for."""
+"""Remembers the steps that were launched and not yet waited for."""
 
 from __future__ import annotations
 
