@@ -299,6 +299,8 @@ class Engine(WeightControl):
 
     def _fall_asleep(self) -> None:
         self.flush_cache()
+        if self._adapters is not None:
+            self._adapters.evict_unheld()
         try:
             self._sleep.sleep()
             self._emit([MemoryUse(id, 0, self._sleep.host_bytes) for id in self._sleep.asked])
