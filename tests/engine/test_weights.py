@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from penstock.engine.loop import Abort, Add, Message, advance
 from penstock.engine.reading import Reader, Reading
 from penstock.engine.weight_messages import AbortAll, DescribeWeights, Pause, Resume, UpdateWeights
 from penstock.engine.weights import ReadWeights, StoredTensor, check_same_tensors
-from penstock.errors import WeightsError
+from penstock.errors import InvalidRequest, WeightsError
 from penstock.ipc import wire
+from penstock.llm.async_llm import AsyncLLM
+from penstock.llm.llm import LLM
 from penstock.types import (
     AdapterUse,
     Event,
@@ -402,3 +405,38 @@ def test_other_tensors_are_refused_by_name(name: str, tensor: StoredTensor | Non
     new = {key: value for key, value in (loaded | {name: tensor}).items() if value is not None}
     with pytest.raises(WeightsError, match=expected):
         check_same_tensors(loaded, new)
+
+
+def test_the_python_api_updates_weights(smollm2: Path) -> None:
+    options = {"max_len": 128, "kv_memory": 1 << 25, "device": "cpu"}
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with LLM(smollm2, **options) as llm:
+        (before,) = llm.generate("The capital of France is", params, use_tqdm=False)
+        assert before.outputs[0].weights == (WeightSpan("default"),)
+        assert llm.update_weights(smollm2, "again") == "again"
+        (after,) = llm.generate("The capital of France is", params, use_tqdm=False)
+        assert (after.text, after.num_cached_tokens) == (before.text, 0)
+        assert after.outputs[0].weights == (WeightSpan("again"),)
+        with pytest.raises(WeightsError, match="cannot be loaded"):
+            llm.update_weights("/no/such/folder")
+
+    async def asked() -> None:
+        async with AsyncLLM(smollm2, **options) as llm:
+            await llm.pause_generation()
+            assert await llm.is_paused()
+
+            async def answer() -> str:
+                async for output in llm.generate("The capital of France is", params):
+                    last = output
+                assert last.outputs[0].weights == (WeightSpan("1"),)
+                return last.text
+
+            waiting = asyncio.create_task(answer())
+            assert await llm.update_weights(smollm2) == "1"
+            assert not waiting.done()
+            await llm.resume_generation()
+            assert await waiting == before.text
+            with pytest.raises(InvalidRequest, match="mode is one of keep, wait, abort"):
+                await llm.pause_generation("nonsense")
+
+    asyncio.run(asked())
