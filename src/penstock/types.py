@@ -10,6 +10,13 @@ from penstock.adapter_types import AdapterInfo as AdapterInfo
 from penstock.adapter_types import AdapterList as AdapterList
 from penstock.adapter_types import AdapterRequests as AdapterRequests
 from penstock.adapter_types import AdapterUse as AdapterUse
+from penstock.control_types import FIRST_VERSION as FIRST_VERSION
+from penstock.control_types import PAUSE_ABORT as PAUSE_ABORT
+from penstock.control_types import PAUSE_KEEP as PAUSE_KEEP
+from penstock.control_types import PAUSE_MODES as PAUSE_MODES
+from penstock.control_types import PAUSE_WAIT as PAUSE_WAIT
+from penstock.control_types import WeightSpan as WeightSpan
+from penstock.control_types import WeightState as WeightState
 from penstock.errors import InvalidRequest
 from penstock.grammar_types import Grammar as Grammar
 from penstock.grammar_types import StructuredOutputsParams as StructuredOutputsParams
@@ -341,6 +348,7 @@ class Report(NamedTuple):
     forced: int = 0  # tokens that its grammar left no choice about
     drafts: tuple[DraftCounts, ...] = ()  # of every source that drafted for it
     nearest: Nearest | None = None  # set if Request.explain
+    weights: tuple[WeightSpan, ...] = ()  # that computed it; several if they were updated on the way
 
     @property
     def compiling(self) -> float:
@@ -352,7 +360,7 @@ class Finished(NamedTuple):
     """Tells that a request was answered to its end."""
 
     seq: int
-    reason: str  # "stop" or "length"; "pooled" for an embedding
+    reason: str  # "stop" or "length"; "pooled" for an embedding; "abort" if a pause ended it
     stop_token: int | None = None  # the token id that ended it; it is part of the Tokens events too
     pooled: bytes = b""  # see RowResult
     report: Report | None = None
@@ -381,7 +389,7 @@ class MemoryUse(NamedTuple):
     host: int  # pinned, for weights while it sleeps
 
 
-Event = Tokens | Finished | Aborted | Failed | AdapterList | MemoryUse
+Event = Tokens | Finished | Aborted | Failed | AdapterList | WeightState | MemoryUse
 
 
 class BlockStored(NamedTuple):

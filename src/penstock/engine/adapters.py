@@ -7,15 +7,14 @@ taken away. If requests keep all slots busy and others wait for too long, some s
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from penstock.backend.base import AdapterSlots
 from penstock.config import available_memory
+from penstock.engine.reading import Reader, Reading
 from penstock.errors import AdapterError, AdapterNotFound, Overloaded, PenstockError
 from penstock.model.adapters import AdapterBase, adapter_bytes, read_adapter, updates_of
 from penstock.types import AdapterInfo, AdapterRequests, AdapterUse
@@ -23,7 +22,6 @@ from penstock.types import AdapterInfo, AdapterRequests, AdapterUse
 MAX_NAME = 256  # characters
 READING = 2  # times its size that an adapter takes while it is read: its file, and what it becomes
 MAX_PASSED = 64  # steps that pass a request which waits for a slot, before a slot is drained for it
-T = TypeVar("T")
 
 
 class RegisteredAdapter(NamedTuple):
@@ -50,48 +48,12 @@ class ReadAdapter(NamedTuple):
     digests: tuple[str, ...]  # of each source
 
 
-class Reading(Generic[T]):
-    """Waits for work that a thread does: `result` returns what came of it."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._done = threading.Event()
-        self._result: T | None = None
-        self._error: PenstockError | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Returns whether the thread is done with it."""
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> None:
-        """Returns when the thread is done with it, or after this many seconds."""
-        self._done.wait(seconds)
-
-    def run(self) -> None:
-        """Does the work, in the thread."""
-        try:
-            self._result = self._work()
-        except PenstockError as error:
-            self._error = error
-        except Exception as error:  # work that nobody finishes would keep requests waiting for ever
-            self._error = AdapterError(f"the adapter could not be read: {type(error).__name__}: {error}")
-        self._done.set()
-
-    def result(self) -> T:
-        """Returns what came of it; raises what the work raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-
 class AdapterLease:
     """Is held by requests that are computed with the same adapters, from their arrival to their end."""
 
     def __init__(self, sources: tuple[Source, ...], load: Callable[[Sequence[Source]], ReadAdapter]) -> None:
         self.sources = sources
-        self.reading = Reading(lambda: load(sources))
+        self.reading = Reading(lambda: load(sources), AdapterError)
         self.holders = 0
         self.arrived = 0  # at which call of `advance`
         self.slot = -1  # -1: none yet
@@ -147,7 +109,7 @@ class Adapters:
         self._queue: deque[AdapterLease] = deque()  # without a slot yet, in order of arrival
         self._advanced = 0  # calls of `advance`
         self._reading: list[AdapterLease] = []
-        self._reader = Reader()
+        self._reader = Reader("penstock-adapters")
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +121,7 @@ class Adapters:
     def begin_registration(self, name: str, path: Path, scale: float, *, replace: bool = False) -> Reading[int]:
         """Begins to register an adapter while steps run: its files are checked in a thread."""
         self._check_name(name, path, scale, replace)
-        reading = Reading(lambda: self._rank_at(path))
+        reading = Reading(lambda: self._rank_at(path), AdapterError)
         self._reader.read(reading)
         return reading
 
@@ -368,29 +330,3 @@ class Adapters:
         adapters = [(read_adapter(source.registered.path, self._base), source.scale) for source in sources]
         packed = self._slots.pack(updates_of(adapters, self._base.placements))
         return ReadAdapter(packed, tuple(adapter.digest() for adapter, _ in adapters))
-
-
-class Reader:
-    """Reads adapters in a thread of its own, which starts with the first one."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Reading[Any] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def read(self, reading: Reading[Any]) -> None:
-        """Begins to read, after what was begun before."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="penstock-adapters", daemon=True)
-            self._thread.start()
-        self._queue.put(reading)
-
-    def close(self) -> None:
-        """Ends the thread once it has read what it was given."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _work(self) -> None:
-        while (reading := self._queue.get()) is not None:
-            reading.run()

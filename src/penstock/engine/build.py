@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
+from penstock.backend.exchange import KeepingPacker
 from penstock.backend.packed_cache import packed_cache_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
@@ -19,10 +20,11 @@ from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
 from penstock.engine.low_priority import run_yielding
-from penstock.errors import OutOfMemory
+from penstock.engine.weights import WeightReader
+from penstock.errors import OutOfMemory, WeightsError
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
-from penstock.model.load import Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
+from penstock.model.load import CONFIG, Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.low_rank import Placement
 from penstock.model.spec import ModelSpec
 from penstock.planning.memory_plan import adapter_memory, all_states, gigabytes, plan_memory
@@ -98,7 +100,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
-    loading = partial(_load_weights, checkpoint, backend)
+    packer = KeepingPacker(backend)
+    loading = partial(_load_weights, checkpoint, backend, packer)
     placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend)
@@ -119,16 +122,26 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
+        weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint.path.is_dir())),
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
     )
 
 
-def _load_weights(checkpoint: Checkpoint, backend: Backend) -> Sequence[Placement]:
+def _load_weights(checkpoint: Checkpoint, backend: Backend, packer: KeepingPacker) -> Sequence[Placement]:
     """Loads a model's weights; returns where each of its tensors is."""
-    model, placements = load_placed(checkpoint, backend)
+    model, placements = load_placed(checkpoint, packer)
     backend.load(model)
     return placements
+
+
+def open_update(config: Config, folder: bool, path: Path) -> Checkpoint:
+    """Opens weights that are to take the place of a model's, which is a folder or a GGUF file, as that was opened."""
+    if path.is_dir() and not (path / CONFIG).exists() and len(files := list(path.glob("*.gguf"))) == 1:
+        path = files[0]
+    if path.is_dir() != folder:
+        raise WeightsError(f"the loaded model is a {'folder' if folder else 'GGUF file'}, and this is none")
+    return quantized(open_checkpoint(path, config.config, config.strict_config, config.max_len), config)
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:

@@ -16,7 +16,7 @@ from penstock.ipc import wire
 from penstock.ipc.launchers import Launcher, SpawnLauncher
 from penstock.ipc.process import EngineProcess
 from penstock.ipc.streams import RequestClient
-from penstock.types import AdapterInfo, Hello, Stats
+from penstock.types import AdapterInfo, Hello, Stats, WeightState
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class ProcessClient(RequestClient):
         self._pauses = pauses
         self._engine: EngineProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._restoring: asyncio.Task[None] | None = None
 
     async def start(self, *, yielding: bool = False) -> Hello:
         """Starts the engine; raises what keeps it from starting. Starting twice changes nothing."""
@@ -82,6 +83,18 @@ class ProcessClient(RequestClient):
         if self._asleep and self.hello is not None and self.hello.can_sleep:
             self._send(Sleep(self.next_id()))
 
+    async def _restore_weights(self, before: WeightState) -> None:
+        """Brings an engine that was started again to the weights, and to the pause, that the one before had. Requests
+        wait meanwhile. Weights that cannot be read any more are left out: answers tell which ones computed them."""
+        await self.pause()
+        try:
+            if before.updates:
+                await self.update_weights(before.path, before.version)
+        except PenstockError as error:
+            log.error("the engine has its first weights again: %s", error)
+        if not before.paused:
+            await self.resume()
+
     async def _lose(self, reason: str) -> None:
         """Ends all requests in flight and refuses new ones for this reason: there is no engine from now on."""
         engine, self._engine, self.hello, self.stats = self._engine, None, None, Stats()
@@ -115,6 +128,9 @@ class ProcessClient(RequestClient):
             else:
                 self.restarts += 1
                 self._tell_again()
+                before, self.weights = self.weights, WeightState()
+                if before.updates or before.paused:
+                    self._restoring = asyncio.create_task(self._restore_weights(before))
                 return
         self.unavailable_reason = f"the engine failed {len(self._pauses) + 1} times in a row and is given up: {reason}"
         log.error("%s", self.unavailable_reason)

@@ -42,6 +42,8 @@ class Weight:
     def set_bias(self, bias: NDArray[np.float32]) -> None: ...
     def set_factor(self, part: int, factor: float) -> None:
         """What all values of a part are multiplied with; only formats with a table have one."""
+    def exchange(self, other: Weight) -> None:
+        """Swaps the values, scales and biases of two weights that have the same layout."""
     @property
     def width(self) -> int: ...
     @property
@@ -284,6 +286,8 @@ class Program:
     def answer(self, buffer: int) -> None: ...
     def reserve_kv(self, blocks: int, block_size: int, states: int = 0, groups: list[list[int]] = ...) -> None:
         """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one."""
+    def take_over(self, other: Program) -> None:
+        """Takes over the KV cache, states, last tokens and adapters of a program with the same layers and weights."""
     def move_states(self, moves: list[tuple[int, int, int, int]]) -> None:
         """In the next step; (row, begin, save, after) as a StateMove has them."""
     def load_adapter(self, slot: int, adapter: Adapter) -> None: ...

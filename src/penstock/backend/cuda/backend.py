@@ -36,6 +36,7 @@ from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import checked_device, device_properties
+from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
@@ -55,6 +56,7 @@ from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
 from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
+from penstock.backend.exchange import PackedWeight
 from penstock.backend.pooling import with_pooled
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import with_chains
@@ -168,6 +170,10 @@ class CudaBackend:
             self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
+
+    def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
+        packer = HostPacker(self._dtype, self._tilings, self._quantize)
+        return CudaUpdate(packer, loaded, self._program.recorded, self._device, self._on_stream)
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor, self._quantize, self._properties.has_fp8)

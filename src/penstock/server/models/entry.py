@@ -12,7 +12,7 @@ from penstock.config import AdapterOption
 from penstock.server.models.ledger import Loaded
 from penstock.server.models.source import ModelSource
 from penstock.server.served_model import UNLISTED, ServedModel
-from penstock.types import AdapterInfo, AdapterUse
+from penstock.types import AdapterInfo, AdapterUse, WeightState
 
 FOR_EVER = float("inf")
 
@@ -43,6 +43,7 @@ class ModelEntry:
     loading: asyncio.Task[ServedModel] | None = None
     variants: dict[str, ServedModel] = field(default_factory=dict)  # those derived from it, by digest, while loaded
     kept_adapters: dict[str, AdapterOption] = field(init=False)  # that it has when it is loaded the next time
+    kept_weights: WeightState = field(default_factory=WeightState)  # the same of weights, and of a pause
     adapter_scales: dict[str, float] = field(default_factory=dict)  # of adapters that requests without any get
 
     def __post_init__(self) -> None:

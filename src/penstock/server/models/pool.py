@@ -24,6 +24,7 @@ from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
 from penstock.server.models.ledger import Budget, Refuse, Unload, excess, make_room
 from penstock.server.models.source import Discover, ModelSource
+from penstock.server.models.weights import restore_weights
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import CLIENTS_NAMES, ServedModel, unknown_model
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
@@ -373,6 +374,8 @@ class ModelPool:
 
     async def _unload(self, entry: ModelEntry) -> None:
         entry.kept_adapters = kept(entry)
+        if entry.served is not None:
+            entry.kept_weights = entry.served.client.weights
         served, entry.served, entry.state = entry.served, None, ModelState.UNLOADING
         entry.variants.clear()
         try:
@@ -415,6 +418,7 @@ async def _open(entry: ModelEntry, yielding: bool) -> tuple[EngineClient, Text]:
     try:
         await client.start(yielding=yielding)
         await restore(entry, client)
+        await restore_weights(entry, client)
         return client, await loading
     except BaseException:
         loading.cancel()

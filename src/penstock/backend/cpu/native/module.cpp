@@ -198,6 +198,7 @@ NB_MODULE(_native, m) {
       .def("set_bias", [](Weight& weight, Array<const float, 1> bias) { weight.set_bias(copied(bias)); },
            "bias"_a.noconvert())
       .def("set_factor", &Weight::set_factor, "part"_a, "factor"_a)
+      .def("exchange", &Weight::exchange, "other"_a)
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)
@@ -359,6 +360,7 @@ NB_MODULE(_native, m) {
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
            "groups"_a = LayerGroups())
+      .def("take_over", &Program::take_over, "other"_a)
       .def("move_states",
            [](Program& program, const std::vector<std::tuple<size_t, int32_t, int32_t, int32_t>>& rows) {
              std::vector<StateMove> moves;
