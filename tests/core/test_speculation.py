@@ -104,6 +104,11 @@ def test_nothing_is_drafted_without_a_proposal() -> None:
     assert draft_lengths([NOTHING], StepCost(), 1, 1, 16, Exploration()) == [0]
 
 
+def test_a_proposal_can_be_cut() -> None:
+    whole = Proposal((1, 2, 3), (0.9, 0.8, 0.7), "text", 4, cells_of(4, [SINGLE] * 3))
+    assert whole.first(2) == Proposal((1, 2), (0.9, 0.8), "text", 4, whole.cells[:2])
+
+
 def test_equally_likely_slots_are_shared_out_within_the_budget() -> None:
     cost = StepCost(slope=0.0)
     assert draft_lengths([proposal([0.5, 0.5]), NOTHING, proposal([0.5, 0.5])], cost, 3, 3, 3) == [2, 0, 1]
