@@ -82,6 +82,14 @@ def test_sleep_waits_for_the_answers_under_way() -> None:
     assert events[-1] == MemoryUse(3, 0, HOST_BYTES)
 
 
+def test_waking_calls_off_a_sleep_that_has_not_begun() -> None:
+    engine = made()
+    events = drain(engine, asked(1, 9), Sleep(2), Wake(3))
+    assert [event for event in events if isinstance(event, MemoryUse)] == [MemoryUse(id, 5000, 0) for id in (2, 3)]
+    assert engine.prepare_in_idle() is False
+    assert tokens_of(drain(engine, asked(4))) == continuation(PROMPT, 5, LIMITS.vocab)
+
+
 def test_a_shortage_of_memory_is_told_and_changes_nothing() -> None:
     engine = made(FullSleeper())
     assert drain(engine, Sleep(1)) == [Failed(1, OutOfMemory.code, "the host is full")]
@@ -125,6 +133,8 @@ def test_an_engine_that_died_asleep_sleeps_again() -> None:
             await client.sleep()
             os.kill(client.hello.pid, signal.SIGKILL)
             await until(lambda: client.restarts == 1)
+            with pytest.raises(NotSupported):
+                await client.list_adapters()  # once this is answered, all messages before are
             assert (await client.wake()).host == HOST_BYTES, "it slept before"
             assert tokens_of(await events_of(client, request(client, [1, 2]))) == continuation([1, 2], 20, VOCAB)
 

@@ -266,12 +266,16 @@ class Engine:
         self._sleep.ask(id)
 
     def wake(self, id: int) -> None:
-        """Takes the memory again; raises OutOfMemory if that is not possible now. A step returns the answer."""
+        """Takes the memory again; raises OutOfMemory if that is not possible now. A step returns the answer. Whoever
+        still waits for it to sleep is told the same."""
         self._sleep.wake()
-        self._emit([MemoryUse(id, self.limits.memory, self._sleep.host_bytes)])
+        asked, self._sleep.asked = self._sleep.asked, []
+        self._emit([MemoryUse(each, self.limits.memory, self._sleep.host_bytes) for each in (*asked, id)])
 
     def _fall_asleep(self) -> None:
         self.flush_cache()
+        if self._adapters is not None:
+            self._adapters.evict_unheld()
         try:
             self._sleep.sleep()
             self._emit([MemoryUse(id, 0, self._sleep.host_bytes) for id in self._sleep.asked])

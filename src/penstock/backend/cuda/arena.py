@@ -60,7 +60,7 @@ class MemoryDriver(Protocol):
         """Returns a segment's bytes as a tensor, as long as which the segment lives."""
 
 
-class Segment:
+class MemorySegment:
     """Is a range of addresses and, unless it sleeps, the memory there. It ends with the last tensor in it."""
 
     def __init__(self, driver: MemoryDriver, size: int, kept: bool) -> None:
@@ -120,7 +120,7 @@ class Arena:
     def __init__(self, device: torch.device, driver: MemoryDriver | None = None) -> None:
         self.device = device
         self._driver = driver
-        self._segments: WeakSet[Segment] = WeakSet()
+        self._segments: WeakSet[MemorySegment] = WeakSet()
         self._shared: dict[bool, tuple[Any, int]] = {}  # bytes that small tensors share, and how many are taken
 
     @classmethod
@@ -169,7 +169,8 @@ class Arena:
         storages: dict[int, list[Any]] = {}
         for tensor in tensors_in(owner):
             if tensor.device == self.device and tensor.untyped_storage().nbytes():
-                storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+                viewed = [] if tensor._base is None else [tensor._base]  # a view keeps what it was made of
+                storages.setdefault(tensor.untyped_storage().data_ptr(), []).extend([tensor, *viewed])
         moved = 0
         for address in [address for address in storages if not self._holds(address)]:
             moved += self._move(storages.pop(address))
@@ -226,12 +227,12 @@ class Arena:
     def _new_segment(self, size: int, kept: bool) -> Any:
         assert self._driver is not None
         granularity = self._driver.granularity
-        segment = Segment(self._driver, -(-size // granularity) * granularity, kept)
+        segment = MemorySegment(self._driver, -(-size // granularity) * granularity, kept)
         self._map(segment)
         self._segments.add(segment)
         return self._driver.tensor(segment)
 
-    def _map(self, segment: Segment) -> None:
+    def _map(self, segment: MemorySegment) -> None:
         """Maps a segment, if need be with memory that torch has cached."""
         try:
             segment.map()
