@@ -283,6 +283,11 @@ class Adapters:
             self._evict(unheld)
         return True
 
+    def evict_unheld(self) -> None:
+        """Frees all slots that no request holds. Their adapters are read again when a request names them."""
+        for lease in [lease for lease in self._leases.values() if lease.in_slot and not lease.holders]:
+            self._evict(lease)
+
     @property
     def _used(self) -> int:
         return sum(lease.nbytes for lease in self._leases.values() if lease.slot >= 0)

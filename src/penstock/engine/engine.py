@@ -277,6 +277,8 @@ class Engine:
 
     def _fall_asleep(self) -> None:
         self.flush_cache()
+        if self._adapters is not None:
+            self._adapters.evict_unheld()
         try:
             self._sleep.sleep()
             self._emit([MemoryUse(id, 0, self._sleep.host_bytes) for id in self._sleep.asked])
