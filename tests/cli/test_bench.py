@@ -160,7 +160,7 @@ def test_the_table(penstock: Penstock, stub: Stub) -> None:
     assert code == 0
     assert head.split()[:3] == ["clients", "requests", "errors"]
     assert row.split()[:3] == ["1", "4", "0"]
-    assert drafts == "1 clients: 40 tokens drafted, 25% accepted"
+    assert drafts == "concurrency 1: 40 tokens drafted, 25% accepted"
 
 
 def test_servers_of_other_kinds_are_met_half_way(stub: Stub) -> None:

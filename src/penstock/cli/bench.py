@@ -138,7 +138,7 @@ def _print(results: list[Result]) -> None:
     for r in results:
         if r.drafted_tokens:
             share = r.accepted_tokens / r.drafted_tokens
-            print(f"{r.concurrency} clients: {r.drafted_tokens:,} tokens drafted, {share:.0%} accepted")
+            print(f"concurrency {r.concurrency}: {r.drafted_tokens:,} tokens drafted, {share:.0%} accepted")
 
 
 def _readable(figure: float) -> str:

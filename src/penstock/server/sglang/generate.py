@@ -30,7 +30,7 @@ from penstock.server.sglang.fields import (
     SglangSampling,
     read_sampling,
 )
-from penstock.server.speculation_fields import SpeculationWish, limit_drafts
+from penstock.server.speculation_fields import SpeculationWish
 from penstock.server.sse import encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.types import AdapterUse, Request, TokenLogprob
@@ -86,7 +86,6 @@ class SglangPrompt(NamedTuple):
 
 async def answer(served: ServedModel, http: HttpRequest, context: RequestContext, body: SglangBody) -> Response:
     context.priority = body.priority or 0
-    limit_drafts(served, context, body.speculation)
     requests: list[Request] = []
     outputs: list[SglangOutput] = []
     running: list[Deltas] = []
