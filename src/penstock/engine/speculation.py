@@ -14,6 +14,9 @@ from penstock.core.speculation import NOTHING, Proposal
 from penstock.engine.record import RequestRecord
 from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, add_drafts
 
+AHEAD = 8  # drafted tokens that are looked at to decide whether a row waits for them
+MISSED = 1.0  # tokens that a row forgoes which waits for the step in flight
+
 
 class Drafter(Protocol):
     """Drafts for one request."""
@@ -116,6 +119,12 @@ class Speculation:
         """Takes over tokens that were added to a request's answer."""
         if (record := self._records.get(id)) is not None and record.drafts is not None:
             record.drafts.drafter.append(tokens)
+
+    def is_worth_waiting(self, id: int) -> bool:
+        """Returns whether a request's drafts are likely to yield more than the step that it misses when its next row
+        waits for them."""
+        record = self._records.get(id)
+        return record is not None and sum(self._propose(record, AHEAD).survival) > MISSED
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
         if record.drafts is None:
