@@ -26,6 +26,7 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
+AUTO, OFF = "auto", "off"  # values of speculation
 T = TypeVar("T")
 
 
@@ -73,6 +74,7 @@ class ConfigOption(NamedTuple):
     maximum: int | None = None
     defaults: DeviceDefaults | None = None  # what 0 stands for
     older: tuple[str, ...] = ()  # names that the option had before; they are still read
+    read: Callable[[Any], Any] | None = None  # reads its values, if they are more than numbers or texts
 
     @property
     def text(self) -> str:
@@ -82,6 +84,8 @@ class ConfigOption(NamedTuple):
     def check(self, name: str, value: Any, kind: type) -> Any:
         """Returns the value as a `kind` (int, bool, str, or tuple of texts); raises ConfigError if it is not one or is
         out of range."""
+        if self.read is not None:
+            return self.read(value)
         if kind is tuple:
             texts = (value,) if isinstance(value, str) else tuple(value or ())
             return tuple(self.check(name, text, str) for text in texts)
@@ -106,6 +110,23 @@ class ConfigOption(NamedTuple):
 def option(default: T, help: str, **described: Any) -> T:
     """Declares a field of `Config` that users may set."""
     return field(default=default, metadata={"option": ConfigOption(help, **described)})
+
+
+def read_speculation(value: Any) -> str:
+    """Returns what `--speculation` takes as text: auto, off, or a number above 0; raises ConfigError for anything
+    else."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if text in (AUTO, OFF):
+        return text
+    if isinstance(text, str) and text.isascii() and text.isdigit():
+        return str(int(text)) if int(text) else OFF
+    raise ConfigError(f"speculation is {AUTO}, {OFF}, or the most tokens that a step may draft; got {value!r}")
+
+
+def draft_limit(speculation: str) -> int | None:
+    """Returns the most tokens that a step may draft for one answer, by what `read_speculation` returned; 0: none;
+    None: as many as pay."""
+    return None if speculation == AUTO else 0 if speculation == OFF else int(speculation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +187,12 @@ class Config:
     )
     adapter_memory: int = option(0, "Bytes for adapters in memory. 0: an eighth of the free memory.")
     strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
+    speculation: str = option(
+        AUTO,
+        "Tokens that a step may draft for one answer (speculative decoding): auto (as many as pay, often none), off, "
+        "or a number for at most so many. Answers stay the same.",
+        read=read_speculation,
+    )
 
 
 class AdapterOption(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -326,9 +326,20 @@ class DraftCounts(NamedTuple):
     source: str  # prediction, text, recent or model
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0  # in which they were drafted
 
-    def plus(self, drafted: int, accepted: int) -> DraftCounts:
-        return self._replace(drafted=self.drafted + drafted, accepted=self.accepted + accepted)
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        """Returns the counts of both."""
+        counts = (mine + more for mine, more in zip(self[1:], other[1:], strict=True))
+        return DraftCounts(self.source, *counts)
+
+
+def add_drafts(every: Iterable[DraftCounts]) -> tuple[DraftCounts, ...]:
+    """Returns counts added up by their sources."""
+    found: dict[str, DraftCounts] = {}
+    for counts in every:
+        found[counts.source] = found.get(counts.source, DraftCounts(counts.source)).plus(counts)
+    return tuple(found.values())
 
 
 class Report(NamedTuple):
@@ -438,7 +449,7 @@ class Stats(NamedTuple):
     forced_tokens: int = 0  # generated without sampling, because a grammar left no choice
     computed_tokens: int = 0  # in all steps, of prompts and answers
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # a histogram of steps by tokens, see STEP_SIZES
-    drafts: tuple[DraftCounts, ...] = ()  # of every source
+    drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
 
 
 class Hello(NamedTuple):
@@ -451,3 +462,4 @@ class Hello(NamedTuple):
     adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started
     unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them
     can_sleep: bool = False  # it can give its memory back and stay
+    draft_tokens: int = 0  # the most that a step drafts for one request; 0: it drafts nothing

@@ -519,6 +519,10 @@ def test_options_of_vllm(reciter: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == ("warning: options of vLLM without effect here: dtype, gpu_memory_utilization\n")
     read = read_options({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "max_length": 3})
     assert read.engine == {"quantize": "fp8", "kv": "fp8", "max_length": 3}
+    read = read_options({"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}})
+    assert read.engine == {"speculation": "4"}
+    with pytest.raises(ConfigError, match="'medusa', which is not supported"):
+        read_options({"speculative_config": {"method": "medusa"}})
 
 
 def test_a_seed_repeats_calls_in_their_order(reciter: Path) -> None:

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "errors": set(),
     "config": {"types", "errors"},
     "keys": {"errors"},
+    "speculative_config": {"errors"},
     "core": {"types", "errors"},
     "text": {"types", "errors"},
     "model": {"text"} | WAIST,
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "engine": {"backend", "core", "model", "planning", "text"} | WAIST,
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
-    "llm": {"ipc", "engine", "text", "model", "store"} | WAIST,
+    "llm": {"ipc", "engine", "text", "model", "store", "speculative_config"} | WAIST,
     "server": {"ipc", "keys", "model", "store", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}

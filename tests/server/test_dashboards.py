@@ -27,6 +27,10 @@ def families(server: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def used(parrot: Any) -> Any:
     parrot.post("/v1/completions", model=MODEL, prompt="[hello there]", max_tokens=9)
+    predicted = {"prediction": {"type": "content", "content": "hello there"}}
+    parrot.post(
+        "/v1/chat/completions", model=MODEL, messages=[{"role": "user", "content": "[hello there]"}], **predicted
+    )
     parrot.until_idle()
     return parrot
 
@@ -63,7 +67,7 @@ def test_the_dashboard_can_be_imported() -> None:
             assert panel["datasource"]["uid"] == "${datasource}"
             assert all('model=~"$model"' in target["expr"] for target in panel["targets"])
     rows = [panel["title"] for panel in panels if panel["type"] == "row"]
-    assert rows == ["Throughput", "Latency", "Queue", "KV cache", "Structured output", "Errors"]
+    assert rows == ["Throughput", "Latency", "Queue", "KV cache", "Speculation", "Structured output", "Errors"]
 
 
 def test_the_dashboard_is_current() -> None:

@@ -46,8 +46,9 @@ def bench(
       penstock bench --url http://127.0.0.1:8000/v1 --concurrency 8 --shared-prefix 256 --json
 
     Prints tokens per second, the time to the first token (TTFT) and the inter-token latency (ITL: the time between two
-    pieces of one answer). Each client sends its next request as soon as it is answered (closed loop). MODEL runs in an
-    engine process without a server. With --url, tokens are those that the server counts.
+    pieces of one answer); where tokens were drafted, also how many, and which share was accepted. Each client sends its
+    next request as soon as it is answered (closed loop). MODEL runs in an engine process without a server. With --url,
+    tokens are those that the server counts.
     """
     levels = _levels(concurrency)
     if shared_prefix > input_len:
@@ -127,12 +128,14 @@ def _print(results: list[Result]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    heads = ("clients", "requests", "errors", "out tok/s", "all tok/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms")
-    for head in heads:
+    heads = ["clients", "requests", "errors", "out tok/s", "all tok/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms"]
+    drafted = any(result.drafted_tokens for result in results)
+    for head in heads + ["drafted", "accepted"] * drafted:
         table.add_column(head, justify="right", no_wrap=True)
     for r in results:
         figures = (r.output_tok_s, r.total_tok_s, r.ttft_p50, r.ttft_p99, r.itl_p50, r.itl_p99)
-        table.add_row(str(r.concurrency), str(r.requests), str(r.errors), *map(_readable, figures))
+        drafts = [f"{r.drafted_tokens:,}", f"{r.accepted_tokens / max(r.drafted_tokens, 1):.0%}"] * drafted
+        table.add_row(str(r.concurrency), str(r.requests), str(r.errors), *map(_readable, figures), *drafts)
     print_table(table)
 
 

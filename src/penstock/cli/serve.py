@@ -175,6 +175,27 @@ class LoraOptions(NamedTuple):
     enable_lora: Annotated[bool, Option(help="Has no effect: adapters are always enabled.")] = False
 
 
+class SpeculativeOptions(NamedTuple):
+    speculative_config: Annotated[
+        str,
+        Option(
+            help="The same as --speculation, as vLLM's JSON with a method of ngram or suffix: "
+            """'{"method": "ngram", "num_speculative_tokens": 4}'."""
+        ),
+    ] = ""
+
+    def speculation(self, given: str) -> str:
+        """Returns the value of --speculation that holds; `given` is its own."""
+        from penstock.config import DEFAULTS, log_to_stderr
+        from penstock.speculative_config import speculation_in_json
+
+        if not self.speculative_config:
+            return given
+        if given != DEFAULTS["speculation"]:
+            raise UsageError("--speculation and --speculative-config say the same in two ways: give one of them")
+        return speculation_in_json(self.speculative_config, log_to_stderr)
+
+
 class TelemetryOptions(NamedTuple):
     log_level: Annotated[
         str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")
@@ -237,6 +258,7 @@ def serve(
     template: Annotated[TemplateOptions, OptionGroup()],
     telemetry: Annotated[TelemetryOptions, OptionGroup()],
     lora: Annotated[LoraOptions, OptionGroup()],
+    speculative: Annotated[SpeculativeOptions, OptionGroup()],
     engine: options.EngineSettings,
 ) -> None:
     """Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
@@ -260,6 +282,7 @@ def serve(
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
     from penstock.server.telemetry.access_log import LogSettings
 
+    engine = engine | {"speculation": speculative.speculation(engine["speculation"])}
     names = [each.name for each in found]
     adapters = adapters_by_model((*(engine["adapter"] or ()), *(lora.lora_modules or ())), names)
     rules, budget = access.rules(), pool.budget()

@@ -10,10 +10,11 @@ from pathlib import Path
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, Device, available_memory, parse_adapter, resolve
+from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
 from penstock.engine.adapters import Adapters
-from penstock.engine.engine import Engine
+from penstock.engine.drafting import Drafting
+from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
 from penstock.errors import OutOfMemory
 from penstock.model.adapters import AdapterBase
@@ -100,11 +101,14 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     timer.stop("kernels")
     tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
     grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
+    most = draft_limit(config.speculation)
     return Engine(
         backend,
         limits,
         depth=backend.depth,
         grammars=grammars,
+        drafting=None if most == 0 or not limits.generates else Drafting(),
+        draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.backend.base import Backend, Sleeper, Ticket
 from penstock.core import Policy, Scheduler, hashing
@@ -49,10 +50,10 @@ PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requ
 class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
     flight while the next one is planned, `policy` decides where there is a choice, `drafting` proposes how answers may
-    go on, `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
-    states into embeddings, `adapters` are those that requests may name, `unknown_fields` are those of its config that
-    nothing is known of, `sleeper` gives the backend's memory back, and with `block_events` it is recorded what enters
-    and leaves the prefix cache."""
+    go on (a step drafts at most `draft_tokens` tokens of a request), `chain` computes chain hashes, `classifier` is the
+    model's classification head, `dense` turns its pooled states into embeddings, `adapters` are those that requests may
+    name, `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back,
+    and with `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -62,7 +63,8 @@ class Engine:
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
-        drafting: Drafters | None = None,
+        drafting: Drafters[Any] | None = None,
+        draft_tokens: int = MOST_DRAFTED,
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
         classifier: ClassifierHead | None = None,
@@ -73,6 +75,7 @@ class Engine:
     ) -> None:
         self.limits = limits
         self.unknown_fields = unknown_fields
+        self.draft_tokens = 0 if drafting is None else min(draft_tokens, MOST_DRAFTED)
         self._backend = backend
         self._depth = depth
         self._grammars = grammars
@@ -83,7 +86,7 @@ class Engine:
         self._sleep = SleepState(sleeper)
         epoch = time.time_ns() if block_events else None
         self._records: dict[int, RequestRecord] = {}
-        self._speculation = None if drafting is None else Speculation(drafting, self._records, MOST_DRAFTED)
+        self._speculation = None if drafting is None else Speculation(drafting, self._records, self.draft_tokens)
         self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()

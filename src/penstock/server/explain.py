@@ -47,6 +47,14 @@ class FinishCause(msgspec.Struct):
     text: str | UnsetType = UNSET
 
 
+class SourceDrafts(msgspec.Struct):
+    """Counts the tokens that one source drafted for a choice."""
+
+    source: str
+    drafted_tokens: int
+    accepted_tokens: int
+
+
 class ChoiceExplanation(msgspec.Struct):
     """Says what happened to one choice."""
 
@@ -57,6 +65,7 @@ class ChoiceExplanation(msgspec.Struct):
     preemptions: int | UnsetType = UNSET
     recomputed_tokens: int | UnsetType = UNSET
     forced_tokens: int | UnsetType = UNSET  # tokens that a grammar left no choice about
+    drafts: list[SourceDrafts] | UnsetType = UNSET  # only if something was drafted
 
 
 class AnswerReport(msgspec.Struct):
@@ -113,6 +122,8 @@ class Explanation:
             choice.preemptions, choice.recomputed_tokens = report.preemptions, report.recomputed
             if request.sampling.grammar is not None:
                 choice.seconds.grammar, choice.forced_tokens = round(report.compiling, 6), report.forced
+            if report.drafts:
+                choice.drafts = [SourceDrafts(each.source, each.drafted, each.accepted) for each in report.drafts]
             if request.adapters:
                 choice.seconds.adapter = round(dict(report.waited).get("adapter", 0.0), 6)
         return choice

@@ -30,6 +30,7 @@ from penstock.server.sglang.fields import (
     SglangSampling,
     read_sampling,
 )
+from penstock.server.speculation_fields import SpeculationWish, limit_drafts
 from penstock.server.sse import encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.types import AdapterUse, Request, TokenLogprob
@@ -66,6 +67,7 @@ class SglangBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     lora_path: str | list[str | None] | None = None  # adapters that are loaded, by name
     priority: int | None = None  # lower runs sooner, as in every dialect here
+    speculation: SpeculationWish | None = None  # the most tokens that a step drafts for an answer
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -84,6 +86,7 @@ class SglangPrompt(NamedTuple):
 
 async def answer(served: ServedModel, http: HttpRequest, context: RequestContext, body: SglangBody) -> Response:
     context.priority = body.priority or 0
+    limit_drafts(served, context, body.speculation)
     requests: list[Request] = []
     outputs: list[SglangOutput] = []
     running: list[Deltas] = []

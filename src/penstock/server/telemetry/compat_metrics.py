@@ -230,10 +230,20 @@ def of_steps(metric: Metric) -> Iterator[DerivedSample]:
     yield DerivedSample("nv_inference_exec_count", metric.samples[0].value, "unknown")
 
 
+def of_drafts(metric: Metric) -> Iterator[DerivedSample]:
+    """Adds up all sources, which vLLM does not tell apart."""
+    yield DerivedSample(SPEC_DECODE[metric.name], sum(sample.value for sample in metric.samples), "counter")
+
+
 def total(metric: Metric) -> float:
     return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
 
 
+SPEC_DECODE = {  # ours: vLLM's
+    "penstock_drafts": "vllm:spec_decode_num_drafts_total",
+    "penstock_drafted_tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "penstock_accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+}
 FAILURES = {"error": "BACKEND", "abort": "CANCELED"}  # and Triton's reasons
 DERIVED: dict[str, Callable[[Metric], Iterator[DerivedSample]]] = {
     "penstock_requests": of_requests,
@@ -244,4 +254,5 @@ DERIVED: dict[str, Callable[[Metric], Iterator[DerivedSample]]] = {
     "penstock_request_seconds": of_duration,
     "penstock_request_queue_seconds": of_queue,
     "penstock_steps": of_steps,
+    **dict.fromkeys(SPEC_DECODE, of_drafts),
 }

@@ -19,7 +19,7 @@ from penstock.ipc.client import EngineClient
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
-from penstock.types import STEP_SIZES, Report, Request, Stats
+from penstock.types import STEP_SIZES, DraftCounts, Report, Request, Stats, add_drafts
 
 # Bucket bounds in seconds: our own, and those of the dashboards that compat_metrics serves.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
@@ -158,6 +158,13 @@ class RequestTimer:
         self._metrics.end(self._context, finished)
 
 
+DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftCounts], int]], ...] = (
+    ("drafts", "Drafts that steps verified, by where they come from", lambda counts: counts.drafts),
+    ("drafted_tokens", "Tokens of drafts", lambda counts: counts.drafted),
+    ("accepted_tokens", "Tokens of drafts that turned out right", lambda counts: counts.accepted),
+)
+
+
 class EngineCollector:
     """Reports the latest statistics of all engines, added up. Counters start again with a new engine."""
 
@@ -193,6 +200,11 @@ class EngineCollector:
             ("forced_tokens", "Generated tokens that grammars left no choice about", stats.forced_tokens),
         ):
             yield CounterMetricFamily(f"penstock_{name}", help, value)
+        for name, help, value_of in DRAFT_COUNTERS:
+            drafted = CounterMetricFamily(f"penstock_{name}", help, labels=["source"])
+            for counts in stats.drafts:
+                drafted.add_metric([counts.source], value_of(counts))
+            yield drafted
         yield histogram(
             "penstock_step_tokens", "Tokens computed in a step", STEP_SIZES, stats.step_sizes, stats.computed_tokens
         )
@@ -214,5 +226,7 @@ class EngineCollector:
 def sum_stats(every: Sequence[Stats]) -> Stats:
     """Returns what several engines did, added up."""
     sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
-    names = [name for name in Stats._fields if name != "step_sizes"]
-    return Stats(**{name: sum(getattr(each, name) for each in every) for name in names}, step_sizes=sizes)
+    drafts = add_drafts(counts for each in every for counts in each.drafts)
+    names = [name for name in Stats._fields if name not in ("step_sizes", "drafts")]
+    added = {name: sum(getattr(each, name) for each in every) for name in names}
+    return Stats(**added, step_sizes=sizes, drafts=drafts)
