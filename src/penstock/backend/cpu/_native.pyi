@@ -16,9 +16,9 @@ class SuffixAutomaton:
     def __init__(self, capacity: int) -> None: ...
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens. A text that would become longer than the capacity starts anew, without the older tokens."""
-    def continuation(self, most: int) -> tuple[list[int], int]:
-        """Returns what followed the latest known earlier occurrence of the longest suffix that has one, and its
-        length."""
+    def continuation(self, most: int) -> tuple[list[int], int, list[int]]:
+        """Returns what followed the latest known earlier occurrence of the longest suffix that has one, its length,
+        and the agreement at each token."""
     def __len__(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
@@ -29,8 +29,9 @@ class SuffixCursor:
     def __init__(self, automaton: SuffixAutomaton) -> None: ...
     def advance(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the stream that is followed."""
-    def continuation(self, most: int) -> tuple[list[int], int]:
-        """Returns what followed the longest suffix of the stream that is followed by anything, and its length."""
+    def continuation(self, most: int) -> tuple[list[int], int, list[int]]:
+        """Returns what followed the longest suffix of the stream that is followed by anything, its length, and the
+        agreement at each token."""
 
 class Weight:
     """A packed matrix [rows, width] made of parts stacked along its rows: (format, rows) of each."""
