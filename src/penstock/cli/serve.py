@@ -295,7 +295,10 @@ def serve(
     )
     text = TextChanges(template.source(), template.sampling())
     kv_memory, launcher = _kv_memory(budget, len(found)), _launcher(len(found))
-    sources = [source_of(each, engine | {"adapter": adapters[each.name]}, text, launcher, kv_memory) for each in found]
+    own = [{"adapter": adapters[name], "draft": engine["draft"] if name == names[0] else ""} for name in names]
+    sources = [
+        source_of(each, engine | given, text, launcher, kv_memory) for each, given in zip(found, own, strict=True)
+    ]
     log = LogSettings(telemetry.log_level, telemetry.log_format)
     setup = server.Setup(_data_name(found), storage.space(), rules, traces, log)
     server.serve(ModelPool(sources, settings, telemetry.metric_sets()), listen.host, listen.port, setup)

@@ -92,12 +92,13 @@ def source_of(
     from penstock.config import configure, parse_adapter
     from penstock.ipc.spawn import ProcessClient
     from penstock.server.models import ModelSource
-    from penstock.store import size_of
+    from penstock.store import size_of, with_local_draft
 
     given = engine if engine.get("kv_memory") else engine | {"kv_memory": kv_memory}
-    config = configure(found.path, given, name=found.name)
+    config = with_local_draft(configure(found.path, given, name=found.name), obtain)
     load = partial(_load_text, found, config.config, text)
-    expected = int(size_of(found.path) * OVERHEAD) + config.kv_memory
+    files = size_of(found.path) + (size_of(Path(config.draft)) if config.draft else 0)
+    expected = int(files * OVERHEAD) + config.kv_memory
     client = partial(ProcessClient, config, launcher)
     adapters = tuple(map(parse_adapter, config.adapter))
     return ModelSource(found.name, client, load, found.path, _derived(found), expected, adapters)

@@ -30,6 +30,7 @@ from penstock.store.store import (
     looks_like_model,
     remove,
     stored_names,
+    with_local_draft,
 )
 
 __all__ = [
@@ -66,4 +67,5 @@ __all__ = [
     "sha256_of",
     "size_of",
     "stored_names",
+    "with_local_draft",
 ]

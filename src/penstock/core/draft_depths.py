@@ -1,0 +1,127 @@
+"""Decides how many tokens a draft model drafts for each row, before it drafts any: its steps take time, too.
+
+Everything here is pure: it has no clock and no randomness. Times come in as arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.core.speculation import Exploration, StepCost
+
+
+class DraftSlot(NamedTuple):
+    """Stands for a token that could be drafted for a row, and how likely it and all before it are accepted."""
+
+    survival: float
+    depth: int
+    row: int
+    by_model: bool  # False: it is copied, which takes no time
+
+
+class BestSlots(NamedTuple):
+    """Says how many of some slots give the most tokens per second, and how many per second that is."""
+
+    slots: int
+    rate: float
+
+
+def draft_depths(
+    chances: Sequence[Sequence[float]],
+    copied: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    draft_seconds: Sequence[float],
+    rows: int,
+    budget: int,
+) -> list[int]:
+    """Returns how many tokens the model drafts for each row, in a step with `rows` rows that drafts at most `budget`
+    tokens.
+
+    `chances` has the survival of what the model would draft for each row, `copied` that of what is copied instead. A
+    row gets what promises more. `seconds` are those of the step with 0, 1, ... drafted tokens, `draft_seconds` those of
+    a draft step with 0, 1, ... rows. The model drafts nothing unless that gives more tokens per second than copies
+    do."""
+    plain = _slots([()] * len(chances), copied, budget)
+    best = _best(plain, seconds, draft_seconds, BestSlots(0, rows / seconds[0]), rows)
+    chosen = [mine if sum(mine) > sum(other) else () for mine, other in zip(chances, copied, strict=True)]
+    slots = _slots(chosen, [() if mine else other for mine, other in zip(chosen, copied, strict=True)], budget)
+    found = _best(slots, seconds, draft_seconds, BestSlots(0, best.rate), rows)
+    depths = [0] * len(chances)
+    for slot in slots[: found.slots]:
+        depths[slot.row] += slot.by_model
+    return depths
+
+
+def _slots(chances: Sequence[Sequence[float]], copied: Sequence[Sequence[float]], budget: int) -> list[DraftSlot]:
+    """Returns the slots that are most likely to survive, in falling order; of those as likely, the less deep first."""
+    slots = [
+        DraftSlot(survival, depth, row, by_model)
+        for by_model, rows in ((True, chances), (False, copied))
+        for row, survivals in enumerate(rows)
+        for depth, survival in enumerate(survivals)
+    ]
+    slots.sort(key=lambda slot: (-slot.survival, slot.depth))
+    return slots[: max(budget, 0)]
+
+
+def _best(
+    slots: Sequence[DraftSlot], seconds: Sequence[float], draft_seconds: Sequence[float], best: BestSlots, rows: int
+) -> BestSlots:
+    """Returns how many of the slots give the most tokens per second, if that is more than `best`. The model drafts the
+    tokens of one depth in one step, so the first of a depth costs most."""
+    gained, drafting = float(rows), 0.0
+    widths: list[int] = []  # rows of each draft step
+    for count, slot in enumerate(slots, 1):
+        gained += slot.survival
+        if slot.by_model:
+            widths += [0] * (slot.depth + 1 - len(widths))
+            width = widths[slot.depth] = widths[slot.depth] + 1
+            drafting += draft_seconds[width] - draft_seconds[width - 1]
+        if gained > best.rate * (seconds[count] + drafting):
+            best = BestSlots(count, gained / (seconds[count] + drafting))
+    return best
+
+
+class DraftDepths:
+    """Chooses how many tokens a draft model drafts, step by step, and learns what its steps cost.
+
+    While that is none, it has one row drafted for now and then, so that survival is still learned. What this loses
+    stays below a share of all time. Before a draft step was measured, it counts as free: the first one tells."""
+
+    def __init__(self) -> None:
+        self._cost = StepCost()
+        self._measured = False
+        self._exploration = Exploration()
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+        """Learns from a draft step that took so many seconds."""
+        self._measured = True
+        self._cost.observe(rows, tokens, seconds)
+
+    def choose(
+        self,
+        chances: Sequence[Sequence[float]],
+        copied: Sequence[Sequence[float]],
+        seconds: Sequence[float],
+        rows: int,
+        budget: int,
+    ) -> list[int]:
+        """Returns how many tokens to draft for each row: see `draft_depths`."""
+        draft_seconds = self._draft_seconds(len(chances))
+        depths = draft_depths(chances, copied, seconds, draft_seconds, rows, budget)
+        if not any(depths):
+            row = max(range(len(chances)), key=lambda at: sum(chances[at]))
+            most = min(len(chances[row]), max(budget, 0))
+            tried = [seconds[count] + count * draft_seconds[1] for count in range(most + 1)]
+            depths[row] = self._exploration.further(tried)
+        return depths
+
+    def _draft_seconds(self, rows: int) -> list[float]:
+        """Returns the seconds of draft steps with 0, 1, ... rows."""
+        if not self._measured:
+            return [0.0] * (rows + 1)
+        found = [0.0]
+        for count in range(1, rows + 1):
+            found.append(max(found[-1], self._cost.curve(count, count, 0)[0]))
+        return found
