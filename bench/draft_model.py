@@ -1,10 +1,10 @@
-"""Measures what a draft model gains: one stream of greedy answers, with it and without any speculation, alternately.
+"""Measures what a draft model gains: one stream of answers with it, with copied drafts only, and with none, in turn.
 
     python bench/draft_model.py tinyllama.gguf --llama2c stories15M.bin
     python bench/draft_model.py target.gguf --draft draft.gguf --quantize q8_0 --tokens 128
 
 `--llama2c` takes a model in llama2.c's layout that has the target's vocabulary, and writes it as a GGUF file beside it
-first. All answers must be the same. Ratios are of the seconds of one prompt's answer, without over with.
+first. All answers must be the same. Ratios are of the seconds of one prompt's answer, without drafts over with.
 """
 
 from __future__ import annotations
@@ -26,13 +26,22 @@ from penstock.model.gguf.reader import read_gguf
 from penstock.model.gguf.writer import PendingTensor, encoded, write_gguf
 from penstock.model.tensor import FORMATS
 
-PROMPTS = (
+LEARNED = 4  # prompts before what counts: from them it is learned what steps cost and how much is accepted
+PROMPTS = (  # each is answered once, so that nothing can be copied from an earlier answer to the same one
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she",
     "Once upon a time, in a small house near the forest, there lived a big brown dog named Max. Max liked to",
     "Tom and his mom went to the store. Tom saw a red toy car and he wanted it very much. He said,",
     "One day, a little bird fell out of its nest. The bird was scared and cold. A kind cat saw the bird and",
     "There was a boy named Tim who had a shiny blue ball. He took it to the park every day. One sunny day,",
     "Sara and Ben were playing with blocks on the floor. They wanted to build a tall tower. Sara said,",
+    "Mia had a pet fish that lived in a round bowl. Every morning she gave it some food. But one morning,",
+    "The old farmer had many animals. He had cows, sheep and a very lazy pig. The pig did not want to",
+    "It was a rainy day and Jack could not go outside. He was bored, so he asked his grandma to",
+    "Once there was a little frog who was afraid of the water. All the other frogs could swim, but",
+    "Anna found a small key under her bed. She did not know what it was for. She went to her dad and",
+    "A big yellow truck drove down the road every day. It carried sand to the beach. One day the truck",
+    "Lucy and her brother wanted to bake a cake for their mom. They took flour, eggs and milk, and then",
+    "In the tall tree there lived a wise owl. The other animals came to the owl when they had a problem.",
 )
 
 
@@ -40,20 +49,24 @@ def main() -> None:
     options = parse()
     draft = options.draft or str(from_llama2c(Path(options.llama2c), Path(options.model)))
     engine: dict[str, Any] = {"threads": options.threads, "max_len": options.max_len, "max_rows": 4}
-    plain = LLM(options.model, speculation="off", **engine)
-    drafting = LLM(options.model, draft=draft, quantize=options.quantize, **engine)
+    sides = {
+        "off": LLM(options.model, speculation="off", **engine),
+        "copies": LLM(options.model, **engine),
+        "draft": LLM(options.model, draft=draft, quantize=options.quantize, **engine),
+    }
     params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
-    ratios, differ = [], 0
-    for round in range(options.rounds):
-        for prompt in PROMPTS:
-            before, without = timed(plain, prompt, params)
-            after, with_drafts = timed(drafting, prompt, params)
-            differ += without != with_drafts
-            if round:  # the first one learns what steps cost and what is accepted
-                ratios.append(before / after)
-                print(f"{len(with_drafts)} tokens in {before:.2f} s, drafted in {after:.2f} s: {before / after:.2f}x")
-    print(f"median {median(ratios):.2f}x of {len(ratios)}, from {min(ratios):.2f}x to {max(ratios):.2f}x; "
-          f"{differ} answers differ")  # fmt: skip
+    ratios: dict[str, list[float]] = {"copies": [], "draft": []}
+    differ = 0
+    for number, prompt in enumerate(PROMPTS):
+        spent, answers = zip(*(timed(llm, prompt, params) for llm in sides.values()), strict=True)
+        differ += any(answer != answers[0] for answer in answers)
+        if number >= LEARNED:
+            ratios["copies"].append(spent[0] / spent[1])
+            ratios["draft"].append(spent[0] / spent[2])
+            print("  ".join(f"{side} {seconds:.2f} s" for side, seconds in zip(sides, spent, strict=True)))
+    for side, found in ratios.items():
+        print(f"{side}: median {median(found):.2f}x of {len(found)}, from {min(found):.2f}x to {max(found):.2f}x")
+    print(f"{differ} of {len(PROMPTS)} answers differ")
 
 
 def parse() -> argparse.Namespace:
@@ -64,7 +77,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quantize", default="q8_0", help="what plain weights of the draft model become")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--max-len", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--threads", type=int, default=0)
     return parser.parse_args()

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, OptionGroup, UsageError
-from penstock.cli.served_models import FoundModel, TextChanges, adapters_by_model, served_models, source_of
+from penstock.cli.served_models import (
+    FoundModel,
+    TextChanges,
+    adapters_by_model,
+    served_models,
+    settings_by_model,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from penstock.ipc.launchers import Launcher
@@ -285,6 +292,7 @@ def serve(
     engine = engine | {"speculation": speculative.speculation(engine["speculation"])}
     names = [each.name for each in found]
     adapters = adapters_by_model((*(engine["adapter"] or ()), *(lora.lora_modules or ())), names)
+    settings_of = settings_by_model(engine, adapters)
     rules, budget = access.rules(), pool.budget()
     aliases = _aliases(listen.alias or [], names)
     settings = PoolSettings(
@@ -295,10 +303,7 @@ def serve(
     )
     text = TextChanges(template.source(), template.sampling())
     kv_memory, launcher = _kv_memory(budget, len(found)), _launcher(len(found))
-    own = [{"adapter": adapters[name], "draft": engine["draft"] if name == names[0] else ""} for name in names]
-    sources = [
-        source_of(each, engine | given, text, launcher, kv_memory) for each, given in zip(found, own, strict=True)
-    ]
+    sources = [source_of(each, settings_of[each.name], text, launcher, kv_memory) for each in found]
     log = LogSettings(telemetry.log_level, telemetry.log_format)
     setup = server.Setup(_data_name(found), storage.space(), rules, traces, log)
     server.serve(ModelPool(sources, settings, telemetry.metric_sets()), listen.host, listen.port, setup)

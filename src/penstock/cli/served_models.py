@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,15 @@ def adapters_by_model(given: Sequence[str], names: Sequence[str]) -> dict[str, t
         taken.add(name)
         adapters[model or names[0]] += (own,)
     return adapters
+
+
+def settings_by_model(engine: Mapping[str, Any], adapters: Mapping[str, tuple[str, ...]]) -> dict[str, dict[str, Any]]:
+    """Returns the engine options of each model, given the adapters of each. The first has the draft model, if any."""
+    first = next(iter(adapters), None)
+    return {
+        name: {**engine, "adapter": own, "draft": engine["draft"] if name == first else ""}
+        for name, own in adapters.items()
+    }
 
 
 def _derived(found: FoundModel) -> DerivedModel | None:

@@ -6,7 +6,6 @@ KV is right is known by block: a block that is shared through the prefix cache i
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -158,6 +157,8 @@ class DraftModel:
         try:
             self._draft(list(drafting.values()))
         except Exception as error:
+            import logging  # takes longer than reading the rest
+
             self._failed = True
             logging.getLogger(__name__).warning("the draft model failed and is not used any more: %s", error)
             return list(copied)
