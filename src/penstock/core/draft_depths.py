@@ -87,9 +87,15 @@ class DraftDepths:
     """Chooses how many tokens a draft model drafts, step by step, and learns what its steps cost.
 
     While that is none, it has one row drafted for now and then, so that survival is still learned. What this loses
-    stays below a share of all time. Before a draft step was measured, it counts as free: the first one tells."""
+    stays below a share of all time. The other way round, the first steps and now and then another are planned without
+    the model, so that it is known what they cost. Before a draft step was measured, it counts as free: the first one
+    tells."""
+
+    PLAIN = 3  # first steps without the model
+    EVERY = 64  # steps of which one is without it
 
     def __init__(self) -> None:
+        self._steps = 0
         self._cost = StepCost()
         self._measured = False
         self._exploration = Exploration()
@@ -108,6 +114,9 @@ class DraftDepths:
         budget: int,
     ) -> list[int]:
         """Returns how many tokens to draft for each row: see `draft_depths`."""
+        self._steps += 1
+        if self._steps <= self.PLAIN or self._steps % self.EVERY == 0:
+            return [0] * len(chances)
         draft_seconds = self._draft_seconds(len(chances))
         depths = draft_depths(chances, copied, seconds, draft_seconds, rows, budget)
         if not any(depths):

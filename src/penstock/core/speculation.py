@@ -204,7 +204,7 @@ class StepCost:
         decoding = sorted((size, mean) for (decode, size), mean in self._used.items() if decode)
         others = sorted((size, mean) for (decode, size), mean in self._used.items() if not decode)
         if tokens == rows:
-            first = _interpolate(decoding, rows, slope) if decoding else 1.0
+            first = _interpolate(decoding or others, rows, slope) if self._used else 1.0
             others = [(rows, first), *(known for known in others if known[0] > rows)]
         elif not others:
             others = decoding or [(tokens, 1.0)]
