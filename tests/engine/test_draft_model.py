@@ -13,7 +13,7 @@ from penstock.backend.base import Batch, Bitmasks, Ticket
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.core import check
-from penstock.core.draft_depths import DraftDepths
+from penstock.core.draft_depths import DepthPlan, DraftDepths
 from penstock.core.speculation import Proposal
 from penstock.engine.draft_model import DraftModel
 from penstock.engine.drafting import Drafting
@@ -47,8 +47,8 @@ class RandomDepths(DraftDepths):
         super().__init__()
         self._random = random
 
-    def choose(self, chances: Sequence[Sequence[float]], *_: Any) -> list[int]:
-        return [self._random.randint(0, len(chance)) for chance in chances]
+    def choose(self, chances: Sequence[Sequence[float]], *_: Any) -> DepthPlan:
+        return DepthPlan([self._random.randint(0, len(chance)) for chance in chances], self._random.choice((0.0, 0.3)))
 
 
 class RandomLengths(Drafting):
@@ -156,7 +156,7 @@ def test_answers_stay_under_preemption_sharing_stops_and_aborts(windows: tuple[i
             assert isinstance(ended[id], Finished)
             assert said[id] == right[:stop]
     counts = {each.source: each for each in engine.stats().drafts}
-    assert counts["model"].drafted > 300
+    assert counts["model"].drafted > 100
     if windows == (0,):  # the draft model has none, so it cannot be right for a target with some
         assert backend.right > 0.75 * backend.drafted
         assert counts["model"].accepted > counts["model"].drafted / 3
@@ -190,7 +190,7 @@ def test_a_draft_model_that_is_wrong_is_hardly_asked() -> None:
     assert ask(engine, 1, range(20), 300) == continuation(range(20), 300, VOCAB)
     first = backend.drafted
     assert ask(engine, 2, range(30), 500) == continuation(range(30), 500, VOCAB)
-    assert 0 < backend.drafted - first < 30
+    assert 0 < backend.drafted - first < 60
     assert 10 < first < 60
 
 

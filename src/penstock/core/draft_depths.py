@@ -21,27 +21,37 @@ class DraftSlot(NamedTuple):
 
 
 class BestSlots(NamedTuple):
-    """Says how many of some slots give the most tokens per second, and how many per second that is."""
+    """Says how many of some slots give the most tokens per second, how many per second that is, and how many tokens
+    the step then verifies."""
 
     slots: int
     rate: float
+    verified: float = 0.0
 
 
-def draft_depths(
+class DepthPlan(NamedTuple):
+    """Says how many tokens a draft model drafts for each row at most. It stops where its own probabilities tell that
+    less than `least` of a row's draft survives: that would not pay to be verified."""
+
+    depths: list[int]
+    least: float = 0.0
+
+
+def plan_depths(
     chances: Sequence[Sequence[float]],
     copied: Sequence[Sequence[float]],
     seconds: Sequence[float],
     draft_seconds: Sequence[float],
     rows: int,
     budget: int,
-) -> list[int]:
+) -> DepthPlan:
     """Returns how many tokens the model drafts for each row, in a step with `rows` rows that drafts at most `budget`
     tokens.
 
     `chances` has the survival of what the model would draft for each row, `copied` that of what is copied instead. A
     row gets what promises more. `seconds` are those of the step with 0, 1, ... drafted tokens, `draft_seconds` those of
-    a draft step with 0, 1, ... rows. The model drafts nothing unless that gives more tokens per second than copies
-    do."""
+    a draft step with 0, 1, ... rows. Of what the model drafts, as many tokens are verified as survive, because it
+    knows which are likely to. The model drafts nothing unless that gives more tokens per second than copies do."""
     plain = _slots([()] * len(chances), copied, budget)
     best = _best(plain, seconds, draft_seconds, BestSlots(0, rows / seconds[0]), rows)
     chosen = [mine if sum(mine) > sum(other) else () for mine, other in zip(chances, copied, strict=True)]
@@ -50,7 +60,24 @@ def draft_depths(
     depths = [0] * len(chances)
     for slot in slots[: found.slots]:
         depths[slot.row] += slot.by_model
-    return depths
+    return DepthPlan(depths, _least(found, seconds, draft_seconds, sum(map(bool, depths))))
+
+
+def _least(best: BestSlots, seconds: Sequence[float], draft_seconds: Sequence[float], drafting: int) -> float:
+    """Returns the survival below which it pays neither to draft nor to verify one token more, where the model drafts
+    for so many rows."""
+    if not drafting:
+        return 0.0
+    verified = max(best.verified, 1.0)
+    each = (_at(seconds, verified) - seconds[0]) / verified + draft_seconds[drafting] / drafting
+    return min(best.rate * each, 1.0)
+
+
+def _at(seconds: Sequence[float], tokens: float) -> float:
+    """Returns the seconds of a step with a number of drafted tokens that need not be whole."""
+    below = min(int(tokens), len(seconds) - 1)
+    above = min(below + 1, len(seconds) - 1)
+    return seconds[below] + (seconds[above] - seconds[below]) * (tokens - below)
 
 
 def _slots(chances: Sequence[Sequence[float]], copied: Sequence[Sequence[float]], budget: int) -> list[DraftSlot]:
@@ -70,7 +97,7 @@ def _best(
 ) -> BestSlots:
     """Returns how many of the slots give the most tokens per second, if that is more than `best`. The model drafts the
     tokens of one depth in one step, so the first of a depth costs most."""
-    gained, drafting = float(rows), 0.0
+    gained, drafting, verified = float(rows), 0.0, 0.0
     widths: list[int] = []  # rows of each draft step
     for count, slot in enumerate(slots, 1):
         gained += slot.survival
@@ -78,8 +105,10 @@ def _best(
             widths += [0] * (slot.depth + 1 - len(widths))
             width = widths[slot.depth] = widths[slot.depth] + 1
             drafting += draft_seconds[width] - draft_seconds[width - 1]
-        if gained > best.rate * (seconds[count] + drafting):
-            best = BestSlots(count, gained / (seconds[count] + drafting))
+        verified += slot.survival if slot.by_model else 1
+        spent = _at(seconds, verified) + drafting
+        if gained > best.rate * spent:
+            best = BestSlots(count, gained / spent, verified)
     return best
 
 
@@ -112,19 +141,19 @@ class DraftDepths:
         seconds: Sequence[float],
         rows: int,
         budget: int,
-    ) -> list[int]:
-        """Returns how many tokens to draft for each row: see `draft_depths`."""
+    ) -> DepthPlan:
+        """Returns how many tokens to draft for each row: see `plan_depths`."""
         self._steps += 1
         if self._steps <= self.PLAIN or self._steps % self.EVERY == 0:
-            return [0] * len(chances)
+            return DepthPlan([0] * len(chances))
         draft_seconds = self._draft_seconds(len(chances))
-        depths = draft_depths(chances, copied, seconds, draft_seconds, rows, budget)
-        if not any(depths):
+        plan = plan_depths(chances, copied, seconds, draft_seconds, rows, budget)
+        if not any(plan.depths):
             row = max(range(len(chances)), key=lambda at: sum(chances[at]))
             most = min(len(chances[row]), max(budget, 0))
             tried = [seconds[count] + count * draft_seconds[1] for count in range(most + 1)]
-            depths[row] = self._exploration.further(tried)
-        return depths
+            plan.depths[row] = self._exploration.further(tried)
+        return plan
 
     def _draft_seconds(self, rows: int) -> list[float]:
         """Returns the seconds of draft steps with 0, 1, ... rows."""

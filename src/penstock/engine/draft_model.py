@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import exp
 from typing import NamedTuple
 
 import numpy as np
@@ -17,16 +18,17 @@ from penstock.core.draft_depths import DraftDepths
 from penstock.core.drafts import DraftRoom
 from penstock.core.prefix import PrefixNode
 from penstock.core.sequence import Sequence as TokenSequence
-from penstock.core.speculation import NOTHING, Acceptance, Proposal, StreamAcceptance, cells_of
+from penstock.core.speculation import MATCHES, NOTHING, Acceptance, Proposal, StreamAcceptance, cells_of
 from penstock.core.suffixes import SINGLE
 from penstock.engine.batch import DraftRow, draft_batch
 from penstock.engine.drafting import common_prefix
 from penstock.engine.record import RequestRecord
-from penstock.types import Limits
+from penstock.types import Limits, RowResult
 
 MODEL = "model"  # the source of its drafts
+DEPTH = "depth"  # what it learns of them by depth, to know how far to draft
 DEEPEST = 16  # tokens that it drafts for a row
-TRUSTED = 4  # matching tokens that its drafts count as, before their acceptance was learned
+TRUSTED = 4  # matching tokens that a draft counts as, before its acceptance was learned
 BEHIND = 2  # tokens that a row has not computed yet, normally: the last one, or two if a whole draft was accepted
 WORTH = 16  # tokens of a prompt that it computes for each that may still be drafted, at most
 
@@ -37,11 +39,12 @@ Seconds = Callable[[int], Sequence[float]]
 class ModelDrafts:
     """Holds what the draft model has computed and drafted for one request."""
 
-    __slots__ = ("acceptance", "ahead", "blocks", "computed", "epoch", "marked", "proposal")
+    __slots__ = ("acceptance", "ahead", "blocks", "computed", "depths", "epoch", "marked", "proposal")
 
     def __init__(self, acceptance: StreamAcceptance) -> None:
         self.acceptance = acceptance
         self.proposal = NOTHING
+        self.depths = NOTHING  # the proposal's tokens and the one it was given up before, with cells of depths
         self.epoch = 0  # the admission that what follows belongs to
         self.forget()
 
@@ -54,10 +57,11 @@ class ModelDrafts:
 
     def append(self, tokens: Sequence[int]) -> None:
         """Learns from the tokens that were committed after its draft."""
-        proposal, self.proposal = self.proposal, NOTHING
-        if left := proposal.tokens[: len(tokens)]:
-            accepted = common_prefix(left, tokens)
-            self.acceptance.observe(proposal, 0, accepted, accepted < len(left))
+        for proposal in (self.proposal, self.depths):
+            if left := proposal.tokens[: len(tokens)]:
+                accepted = common_prefix(left, tokens)
+                self.acceptance.observe(proposal, 0, accepted, accepted < len(left))
+        self.proposal = self.depths = NOTHING
 
 
 class DraftTask(NamedTuple):
@@ -81,6 +85,9 @@ class DraftingRow:
         self.text = list(task.room.seq.tokens)
         self.computed = drafts.computed
         self.sampler = task.record.sampler.for_draft()
+        self.cells: tuple[int, ...] = ()  # of the tokens that were drafted
+        self.survival: tuple[float, ...] = ()
+        self.given_up = False
 
     @property
     def draft(self) -> list[int]:
@@ -92,18 +99,35 @@ class DraftingRow:
         start, self.computed = self.computed, stop
         return DraftRow(self.text, start, stop, self.table, self.sampler if sample else None)
 
-    def take(self, token: int, vocab: int) -> None:
+    def take(self, token: int, cell: int, least: float) -> None:
         """Takes a token that was chosen. The draft ends before one that ends the answer or that the constraint does
-        not let it draft."""
-        self.text.append(token)
-        ends = token in self.request.stop_ids or token >= vocab
-        if not ends and self.constraint is not None:
-            force = self.request.sampling.logprobs is None
-            ends = self.constraint.draftable(self.draft, force=force) < len(self.draft)
-        if ends:
-            del self.text[-1]
-        if ends or len(self.draft) == self.depth:
+        not let it draft, and after one with which less than `least` of it survives."""
+        if not self._may_take(token):
             self.depth = 0
+            return
+        self.text.append(token)
+        self.cells += (cell,)
+        self.survival = self.drafts.acceptance.survival(MODEL, self.cells)
+        self.given_up = len(self.survival) < len(self.cells) or self.survival[-1] < least
+        if self.given_up or len(self.cells) == self.depth:
+            self.depth = 0
+
+    def _may_take(self, token: int) -> bool:
+        """Returns whether a token can be part of its draft."""
+        if token in self.request.stop_ids:
+            return False
+        draft = [*self.draft, token]
+        force = self.request.sampling.logprobs is None
+        return self.constraint is None or self.constraint.draftable(draft, force=force) == len(draft)
+
+    def propose(self, depth_cells: tuple[int, ...]) -> Proposal:
+        """Returns what was drafted, and has its acceptance learned."""
+        draft = tuple(self.draft)
+        seen = (*draft, -1) if self.given_up else draft  # no token is -1: it counts as rejected
+        self.drafts.depths = Proposal(seen, (), DEPTH, TRUSTED, depth_cells[: len(seen)])
+        self.drafts.proposal = Proposal(draft, self.survival, MODEL, TRUSTED, self.cells)
+        count = len(self.survival)
+        return Proposal(draft[:count], self.survival, MODEL, TRUSTED, self.cells[:count])
 
     def keep(self, block_size: int) -> None:
         """Leaves behind what was computed."""
@@ -134,7 +158,7 @@ class DraftModel:
         self._program = program
         self._group = group
         self._acceptance = Acceptance()
-        self._cells = cells_of(TRUSTED, [SINGLE] * DEEPEST)
+        self._cells = cells_of(TRUSTED, [SINGLE] * (DEEPEST + 1))  # by depth
         self._nodes: dict[int, PrefixNode] = {}  # by block: the node whose tokens the block's KV was computed from
         self._failed = False
 
@@ -152,10 +176,10 @@ class DraftModel:
             return list(copied)
         others = [proposal.survival for proposal in copied]
         most = min(sum(map(len, (*chances, *others))), max(budget, 0))
-        depths = self._depths.choose(chances, others, seconds(most), rows, budget)
+        depths, least = self._depths.choose(chances, others, seconds(most), rows, budget)
         drafting = {at: row for at, depth in enumerate(depths) if (row := self._begin(tasks[at], depth)) is not None}
         try:
-            self._draft(list(drafting.values()))
+            self._draft(list(drafting.values()), least)
         except Exception as error:
             import logging  # takes longer than reading the rest
 
@@ -164,9 +188,8 @@ class DraftModel:
             return list(copied)
         found = list(copied)
         for at, row in drafting.items():
-            if draft := tuple(row.draft):
-                cells, survival = self._cells[: len(draft)], tuple(chances[at][: len(draft)])
-                found[at] = row.drafts.proposal = Proposal(draft, survival, MODEL, TRUSTED, cells)
+            if row.cells:
+                found[at] = row.propose(self._cells)
         return found
 
     def _chances(self, task: DraftTask) -> tuple[float, ...]:
@@ -179,7 +202,7 @@ class DraftModel:
         self._find_computed(drafts, seq)
         if len(seq.tokens) - drafts.computed > BEHIND + WORTH * (seq.max_len - len(seq.tokens)):
             return ()
-        return drafts.acceptance.survival(MODEL, self._cells)[:most]
+        return drafts.acceptance.survival(DEPTH, self._cells)[:most]
 
     def _find_computed(self, drafts: ModelDrafts, seq: TokenSequence) -> None:
         """Finds out how many of the sequence's first positions have KV of the draft model."""
@@ -206,14 +229,14 @@ class DraftModel:
             return None
         return DraftingRow(task, task.drafts, task.room.seq.tables[self._group], depth)
 
-    def _draft(self, rows: list[DraftingRow]) -> None:
-        """Drafts for all rows at once, a token for each in every step."""
+    def _draft(self, rows: list[DraftingRow], least: float) -> None:
+        """Drafts for all rows at once, a token for each in every step, while at least so much of a draft survives."""
         self._catch_up(rows)
         while running := [row for row in rows if row.depth]:
             began = time.perf_counter()
             batch = [row.step(len(row.text), sample=True) for row in running]
-            for row, token in zip(running, self._run(batch, running), strict=True):
-                row.take(token, self._limits.vocab)
+            for row, answer in zip(running, self._run(batch, running), strict=True):
+                row.take(answer.tokens[-1], cell_of(answer), least)
             tokens = sum(row.stop - row.start for row in batch)
             self._depths.observe(len(batch), tokens, time.perf_counter() - began)
         for row in rows:
@@ -236,12 +259,20 @@ class DraftModel:
         if batch:
             self._run(batch, ())
 
-    def _run(self, batch: Sequence[DraftRow], rows: Sequence[DraftingRow]) -> list[int]:
-        """Runs a step and returns the tokens that it chose for the rows."""
+    def _run(self, batch: Sequence[DraftRow], rows: Sequence[DraftingRow]) -> tuple[RowResult, ...]:
+        """Runs a step and returns its answer for each row."""
         made = draft_batch(batch, self._limits.block_size, self._program)
         ticket = self._backend.launch(made)
         if len(made.constrained):
             owners = [rows[at] for at in made.constrained.tolist()]
             self._backend.constrain(ticket, np.stack([row.sampler.bitmasks(row.draft)[-1] for row in owners]))
-        result = self._backend.wait(ticket)
-        return [answer.tokens[-1] for answer in result.rows if answer.tokens]
+        return self._backend.wait(ticket).rows
+
+
+def cell_of(answer: RowResult) -> int:
+    """Returns the cell in which the acceptance of a drafted token is learned: that of a match whose rate is about the
+    probability that the draft model gives the token, before anything was learned."""
+    match = TRUSTED
+    if answer.logprobs:
+        match = min(max(int(2 / max(1 - exp(answer.logprobs[-1].logprob), 0.01) - 1.75), 1), MATCHES[-1])
+    return cells_of(match, [SINGLE])[0]

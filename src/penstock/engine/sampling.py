@@ -103,10 +103,10 @@ class Sampler:
         return forked
 
     def for_draft(self) -> Sampler:
-        """Returns a sampler for tokens that a draft model chooses: it chooses as this one does, and wants no
-        logprobs."""
+        """Returns a sampler for tokens that a draft model chooses: it chooses as this one does, and wants the logprob
+        of each and of no others."""
         forked = copy(self.fork())
-        forked.numbers = (*self.numbers[:-1], -1)
+        forked.numbers = (*self.numbers[:-1], 0)
         return forked
 
     def edit(self, tokens: Sequence[int], position: int) -> LogitEdit | None:
