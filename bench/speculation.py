@@ -4,6 +4,8 @@
     python bench/speculation.py record MODEL PROMPTS OUT [--count 4] [--temperature 0] [--tokens 256]
     python bench/speculation.py replay --tokenizer FILE [--edits REPO:SUFFIX ...] [--prose FILE] [--agent DIR]
                                        [--answers FILE ...] [--cost cpu] [--rows 1 8]
+    python bench/speculation.py online MODEL [--edits REPO:SUFFIX ...] [--prose FILE] [--agent DIR] [--answers FILE ...]
+                                       [--rows 1 8] [--count 8] [--tokens 400] [--rounds 5] [--threads 2]
 
 `index` measures the suffix automaton.
 
@@ -14,6 +16,9 @@
 and its choice of lengths. Only the seconds of steps come from a table, so it predicts what drafts are worth on any
 machine. `--cost` is `cpu` (measured on two cores), `cpu-bound` (six tokens are free, the next weigh a sixth each),
 `h200` (shapes of 8 to 64 tokens), or TOKENS=MILLISECONDS,... of your own.
+
+`online` runs the records on the real engine, with drafts and without in turn: every step is computed, and what it
+samples is replaced by the record (scripted.py). Prompts longer than LONGEST_PROMPT tokens are left out.
 
 Edits are the last commits of a repository that changed one file with SUFFIX: the prompt has the old file and the
 commit's subject, the answer is the new file; in `diffs` it is the unified diff. `--prose` is a text that nobody copied,
@@ -34,6 +39,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from scripted import Recorded, Runner, ScriptedEngine, described
+
+from penstock.config import Config
+from penstock.engine import build
 from penstock.engine.drafting import INDEXED, Drafting, RequestDrafter, common_prefix, suffix_classes
 from penstock.types import Request, SamplingParams
 
@@ -46,15 +55,8 @@ SHAPES = {"h200": (8, 16, 32, 64, 128, 256)}
 LONGEST = 20_000  # characters of a file that is edited
 COMMITS = 50
 BUDGET = 256  # drafted tokens of a step
+LONGEST_PROMPT = 3000  # tokens
 PIECE = 1000  # tokens of prose that are an answer, after half as many that are its prompt
-
-
-class Recorded(NamedTuple):
-    """Holds a prompt and the answer that it got."""
-
-    prompt: list[int]
-    answer: list[int]
-    owner: str  # recent answers of the same owner may be drafted from
 
 
 class Outcome(NamedTuple):
@@ -178,16 +180,19 @@ def edited_files(repository: str, suffix: str) -> Iterator[tuple[str, str, str, 
 
 
 class Reader:
-    """Reads what is replayed."""
+    """Reads what is replayed. `encode` turns text into token ids."""
 
-    def __init__(self, tokenizer: str) -> None:
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self.encode = encode
+
+    @classmethod
+    def of_file(cls, path: str) -> Reader:
+        """Returns a reader with the tokenizer of a tokenizer.json, which may be compressed."""
         from tokenizers import Tokenizer
 
-        data = Path(tokenizer).read_bytes()
-        self._tokenizer = Tokenizer.from_str((lzma.decompress(data) if tokenizer.endswith(".xz") else data).decode())
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        data = Path(path).read_bytes()
+        tokenizer = Tokenizer.from_str((lzma.decompress(data) if path.endswith(".xz") else data).decode())
+        return cls(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
 
     def edits(self, repositories: Sequence[str]) -> dict[str, list[Recorded]]:
         """Returns whole new files and diffs."""
@@ -230,15 +235,34 @@ def answers(path: str) -> list[Recorded]:
     return [Recorded(line["prompt"], line["answer"], str(at)) for at, line in enumerate(lines)]
 
 
-def replay_all(args: argparse.Namespace) -> None:
+def kinds_of(args: argparse.Namespace, reader: Reader | None) -> dict[str, list[Recorded]]:
+    """Returns the records that were asked for, by kind."""
     kinds: dict[str, list[Recorded]] = {}
-    if args.tokenizer:
-        reader = Reader(args.tokenizer)
-        kinds |= reader.edits(args.edits)
+    if reader is not None:
+        kinds |= reader.edits(args.edits) if args.edits else {}
         kinds |= {"agent": reader.agent(args.agent)} if args.agent else {}
         kinds |= {"prose": reader.prose(args.prose)} if args.prose else {}
-    kinds |= {Path(path).stem: answers(path) for path in args.answers}
-    for kind, records in kinds.items():
+    return kinds | {Path(path).stem: answers(path) for path in args.answers}
+
+
+def run_online(args: argparse.Namespace) -> None:
+    """Runs records on the real engine, with drafts and without in turn."""
+    from penstock.model.load import load_text
+
+    build.Engine = ScriptedEngine  # type: ignore[misc]
+    engine = build.open_engine(Config(model=args.model, threads=args.threads, max_len=8192))
+    assert isinstance(engine, ScriptedEngine)
+    runner, tokenizer = Runner(engine), load_text(Path(args.model)).tokenizer
+    for kind, records in kinds_of(args, Reader(tokenizer.encode)).items():
+        fit = [each for each in records if len(each.prompt) <= LONGEST_PROMPT and len(each.answer) >= args.tokens]
+        for rows in args.rows:
+            some = [each._replace(answer=each.answer[: args.tokens]) for each in fit[: max(args.count, rows)]]
+            print(f"{kind}, {rows} rows: {described(*runner.compare(some, rows, args.rounds))}", flush=True)
+
+
+def replay_all(args: argparse.Namespace) -> None:
+    reader = Reader.of_file(args.tokenizer) if args.tokenizer else None
+    for kind, records in kinds_of(args, reader).items():
         for cost in args.cost:
             table = CostTable(COSTS.get(cost, cost), SHAPES.get(cost, ()))
             for rows in args.rows:
@@ -259,7 +283,7 @@ def tell(
 
 def measure_index(args: argparse.Namespace) -> None:
     """Prints what the suffix automaton costs: to build, to hold and to ask."""
-    text = Reader(args.tokenizer).encode(Path(args.text).read_text(errors="replace")[: args.characters])
+    text = Reader.of_file(args.tokenizer).encode(Path(args.text).read_text(errors="replace")[: args.characters])
     new_index, new_cursor = suffix_classes()
     built, asked, followed = [], [], []
     for _ in range(args.rounds):
@@ -302,14 +326,22 @@ def record_all(args: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(required=True)
-    mode = modes.add_parser("replay")
+    records = argparse.ArgumentParser(add_help=False)
+    records.add_argument("--edits", action="append", default=[], metavar="REPO:SUFFIX")
+    records.add_argument("--prose")
+    records.add_argument("--agent")
+    records.add_argument("--answers", action="append", default=[])
+    records.add_argument("--rows", nargs="+", type=int, default=[1, 8])
+    mode = modes.add_parser("online", parents=[records])
+    mode.add_argument("model")
+    mode.add_argument("--count", type=int, default=8, help="records of each kind")
+    mode.add_argument("--tokens", type=int, default=400, help="of each answer")
+    mode.add_argument("--rounds", type=int, default=5)
+    mode.add_argument("--threads", type=int, default=0)
+    mode.set_defaults(run=run_online)
+    mode = modes.add_parser("replay", parents=[records])
     mode.add_argument("--tokenizer")
-    mode.add_argument("--edits", action="append", default=[], metavar="REPO:SUFFIX")
-    mode.add_argument("--prose")
-    mode.add_argument("--agent")
-    mode.add_argument("--answers", action="append", default=[])
     mode.add_argument("--cost", nargs="+", default=list(COSTS))
-    mode.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     mode.add_argument("--most", type=int, default=64, help="drafted tokens of a row at most")
     mode.add_argument("--noise", type=float, default=0.1, help="mean share by which steps are measured too long")
     mode.set_defaults(run=replay_all)

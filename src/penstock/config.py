@@ -135,6 +135,7 @@ class Config:
 
     model: str  # a GGUF file or a Hugging Face folder
     name: str = ""  # what clients call it; empty: from the file
+    yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
     device: str = option(
         "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
     )
@@ -186,6 +187,11 @@ class Config:
         32, "Most adapters that are in memory at once; further ones take turns.", minimum=1, maximum=1024
     )
     adapter_memory: int = option(0, "Bytes for adapters in memory. 0: an eighth of the free memory.")
+    packed_cache: int = option(
+        16 << 30,
+        "Most bytes on disk for packed weights, of all models together. With them a model is loaded sooner the next "
+        "time. The least recently used go first. 0: none are kept.",
+    )
     strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
     speculation: str = option(
         AUTO,
@@ -356,6 +362,19 @@ def home() -> Path:
         return Path(given).expanduser().absolute() if given else _user_cache() / "penstock"
     except RuntimeError as error:
         raise ConfigError(f"this user has no home folder ({error}): set PENSTOCK_HOME") from error
+
+
+def packed_home() -> Path:
+    """Returns the folder of all packed weights."""
+    return home() / "packed"
+
+
+def packed_folder(model: Path) -> Path:
+    """Returns the folder of the packed weights of a model file or folder, whether it exists or not."""
+    from hashlib import blake2b
+
+    path = model.resolve()
+    return packed_home() / f"{path.name}-{blake2b(bytes(path), digest_size=8).hexdigest()}"
 
 
 def _user_cache() -> Path:

@@ -104,6 +104,11 @@ def test_nothing_is_drafted_without_a_proposal() -> None:
     assert draft_lengths([NOTHING], StepCost(), 1, 1, 16, Exploration()) == [0]
 
 
+def test_a_proposal_can_be_cut() -> None:
+    whole = Proposal((1, 2, 3), (0.9, 0.8, 0.7), "text", 4, cells_of(4, [SINGLE] * 3))
+    assert whole.first(2) == Proposal((1, 2), (0.9, 0.8), "text", 4, whole.cells[:2])
+
+
 def test_equally_likely_slots_are_shared_out_within_the_budget() -> None:
     cost = StepCost(slope=0.0)
     assert draft_lengths([proposal([0.5, 0.5]), NOTHING, proposal([0.5, 0.5])], cost, 3, 3, 3) == [2, 0, 1]
@@ -118,8 +123,7 @@ def test_costs_are_interpolated_and_never_fall() -> None:
     assert cost.curve(1, 1, 5)[:6] == pytest.approx([4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
     cost.observe(1, 3, 1.0)
     assert cost.curve(1, 1, 4)[:5] == pytest.approx([4.0, 4.0, 4.0, 4.5, 8.0])
-    cost.observe(4, 4, 3.0)
-    assert cost.curve(2, 2, 0)[0] == pytest.approx(4 - 1 / 3)
+    assert cost.curve(2, 2, 0)[0] == pytest.approx(2.5), "two rows cost what two tokens of one do"
 
 
 def test_costs_of_steps_with_prompts_are_their_own() -> None:
@@ -129,7 +133,7 @@ def test_costs_of_steps_with_prompts_are_their_own() -> None:
     assert cost.curve(2, 4, 0)[0] == pytest.approx(2.0)
     cost.observe(2, 104, 10.0)
     assert cost.curve(2, 104, 0)[0] == pytest.approx(10.0)
-    assert cost.curve(2, 102, 0)[0] == pytest.approx(10.0 * 102 / 104)
+    assert cost.curve(2, 53, 0)[0] == pytest.approx(5.5)
 
 
 def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
@@ -137,6 +141,8 @@ def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
     cost.observe(1, 1, 1.0)
     cost.observe(1, 5, 2.0)
     cost.observe(1, 20, 9.0)
+    cost.observe(4, 4, 1.5)
+    assert cost.curve(2, 2, 0)[0] == pytest.approx(1 + 0.5 / 3), "steps that only decode are measured apart"
     curve = cost.curve(1, 1, 18)
     assert curve[1:8] == pytest.approx([2.0] * 7)
     assert curve[8] == curve[15] > 2.0
@@ -170,6 +176,19 @@ def test_exploring_finds_that_more_tokens_cost_nothing() -> None:
         cost.observe(1, 1 + length, 1.0)
         drafted += length
     assert drafted > 6 * 3000
+
+
+def test_exploring_finds_that_drafts_have_become_dear() -> None:
+    """Steps of one token are taken for dear ones until one is measured again."""
+    cost, exploration = StepCost(), Exploration()
+    cost.observe(1, 1, 9.0)
+    lengths = []
+    for _ in range(3000):
+        (length,) = draft_lengths([proposal([0.5] * 2)], cost, 1, 1, 16, exploration)
+        cost.observe(1, 1 + length, 1.0 + 5 * length)
+        lengths.append(length)
+    assert lengths[0] == 2
+    assert sum(lengths[-1000:]) < 30
 
 
 def test_survival_falls_with_depth_and_rises_with_the_match() -> None:

@@ -17,9 +17,11 @@ LIBRARY = sys.stdlib_module_names
 # Imports point down only. A package may import those named after it, and itself.
 WAIST = {"types", "errors", "config"}
 MAY_IMPORT = {
-    "types": {"errors", "grammar_types", "sampler_types"},
+    "types": {"adapter_types", "control_types", "errors", "grammar_types", "sampler_types"},
+    "adapter_types": set(),
     "grammar_types": {"errors"},
     "sampler_types": set(),
+    "control_types": set(),
     "errors": set(),
     "config": {"types", "errors"},
     "keys": {"errors"},

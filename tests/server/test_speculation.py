@@ -149,6 +149,7 @@ LIMITED: list[tuple[str, dict[str, Any]]] = [
     ("/completion", {"prompt": "[hi]", "speculation": 3}),
     ("/completion", {"prompt": "[hi]", "speculative.n_max": 3}),
     ("/generate", {"text": "[hi]", "speculation": 3}),
+    ("/generate", {"inputs": "[hi]", "speculation": 3}),
 ]
 NAMES = [f"{path} {'+'.join(sorted(body))}" for path, body in LIMITED]
 

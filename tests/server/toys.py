@@ -50,7 +50,7 @@ def pool_of(
 ) -> ModelPool:
     """Returns a pool of one model, whose engine is the client's."""
     sets = settings.pop("metric_sets", DEFAULT_SETS)
-    names = (*(Alias(pattern, name) for pattern in aliases), *(client_aliases(name) if lenient else ()))
+    names = (*(Alias(pattern, name) for pattern in aliases), *(client_aliases() if lenient else ()))
     source = ModelSource(name, lambda: client, lambda: text, path)
     return ModelPool([source], PoolSettings(aliases=names, **settings), sets)
 

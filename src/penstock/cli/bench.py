@@ -131,15 +131,17 @@ def _print(results: list[Result]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    heads = ["clients", "requests", "errors", "out tok/s", "all tok/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms"]
-    drafted = any(result.drafted_tokens for result in results)
-    for head in heads + ["drafted", "accepted"] * drafted:
+    heads = ("clients", "requests", "errors", "out tok/s", "all tok/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms")
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for r in results:
         figures = (r.output_tok_s, r.total_tok_s, r.ttft_p50, r.ttft_p99, r.itl_p50, r.itl_p99)
-        drafts = [f"{r.drafted_tokens:,}", f"{r.accepted_tokens / max(r.drafted_tokens, 1):.0%}"] * drafted
-        table.add_row(str(r.concurrency), str(r.requests), str(r.errors), *map(_readable, figures), *drafts)
+        table.add_row(str(r.concurrency), str(r.requests), str(r.errors), *map(_readable, figures))
     print_table(table)
+    for r in results:
+        if r.drafted_tokens:
+            share = r.accepted_tokens / r.drafted_tokens
+            print(f"concurrency {r.concurrency}: {r.drafted_tokens:,} tokens drafted, {share:.0%} accepted")
 
 
 def _readable(figure: float) -> str:

@@ -152,7 +152,7 @@ class DraftDepths:
             row = max(range(len(chances)), key=lambda at: sum(chances[at]))
             most = min(len(chances[row]), max(budget, 0))
             tried = [seconds[count] + count * draft_seconds[1] for count in range(most + 1)]
-            plan.depths[row] = self._exploration.further(tried)
+            plan.depths[row] = self._exploration.count(0, tried, 1.0)
         return plan
 
     def _draft_seconds(self, rows: int) -> list[float]:

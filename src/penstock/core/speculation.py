@@ -155,17 +155,16 @@ class StreamAcceptance:
 class StepCost:
     """Learns the seconds of a step from steps that were measured.
 
-    Steps that only decode (one token a row) are kept apart from those with more tokens, which a device may compute in
+    If a device pads steps to `shapes`, those that only decode (one token a row) are kept apart: it may compute them in
     another way. Between two measured sizes seconds are interpolated, and they never fall with more tokens. Beyond what
     was measured they rise as they did before; as long as only one size was, every token adds `slope` times the smallest
     known step."""
 
-    WEIGHT = 1 / 16  # of a new measurement, once there are as many
-    OUTLIER = 2.0  # a step counts at most this many times the mean: a process that was held up tells nothing
+    WEIGHT = 1 / 32  # of a new measurement, once there are as many
+    OUTLIER = 1.5  # a step counts at most this many times the mean: a process that was held up tells nothing
     CHANGE = 0.02  # by which a mean must differ from the one in use to replace it
 
     def __init__(self, *, slope: float = 0.15, shapes: Sequence[int] = ()) -> None:
-        """Begins with a prior. `shapes` are the numbers of tokens that a device pads a step to."""
         self._slope, self._shapes = slope, sorted(shapes)
         self._means: dict[tuple[bool, int], float] = {}  # by whether it only decodes, and by size
         self._counts: dict[tuple[bool, int], int] = {}
@@ -174,7 +173,8 @@ class StepCost:
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Learns from a step that took so many seconds."""
-        key = (True, rows) if tokens == rows else (False, self._size(tokens))
+        decodes = tokens == rows and bool(self._shapes)
+        key = (decodes, rows if decodes else self._size(tokens))
         mean, count = self._means.get(key, seconds), self._counts.get(key, 0) + 1
         mean += max(self.WEIGHT, 1 / count) * (min(seconds, self.OUTLIER * mean) - mean)
         self._means[key], self._counts[key] = mean, count
@@ -203,8 +203,8 @@ class StepCost:
         slope = self._slope * min(self._used.values(), default=1.0)
         decoding = sorted((size, mean) for (decode, size), mean in self._used.items() if decode)
         others = sorted((size, mean) for (decode, size), mean in self._used.items() if not decode)
-        if tokens == rows:
-            first = _interpolate(decoding or others, rows, slope) if self._used else 1.0
+        if tokens == rows and self._shapes:
+            first = _interpolate(decoding, rows, slope) if decoding else 1.0
             others = [(rows, first), *(known for known in others if known[0] > rows)]
         elif not others:
             others = decoding or [(tokens, 1.0)]
@@ -229,28 +229,30 @@ def _interpolate(known: Sequence[tuple[int, float]], size: int, slope: float) ->
 
 
 class Exploration:
-    """Now and then has a step draft further than is best, so that the cost of such steps is measured.
+    """Now and then has a step draft more than is best, or nothing, so that the cost of such steps is measured.
 
     What that is expected to lose stays below a share of all time. Survival needs no exploration: it is learned from
     every proposal, drafted or not."""
 
     SHARE = 1 / 400
-    FURTHER = (1, 2, 4, 8)  # tokens beyond the best, in turn
+    FURTHER = (1, 2, 4, 8, 16, None)  # tokens beyond the best, in turn; None: nothing is drafted
 
     def __init__(self) -> None:
         self._saved = 0.0  # seconds that may be lost
         self._count = 0
 
-    def further(self, seconds: Sequence[float]) -> int:
-        """Returns how many tokens to draft beyond the best, given the seconds of steps with 0, 1, ... more."""
-        further = min(self.FURTHER[self._count % len(self.FURTHER)], len(seconds) - 1)
-        lost = seconds[further] - seconds[0]
-        self._saved = min(self._saved + self.SHARE * seconds[0], seconds[-1])
-        if not further or self._saved < lost:
-            return 0
+    def count(self, best: int, seconds: Sequence[float], gain: float) -> int:
+        """Returns how many tokens to draft in all, given the best number, the seconds of steps with 0, 1, ... of them,
+        and how many times as fast the best is as none."""
+        further = self.FURTHER[self._count % len(self.FURTHER)]
+        count = 0 if further is None else min(best + further, len(seconds) - 1)
+        self._saved = min(self._saved + self.SHARE * seconds[best], seconds[-1])
+        lost = seconds[0] * (1 - 1 / gain) if further is None else seconds[count] - seconds[best]
+        if self._saved < lost:
+            return best
         self._saved -= lost
         self._count += 1
-        return further
+        return count
 
 
 def draft_lengths(
@@ -270,9 +272,11 @@ def draft_lengths(
     if not slots:
         return [0] * len(proposals)
     seconds = cost.curve(rows, tokens, len(slots))
-    best = _best_count(slots, seconds, rows)
-    further = exploration.further(seconds[best : len(slots) + 1]) if exploration else 0
-    return _admit(proposals, slots[: best + further])
+    count = _best_count(slots, seconds, rows)
+    if exploration is not None:
+        gain = (1 + sum(slots[:count]) / rows) * seconds[0] / seconds[count]
+        count = exploration.count(count, seconds[: len(slots) + 1], gain)
+    return _admit(proposals, slots[:count])
 
 
 def _slots(proposals: Sequence[Proposal], budget: int) -> list[float]:

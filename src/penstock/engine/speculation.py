@@ -16,6 +16,9 @@ from penstock.engine.draft_model import DraftModel, DraftTask, ModelDrafts
 from penstock.engine.record import RequestRecord
 from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, add_drafts
 
+AHEAD = 8  # drafted tokens that are looked at to decide whether a row waits for them
+MISSED = 1.0  # tokens that a row forgoes which waits for the step in flight
+
 
 class Drafter(Protocol):
     """Drafts for one request."""
@@ -147,6 +150,12 @@ class Speculation:
         """Returns how many tokens may be drafted for a request, in a row that has room for so many."""
         asked = record.request.speculation
         return min(most, self._most, self._most if asked is None else asked)
+
+    def is_worth_waiting(self, id: int) -> bool:
+        """Returns whether a request's drafts are likely to yield more than the step that it misses when its next row
+        waits for them."""
+        record = self._records.get(id)
+        return record is not None and sum(self._propose(record, AHEAD).survival) > MISSED
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
         """Returns what is copied for a request."""

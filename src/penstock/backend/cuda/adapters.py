@@ -16,7 +16,7 @@ import torch
 
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, quantize_activations
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.low_rank import (
     RECORD,
     AdaptedWeight,
@@ -52,6 +52,7 @@ class WeightSizes:
 
     weight: Any  # kept, so that no other has its identity
     gated: bool
+    sampled: bool  # it multiplies sampled positions alone
     chunks: int = 0  # the most that a slot had so far
     blocks: int = 0
     aligned: bool = True
@@ -85,13 +86,37 @@ class CudaAdapters:
         self._records: Any = None  # [slots, weights, RECORD]
         self._low_rank: Any = None  # what `shrink` leaves for `expand`
         self._lane: Lane | None = None
+        self._compiled = False
         self.forget_graphs: Callable[[], None] = lambda: None
 
     # -- in any thread -------------------------------------------------------------------------------------------
 
     def pack(self, updates: Sequence[LowRankUpdate]) -> CudaAdapter:
         packed = {self._number(update): update for update in updates}
-        return self._sent({number: self._packed(update, number) for number, update in packed.items()})
+        sent = self._sent({number: self._packed(update, number) for number, update in packed.items()})
+        if self._lane is not None and not self._compiled:
+            with torch.cuda.stream(self._lane.stream):
+                self._compile(torch.zeros((1, len(self._known), RECORD), dtype=torch.int64, device=self._device))
+            self._compiled = True
+        return sent
+
+    def _compile(self, records: Any) -> None:
+        """Launches all kernels for rows that are not there, so that no step has to wait until they are compiled."""
+        order = torch.zeros(1, dtype=torch.int32, device=self._device)
+        nowhere, room = torch.full((1, 4), -1, dtype=torch.int32, device=self._device), self._empty(1, 1).float()
+        sampled = RowTiles(nowhere[0, :1], None, DECODE_ROWS)
+        tokens = [RowTiles(nowhere, order, size) for size in (DECODE_ROWS, PROMPT_ROWS)]
+        for known in self._known:
+            weight, x = AdaptedWeight(records, 0, 1, 1, True, self._dtype), self._empty(1, known.weight.width)
+            y = self._empty(1, known.weight.rows).to(torch.float32 if known.sampled else self._dtype)
+            for rows in [sampled] if known.sampled else tokens:
+                shrink(x, rows, weight, room)
+                if known.weight.takes_fp8(rows.size):
+                    shrink(fp8_view(x), rows, weight, room)
+                expand(room, 1, rows, weight, y, y[:, : y.shape[1] // 2] if known.gated else y, known.gated)
+
+    def _empty(self, rows: int, width: int) -> Any:
+        return torch.empty((rows, width), dtype=self._dtype, device=self._device)
 
     def _sent(self, packed: Mapping[int, PackedUpdate]) -> CudaAdapter:
         """Copies updates of weights to the device: the matrices of all, then the blocks of all."""
@@ -185,7 +210,7 @@ class CudaAdapters:
         """Returns what adds adapters to products with a weight: of all tokens, or of the sampled ones."""
         number = self._weights.setdefault(id(weight), len(self._known))
         if number == len(self._known):
-            self._known.append(WeightSizes(weight, gated))
+            self._known.append(WeightSizes(weight, gated, sampled))
         return AdaptedProduct(self, number, sampled)
 
     def weight(self, number: int) -> AdaptedWeight:

@@ -22,7 +22,7 @@ class UpdateSizes(NamedTuple):
     aligned: bool  # all blocks begin and end at multiples of 16
 
 
-class Segment(NamedTuple):
+class LowRankSegment(NamedTuple):
     """Is what is added to consecutive rows of a weight."""
 
     first: int
@@ -56,7 +56,7 @@ class PackedUpdate(NamedTuple):
     """Holds how an adapter changes one weight: the parts of A one below the other, and B in blocks."""
 
     a: Sequence[Floats]  # each [rank, width]
-    segments: Sequence[Segment]
+    segments: Sequence[LowRankSegment]
     blocks: Ints  # [blocks, BLOCK]
     b_at: int  # how many values A takes
 
@@ -100,11 +100,11 @@ def pack_update(update: LowRankUpdate, gated: bool) -> PackedUpdate:
     return PackedUpdate(a, segments, blocks, sum(chunks) * RANKS * a[0].shape[1])
 
 
-def joined(parts: Sequence[LowRankPart], starts: Sequence[int], first: int, rows: int) -> Segment:
+def joined(parts: Sequence[LowRankPart], starts: Sequence[int], first: int, rows: int) -> LowRankSegment:
     """Returns what parts, whose ranks begin at chunks `starts` of h, add to rows of a weight from `first` on."""
     touching = [i for i, part in enumerate(parts) if part.first < first + rows and first < part.first + len(part.b)]
     if not touching:
-        return Segment(first, 0, np.zeros((rows, 0), np.float32))
+        return LowRankSegment(first, 0, np.zeros((rows, 0), np.float32))
     begin, end = starts[touching[0]], starts[touching[-1] + 1]
     b = np.zeros((rows, (end - begin) * RANKS), np.float32)
     for i in touching:
@@ -112,7 +112,7 @@ def joined(parts: Sequence[LowRankPart], starts: Sequence[int], first: int, rows
         top, bottom = max(part.first, first), min(part.first + len(part.b), first + rows)
         some = part.b[top - part.first : bottom - part.first]
         b[top - first : bottom - first, column : column + some.shape[1]] = some
-    return Segment(first, begin, b)
+    return LowRankSegment(first, begin, b)
 
 
 def chunks_of(a: Floats) -> int:

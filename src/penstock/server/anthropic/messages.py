@@ -279,6 +279,8 @@ class MessageWriter:
     def _reason(self, delta: Delta) -> str:
         if delta.finish == "length":
             return self._at_limit
+        if delta.finish == "abort":
+            return "pause_turn"
         if delta.stop is not None:
             return "stop_sequence"
         return "tool_use" if self._turn.calls() else "end_turn"

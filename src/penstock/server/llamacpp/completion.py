@@ -237,6 +237,8 @@ class NativeWriter:
     def _stop_type(self, delta: Delta) -> str:
         if delta.stop is not None:
             return "word"
+        if delta.finish == "abort":
+            return "none"
         return "limit" if delta.finish == "length" else "eos"
 
     def _selected(self, answer: NativeAnswer) -> Any:

@@ -6,9 +6,9 @@ missing figure is better than a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import inf
-from time import monotonic
+from time import monotonic, time
 from typing import NamedTuple
 
 from prometheus_client.metrics_core import Metric
@@ -117,7 +117,10 @@ class CompatMetrics:
         self._throughput = Throughput()
 
     def collect(self) -> Iterator[Metric]:
-        for metric in (metric for source in self._sources for metric in source.collect()):
+        metrics = [metric for source in self._sources for metric in source.collect()]
+        if "vllm:".startswith(self._prefixes):
+            yield from lora_info({metric.name: metric for metric in metrics})
+        for metric in metrics:
             for name in RENAMED.get(metric.name, ()):
                 if name.startswith(self._prefixes):
                     yield self._renamed(metric, name)
@@ -173,6 +176,21 @@ def _kept(sample: Sample, bounds: Collection[float] | None) -> bool:
 
 def by_state(metric: Metric) -> dict[str, float]:
     return {sample.labels["state"]: sample.value for sample in metric.samples}
+
+
+def lora_info(metrics: Mapping[str, Metric]) -> Iterator[Metric]:
+    """Yields vLLM's metric about adapters: their names are its labels, and its value is the time."""
+    slots = metrics["penstock_adapter_slots"].samples[0].value
+    if not slots:  # no model is loaded
+        return
+    labels = {"max_lora": str(int(slots))}
+    for state in ("running", "waiting"):
+        named = metrics["penstock_adapter_requests"].samples
+        names = [sample.labels["adapter"] for sample in named if sample.labels["state"] == state and sample.value]
+        labels[f"{state}_lora_adapters"] = ",".join(names)
+    info = Metric("vllm:lora_requests_info", "Adapters that requests use and wait for", "gauge")
+    info.add_sample(info.name, labels, time())
+    yield info
 
 
 def of_requests(metric: Metric) -> Iterator[DerivedSample]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -183,6 +183,7 @@ class EngineCollector:
         requests.add_metric(["running"], stats.running)
         requests.add_metric(["waiting"], stats.waiting)
         yield requests
+        yield from _adapters(stats)
         up = bool(clients) and all(client.hello is not None for client in clients)
         yield GaugeMetricFamily("penstock_engine_up", "1 while every loaded model has an engine", up)
         for name, help, value in (
@@ -223,10 +224,26 @@ class EngineCollector:
         return info
 
 
+def _adapters(stats: Stats) -> Iterator[Metric]:
+    """Yields which adapters requests use and wait for, and the room that adapters have and take."""
+    requests = GaugeMetricFamily(
+        "penstock_adapter_requests",
+        "Requests by the adapter that they name; a waiting one's adapter has no slot yet",
+        labels=["adapter", "state"],
+    )
+    for name, running, waiting in stats.adapters:
+        requests.add_metric([name, "running"], running)
+        requests.add_metric([name, "waiting"], waiting)
+    yield requests
+    yield GaugeMetricFamily("penstock_adapter_slots", "Most adapters in memory at once", stats.adapter_slots)
+    yield GaugeMetricFamily("penstock_adapter_bytes", "Memory that adapters take", stats.adapter_bytes)
+
+
 def sum_stats(every: Sequence[Stats]) -> Stats:
     """Returns what several engines did, added up."""
     sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
     drafts = add_drafts(counts for each in every for counts in each.drafts)
-    names = [name for name in Stats._fields if name not in ("step_sizes", "drafts")]
+    adapters = tuple(chain.from_iterable(each.adapters for each in every))
+    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters", "drafts")]
     added = {name: sum(getattr(each, name) for each in every) for name in names}
-    return Stats(**added, step_sizes=sizes, drafts=drafts)
+    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts)

@@ -20,11 +20,10 @@ from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
 from penstock.backend.cuda.kernels.interpreter import INTERPRETED
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.silu_and_mul import silu
-from penstock.backend.cuda.kernels.split_k import sum_splits
 
 RANKS = 16  # the least that tensor cores multiply
 COLUMNS = 128  # of the output, that one program changes
-MAX_SPLIT = 16  # programs that share the columns of A
+MAX_SPLIT = {DECODE_ROWS: 16, PROMPT_ROWS: 8}  # programs that share the columns of A, by the size of a tile
 PROGRAMS = 256  # that fill the device
 RECORD = 8  # words: the addresses of A, of B and of the blocks, how many chunks and blocks there are; three are spare
 BLOCK = 8  # words: first column, columns; then chunk of h, chunks, place in B, for the left half and for the right
@@ -55,7 +54,7 @@ class Layout(NamedTuple):
 
     size: int
     ordered: bool
-    split: int
+    max_split: int
     width: int  # columns of A at a time
     fp8: bool = False
     gated: bool = False
@@ -149,19 +148,33 @@ def load_block(b, at, chunk, chunks):
 
 
 @triton.jit
-def expanded(h, there, apart, b, values, at, chunks, LAYOUT: tl.constexpr):
-    """Returns h @ B.T for a block of B whose first chunk is `values`; h is where the rows' first chunk is."""
+def load_side(words, b, known):
+    """Returns what three words of a block say: where its ranks are in h, how many chunks it has and where they are in
+    B; and the first of these."""
+    column = tl.load(words, known, 0) * 16
+    chunks = tl.load(words + 1, known, 0)
+    at = tl.load(words + 2, known, 0)
+    return column, chunks, at, load_block(b, at, 0, chunks)
+
+
+@triton.jit
+def expanded(h, there, apart, split, b, side, LAYOUT: tl.constexpr):
+    """Returns h @ B.T for one side of a block, from what `split` programs left of h, each `apart` from the next."""
     SIZE: tl.constexpr = LAYOUT.size
+    SPLITS: tl.constexpr = LAYOUT.max_split
+    column, chunks, at, values = side
     total = tl.zeros([SIZE, 128], tl.float32)
-    rank = tl.arange(0, 16)
     for chunk in range(0, chunks):
-        low = sum_splits(h, chunk * 16 + rank[None, :], apart, there[:, None], LAYOUT.split)
+        place = h + column + chunk * 16
+        low = tl.load(place, there[:, None], 0.0)
+        for part in tl.static_range(1, SPLITS):
+            low += tl.load(place + part * apart, there[:, None] & (part < split), 0.0)
         total = dot_ieee(low.to(values.dtype), tl.trans(values), total)
         values = load_block(b, at, chunk + 1, chunks)
     return total
 
 
-@triton.jit(do_not_specialize=["weights", "number", "count", "most"])
+@triton.jit(do_not_specialize=["weights", "number", "count", "most", "split"])
 def _expand(
     h,
     tiles,
@@ -175,6 +188,7 @@ def _expand(
     width,
     stride,
     most,
+    split,
     LAYOUT: tl.constexpr,
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -186,68 +200,60 @@ def _expand(
     known = (slot >= 0) & (block < tl.load(record + 4))
     b = address(record + 1, DTYPE)
     entry = address(record + 2, tl.int32) + block * 8
-    at = tl.load(entry + 4, known, 0)
-    chunks = tl.load(entry + 3, known, 0)
-    values = load_block(b, at, 0, chunks)
-    low = h + row[:, None] * (most * 16)
-    apart = count.to(tl.int64) * (most * 16)  # from what one program left to what the next one did
+    left = load_side(entry + 2, b, known)
+    low = h + row[:, None] * (most * 16) + tl.arange(0, 16)[None, :]
+    apart = count.to(tl.int64) * (most * 16)
     if LAYOUT.gated:
-        right_at = tl.load(entry + 7, known, 0)
-        right_chunks = tl.load(entry + 6, known, 0)
-        right_values = load_block(b, right_at, 0, right_chunks)
+        right = load_side(entry + 5, b, known)
         column = block * 128 + tl.arange(0, 128)
-        left_low = low + tl.load(entry + 2, known, 0) * 16
-        right_low = low + tl.load(entry + 5, known, 0) * 16
         inside = there[:, None] & (column < width)[None, :]
         wait_for_previous(PDL)
         place = row[:, None] * (2 * width) + column[None, :]
-        left = tl.load(y + place, inside, 0.0).to(tl.float32)
-        right = tl.load(y + place + width, inside, 0.0).to(tl.float32)
-        left += expanded(left_low, there, apart, b, values, at, chunks, LAYOUT)
-        right += expanded(right_low, there, apart, b, right_values, right_at, right_chunks, LAYOUT)
-        value = (silu(left) * right).to(out.dtype.element_ty)
+        gate = tl.load(y + place, inside, 0.0).to(tl.float32)
+        value = tl.load(y + place + width, inside, 0.0).to(tl.float32)
+        gate += expanded(low, there, apart, split, b, left, LAYOUT)
+        value += expanded(low, there, apart, split, b, right, LAYOUT)
+        value = (silu(gate) * value).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * stride + column[None, :], value, inside)
     else:
         column = tl.arange(0, 128)
-        first = tl.load(entry, known, 0)
-        columns = tl.load(entry + 1, known, 0)
+        first, columns = tl.load(entry, known, 0), tl.load(entry + 1, known, 0)
         if LAYOUT.aligned:
             first, columns = tl.multiple_of(first, 16), tl.multiple_of(columns, 16)
         inside = there[:, None] & (column < columns)[None, :]
-        place = row[:, None] * width + first + column[None, :]
-        low += tl.load(entry + 2, known, 0) * 16
+        place = row[:, None] * stride + first + column[None, :]
         wait_for_previous(PDL)
         if known:
             total = tl.load(y + place, inside, 0.0).to(tl.float32)
-            total += expanded(low, there, apart, b, values, at, chunks, LAYOUT)
+            total += expanded(low, there, apart, split, b, left, LAYOUT)
             tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
-def split_of(width: int, tiles: int, chunks: int) -> int:
-    """Returns how many programs share the columns of A, for so many tiles of rows."""
-    return max(min(-(-width // 512), MAX_SPLIT, -(-PROGRAMS // (tiles * chunks))), 1)
+def split_of(width: int, rows: RowTiles, chunks: int) -> int:
+    """Returns how many programs share the columns of A."""
+    return max(min(-(-width // 512), MAX_SPLIT[rows.size], -(-PROGRAMS // (len(rows.tiles) * chunks))), 1)
 
 
 def values_needed(rows: int, tokens: int, chunks: int) -> int:
     """Returns how many values of h steps can have: those of `rows` rows of one token, and those of `tokens` tokens."""
-    return max(MAX_SPLIT * rows * chunks, PROMPT_ROWS * PROGRAMS + tokens * chunks) * RANKS
+    return max(MAX_SPLIT[DECODE_ROWS] * rows * chunks, PROMPT_ROWS * PROGRAMS + tokens * chunks) * RANKS
 
 
 def shrink(x: Any, rows: RowTiles, weight: AdaptedWeight, h: Any) -> None:
     """Writes x @ A.T of each row's adapter to h [split, T, chunks * RANKS] float32."""
     values, scales = x if isinstance(x, Fp8Activations) else (x, x)
     (count, width), tiles = values.shape, len(rows.tiles)
-    split = split_of(width, tiles, weight.chunks)
+    split = split_of(width, rows, weight.chunks)
     at_once = 512 if rows.size == DECODE_ROWS else 128
     steps = triton.cdiv(triton.cdiv(width, split), at_once)
-    layout = Layout(rows.size, rows.order is not None, split, at_once, fp8=values is not x)
+    layout = Layout(rows.size, rows.order is not None, 0, at_once, fp8=values is not x)
     order = rows.tiles if rows.order is None else rows.order
     numbers = weight.records.shape[1], weight.number, count, width, weight.chunks, steps
     _shrink[(split, weight.chunks, tiles)](
         *(values, scales, rows.tiles, order, weight.records, h, *numbers),
         LAYOUT=layout,
         DTYPE=TYPES[weight.dtype],
-        **launch_options(4),
+        **launch_options(4, 1 if rows.size == DECODE_ROWS else 3),  # few steps have nothing to overlap
     )
 
 
@@ -256,10 +262,10 @@ def expand(h: Any, width: int, rows: RowTiles, weight: AdaptedWeight, y: Any, ou
     Gated: writes silu(left half of the sum) * right half to out, which may be y's left half, for every row that has a
     tile."""
     count, tiles = len(y), len(rows.tiles)
-    split = split_of(width, tiles, weight.chunks)
-    layout = Layout(rows.size, rows.order is not None, split, 0, gated=gated, aligned=weight.aligned)
+    split = split_of(width, rows, weight.chunks)
+    layout = Layout(rows.size, rows.order is not None, MAX_SPLIT[rows.size], 0, gated=gated, aligned=weight.aligned)
     order = rows.tiles if rows.order is None else rows.order
-    numbers = weight.records.shape[1], weight.number, count, out.shape[1], out.stride(0), weight.chunks
+    numbers = weight.records.shape[1], weight.number, count, out.shape[1], out.stride(0), weight.chunks, split
     blocks = triton.cdiv(out.shape[1], COLUMNS) if gated else weight.blocks
     _expand[(blocks, tiles)](
         *(h, rows.tiles, order, weight.records, y, out, *numbers),
