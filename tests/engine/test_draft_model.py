@@ -136,8 +136,8 @@ def test_answers_stay_under_preemption_sharing_stops_and_aborts(windows: tuple[i
     waiting, said, ended = list(asked.values()), {id: list[int]() for id in asked}, dict[int, Any]()
     aborted = set(random.sample(sorted(asked), 6))
     while waiting or not engine.idle:
-        for request in waiting[: random.randint(0, 4)]:
-            engine.add(waiting.pop(0)) if request else None
+        for _ in range(min(random.randint(0, 4), len(waiting))):
+            engine.add(waiting.pop(0))
         for event in engine.step():
             if isinstance(event, Tokens):
                 said[event.seq] += event.tokens
