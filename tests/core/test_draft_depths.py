@@ -78,20 +78,23 @@ def test_a_copy_that_is_enough_leaves_nothing_to_a_model_that_is_slow() -> None:
     assert plan_depths([(0.9,), (0.9,)], [(), (0.9,) * 20], seconds, [0.0, 1.0, 1.0], 2, 24).depths == [0, 0]
 
 
-def test_while_nothing_pays_little_time_is_spent_on_finding_out() -> None:
+@pytest.mark.parametrize("behind", [0, 1000])
+def test_while_nothing_pays_little_time_is_spent_on_finding_out(behind: int) -> None:
     depths = DraftDepths()
     seconds = [1 + 0.1 * count for count in range(20)]
+    for tokens, took in ((1, 0.05), (129, 0.4)):
+        depths.observe(1, tokens, took)
     drafted, steps = 0, 4000
     for _ in range(steps):
-        [depth], _ = depths.choose([(0.01,)], [()], seconds, 1, 8)
+        [depth], _ = depths.choose([(0.01,)], [()], seconds, 1, 8, [behind])
         drafted += depth
         for _ in range(depth):
             depths.observe(1, 1, 0.05)
-    assert 0 < drafted * 0.15 < 1.1 * steps * Exploration.SHARE
+    assert 0 < drafted * (0.15 + behind / 128 * 0.4) < 1.2 * steps * Exploration.SHARE
 
 
 def test_now_and_then_a_step_goes_without_the_model() -> None:
     depths = DraftDepths()
-    chosen = [depths.choose([(0.9, 0.8)], [()], [1.0, 1.1, 1.2], 1, 8).depths[0] for _ in range(640)]
+    chosen = [depths.choose([(0.9, 0.8)], [()], [1.0, 1.1, 1.2], 1, 8, [0]).depths[0] for _ in range(640)]
     assert chosen[: DraftDepths.PLAIN] == [0] * DraftDepths.PLAIN
     assert chosen.count(0) == DraftDepths.PLAIN + 10

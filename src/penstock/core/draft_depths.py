@@ -122,6 +122,7 @@ class DraftDepths:
 
     PLAIN = 3  # first steps without the model
     EVERY = 64  # steps of which one is without it
+    CHUNK = 128  # tokens of a prompt that are taken to be computed at once
 
     def __init__(self) -> None:
         self._steps = 0
@@ -141,8 +142,10 @@ class DraftDepths:
         seconds: Sequence[float],
         rows: int,
         budget: int,
+        behind: Sequence[int],
     ) -> DepthPlan:
-        """Returns how many tokens to draft for each row: see `plan_depths`."""
+        """Returns how many tokens to draft for each row: see `plan_depths`. The model would first have to compute
+        `behind` tokens of each row."""
         self._steps += 1
         if self._steps <= self.PLAIN or self._steps % self.EVERY == 0:
             return DepthPlan([0] * len(chances))
@@ -151,9 +154,18 @@ class DraftDepths:
         if not any(plan.depths):
             row = max(range(len(chances)), key=lambda at: sum(chances[at]))
             most = min(len(chances[row]), max(budget, 0))
-            tried = [seconds[count] + count * draft_seconds[1] for count in range(most + 1)]
+            first = self._catching_up(behind[row])
+            tried = [seconds[count] + count * draft_seconds[1] + first * (count > 0) for count in range(most + 1)]
             plan.depths[row] = self._exploration.count(0, tried, 1.0)
         return plan
+
+    def _catching_up(self, tokens: int) -> float:
+        """Returns the seconds in which the draft model computes so many tokens of a prompt."""
+        if not self._measured:
+            return 0.0
+        whole, rest = divmod(tokens, self.CHUNK)
+        curve = self._cost.curve(1, 1, self.CHUNK)
+        return whole * curve[self.CHUNK] + curve[rest] - curve[0]
 
     def _draft_seconds(self, rows: int) -> list[float]:
         """Returns the seconds of draft steps with 0, 1, ... rows."""

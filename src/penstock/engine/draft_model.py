@@ -176,7 +176,8 @@ class DraftModel:
             return list(copied)
         others = [proposal.survival for proposal in copied]
         most = min(sum(map(len, (*chances, *others))), max(budget, 0))
-        depths, least = self._depths.choose(chances, others, seconds(most), rows, budget)
+        behind = [0 if task.drafts is None else len(task.room.seq.tokens) - 1 - task.drafts.computed for task in tasks]
+        depths, least = self._depths.choose(chances, others, seconds(most), rows, budget, behind)
         drafting = {at: row for at, depth in enumerate(depths) if (row := self._begin(tasks[at], depth)) is not None}
         try:
             self._draft(list(drafting.values()), least)
@@ -257,7 +258,10 @@ class DraftModel:
             if row.computed < row.known - 1:
                 row.depth = 0
         if batch:
+            began = time.perf_counter()
             self._run(batch, ())
+            tokens = sum(row.stop - row.start for row in batch)
+            self._depths.observe(len(batch), tokens, time.perf_counter() - began)
 
     def _run(self, batch: Sequence[DraftRow], rows: Sequence[DraftingRow]) -> tuple[RowResult, ...]:
         """Runs a step and returns its answer for each row."""
