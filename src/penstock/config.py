@@ -199,6 +199,11 @@ class Config:
         "or a number for at most so many. Answers stay the same.",
         read=read_speculation,
     )
+    draft: str = option(
+        "",
+        "Model that drafts (speculative decoding): a small one with the vocabulary of the model itself, named as that "
+        "is. Answers stay the same. CPU only. A server of several models gives it to the first.",
+    )
 
 
 class AdapterOption(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.cli.command import UsageError
 from penstock.cli.serve import SpeculativeOptions, TemplateOptions
+from penstock.config import DEFAULTS
 from penstock.errors import ConfigError
 from penstock.text.named_templates import TEMPLATES
 
@@ -32,11 +33,22 @@ def test_the_sampling_of_the_options() -> None:
 
 
 def test_speculation_may_be_set_by_vllms_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [SpeculativeOptions().speculation(each) for each in ("auto", "off", "8")] == ["auto", "off", "8"]
+    assert SpeculativeOptions().options(DEFAULTS) == {}
     vllms = SpeculativeOptions('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2}')
-    assert vllms.speculation("auto") == "4"
+    assert vllms.options(DEFAULTS) == {"speculation": "4"}
     assert "without effect here: prompt_lookup_min" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="say the same in two ways"):
-        vllms.speculation("8")
+    with pytest.raises(UsageError, match="--speculation is also said by --speculative-config"):
+        vllms.options(DEFAULTS | {"speculation": "8"})
     with pytest.raises(ConfigError, match="'eagle', which is not supported"):
-        SpeculativeOptions('{"method": "eagle"}').speculation("auto")
+        SpeculativeOptions('{"method": "eagle"}').options(DEFAULTS)
+
+
+def test_a_draft_model_may_be_set_by_the_options_of_vllm_and_llama_cpp() -> None:
+    vllms, theirs = '{"method": "draft_model", "model": "small"}', SpeculativeOptions(model_draft="small")
+    assert SpeculativeOptions(vllms).options(DEFAULTS) == {"speculation": "auto", "draft": "small"}
+    assert theirs.options(DEFAULTS) == {"draft": "small"}
+    for twice in (SpeculativeOptions(vllms), theirs):
+        with pytest.raises(UsageError, match="--draft is also said by --speculative-config or --model-draft"):
+            twice.options(DEFAULTS | {"draft": "smaller"})
+    with pytest.raises(UsageError, match="--draft is also said"):
+        SpeculativeOptions(vllms, "smaller").options(DEFAULTS)

@@ -44,6 +44,9 @@ class RandomDrafting:
             budget -= chosen[-1]
         return chosen
 
+    def seconds(self, rows: int, tokens: int, most: int) -> list[float]:
+        return [1.0] * (most + 1)
+
     def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
 
     def index(self) -> None: ...

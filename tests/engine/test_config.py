@@ -141,9 +141,18 @@ def test_speculation(given: Any, text: str, limit: int | None) -> None:
 )
 def test_vllms_speculative_config(given: dict[str, Any], means: str, ignored: str) -> None:
     lines: list[str] = []
-    assert speculation_in(given, lines.append) == speculation_in_json(json.dumps(given), lambda _: None) == means
+    options = speculation_in(given, lines.append)
+    assert options == speculation_in_json(json.dumps(given), lambda _: None) == {"speculation": means}
     assert lines == ([f"warning: fields of speculative_config without effect here: {ignored}"] if ignored else [])
     assert configure("m", {"speculation": means}).speculation == means
+
+
+@pytest.mark.parametrize("method", [{}, {"method": "draft_model"}])
+def test_vllms_speculative_config_of_a_draft_model(method: dict[str, str]) -> None:
+    given = {"model": "small", "num_speculative_tokens": 3, **method}
+    options = speculation_in(given, pytest.fail)
+    assert options == {"speculation": "3", "draft": "small"}
+    assert configure("m", options).draft == "small"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +162,10 @@ def test_vllms_speculative_config(given: dict[str, Any], means: str, ignored: st
         ("[]", "speculative_config is an object"),
         ("{}", "speculative_config names no method: use ngram, ngram_gpu, suffix"),
         ('{"method": "eagle3", "model": "some/head"}', r"drafts by 'eagle3' \(some/head\), which is not supported"),
-        ('{"model": "small"}', r"drafts by 'draft_model' \(small\)"),
+        (
+            '{"method": "draft_model"}',
+            "speculative_config names no model: use ngram",
+        ),
         ('{"method": "ngram", "model": "small"}', "drafts by 'ngram'"),
         ('{"method": "ngram", "width": 3}', "unknown fields: width; there are "),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens .* above 0; got 0"),

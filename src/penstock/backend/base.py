@@ -226,6 +226,19 @@ class Footprint(NamedTuple):
     reserve: int  # for what is not counted
     kv_token: int  # one token in the cache
     state: int = 0  # one sequence's recurrent state, besides its tokens
+    draft_weights: int = 0  # of `weights`, those of a draft model
+    draft_token: int = 0  # of `kv_token`, the draft model's part
+
+    def with_draft(self, draft: Footprint) -> Footprint:
+        """Returns the footprint of a model on the host with a draft model beside it. Of what is reserved there, three
+        quarters of the draft model's weights are taken."""
+        return self._replace(
+            weights=self.weights + draft.weights,
+            reserve=max(self.reserve - draft.weights * 3 // 4, 0),
+            kv_token=self.kv_token + draft.kv_token,
+            draft_weights=draft.weights,
+            draft_token=draft.kv_token,
+        )
 
     @classmethod
     def on_host(cls, weights: int, kv_token: int, state: int = 0) -> Footprint:

@@ -253,7 +253,7 @@ class FakeSleeper:
 
 class FakeBackend(SynchronousBackend[FakeProgram]):
     """Answers with checksums. Weights and models count for nothing; there is program 0, and every other that is loaded.
-    Its KV layer groups are those of `windows`, whatever `reserve_kv` is told."""
+    The KV layer groups of program 0 are those of `windows`, whatever `reserve_kv` is told."""
 
     name = "the fake"
     device = "fake"
@@ -262,8 +262,9 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
         super().__init__()
         slots = FakeAdapters()
         self.adapters: AdapterSlots = slots
-        self._make = partial(FakeProgram, max_rows=max_rows, vocab=vocab, windows=windows, adapters=slots.slots)
-        self._programs[0] = self._make(0)
+        self._make = partial(FakeProgram, max_rows=max_rows, vocab=vocab, adapters=slots.slots)
+        self._programs[0] = self._make(0, windows=windows)
+        self._windows = windows
         self._sleeper = FakeSleeper(self._programs)
         self.sleeper = self._sleeper
         self.kv: BlockMemory = ArrayBlocks("fake", lambda: [program.kv for program in self._programs.values()])
@@ -284,7 +285,7 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
         return StoredAs("nothing", 0)
 
     def load(self, model: Model, program: int = 0) -> None:
-        self._programs[program] = self._make(program)
+        self._programs[program] = self._make(program, windows=(0,) if program else self._windows)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         for program in self._programs.values():

@@ -68,9 +68,12 @@ def bench(
         path = obtain(model or options.DEFAULT_MODEL)
 
         from penstock.config import configure
+        from penstock.store import with_local_draft
 
         rows = engine["max_rows"] or max(64, *levels)
-        results = run(_measure_engine(configure(path, engine | {"max_rows": rows}), workloads))
+        results = run(
+            _measure_engine(with_local_draft(configure(path, engine | {"max_rows": rows}), obtain), workloads)
+        )
     if json:
         print_json({"target": url or model or options.DEFAULT_MODEL, "results": [asdict(result) for result in results]})
     else:

@@ -36,8 +36,9 @@ def plan(
     from penstock.errors import ConfigError
     from penstock.model.load import open_checkpoint
     from penstock.planning.forecast import make_forecasts
+    from penstock.store import with_local_draft
 
-    config = configure(path, engine)
+    config = with_local_draft(configure(path, engine), obtain)
     checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
     found, *others = make_forecasts(config, checkpoint, prompt, machine_profile)
     if json:

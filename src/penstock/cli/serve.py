@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -177,21 +178,26 @@ class SpeculativeOptions(NamedTuple):
     speculative_config: Annotated[
         str,
         Option(
-            help="The same as --speculation, as vLLM's JSON with a method of ngram or suffix: "
+            help="The same as --speculation and --draft, as vLLM's JSON with a method of ngram, suffix or draft_model: "
             """'{"method": "ngram", "num_speculative_tokens": 4}'."""
         ),
     ] = ""
 
-    def speculation(self, given: str) -> str:
-        """Returns the value of --speculation that holds; `given` is its own."""
+    model_draft: Annotated[str, Option(short="-md", help="The same as --draft, as llama.cpp calls it.")] = ""
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Returns the values of --speculation and --draft that hold, if others say them; `given` are the options of the
+        engine."""
         from penstock.config import DEFAULTS, log_to_stderr
         from penstock.speculative_config import speculation_in_json
 
-        if not self.speculative_config:
-            return given
-        if given != DEFAULTS["speculation"]:
-            raise UsageError("--speculation and --speculative-config say the same in two ways: give one of them")
-        return speculation_in_json(self.speculative_config, log_to_stderr)
+        config = speculation_in_json(self.speculative_config, log_to_stderr) if self.speculative_config else {}
+        draft = {"draft": self.model_draft} if self.model_draft else {}
+        stated = {name: value for name, value in given.items() if value != DEFAULTS.get(name)}
+        for one, other in ((stated, config), (stated, draft), (config, draft)):
+            if twice := one.keys() & other.keys():
+                raise UsageError(f"--{min(twice)} is also said by --speculative-config or --model-draft: say it once")
+        return config | draft
 
 
 class TelemetryOptions(NamedTuple):
@@ -280,7 +286,7 @@ def serve(
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
     from penstock.server.telemetry.access_log import LogSettings
 
-    engine = engine | {"speculation": speculative.speculation(engine["speculation"])}
+    engine = engine | speculative.options(engine)
     rules, budget = access.rules(), pool.budget()
     aliases = _aliases(listen.alias or [], [each.name for each in finder.found])
     settings = PoolSettings(

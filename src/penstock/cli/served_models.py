@@ -178,8 +178,10 @@ class ModelSources:
 
     def _make(self, found: FoundModel, launcher: Launcher, shares: MemoryShares) -> ModelSource:
         if found not in self._made:
-            adapters = self._adapters.get(found.name, ())
-            self._made[found] = source_of(found, self._engine | {"adapter": adapters}, self._text, launcher, shares)
+            own: dict[str, Any] = {"adapter": self._adapters.get(found.name, ())}
+            if found != self._finder.found[0]:
+                own["draft"] = ""
+            self._made[found] = source_of(found, self._engine | own, self._text, launcher, shares)
         return self._made[found]
 
 
@@ -218,9 +220,10 @@ def source_of(
     from penstock.config import configure, parse_adapter
     from penstock.ipc.spawn import ProcessClient
     from penstock.server.models import ModelSource
+    from penstock.store import with_local_draft
 
     given = engine | {name: engine.get(name) or share for name, share in shares._asdict().items()}
-    config = configure(found.path, given, name=found.name)
+    config = with_local_draft(configure(found.path, given, name=found.name), obtain)
     load = partial(_load_text, found, config.config, text)
     client = partial(ProcessClient, config, launcher)
     adapters = tuple(map(parse_adapter, config.adapter))
@@ -233,7 +236,8 @@ def _expected(config: Config) -> int:
     from penstock.planning.memory_plan import adapter_memory
     from penstock.store import size_of
 
-    return int(size_of(Path(config.model)) * OVERHEAD) + config.kv_memory + adapter_memory(config)
+    files = sum(size_of(Path(path)) for path in (config.model, config.draft) if path)
+    return int(files * OVERHEAD) + config.kv_memory + adapter_memory(config)
 
 
 def adapters_by_model(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:

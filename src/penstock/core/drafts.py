@@ -3,8 +3,9 @@ in the same row as the last known token, and count as far as they are what is sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Line
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from penstock.core.kvcache import KvCache
@@ -17,6 +18,7 @@ class DraftRoom(NamedTuple):
 
     seq: Sequence
     most: int
+    reserve: Callable[[int], bool]  # takes the blocks for a draft of so many tokens; False: too few are left
 
 
 class Drafts(Protocol):
@@ -41,13 +43,17 @@ class DraftRows:
         room = {at: most for at, row in enumerate(rows) if (most := self._room(row, sequences[row.seq], blocks)) > 0}
         if not room:
             return []
-        asked = [DraftRoom(sequences[rows[at].seq], most) for at, most in room.items()]
+        grown: list[Grown] = []
+        asked = []
+        for at, most in room.items():
+            row, seq = rows[at], sequences[rows[at].seq]
+            asked.append(DraftRoom(seq, most, partial(self._reserve, seq, row.start + row.count, grown)))
         tokens = sum(row.count for row in rows)
         proposed = self._drafts.propose(asked, len(rows), tokens, self._step_tokens - tokens)
-        grown: list[Grown] = []
-        for at, (seq, _), draft in zip(room, asked, proposed, strict=True):
-            if draft:
-                rows[at] = self._with_draft(seq, rows[at], draft, grown)
+        for at, (seq, _, reserve), draft in zip(room, asked, proposed, strict=True):
+            if draft and reserve(len(draft)):
+                rows[at] = self._cache.states.with_draft(rows[at], draft)
+                seq.drafted = bool(rows[at].draft)
         return grown
 
     def _room(self, row: Row, seq: Sequence, blocks: int) -> int:
@@ -59,13 +65,12 @@ class DraftRows:
         positions = seq.capacity - end + blocks * self._cache.block_size
         return min(seq.max_len - end - 1, positions, self._cache.states.draft_room(seq, row))
 
-    def _with_draft(self, seq: Sequence, row: Row, draft: tuple[int, ...], grown: list[Grown]) -> Row:
-        """Returns the row with its draft; as it was, if the rows before it have left too little."""
-        end = row.start + row.count + len(draft)
+    def _reserve(self, seq: Sequence, known: int, grown: list[Grown], count: int) -> bool:
+        """Takes the blocks that a draft of `count` tokens needs behind the `known` ones; returns False, and takes none,
+        if the rows before it have left too few."""
+        end = known + count
         if self._cache.blocks_for(end - seq.capacity) * self._cache.groups > self._cache.available:
-            return row
-        drafted = self._cache.states.with_draft(row, draft)
-        if drafted.draft and end > seq.capacity:
+            return False
+        if end > seq.capacity:
             grown += self._cache.grow(seq, end)
-        seq.drafted = bool(drafted.draft)
-        return drafted
+        return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Line
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +12,7 @@ from penstock.backend.base import LAST_SAMPLED, Batch, Ints, StateMove
 from penstock.core import Sequence
 from penstock.engine.pooling import pools
 from penstock.engine.record import RequestRecord
-from penstock.engine.sampling import Wanted, constrained_positions, sample_rows, wanted_positions
+from penstock.engine.sampling import Sampler, Wanted, constrained_positions, sample_rows, wanted_positions
 from penstock.types import Limits, Row, StepPlan
 
 
@@ -93,3 +95,39 @@ def bitmasks(plan: StepPlan, batch: Batch, records: Mapping[int, RequestRecord])
     rows = np.searchsorted(batch.sample_start, batch.constrained, side="right") - 1
     owners = [plan.rows[row] for row in dict.fromkeys(rows.tolist())]
     return np.stack([mask for row in owners for mask in records[row.seq].sampler.bitmasks(row.draft)])
+
+
+class DraftRow(NamedTuple):
+    """Describes a row of a draft program's step: it computes text[start:stop], whose KV lies in the blocks of `table`,
+    and `sampler` chooses what comes next, if there is one."""
+
+    text: list[int]
+    start: int
+    stop: int
+    table: Line[int]
+    sampler: Sampler | None
+
+
+def draft_batch(rows: Line[DraftRow], block_size: int, program: int) -> Batch:
+    """Returns the batch of a draft program's step. It keeps nothing by slot, so slots are numbered by row."""
+    counts = [row.stop - row.start for row in rows]
+    row_start = np.cumsum([0, *counts], dtype=np.int32)
+    wanted = [Wanted(row.sampler, row.text, row.stop - 1) for row in rows if row.sampler is not None]
+    samples = [row.sampler is not None for row in rows]
+    tables = np.zeros((1, len(rows), -(-max(row.stop for row in rows) // block_size)), np.int32)
+    for at, row in enumerate(rows):
+        blocks = row.table[: -(-row.stop // block_size)]
+        tables[0, at, : len(blocks)] = blocks
+    return Batch(
+        step=-1,
+        tokens=np.array([token for row in rows for token in row.text[row.start : row.stop]], np.int32),
+        positions=np.array([at for row in rows for at in range(row.start, row.stop)], np.int32),
+        row_start=row_start,
+        slots=np.arange(len(rows), dtype=np.int32),
+        tables=tables,
+        sampled=row_start[1:][samples] - np.int32(1),
+        sample_start=np.cumsum([0, *samples], dtype=np.int32),
+        sample=sample_rows(wanted),
+        constrained=constrained_positions(wanted),
+        program=program,
+    )

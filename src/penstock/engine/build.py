@@ -16,6 +16,7 @@ from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
 from penstock.engine.adapters import Adapters
+from penstock.engine.draft_model import DraftModel
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
@@ -24,10 +25,11 @@ from penstock.engine.weights import WeightReader
 from penstock.errors import OutOfMemory, WeightsError
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
-from penstock.model.load import CONFIG, Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
+from penstock.model.draft import group_of, open_draft
+from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.low_rank import Placement
 from penstock.model.spec import ModelSpec
-from penstock.planning.memory_plan import adapter_memory, all_states, gigabytes, plan_memory
+from penstock.planning.memory_plan import adapter_memory, all_states, block_token, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
@@ -93,6 +95,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
         tell = silent
+    draft = open_draft(config, checkpoint)
     backend = open_backend(config, packed_cache_of(config, checkpoint))
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
@@ -103,8 +106,10 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     packer = KeepingPacker(backend)
     loading = partial(_load_weights, checkpoint, backend, packer)
     placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
+    if draft is not None:
+        draft = load_draft(draft, config, checkpoint, backend)
     timer.stop("weights")
-    limits, group_token = _reserve(config, checkpoint, backend)
+    limits, group_token = _reserve(config, checkpoint, backend, draft)
     timer.stop("cache")
     backend.warm_up()
     timer.stop("kernels")
@@ -117,6 +122,9 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         depth=backend.depth,
         grammars=grammars,
         drafting=None if most == 0 or not limits.generates else Drafting(backend.padded_sizes),
+        draft_model=None
+        if draft is None
+        else DraftModel(backend, limits, draft.spec.max_len, group=group_of(checkpoint)),
         draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),
         classifier=checkpoint.classifier,
@@ -126,6 +134,23 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
     )
+
+
+def load_draft(draft: Checkpoint, config: Config, target: Checkpoint, backend: Backend) -> Checkpoint:
+    """Loads a draft model as the backend's program 1; returns its checkpoint as it is stored. A draft model that is
+    larger than its target is logged."""
+    draft = quantized(draft, config)
+    backend.load(load_model(draft, backend), 1)
+    sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
+    if sizes[0] > sizes[1]:
+        import logging  # takes longer than reading the rest
+
+        logging.getLogger(__name__).warning(
+            "the draft model %s has %s of weights and its target %s: a smaller one drafts faster",
+            draft.name,
+            *map(gigabytes, sizes),
+        )
+    return draft
 
 
 def _load_weights(checkpoint: Checkpoint, backend: Backend, packer: KeepingPacker) -> Sequence[Placement]:
@@ -175,13 +200,15 @@ def chain_hash() -> hashing.Chain:
     return lambda salt, tokens, block_size: chain_hashes(hashing.root(salt), tokens, block_size)
 
 
-def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[Limits, int]:
-    """Reserves the KV cache. Returns the limits and the bytes of a token in one layer group. The cache is a little
-    smaller than planned where there turns out to be less memory than a moment ago."""
+def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend, draft: Checkpoint | None) -> tuple[Limits, int]:
+    """Reserves the KV cache, for a draft model too if there is one. Returns the limits and the bytes of a token in one
+    layer group. The cache is a little smaller than planned where there turns out to be less memory than a moment
+    ago."""
     spec, adapters = checkpoint.spec, adapter_memory(config)
+    draft_token = 0 if draft is None else backend.footprint(draft.spec, ()).kv_token
     for left in reversed(range(TRIES)):
         needs = backend.memory_needs()
-        group_token = spec.kv_group_bytes(needs.kv_bytes_per_token)
+        group_token = block_token(spec, needs.kv_bytes_per_token, draft_token)
         room = needs.kv_memory - adapters
         if Device.parse(config.device).kind == "cuda":
             room = needs.kv_memory - (config.adapter_memory or adapters)
@@ -205,7 +232,8 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[
         else:
             break
     kept = limits.num_blocks * limits.block_size * group_token + all_states(limits) * needs.state_bytes
-    return limits._replace(memory=weight_bytes(checkpoint, backend) + kept), group_token
+    weights = sum(weight_bytes(each, backend) for each in (checkpoint, draft) if each is not None)
+    return limits._replace(memory=weights + kept), group_token
 
 
 def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:

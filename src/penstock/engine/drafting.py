@@ -175,6 +175,11 @@ class Drafting:
         most `budget` together."""
         return draft_lengths(proposals, self._cost, rows, tokens, budget, self._exploration)
 
+    def seconds(self, rows: int, tokens: int, most: int) -> list[float]:
+        """Returns how long a step is expected to take that has so many rows and tokens without drafts, with 0, 1, ...
+        drafted tokens, up to `most` at least."""
+        return self._cost.curve(rows, tokens, most)
+
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Takes note of how long a step took that had nothing but answering rows."""
         self._cost.observe(rows, tokens, seconds)

@@ -15,6 +15,7 @@ from penstock.core.refusal import refuse_impossible
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
+from penstock.engine.draft_model import DraftModel
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.reading import Reading
@@ -62,11 +63,11 @@ NOTHING = StepPlan(0, ())  # is what a paused engine does
 class Engine(WeightControl):
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
     flight while the next one is planned, `policy` decides where there is a choice, `drafting` proposes how answers may
-    go on (a step drafts at most `draft_tokens` tokens of a request), `chain` computes chain hashes, `classifier` is the
-    model's classification head, `dense` turns its pooled states into embeddings, `adapters` are those that requests may
-    name, `weights` reads others for the model, `unknown_fields` are those of its config that nothing is known of,
-    `sleeper` gives the backend's memory back, and with `block_events` it is recorded what enters and leaves the prefix
-    cache."""
+    go on, as does a `draft_model` (a step drafts at most `draft_tokens` tokens of a request), `chain` computes chain
+    hashes, `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, `adapters`
+    are those that requests may name, `weights` reads others for the model, `unknown_fields` are those of its config
+    that nothing is known of, `sleeper` gives the backend's memory back, and with `block_events` it is recorded what
+    enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Engine(WeightControl):
         grammars: Grammars | None = None,
         policy: Policy | None = None,
         drafting: Drafters[Any] | None = None,
+        draft_model: DraftModel | None = None,
         draft_tokens: int = MOST_DRAFTED,
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
@@ -101,7 +103,9 @@ class Engine(WeightControl):
         self._sleep = SleepState(sleeper)
         epoch = time.time_ns() if block_events else None
         self._records: dict[int, RequestRecord] = {}
-        self._speculation = None if drafting is None else Speculation(drafting, self._records, self.draft_tokens)
+        self._speculation = (
+            Speculation(drafting, self._records, self.draft_tokens, draft_model) if drafting is not None else None
+        )
         self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()

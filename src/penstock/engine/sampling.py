@@ -102,6 +102,13 @@ class Sampler:
         forked._penalties, forked._dry = deepcopy(self._penalties), deepcopy(self._dry)
         return forked
 
+    def for_draft(self) -> Sampler:
+        """Returns a sampler for tokens that a draft model chooses: it chooses as this one does, and wants the logprob
+        of each and of no others."""
+        forked = copy(self.fork())
+        forked.numbers = (*self.numbers[:-1], 0)
+        return forked
+
     def edit(self, tokens: Sequence[int], position: int) -> LogitEdit | None:
         """Returns the changes to the logits at `position`, which choose the token after it; None if there are none."""
         if not self.edits:

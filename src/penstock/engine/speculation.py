@@ -7,10 +7,12 @@ context, the seed and the position, so an answer with drafts is the answer witho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from penstock.core.drafts import DraftRoom
 from penstock.core.speculation import NOTHING, Proposal
+from penstock.engine.draft_model import DraftModel, DraftTask, ModelDrafts
 from penstock.engine.record import RequestRecord
 from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, add_drafts
 
@@ -44,6 +46,10 @@ class Drafters(Protocol[D]):
         """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
         most `budget` together."""
 
+    def seconds(self, rows: int, tokens: int, most: int) -> Sequence[float]:
+        """Returns how long a step is expected to take that has so many rows and tokens without drafts, with 0, 1, ...
+        drafted tokens, up to `most` at least."""
+
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Takes note of how long a step took that had nothing but answering rows."""
 
@@ -52,12 +58,13 @@ class Drafters(Protocol[D]):
 
 
 class RequestDrafts:
-    """Holds what is drafted for one request."""
+    """Holds what is drafted for one request, by copying and, if there is a draft model, by that."""
 
-    __slots__ = ("counts", "drafter", "proposal")
+    __slots__ = ("counts", "drafter", "model", "proposal")
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, model: ModelDrafts | None) -> None:
         self.drafter = drafter
+        self.model = model
         self.proposal = NOTHING  # that the step in flight verifies
         self.counts: dict[str, DraftCounts] = {}
 
@@ -69,10 +76,18 @@ class RequestDrafts:
 
 
 class Speculation:
-    """Proposes drafts to the scheduler, of at most `most` tokens, for those of the `records` that may have some."""
+    """Proposes drafts to the scheduler, of at most `most` tokens, for those of the `records` that may have some. A
+    draft model, if there is one, drafts where nothing better can be copied."""
 
-    def __init__(self, drafting: Drafters[Any], records: Mapping[int, RequestRecord], most: int) -> None:
+    def __init__(
+        self,
+        drafting: Drafters[Any],
+        records: Mapping[int, RequestRecord],
+        most: int,
+        model: DraftModel | None = None,
+    ) -> None:
         self._drafting = drafting
+        self._model = model
         self._records = records
         self._most = most
         self.counts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
@@ -82,7 +97,8 @@ class Speculation:
         last one."""
         request = record.request
         if request.speculation != 0 and request.max_tokens > 1 and not request.pooling and not record.mirostat:
-            record.drafts = RequestDrafts(self._drafting.open(request))
+            model = None if self._model is None else self._model.open()
+            record.drafts = RequestDrafts(self._drafting.open(request), model)
 
     def close(self, record: RequestRecord) -> None:
         """Ends drafting for a request."""
@@ -94,7 +110,15 @@ class Speculation:
     def propose(self, asked: Sequence[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
         """Returns a draft for each of the sequences: see core/drafts.py."""
         records = [self._records[room.seq.id] for room in asked]
-        proposals = [self._propose(record, room.most) for record, room in zip(records, asked, strict=True)]
+        limits = [self._limit(record, room.most) for record, room in zip(records, asked, strict=True)]
+        proposals = [self._propose(record, most) for record, most in zip(records, limits, strict=True)]
+        if self._model is not None:
+            tasks = [
+                DraftTask(room, record, None if record.drafts is None else record.drafts.model, most)
+                for room, record, most in zip(asked, records, limits, strict=True)
+            ]
+            seconds = partial(self._drafting.seconds, rows, tokens)
+            proposals = self._model.propose(tasks, proposals, seconds, rows, budget)
         if not any(proposal.tokens for proposal in proposals):
             return [()] * len(asked)
         lengths = self._drafting.lengths(proposals, rows, tokens, budget)
@@ -119,6 +143,13 @@ class Speculation:
         """Takes over tokens that were added to a request's answer."""
         if (record := self._records.get(id)) is not None and record.drafts is not None:
             record.drafts.drafter.append(tokens)
+            if record.drafts.model is not None:
+                record.drafts.model.append(tokens)
+
+    def _limit(self, record: RequestRecord, most: int) -> int:
+        """Returns how many tokens may be drafted for a request, in a row that has room for so many."""
+        asked = record.request.speculation
+        return min(most, self._most, self._most if asked is None else asked)
 
     def is_worth_waiting(self, id: int) -> bool:
         """Returns whether a request's drafts are likely to yield more than the step that it misses when its next row
@@ -127,10 +158,10 @@ class Speculation:
         return record is not None and sum(self._propose(record, AHEAD).survival) > MISSED
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
+        """Returns what is copied for a request."""
         if record.drafts is None:
             return NOTHING
         request, constraint = record.request, record.constraint
-        most = min(most, self._most, self._most if request.speculation is None else request.speculation)
         proposal = record.drafts.drafter.propose(most)
         if not proposal.tokens:
             return NOTHING

@@ -20,7 +20,7 @@ from penstock.llm.pending import PendingChoice, PendingOutput
 from penstock.llm.requests import PromptLike, RequestMaker
 from penstock.llm.tokenizer import ModelTokenizer
 from penstock.model.load import load_text
-from penstock.store import DEFAULT, fetch
+from penstock.store import DEFAULT, fetch, with_local_draft
 from penstock.text import check_dimensions, embedding
 from penstock.types import PAUSE_KEEP, PAUSE_MODES, AdapterUse, SamplingParams
 
@@ -50,7 +50,7 @@ class AsyncLLM:
         self._path = fetch(self._model)
         own = modelfile_adapters(self._model)
         self._own = tuple(AdapterUse(name) for name in own)
-        config = configure(self._path, self._options.engine)
+        config = with_local_draft(configure(self._path, self._options.engine))
         self._client = ProcessClient(replace(config, adapter=(*config.adapter, *own.values())))
         self._starting: asyncio.Task[RequestMaker] | None = None
         self._closing: asyncio.Task[None] | None = None

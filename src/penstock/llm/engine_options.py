@@ -80,7 +80,7 @@ def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_
         elif name == "adapters":
             engine["adapter"] = tuple(adapter_text(adapter, place) for adapter, place in value.items())
         elif name == "speculative_config":
-            engine["speculation"] = speculation_in(value, warn)
+            engine.update(speculation_in(value, warn))
         elif name == "kv_cache_dtype":
             engine["kv"] = KV_FORMATS.get(value, value)
         else:

@@ -42,7 +42,7 @@ from penstock.llm.requests import (
 from penstock.llm.shared_engine import SharedEngine
 from penstock.llm.tokenizer import ModelTokenizer
 from penstock.model.load import text_of
-from penstock.store import DEFAULT, fetch, find_derived
+from penstock.store import DEFAULT, fetch, find_derived, with_local_draft
 from penstock.text import check_dimensions, embedding
 from penstock.text.embedding import state_of
 from penstock.text.pairs import check_labels, check_scores, cosine, scores
@@ -68,7 +68,7 @@ class LLM:
         self._own = tuple(AdapterUse(name) for name in own)
         config = configure(path, read.engine)
         self._adapters = {name: path for name, path, _ in map(parse_adapter, config.adapter)}
-        config = replace(config, adapter=(*config.adapter, *own.values()))
+        config = replace(with_local_draft(config), adapter=(*config.adapter, *own.values()))
         checkpoint = open_configured(config)
         text = _start(lambda: text_of(checkpoint))  # the tokenizer is read while native code packs weights
         engine = InProcessEngine(lambda: build_engine(config, checkpoint), config.name)

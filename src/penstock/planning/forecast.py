@@ -10,6 +10,7 @@ from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import QUANTIZATIONS, Config, Device
 from penstock.errors import ConfigError
+from penstock.model.draft import open_draft
 from penstock.model.load import Checkpoint
 from penstock.model.tensor import PLAIN
 from penstock.planning.memory_plan import MemoryPlan, plan_memory
@@ -58,12 +59,15 @@ def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler
 def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Forecast:
     """Returns the forecast for a config with its defaults filled in, and prompts of so many tokens."""
     backend, spec, tensors = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent).tensors
-    footprint = backend.footprint(spec, tensors.values())
+    footprint = plain = backend.footprint(spec, tensors.values())
+    if (draft := open_draft(config, checkpoint)) is not None:
+        drafting = quantized(draft, config, silent).tensors
+        footprint = plain.with_draft(backend.footprint(draft.spec, drafting.values()))
     try:
         memory = plan_memory(config, spec, footprint)
     except ConfigError as error:
         return Forecast(config.quantize, problem=str(error))
-    costs = model_costs(spec, tensors, backend.stored_as, footprint.kv_token)
+    costs = model_costs(spec, tensors, backend.stored_as, plain.kv_token)
     profile = profiler(config, backend.name, costs.kinds)
     return Forecast(config.quantize, memory, profile and forecast_speed(profile, costs, memory, prompt))
 

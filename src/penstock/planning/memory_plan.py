@@ -54,7 +54,7 @@ class MemoryPlan:
         has, limits = self.footprint, self.limits
         yield f"memory of {has.device}: {gigabytes(has.free)} free of {gigabytes(has.total)}"
         for name, size, remark in (
-            ("weights", has.weights, ""),
+            ("weights", has.weights, self._weights_remark()),
             ("workspace", has.workspace, f"steps of {limits.step_tokens} tokens, {limits.max_rows} rows"),
             ("reserve", has.reserve, ""),
             ("KV cache", self.cache, self._cache_remark()),
@@ -69,6 +69,11 @@ class MemoryPlan:
             if size or name not in ("states", "adapters"):
                 yield f"  {name:<18}{gigabytes(size):>10}  {remark}".rstrip()
         yield from (f"  note: {note}" for note in self.notes)
+
+    def _weights_remark(self) -> str:
+        """Says how many of the weights are a draft model's, if there is one."""
+        drafting = self.footprint.draft_weights
+        return f"{gigabytes(drafting)} of them the draft model's" if drafting else ""
 
     @property
     def _left_over(self) -> int:
@@ -90,7 +95,7 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     fit beside the weights."""
     adapters = adapter_memory(config)
     room = has.free - has.weights - has.workspace - has.reserve - adapters
-    group_token = spec.kv_group_bytes(has.kv_token)
+    group_token = block_token(spec, has.kv_token, has.draft_token)
     if room < 2 * len(spec.windows) * config.block_size * group_token:
         raise ConfigError(
             f"the model needs {gigabytes(has.weights)} for weights, {gigabytes(has.workspace)} for workspace, "
@@ -126,6 +131,12 @@ def adapter_memory(config: Config) -> int:
     sizes = sorted(adapter_bytes(Path(parse_adapter(text).path).expanduser()) for text in config.adapter)
     total = sum(sizes[-config.max_adapters :])
     return min(total, config.adapter_memory or total)
+
+
+def block_token(spec: ModelSpec, kv_token: int, draft_token: int) -> int:
+    """Returns the bytes of a token in a KV block, given those in all layers and, of these, the draft model's. Blocks of
+    all layer groups have room for the draft model's layers."""
+    return spec.kv_group_bytes(kv_token - draft_token) + draft_token
 
 
 def all_states(limits: Limits) -> int:

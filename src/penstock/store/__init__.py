@@ -32,6 +32,7 @@ from penstock.store.store import (
     record_folders,
     remove,
     stored_names,
+    with_local_draft,
 )
 
 __all__ = [
@@ -70,4 +71,5 @@ __all__ = [
     "sha256_of",
     "size_of",
     "stored_names",
+    "with_local_draft",
 ]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.config import home
+from penstock.config import Config, home
 from penstock.errors import DownloadError, ModelNotFound
 from penstock.store.blobs import blob_path
 from penstock.store.derived import DerivedModel, delete_derived, derived_model, derived_models
@@ -32,6 +33,11 @@ def fetch(ref: str, *, progress: Progress | None = None) -> Path:
     with _download_errors("store", paths):
         entry = read_record(paths.record) or _fetch_once(paths, source, silent if progress is None else progress)
     return entry.path
+
+
+def with_local_draft(config: Config, obtain: Callable[[str], Path] = fetch) -> Config:
+    """Returns the config with the path of its draft model instead of a reference; `obtain` downloads it if needed."""
+    return replace(config, draft=str(obtain(config.draft))) if config.draft else config
 
 
 def find(ref: str) -> Entry | None:

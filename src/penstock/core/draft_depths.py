@@ -1,0 +1,177 @@
+"""Decides how many tokens a draft model drafts for each row, before it drafts any: its steps take time, too.
+
+Everything here is pure: it has no clock and no randomness. Times come in as arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.core.speculation import Exploration, StepCost
+
+
+class DraftSlot(NamedTuple):
+    """Stands for a token that could be drafted for a row, and how likely it and all before it are accepted."""
+
+    survival: float
+    depth: int
+    row: int
+    by_model: bool  # False: it is copied, which takes no time
+
+
+class BestSlots(NamedTuple):
+    """Says how many of some slots give the most tokens per second, how many per second that is, and how many tokens
+    the step then verifies."""
+
+    slots: int
+    rate: float
+    verified: float = 0.0
+
+
+class DepthPlan(NamedTuple):
+    """Says how many tokens a draft model drafts for each row at most. It stops where its own probabilities tell that
+    less than `least` of a row's draft survives: that would not pay to be verified."""
+
+    depths: list[int]
+    least: float = 0.0
+
+
+def plan_depths(
+    chances: Sequence[Sequence[float]],
+    copied: Sequence[Sequence[float]],
+    seconds: Sequence[float],
+    draft_seconds: Sequence[float],
+    rows: int,
+    budget: int,
+) -> DepthPlan:
+    """Returns how many tokens the model drafts for each row, in a step with `rows` rows that drafts at most `budget`
+    tokens.
+
+    `chances` has the survival of what the model would draft for each row, `copied` that of what is copied instead. A
+    row gets what promises more. `seconds` are those of the step with 0, 1, ... drafted tokens, `draft_seconds` those of
+    a draft step with 0, 1, ... rows. Of what the model drafts, as many tokens are verified as survive, because it
+    knows which are likely to. The model drafts nothing unless that gives more tokens per second than copies do."""
+    plain = _slots([()] * len(chances), copied, budget)
+    best = _best(plain, seconds, draft_seconds, BestSlots(0, rows / seconds[0]), rows)
+    chosen = [mine if sum(mine) > sum(other) else () for mine, other in zip(chances, copied, strict=True)]
+    slots = _slots(chosen, [() if mine else other for mine, other in zip(chosen, copied, strict=True)], budget)
+    found = _best(slots, seconds, draft_seconds, BestSlots(0, best.rate), rows)
+    depths = [0] * len(chances)
+    for slot in slots[: found.slots]:
+        depths[slot.row] += slot.by_model
+    return DepthPlan(depths, _least(found, seconds, draft_seconds, sum(map(bool, depths))))
+
+
+def _least(best: BestSlots, seconds: Sequence[float], draft_seconds: Sequence[float], drafting: int) -> float:
+    """Returns the survival below which it pays neither to draft nor to verify one token more, where the model drafts
+    for so many rows."""
+    if not drafting:
+        return 0.0
+    verified = max(best.verified, 1.0)
+    each = (_at(seconds, verified) - seconds[0]) / verified + draft_seconds[drafting] / drafting
+    return min(best.rate * each, 1.0)
+
+
+def _at(seconds: Sequence[float], tokens: float) -> float:
+    """Returns the seconds of a step with a number of drafted tokens that need not be whole."""
+    below = min(int(tokens), len(seconds) - 1)
+    above = min(below + 1, len(seconds) - 1)
+    return seconds[below] + (seconds[above] - seconds[below]) * (tokens - below)
+
+
+def _slots(chances: Sequence[Sequence[float]], copied: Sequence[Sequence[float]], budget: int) -> list[DraftSlot]:
+    """Returns the slots that are most likely to survive, in falling order; of those as likely, the less deep first."""
+    slots = [
+        DraftSlot(survival, depth, row, by_model)
+        for by_model, rows in ((True, chances), (False, copied))
+        for row, survivals in enumerate(rows)
+        for depth, survival in enumerate(survivals)
+    ]
+    slots.sort(key=lambda slot: (-slot.survival, slot.depth))
+    return slots[: max(budget, 0)]
+
+
+def _best(
+    slots: Sequence[DraftSlot], seconds: Sequence[float], draft_seconds: Sequence[float], best: BestSlots, rows: int
+) -> BestSlots:
+    """Returns how many of the slots give the most tokens per second, if that is more than `best`. The model drafts the
+    tokens of one depth in one step, so the first of a depth costs most."""
+    gained, drafting, verified = float(rows), 0.0, 0.0
+    widths: list[int] = []  # rows of each draft step
+    for count, slot in enumerate(slots, 1):
+        gained += slot.survival
+        if slot.by_model:
+            widths += [0] * (slot.depth + 1 - len(widths))
+            width = widths[slot.depth] = widths[slot.depth] + 1
+            drafting += draft_seconds[width] - draft_seconds[width - 1]
+        verified += slot.survival if slot.by_model else 1
+        spent = _at(seconds, verified) + drafting
+        if gained > best.rate * spent:
+            best = BestSlots(count, gained / spent, verified)
+    return best
+
+
+class DraftDepths:
+    """Chooses how many tokens a draft model drafts, step by step, and learns what its steps cost.
+
+    While that is none, it has one row drafted for now and then, so that survival is still learned. What this loses
+    stays below a share of all time. The other way round, the first steps and now and then another are planned without
+    the model, so that it is known what they cost. Before a draft step was measured, it counts as free: the first one
+    tells."""
+
+    PLAIN = 3  # first steps without the model
+    EVERY = 64  # steps of which one is without it
+    CHUNK = 128  # tokens of a prompt that are taken to be computed at once
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._cost = StepCost()
+        self._measured = False
+        self._exploration = Exploration()
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+        """Learns from a draft step that took so many seconds."""
+        self._measured = True
+        self._cost.observe(rows, tokens, seconds)
+
+    def choose(
+        self,
+        chances: Sequence[Sequence[float]],
+        copied: Sequence[Sequence[float]],
+        seconds: Sequence[float],
+        rows: int,
+        budget: int,
+        behind: Sequence[int],
+    ) -> DepthPlan:
+        """Returns how many tokens to draft for each row: see `plan_depths`. The model would first have to compute
+        `behind` tokens of each row."""
+        self._steps += 1
+        if self._steps <= self.PLAIN or self._steps % self.EVERY == 0:
+            return DepthPlan([0] * len(chances))
+        draft_seconds = self._draft_seconds(len(chances))
+        plan = plan_depths(chances, copied, seconds, draft_seconds, rows, budget)
+        if not any(plan.depths):
+            row = max(range(len(chances)), key=lambda at: sum(chances[at]))
+            most = min(len(chances[row]), max(budget, 0))
+            first = self._catching_up(behind[row])
+            tried = [seconds[count] + count * draft_seconds[1] + first * (count > 0) for count in range(most + 1)]
+            plan.depths[row] = self._exploration.count(0, tried, 1.0)
+        return plan
+
+    def _catching_up(self, tokens: int) -> float:
+        """Returns the seconds in which the draft model computes so many tokens of a prompt."""
+        if not self._measured:
+            return 0.0
+        whole, rest = divmod(tokens, self.CHUNK)
+        curve = self._cost.curve(1, 1, self.CHUNK)
+        return whole * curve[self.CHUNK] + curve[rest] - curve[0]
+
+    def _draft_seconds(self, rows: int) -> list[float]:
+        """Returns the seconds of draft steps with 0, 1, ... rows."""
+        if not self._measured:
+            return [0.0] * (rows + 1)
+        found = [0.0]
+        for count in range(1, rows + 1):
+            found.append(max(found[-1], self._cost.curve(count, count, 0)[0]))
+        return found

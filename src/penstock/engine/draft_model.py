@@ -1,0 +1,282 @@
+"""Drafts with a second, smaller model of the same vocabulary, which runs as another program over the same KV blocks.
+
+Its KV may be missing or wrong, since nothing but its own drafts is computed from it, and drafts are verified. Where its
+KV is right is known by block: a block that is shared through the prefix cache is computed once for all who share it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import exp
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.backend.base import Runner
+from penstock.core.draft_depths import DraftDepths
+from penstock.core.drafts import DraftRoom
+from penstock.core.prefix import PrefixNode
+from penstock.core.sequence import Sequence as TokenSequence
+from penstock.core.speculation import MATCHES, NOTHING, Acceptance, Proposal, StreamAcceptance, cells_of
+from penstock.core.suffixes import SINGLE
+from penstock.engine.batch import DraftRow, draft_batch
+from penstock.engine.drafting import common_prefix
+from penstock.engine.record import RequestRecord
+from penstock.types import Limits, RowResult
+
+MODEL = "model"  # the source of its drafts
+DEPTH = "depth"  # what it learns of them by depth, to know how far to draft
+DEEPEST = 16  # tokens that it drafts for a row
+TRUSTED = 4  # matching tokens that a draft counts as, before its acceptance was learned
+BEHIND = 2  # tokens that a row has not computed yet, normally: the last one, or two if a whole draft was accepted
+WORTH = 16  # tokens of a prompt that it computes for each that may still be drafted, at most
+
+Seconds = Callable[[int], Sequence[float]]
+"""Returns the seconds of the step that is planned with 0, 1, ... drafted tokens, up to so many at least."""
+
+
+class ModelDrafts:
+    """Holds what the draft model has computed and drafted for one request."""
+
+    __slots__ = ("acceptance", "ahead", "blocks", "computed", "depths", "epoch", "marked", "proposal")
+
+    def __init__(self, acceptance: StreamAcceptance) -> None:
+        self.acceptance = acceptance
+        self.proposal = NOTHING
+        self.depths = NOTHING  # the proposal's tokens and the one it was given up before, with cells of depths
+        self.epoch = 0  # the admission that what follows belongs to
+        self.forget()
+
+    def forget(self) -> None:
+        """Takes note that its blocks are gone."""
+        self.computed = 0  # positions whose KV is right
+        self.ahead: list[int] = []  # tokens drafted after those, whose KV is right as far as they were accepted
+        self.blocks: list[int] = []  # in which they lie
+        self.marked = 0  # of its blocks, those whose node is known to have KV
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Learns from the tokens that were committed after its draft."""
+        for proposal in (self.proposal, self.depths):
+            if left := proposal.tokens[: len(tokens)]:
+                accepted = common_prefix(left, tokens)
+                self.acceptance.observe(proposal, 0, accepted, accepted < len(left))
+        self.proposal = self.depths = NOTHING
+
+
+class DraftTask(NamedTuple):
+    """Asks for a draft of at most `most` tokens. `drafts` is None where there may be none."""
+
+    room: DraftRoom
+    record: RequestRecord
+    drafts: ModelDrafts | None
+    most: int
+
+
+class DraftingRow:
+    """Is a row whose draft grows by a token with each draft step, to `depth` tokens at most."""
+
+    def __init__(self, task: DraftTask, drafts: ModelDrafts, table: list[int], depth: int) -> None:
+        self.request, self.constraint = task.record.request, task.record.constraint
+        self.drafts = drafts
+        self.table = table
+        self.depth = depth
+        self.known = len(task.room.seq.tokens)
+        self.text = list(task.room.seq.tokens)
+        self.computed = drafts.computed
+        self.sampler = task.record.sampler.for_draft()
+        self.cells: tuple[int, ...] = ()  # of the tokens that were drafted
+        self.survival: tuple[float, ...] = ()
+        self.given_up = False
+
+    @property
+    def draft(self) -> list[int]:
+        """Returns what was drafted so far."""
+        return self.text[self.known :]
+
+    def step(self, stop: int, *, sample: bool) -> DraftRow:
+        """Returns the row that computes the next tokens up to `stop`."""
+        start, self.computed = self.computed, stop
+        return DraftRow(self.text, start, stop, self.table, self.sampler if sample else None)
+
+    def take(self, token: int, cell: int, least: float) -> None:
+        """Takes a token that was chosen. The draft ends before one that ends the answer or that the constraint does
+        not let it draft, and after one with which less than `least` of it survives."""
+        if not self._may_take(token):
+            self.depth = 0
+            return
+        self.text.append(token)
+        self.cells += (cell,)
+        self.survival = self.drafts.acceptance.survival(MODEL, self.cells)
+        self.given_up = len(self.survival) < len(self.cells) or self.survival[-1] < least
+        if self.given_up or len(self.cells) == self.depth:
+            self.depth = 0
+
+    def _may_take(self, token: int) -> bool:
+        """Returns whether a token can be part of its draft."""
+        if token in self.request.stop_ids:
+            return False
+        draft = [*self.draft, token]
+        force = self.request.sampling.logprobs is None
+        return self.constraint is None or self.constraint.draftable(draft, force=force) == len(draft)
+
+    def propose(self, depth_cells: tuple[int, ...]) -> Proposal:
+        """Returns what was drafted, and has its acceptance learned."""
+        draft = tuple(self.draft)
+        seen = (*draft, -1) if self.given_up else draft  # no token is -1: it counts as rejected
+        self.drafts.depths = Proposal(seen, (), DEPTH, TRUSTED, depth_cells[: len(seen)])
+        self.drafts.proposal = Proposal(draft, self.survival, MODEL, TRUSTED, self.cells)
+        count = len(self.survival)
+        return Proposal(draft[:count], self.survival, MODEL, TRUSTED, self.cells[:count])
+
+    def keep(self, block_size: int) -> None:
+        """Leaves behind what was computed."""
+        drafts = self.drafts
+        drafts.computed = min(self.computed, self.known)
+        drafts.ahead = self.text[self.known : self.computed]
+        drafts.blocks = self.table[: -(-self.computed // block_size)]
+
+
+class DraftModel:
+    """Drafts with the model that the backend runs as `program`. It computes `context` positions at most, and lies in
+    the blocks of the target's KV layer group number `group`, one without a window."""
+
+    def __init__(
+        self,
+        backend: Runner,
+        limits: Limits,
+        context: int,
+        *,
+        depths: DraftDepths | None = None,
+        program: int = 1,
+        group: int = 0,
+    ) -> None:
+        self._backend = backend
+        self._limits = limits
+        self._context = min(context, limits.max_len)
+        self._depths = depths or DraftDepths()
+        self._program = program
+        self._group = group
+        self._acceptance = Acceptance()
+        self._cells = cells_of(TRUSTED, [SINGLE] * (DEEPEST + 1))  # by depth
+        self._nodes: dict[int, PrefixNode] = {}  # by block: the node whose tokens the block's KV was computed from
+        self._failed = False
+
+    def open(self) -> ModelDrafts:
+        """Begins to draft for a request."""
+        return ModelDrafts(StreamAcceptance(self._acceptance))
+
+    def propose(
+        self, tasks: Sequence[DraftTask], copied: Sequence[Proposal], seconds: Seconds, rows: int, budget: int
+    ) -> list[Proposal]:
+        """Returns a proposal for each task: its own, or what is `copied` where that promises more. A step of `rows`
+        rows verifies at most `budget` tokens of them. If the draft model fails, it drafts nothing from then on."""
+        chances = [self._chances(task) for task in tasks]
+        if self._failed or not any(chances):
+            return list(copied)
+        others = [proposal.survival for proposal in copied]
+        most = min(sum(map(len, (*chances, *others))), max(budget, 0))
+        behind = [0 if task.drafts is None else len(task.room.seq.tokens) - 1 - task.drafts.computed for task in tasks]
+        depths, least = self._depths.choose(chances, others, seconds(most), rows, budget, behind)
+        drafting = {at: row for at, depth in enumerate(depths) if (row := self._begin(tasks[at], depth)) is not None}
+        try:
+            self._draft(list(drafting.values()), least)
+        except Exception as error:
+            import logging  # takes longer than reading the rest
+
+            self._failed = True
+            logging.getLogger(__name__).warning("the draft model failed and is not used any more: %s", error)
+            return list(copied)
+        found = list(copied)
+        for at, row in drafting.items():
+            if row.cells:
+                found[at] = row.propose(self._cells)
+        return found
+
+    def _chances(self, task: DraftTask) -> tuple[float, ...]:
+        """Returns the survival of each token that could be drafted for a task: of none where it is too far behind for
+        what is left of the answer."""
+        seq, drafts = task.room.seq, task.drafts
+        most = min(task.most, self._context - len(seq.tokens))
+        if drafts is None or most <= 0:
+            return ()
+        self._find_computed(drafts, seq)
+        if len(seq.tokens) - drafts.computed > BEHIND + WORTH * (seq.max_len - len(seq.tokens)):
+            return ()
+        return drafts.acceptance.survival(DEPTH, self._cells)[:most]
+
+    def _find_computed(self, drafts: ModelDrafts, seq: TokenSequence) -> None:
+        """Finds out how many of the sequence's first positions have KV of the draft model."""
+        size, table = self._limits.block_size, seq.tables[self._group]
+        if drafts.epoch != seq.admission_epoch:
+            drafts.forget()
+            drafts.epoch = seq.admission_epoch
+        ahead, drafts.ahead = drafts.ahead, []
+        drafts.computed += common_prefix(ahead, seq.tokens[drafts.computed : drafts.computed + len(ahead)])
+        if drafts.blocks != table[: len(drafts.blocks)]:  # another sequence had computed the same block
+            drafts.computed = min(drafts.computed, common_prefix(drafts.blocks, table) * size)
+        drafts.marked = min(drafts.marked, drafts.computed // size)
+        for at in range(drafts.marked, min(drafts.computed // size, len(seq.nodes))):
+            self._nodes[table[at]] = seq.nodes[at]
+            drafts.marked = at + 1
+        shared = drafts.computed // size
+        while shared < len(seq.nodes) and self._nodes.get(table[shared]) is seq.nodes[shared]:
+            shared += 1
+        drafts.computed = min(max(drafts.computed, shared * size), len(seq.tokens) - 1)
+
+    def _begin(self, task: DraftTask, depth: int) -> DraftingRow | None:
+        """Returns the row of a task that drafts `depth` tokens, once there are blocks for it."""
+        if not depth or task.drafts is None or not task.room.reserve(depth):
+            return None
+        return DraftingRow(task, task.drafts, task.room.seq.tables[self._group], depth)
+
+    def _draft(self, rows: list[DraftingRow], least: float) -> None:
+        """Drafts for all rows at once, a token for each in every step, while at least so much of a draft survives."""
+        self._catch_up(rows)
+        while running := [row for row in rows if row.depth]:
+            began = time.perf_counter()
+            batch = [row.step(len(row.text), sample=True) for row in running]
+            for row, answer in zip(running, self._run(batch, running), strict=True):
+                row.take(answer.tokens[-1], cell_of(answer), least)
+            tokens = sum(row.stop - row.start for row in batch)
+            self._depths.observe(len(batch), tokens, time.perf_counter() - began)
+        for row in rows:
+            row.keep(self._limits.block_size)
+
+    def _catch_up(self, rows: Sequence[DraftingRow]) -> None:
+        """Computes what is missing of prompts, at most as much as fits in a step beside others that decode. Rows that
+        miss more draft nothing yet."""
+        limits = self._limits
+        left = limits.step_tokens if len(rows) == 1 else limits.prefill_budget or limits.step_tokens
+        late = [row for row in rows if row.known - row.computed > BEHIND]
+        batch = []
+        for row in late:
+            stop = min(row.known - 1, row.computed + left)
+            left -= stop - row.computed
+            if stop > row.computed:
+                batch.append(row.step(stop, sample=False))
+            if row.computed < row.known - 1:
+                row.depth = 0
+        if batch:
+            began = time.perf_counter()
+            self._run(batch, ())
+            tokens = sum(row.stop - row.start for row in batch)
+            self._depths.observe(len(batch), tokens, time.perf_counter() - began)
+
+    def _run(self, batch: Sequence[DraftRow], rows: Sequence[DraftingRow]) -> tuple[RowResult, ...]:
+        """Runs a step and returns its answer for each row."""
+        made = draft_batch(batch, self._limits.block_size, self._program)
+        ticket = self._backend.launch(made)
+        if len(made.constrained):
+            owners = [rows[at] for at in made.constrained.tolist()]
+            self._backend.constrain(ticket, np.stack([row.sampler.bitmasks(row.draft)[-1] for row in owners]))
+        return self._backend.wait(ticket).rows
+
+
+def cell_of(answer: RowResult) -> int:
+    """Returns the cell in which the acceptance of a drafted token is learned: that of a match whose rate is about the
+    probability that the draft model gives the token, before anything was learned."""
+    match = TRUSTED
+    if answer.logprobs:
+        match = min(max(int(2 / max(1 - exp(answer.logprobs[-1].logprob), 0.01) - 1.75), 1), MATCHES[-1])
+    return cells_of(match, [SINGLE])[0]

@@ -1,0 +1,70 @@
+"""Opens the draft model that a config names, and refuses one that cannot draft for its target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.config import OFF, Config, Device
+from penstock.errors import ConfigError, PenstockError
+from penstock.model.load import Checkpoint, open_checkpoint, text_of
+
+if TYPE_CHECKING:
+    from penstock.text import Tokenizer
+
+SHOWN = 4  # differing tokens that an error names
+
+
+def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
+    """Opens the draft model of a config; returns None if it names none. The config's device is decided. Raises
+    ConfigError if it cannot draft for the target."""
+    if not config.draft:
+        return None
+    if Device.parse(config.device).kind == "cuda":
+        raise ConfigError("--draft: a GPU runs no draft model yet: leave it out, or use --device cpu")
+    if config.speculation == OFF:
+        raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
+    draft = open_checkpoint(Path(config.draft))
+    for problem in _problems(draft, target):
+        raise ConfigError(f"{draft.name} cannot draft for {target.name}: {problem}")
+    return draft
+
+
+def group_of(target: Checkpoint) -> int:
+    """Returns the KV layer group of the target in whose blocks a draft model's KV lies: one without a window."""
+    return target.spec.windows.index(0)
+
+
+def _problems(draft: Checkpoint, target: Checkpoint) -> Iterator[str]:
+    """Yields reasons why a model cannot draft for a target."""
+    for each in (draft, target):
+        if each.spec.encoder:
+            yield f"{each.name} is an encoder and generates no text"
+    if draft.spec.recurrence is not None:
+        yield f"{draft.name} has recurrent layers, whose state cannot go back to before a rejected draft"
+    if 0 not in target.spec.windows:
+        yield f"all layers of {target.name} have windows, so no KV block stays for as long as a draft model needs it"
+    sizes = draft.spec.vocab, target.spec.vocab
+    if sizes[0] != sizes[1]:
+        yield f"their vocabularies have {sizes[0]:,} and {sizes[1]:,} tokens and must be the same"
+    if found := _differing_tokens(draft, target):
+        yield f"their vocabularies differ, so that a token has two meanings: {found}"
+
+
+def _differing_tokens(draft: Checkpoint, target: Checkpoint) -> str:
+    """Names tokens that differ in the two vocabularies, special and added ones included; empty: none does. Models
+    without a tokenizer are used with token ids, which have no other meaning."""
+    try:
+        mine, other = text_of(draft).tokenizer, text_of(target).tokenizer
+    except PenstockError:
+        return ""
+    differing = [id for id in range(target.spec.vocab) if mine.token_bytes(id) != other.token_bytes(id)]
+    shown = [f"{id} is {_shown(mine, id)} and {_shown(other, id)}" for id in differing[:SHOWN]]
+    more = [f"and {len(differing) - SHOWN:,} more"] if len(differing) > SHOWN else []
+    return ", ".join((*shown, *more))
+
+
+def _shown(tokenizer: Tokenizer, id: int) -> str:
+    text = repr(tokenizer.token_text(id)) if tokenizer.token_bytes(id) else "nothing"
+    return f"the special token {text}" if id in tokenizer.special_ids else text
