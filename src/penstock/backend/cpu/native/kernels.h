@@ -11,7 +11,7 @@ namespace penstock {
 inline constexpr size_t TILE = 16;    // positions whose keys are computed with at once
 inline constexpr size_t SPAN = 128;   // positions over which one softmax step runs
 
-inline constexpr size_t BAND = 96;  // rows for which panels are made ready at once
+inline constexpr size_t BAND = 96;  // rows of one product at most
 
 // y[r][0..columns] = x[r] . each row of consecutive packed panels (+ bias), for up to BAND rows r of x.
 // Given partners (of quantized formats, without bias): silu(x[r] . row of the panels) * (x[r] . row of the partners).

@@ -17,9 +17,7 @@ struct I {
   __m256i a, b;
 };
 #define UNROLLED
-constexpr size_t MOST_FEW = 2;              // rows for which panels are not made ready apart
-constexpr size_t ROWS = 2, LEAST_MANY = 1;  // of a tile of two panels; as many as registers hold
-constexpr size_t PLAIN_ROWS = 3;           // of a tile of floats
+constexpr size_t ROWS = 4, PLAIN_ROWS = 3;  // of a tile with codes and with floats; as many as registers hold
 constexpr size_t QUERIES = 3, MIXED = 3, WIDE = 2;  // queries scored and mixed in one pass, vectors of values per pass
 
 inline __m256i first(size_t n, int from) {
