@@ -45,7 +45,7 @@ inline constexpr size_t KV_SCALES = 2 * TILE;  // floats before 8-bit keys and v
 // KV of one head and 16 positions, a tile of cache.h.
 struct KvKernels {
   void (*store)(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile);
-  // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart. The keys of `soon` are asked for meanwhile.
+  // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart. The tile `soon` is asked for meanwhile.
   void (*score)(const float* queries, size_t count, size_t dim, const void* tile, const void* soon, float* scores);
   // out[q] += sum over the first n positions of weights[q][j] * values[j]
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);
