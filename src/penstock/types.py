@@ -2,86 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
+from penstock.grammar_types import Grammar as Grammar
+from penstock.grammar_types import StructuredOutputsParams as StructuredOutputsParams
+from penstock.grammar_types import Thinking as Thinking
 from penstock.sampler_types import SAMPLERS as SAMPLERS
 from penstock.sampler_types import DryPenalty as DryPenalty
 from penstock.sampler_types import SamplerChain as SamplerChain
-
-
-class Thinking(NamedTuple):
-    """Gives the token ids that open and close a model's thinking, and how many tokens that may take."""
-
-    closes: tuple[int, ...]
-    opens: int = -1  # -1: the prompt has opened the thinking; else the answer may begin with this token
-    budget: int | None = None  # tokens, after which the thinking is closed
-
-
-class Grammar(NamedTuple):
-    """Describes what an answer must match. Thinking, where the model may think, comes before it and is free. A grammar
-    with triggers is lazy: the answer is free text until one of them was generated, and matches from there on."""
-
-    kind: str  # json (a schema), regex, lark, gbnf, ebnf, structural_tag, or free for any text at all
-    text: str
-    thinking: Thinking | None = None
-    triggers: tuple[str, ...] = ()  # texts, each of which begins what must match
-    trigger_patterns: tuple[str, ...] = ()  # regular expressions: what must match begins with their first group
-    trigger_tokens: tuple[int, ...] = ()
-    strict: bool = False  # a keyword of a schema that cannot be guaranteed is an error
-    param: str = ""  # the request's field that it came in, which errors and reports name
-
-    @classmethod
-    def of_rules(cls, text: str, param: str = "") -> Grammar:
-        """Returns a grammar whose own notation tells GBNF from Lark."""
-        return cls("gbnf" if re.search(r"(?m)^\s*[\w-]+\s*::=", text) else "lark", text, param=param)
-
-    @classmethod
-    def of_choices(cls, choices: Sequence[str], param: str = "") -> Grammar:
-        """Returns a grammar that one of the texts matches; raises if none of them has a character."""
-        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices if choice)
-        if not texts:
-            where = param or "choice"
-            raise InvalidRequest(f"{where} has only empty texts: send one with characters", param=where)
-        return cls("lark", f"start: CHOICE{'?' if '' in choices else ''}\nCHOICE: {texts}", param=param)
-
-    @property
-    def lazy(self) -> bool:
-        return bool(self.triggers or self.trigger_patterns or self.trigger_tokens)
-
-
-class StructuredOutputsParams(NamedTuple):
-    """Asks for structured output, with vLLM's names. Exactly one field may be set."""
-
-    json: str | dict[str, Any] | None = None  # a JSON schema, or its text
-    regex: str | None = None
-    choice: Sequence[str] | None = None  # one of these texts
-    grammar: str | None = None  # in Lark's syntax, or GBNF
-    json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
-
-    def to_grammar(self) -> Grammar:
-        """Returns the grammar that this asks for."""
-        given = [name for name, value in zip(self._fields, self, strict=True) if value is not None]
-        if len(given) != 1:
-            raise InvalidRequest(
-                f"structured_outputs takes exactly one of {', '.join(self._fields)}; got {', '.join(given) or 'none'}",
-                param="structured_outputs",
-            )
-        if self.regex is not None:
-            return Grammar("regex", self.regex)
-        if self.grammar is not None:
-            return Grammar.of_rules(self.grammar)
-        if self.choice is not None:
-            return Grammar.of_choices(self.choice)
-        if self.structural_tag is not None:
-            return Grammar("structural_tag", _as_json(self.structural_tag))
-        return Grammar("json", _as_json({"type": "object"} if self.json is None else self.json))
-
 
 MOST = 2**31 - 1
 BANNED = float("-inf")  # a logit bias that rules a token out
@@ -221,10 +152,6 @@ def _normalize(params: SamplingParams) -> None:
         object.__setattr__(params, name, value)
 
 
-def _as_json(value: str | dict[str, Any]) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
@@ -264,6 +191,8 @@ class Request(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the answer never completes
     dry_breakers: tuple[tuple[int, ...], ...] = ()  # token sequences that spell a breaker of the DRY penalty
     adapters: tuple[AdapterUse, ...] = ()  # their updates add up
+    prediction: tuple[int, ...] = ()  # how the client expects the answer to go on: it is drafted first
+    speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: as many as pay
 
 
 class Limits(NamedTuple):
@@ -303,7 +232,8 @@ def blocks_for(tokens: int, windows: tuple[int, ...], block_size: int, chunk: in
 
 
 class Row(NamedTuple):
-    """Gives a sequence's share of a step: compute `count` positions from `start`, answer the last `sample` of them."""
+    """Gives a sequence's share of a step: compute `count` positions from `start`, answer the last `sample` of them. The
+    last positions hold the `draft`: tokens that are right if they are what is sampled one position before them."""
 
     seq: int
     start: int
@@ -312,6 +242,7 @@ class Row(NamedTuple):
     begin: int = -1  # the saved state that it begins with; -1: its own, or none at position 0
     save: int = -1  # the place where its state is saved; -1: nowhere
     at: int = 0  # how many positions the saved state covers
+    draft: tuple[int, ...] = ()
 
 
 class Grown(NamedTuple):
@@ -350,13 +281,14 @@ class TokenLogprob(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """Holds what the backend answers for one row."""
+    """Holds what the backend answers for one row, and how much of its draft turned out right."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
     scores: tuple[TokenLogprob, ...] = ()  # known prompt tokens that were scored, in order
     pooled: bytes = b""  # the hidden state or the logits that were asked for, in float32, little-endian
     surprise: float | None = None  # bits, of the sampled token among mirostat's candidates
+    accepted: int = 0  # drafted tokens that were sampled too: `tokens` begins with them
 
 
 class StepResult(NamedTuple):
@@ -388,6 +320,17 @@ class Nearest(NamedTuple):
     got: tuple[int, ...] = ()  # how the prompt goes on
 
 
+class DraftCounts(NamedTuple):
+    """Counts tokens that one source has drafted."""
+
+    source: str  # prediction, text, recent or model
+    drafted: int = 0
+    accepted: int = 0
+
+    def plus(self, drafted: int, accepted: int) -> DraftCounts:
+        return self._replace(drafted=self.drafted + drafted, accepted=self.accepted + accepted)
+
+
 class Report(NamedTuple):
     """Tells what happened to a request. Seconds are those of the engine's clock."""
 
@@ -399,6 +342,7 @@ class Report(NamedTuple):
     recomputed: int = 0  # tokens whose KV was lost to preemption and computed again
     waited: tuple[tuple[str, float], ...] = ()  # for what, and seconds, before it was queued
     forced: int = 0  # tokens that its grammar left no choice about
+    drafts: tuple[DraftCounts, ...] = ()  # of every source that drafted for it
     nearest: Nearest | None = None  # set if Request.explain
 
     @property
@@ -439,7 +383,15 @@ class AdapterList(NamedTuple):
     adapters: tuple[AdapterInfo, ...]
 
 
-Event = Tokens | Finished | Aborted | Failed | AdapterList
+class MemoryUse(NamedTuple):
+    """Answers a Sleep or a Wake: what the model takes from now on, in bytes."""
+
+    seq: int  # the message's id
+    device: int
+    host: int  # pinned, for weights while it sleeps
+
+
+Event = Tokens | Finished | Aborted | Failed | AdapterList | MemoryUse
 
 
 class BlockStored(NamedTuple):
@@ -486,6 +438,7 @@ class Stats(NamedTuple):
     forced_tokens: int = 0  # generated without sampling, because a grammar left no choice
     computed_tokens: int = 0  # in all steps, of prompts and answers
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # a histogram of steps by tokens, see STEP_SIZES
+    drafts: tuple[DraftCounts, ...] = ()  # of every source
 
 
 class Hello(NamedTuple):
@@ -497,3 +450,4 @@ class Hello(NamedTuple):
     limits: Limits
     adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started
     unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them
+    can_sleep: bool = False  # it can give its memory back and stay

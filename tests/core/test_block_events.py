@@ -86,7 +86,7 @@ def test_another_way_to_hash_may_be_given() -> None:
 
 def test_copies_ride_in_the_next_plan_in_order() -> None:
     scheduler = Scheduler(limits())
-    scheduler.copy_out(3, 70)
-    scheduler.copy_in(4, 70)
+    scheduler.copy(BlockCopy(3, 70, "out"))
+    scheduler.copy(BlockCopy(4, 70, "in"))
     assert scheduler.plan().copies == (BlockCopy(3, 70, "out"), BlockCopy(4, 70, "in"))
     assert scheduler.plan().copies == ()

@@ -15,7 +15,18 @@ from penstock.backend.fake import FakeBackend, continuation, gathered, next_toke
 from penstock.core import Policy, Sequence, StandardPolicy, check
 from penstock.engine.engine import Engine
 from penstock.planning.memory_plan import all_states
-from penstock.types import Aborted, Event, Finished, Limits, Request, SamplingParams, Tokens, blocks_for
+from penstock.types import (
+    Aborted,
+    DraftCounts,
+    Event,
+    Finished,
+    Limits,
+    Request,
+    SamplingParams,
+    Tokens,
+    blocks_for,
+)
+from tests.engine.guesses import RandomDrafting
 
 VOCAB = 97  # small, so that stop tokens are met
 WINDOWS = ((0,), (0,), (0, 5), (0, 8, 8), (0, 0, 3, 17), (4,), (6, 1))
@@ -34,6 +45,7 @@ class Arrival:
     pooling: str
     background: bool
     abort_at: int | None
+    speculation: int | None = None
 
 
 @dataclass
@@ -62,6 +74,7 @@ def arrivals(draw: st.DrawFn, max_len: int) -> Arrival:
         pooling=pooling,
         background=draw(st.sampled_from([False, False, True])),
         abort_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
+        speculation=draw(st.sampled_from([None, None, 0, 3])),
     )
 
 
@@ -114,11 +127,15 @@ class Shuffles(StandardPolicy):
 
 
 def drive(
-    limits: Limits, depth: int, requests: list[Arrival], policy: Policy | None = None
+    limits: Limits,
+    depth: int,
+    requests: list[Arrival],
+    policy: Policy | None = None,
+    drafting: RandomDrafting | None = None,
 ) -> tuple[Engine, list[Answer]]:
     backend = FakeBackend(limits.vocab, limits.max_rows, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
-    engine = Engine(backend, limits, depth=depth, policy=policy)
+    engine = Engine(backend, limits, depth=depth, policy=policy, drafting=drafting)
     answers = [Answer() for _ in requests]
     work = sum(len(r.prompt) + r.max_tokens for r in requests)
     step = 0
@@ -140,6 +157,7 @@ def drive(
                         request.salt,
                         request.pooling,
                         background=request.background,
+                        speculation=request.speculation,
                     )
                 )
             if request.abort_at == step:
@@ -211,9 +229,26 @@ def test_each_text_of_an_encoder_answers_as_if_alone(world: World) -> None:
     assert stats.cached_tokens == stats.blocks_cached == 0
 
 
-def run_world(world: World, policy: Policy | None = None) -> Engine:
+@settings(max_examples=300, deadline=None)
+@given(worlds(), st.randoms(use_true_random=False))
+def test_each_request_answers_as_if_alone_whatever_is_drafted(world: World, random: Random) -> None:
+    limits, _, requests = world
+    drafting = RandomDrafting(lambda request: beyond(request, limits), VOCAB, random)
+    stats = run_world(world, Shuffles(limits, random), drafting).stats()
+    drafts = stats.drafts or (DraftCounts("context"),)
+    assert [counts.source for counts in drafts] == ["context"]
+    assert 0 <= drafts[0].accepted <= drafts[0].drafted
+    assert any(request.speculation != 0 for request in requests) or not drafts[0].drafted
+
+
+def beyond(request: Request, limits: Limits) -> list[int]:
+    """Returns how a request goes on, and how it would go on behind its end."""
+    return continuation(request.prompt, request.max_tokens + 9, VOCAB, limits.states > 0, limits.windows)
+
+
+def run_world(world: World, policy: Policy | None = None, drafting: RandomDrafting | None = None) -> Engine:
     limits, depth, requests = world
-    engine, answers = drive(limits, depth, requests, policy)
+    engine, answers = drive(limits, depth, requests, policy, drafting)
     for request, answer in zip(requests, answers, strict=True):
         tokens, reason = alone(request, limits)
         if isinstance(answer.end, Finished):

@@ -33,6 +33,7 @@ from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.low_rank import AdaptedWeight, RowTiles, expand, shrink
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
@@ -367,6 +368,19 @@ def selective_scans(tilings: Tilings) -> None:
     weights = ScanWeights(empty(spec.state_floats, dtype=F32), empty(512, dtype=F32))
     states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
     selective_scan(x, dt, b, c, gate, weights, spec, states, rows, empty(8, 512))
+
+
+@case(decode=(16, BF16), prompts=(64, BF16), fp8=(16, FP8))
+def adapters_of_rows(tilings: Tilings, size: int, dtype: torch.dtype) -> None:
+    records, h = torch.empty(4, 8, 8, dtype=torch.int64), empty(1 << 20, dtype=F32)
+    weight, rows = AdaptedWeight(records, 3, 3, 24, True, BF16), RowTiles(ints(16, 4), ints(128), size)
+    x = empty(128, DIM) if dtype == BF16 else fp8_view(empty(128, DIM))
+    shrink(x, rows, weight, h)
+    expand(h, DIM, rows, weight, empty(128, DIM), empty(128, DIM))
+    expand(h, DIM, rows, weight, empty(128, 2 * HIDDEN), empty(128, HIDDEN), gated=True)
+    each, logits = RowTiles(ints(128), None, 16), empty(128, VOCAB, dtype=F32)
+    shrink(x, each, weight, h)
+    expand(h, DIM, each, weight, logits, logits)
 
 
 @case()

@@ -59,11 +59,11 @@ def test_rope_and_store(name: str, interleaved: bool, dtype: torch.dtype) -> Non
     assert int((cache != 0).any(-1).sum()) == 3 * 2 * kv_heads
 
 
-def split_kv_of(spec: AttentionSpec, splits: int, rows: int) -> SplitKV:
+def split_kv_of(spec: AttentionSpec, splits: int) -> SplitKV:
     return SplitKV(
         torch.full((splits * spec.q_width,), torch.nan, device=DEVICE),
         torch.full((splits * spec.heads * 2,), torch.nan, device=DEVICE),
-        ints([0] * (rows * spec.kv_heads)),
+        ints([0] * (splits * spec.kv_heads)),
     )
 
 
@@ -88,7 +88,7 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
             rope_and_store(
                 qkv, frequencies, spec.rope.scale, len(frequencies), interleaved, ints(batch.positions), places, cache
             )
-        split_kv = split_kv_of(spec, len(work.splits), 3)
+        split_kv = split_kv_of(spec, len(work.splits))
         tiling = TILINGS.decode_attention(3, spec.head_dim, qkv.element_size())
         about = split_kv, rotation, spec.scale, 0
         decode_attention(qkv, cache, ints(work.splits), tables, header, out, *about, tiling=tiling)
@@ -112,7 +112,7 @@ def attend_with(
     sinks = 4 * normal(heads, seed=2) if sunk else None
     others = {name: getattr(spec, name) for name in ("chunk", "temperature", "temperature_span")}
     if len(work.splits):
-        split_kv = split_kv_of(spec, len(work.splits), len(chunks))
+        split_kv = split_kv_of(spec, len(work.splits))
         splits = ints(np.concatenate([work.splits, np.full((3, 8), -1)]))
         about = spec.scale, spec.window, None, 0.0, sinks
         tiling = TILINGS.decode_attention(len(out), dims, qkv.element_size())
@@ -196,7 +196,8 @@ def test_a_long_context_is_cut_into_parts_and_joined() -> None:
 def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int, ...]) -> None:
     tokens, sampled, decodes, _, tiles = sizes
     decodes, sampled = min(decodes, tokens), min(sampled, tokens)
-    shape = inputs.Shape(tokens if tiles else decodes, sampled if tiles else min(sampled, decodes), decodes, 0, tiles)
+    size = (tokens, sampled) if tiles else (decodes, min(sampled, decodes))
+    shape = inputs.Shape(*size, decodes, 0, tiles, verifies=not tiles and sampled % 2 == 1)
     larger = padded(shape)
     assert all(more >= least for more, least in zip(larger, shape, strict=True))
     assert padded(larger) == larger

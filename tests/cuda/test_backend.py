@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import CASES, Case, difference, run
 from penstock.backend.ref.random_steps import blocks_for, random_steps, with_groups
@@ -71,7 +71,14 @@ def test_whole_prompt_in_sixteen_bits() -> None:
     assert (got.argmax(1) == logits.argmax(1)).mean() > 0.8
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral", "bias", "phi3", "gemma2"])
+@pytest.fixture(params=[0, inputs.MOST_VERIFIED], ids=["as prompts", "as drafts"])
+def _treated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has rows of several tokens attend as prompts do, or as drafts that are verified."""
+    monkeypatch.setattr(inputs, "MOST_VERIFIED", request.param)
+
+
+@pytest.mark.usefixtures("_treated")
+@pytest.mark.parametrize("name", ["llama3", "mistral", "bias", "phi3", "gemma2", "deepseek_v3", "qwen3next"])
 def test_random_chunks_among_others(name: str) -> None:
     tokens, logits = expected(name)
     prompts = [tokens, tokens[:5], tokens[:30]]
@@ -82,6 +89,7 @@ def test_random_chunks_among_others(name: str) -> None:
         assert np.abs(backend.logits(greedy_batch(chunks)) - wanted).max() < 2e-4
 
 
+@pytest.mark.usefixtures("_treated")
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "gemma4"])
 def test_layer_groups_have_blocks_of_their_own_and_use_none_behind_their_window(name: str) -> None:
     tokens, logits = expected(name)

@@ -11,6 +11,7 @@ import torch
 from penstock.backend import open_backend
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, inputs
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
 from penstock.backend.cuda.kernels.kv8 import LARGEST
@@ -35,7 +36,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def empty(spec: AttentionSpec, kind: str, blocks: int) -> LayerCache:
-    return layout_of(kind, torch.float32).reserve(spec, blocks, 16, torch.device(DEVICE))
+    return layout_of(kind, torch.float32).reserve(spec, blocks, 16, Arena(torch.device(DEVICE)))
 
 
 def values_of(cache: LayerCache) -> torch.Tensor:
@@ -97,7 +98,7 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
             rope_and_store(
                 qkv, frequencies, spec.rope.scale, len(frequencies), False, ints(batch.positions), places, *cache[:2]
             )
-        split_kv = split_kv_of(spec, len(work.splits), 3)
+        split_kv = split_kv_of(spec, len(work.splits))
         about = split_kv, rotation, spec.scale, 0, cache.scales
         tiling = TILINGS.decode_attention(3, spec.head_dim, qkv.element_size())
         decode_attention(qkv, cache.lines, ints(work.splits), tables, header, out, *about, tiling=tiling)
@@ -125,7 +126,7 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
     qkv = normal(len(batch.tokens), spec.q_width + 2 * spec.kv_width, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
-    split_kv = split_kv_of(spec, len(work.splits), len(chunks))
+    split_kv = split_kv_of(spec, len(work.splits))
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
     about = spec.scale, window, cache.scales, 0.0
     tiling = TILINGS.decode_attention(len(out), spec.head_dim, qkv.element_size())
@@ -215,7 +216,7 @@ def test_layers_of_two_sizes_share_planes_without_touching_each_other(kind: str)
     small, large = AttentionSpec(4, 1, 8, rope, window=4), AttentionSpec(4, 1, 16, rope)
     layers, device = {0: small, 1: large, 2: small, 3: large, 4: small}, torch.device(DEVICE)
     groups = KvGroup(0, (1, 3)), KvGroup(4, (0, 2, 4))
-    caches, planes = reserve_caches(layout_of(kind, torch.float32), layers, groups, (6, 4), device)
+    caches, planes = reserve_caches(layout_of(kind, torch.float32), layers, groups, (6, 4), Arena(device))
     assert sum(plane.lines.numel() for plane in planes if plane.lines is not None) == 2 * 6 * 32 * 4
     for layer, cache in caches.items():
         assert cache.lines.shape == (6, 2, 1, 4, layers[layer].head_dim)

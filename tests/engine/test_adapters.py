@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from penstock.backend.fake import FakeBackend, continuation
-from penstock.config import parse_adapter
+from penstock.config import Config, parse_adapter
 from penstock.engine import adapters as adapters_module
 from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.adapters import Adapters
+from penstock.engine.build import adapter_memory
 from penstock.engine.engine import Engine
 from penstock.engine.loop import advance
 from penstock.errors import AdapterError, AdapterNotFound, ConfigError, InvalidRequest
@@ -75,8 +76,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def engine_with(folder: Path, most: int = 8, memory: int = 1 << 20, limits: Limits = LIMITS, **options: Any) -> Engine:
-    backend = FakeBackend(VOCAB)
+def engine_with(
+    folder: Path,
+    most: int = 8,
+    memory: int = 1 << 20,
+    limits: Limits = LIMITS,
+    backend: FakeBackend | None = None,
+    **options: Any,
+) -> Engine:
+    backend = backend or FakeBackend(VOCAB)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
     base: Any = SimpleNamespace(placements=())
     adapters = Adapters(backend.adapters, base, most, memory)
@@ -396,3 +404,22 @@ def test_options_of_vllm_about_adapters_are_read():
     read = read_options({"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "adapters": adapters})
     assert read.engine == {"max_adapters": 4, "adapter": ("a=/x:1.0", "b=/y:2")}
     assert [parse_adapter(text) for text in read.engine["adapter"]] == [("a", "/x", 1.0), ("b", "/y", 2.0)]
+
+
+def test_the_kv_cache_of_a_gpu_leaves_room_for_adapters() -> None:
+    assert adapter_memory(Config(model="m"), 800) == 0
+    assert adapter_memory(Config(model="m", adapter=("a=b",)), 800) == 100
+    assert adapter_memory(Config(model="m", adapter_memory=5), 800) == 5
+
+
+def test_an_engine_that_sleeps_gives_the_memory_of_adapters_back(folder: Path) -> None:
+    backend = FakeBackend(VOCAB)
+    engine = engine_with(folder, backend=backend, sleeper=backend.sleeper)
+    engine.add(request(0, AdapterUse("one")))
+    first = tokens_of(run(engine)[0])
+    assert [info.loaded for info in engine.adapters] == [True, False, False, False]
+    engine.sleep(1)
+    engine.step()
+    assert not any(info.loaded for info in engine.adapters)
+    engine.add(request(2, AdapterUse("one")))
+    assert tokens_of(run(engine)[2]) == first

@@ -16,6 +16,7 @@ from penstock.errors import InvalidRequest, PenstockError, StepFailed
 from penstock.ipc import wire
 from penstock.types import (
     Aborted,
+    BlockCopy,
     BlockEvent,
     BlockStored,
     Event,
@@ -272,12 +273,12 @@ def test_blocks_that_were_copied_out_and_in_again_answer_as_before() -> None:
     blocks = [node.blocks[0] for node in small._scheduler.cache.match(seq)]
     assert len(blocks) == 3
     for place, block in enumerate(blocks):
-        small._scheduler.copy_out(block, 70 + place)
+        small._scheduler.copy(BlockCopy(block, 70 + place, "out"))
     small.step()
     backend.kv.import_blocks(blocks, bytes(len(backend.kv.export_blocks(blocks))))  # what was there is lost
     assert answer_of(small, 3, prompt) != continuation(prompt, 5, LIMITS.vocab)
     for place, block in enumerate(blocks):
-        small._scheduler.copy_in(block, 70 + place)
+        small._scheduler.copy(BlockCopy(block, 70 + place, "in"))
     assert answer_of(small, 4, prompt) == continuation(prompt, 5, LIMITS.vocab)
     check(small._scheduler)
 
@@ -296,16 +297,14 @@ def test_copies_are_carried_out_in_order() -> None:
     one, other = backend.kv.export_blocks([0]), bytes(range(32))
     backend.kv.import_blocks([1], other)
     scheduler = small._scheduler
-    scheduler.copy_out(0, 5)
-    scheduler.copy_in(1, 5)  # block 1 has what block 0 had
-    scheduler.copy_out(1, 6)
-    scheduler.copy_in(2, 6)
+    scheduler.copy(BlockCopy(0, 5, "out"), BlockCopy(1, 5, "in"))  # block 1 has what block 0 had
+    scheduler.copy(BlockCopy(1, 6, "out"), BlockCopy(2, 6, "in"))
     small.step()
     assert [backend.kv.export_blocks([block]) for block in range(3)] == [one] * 3
 
 
 def test_what_was_never_copied_out_cannot_be_copied_in() -> None:
     small = engine()
-    small._scheduler.copy_in(0, 9)
+    small._scheduler.copy(BlockCopy(0, 9, "in"))
     with pytest.raises(StepFailed, match=r"nothing was copied out to places \[9\]"):
         small.step()

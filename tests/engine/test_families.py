@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,11 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.engine.engine import Engine
+from penstock.engine.speculation import Drafters
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.memory_plan import all_states
 from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens, blocks_for
+from tests.engine.guesses import RandomDrafting
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 CHUNKED = GOLDENS.parent / "folders" / "llama4_chunks"  # chunks leave blocks behind, as windows do
@@ -39,7 +43,7 @@ def fresh(folder: Path, request: pytest.FixtureRequest) -> Make:
     """Makes engines that have computed nothing yet, with room for four of the longest sequences, or for nearly two."""
     checkpoint = open_checkpoint(folder)
 
-    def make(tight: bool = False) -> Engine:
+    def make(tight: bool = False, drafting: Drafters | None = None) -> Engine:
         backend, spec = BACKENDS[request.param](), checkpoint.spec
         backend.load(load_model(checkpoint, backend))
         most = partial(blocks_for, LIMITS.max_len, spec.windows, LIMITS.block_size)
@@ -47,7 +51,7 @@ def fresh(folder: Path, request: pytest.FixtureRequest) -> Make:
         states = 8 if spec.state_bytes else 0
         limits = LIMITS._replace(num_blocks=blocks, vocab=spec.vocab, states=states, windows=spec.windows)
         backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
-        return Engine(backend, limits)
+        return Engine(backend, limits, drafting=drafting)
 
     return make
 
@@ -119,3 +123,20 @@ def test_blocks_behind_a_window_are_freed_as_a_sequence_goes_on(folder: Path, fr
     assert all(window < 24 for window in windows)
     whole = len(windows) * -(-47 // LIMITS.block_size)
     assert held[-2] < whole if any(windows) else held[-2] == whole
+
+
+def test_answers_with_drafts_are_those_without(folder: Path, fresh: Make, request: pytest.FixtureRequest) -> None:
+    with np.load(folder / "expected.npz") as file:
+        tokens, scale = file["tokens"].tolist(), float(np.abs(file["logits"]).max())
+    prompts = [tokens[3 * i : 3 * i + 6 + i] for i in range(3)]
+    plain, _ = answers(fresh(), *prompts, count=32)
+    known = {tuple(prompt): [one.token for one in said] for prompt, said in zip(prompts, plain, strict=True)}
+    engine = fresh(drafting=RandomDrafting(lambda asked: known[asked.prompt], LIMITS.vocab, Random(5)))
+    drafted, _ = answers(engine, *prompts, count=32)
+    [counts] = engine.stats().drafts
+    assert 0 < counts.accepted < counts.drafted
+    if "cpu" in request.node.callspec.id:
+        assert drafted == plain
+    for one, other in zip(chain(*drafted), chain(*plain), strict=True):
+        assert one.token == other.token
+        assert difference(one, other) < NEAR * scale

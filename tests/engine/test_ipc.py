@@ -48,7 +48,7 @@ WAIT = 120.0  # seconds after which something hangs
 
 FAKE_HOST = f"""
 import os, sys, time
-import penstock.ipc.host
+import penstock.ipc.inprocess_engine
 from penstock.backend.fake import FakeBackend
 from penstock.engine.engine import Engine
 from penstock.errors import MalformedFile
@@ -70,9 +70,9 @@ def open(config):
     backend = SlowBackend({VOCAB})
     limits = Limits{tuple(LIMITS)}
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    engine = Engine(backend, limits)
+    engine = Engine(backend, limits, sleeper=backend.sleeper)
     if config.model == "old":
-        penstock.ipc.host.__version__ = "0"
+        penstock.ipc.inprocess_engine.__version__ = "0"
     if config.model == "junk":
         engine.step = lambda: [Aborted("no number")]
     return engine
@@ -84,7 +84,7 @@ host(open)
 def fake_engine() -> Engine:
     backend = FakeBackend(VOCAB)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS)
+    return Engine(backend, LIMITS, sleeper=backend.sleeper)
 
 
 def in_process() -> InProcessClient:

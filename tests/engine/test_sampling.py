@@ -9,9 +9,9 @@ import pytest
 
 from penstock.backend.base import Batch, Floats, LogitEdit
 from penstock.backend.sample import apply_edit, choose, sample
-from penstock.engine.sampling import Sampler, sample_rows
+from penstock.engine.sampling import Sampler, Wanted, sample_rows, wanted_positions
 from penstock.errors import InvalidRequest
-from penstock.types import Request, RowResult, SamplingParams
+from penstock.types import Request, Row, RowResult, SamplingParams
 
 VOCAB = 50
 PROMPT = (1, 2, 3)
@@ -29,7 +29,7 @@ def draw(row: Floats, draws: int, **params: Any) -> np.ndarray[Any, Any]:
     """Tokens chosen from one row of logits at `draws` different positions."""
     who = sampler(seed=7, **params)
     tokens = list(PROMPT)
-    wanted = [(who, tokens, at) for at in range(2, 2 + draws)]
+    wanted = [Wanted(who, tokens, at) for at in range(2, 2 + draws)]
     return choose(np.tile(row, (draws, 1)), sample_rows(wanted))
 
 
@@ -85,11 +85,11 @@ def test_min_p_is_relative_to_the_most_likely() -> None:
 def test_a_seed_decides_alone() -> None:
     rows = np.stack([logits(i) for i in range(4)])
     one, other = sampler(seed=1), sampler(seed=2)
-    alone = [int(choose(rows[i : i + 1], sample_rows([(one, [0] * 9, 8)]))[0]) for i in range(4)]
-    together = choose(rows, sample_rows([(one, [0] * 9, 8)] * 4))
+    alone = [int(choose(rows[i : i + 1], sample_rows([Wanted(one, [0] * 9, 8)]))[0]) for i in range(4)]
+    together = choose(rows, sample_rows([Wanted(one, [0] * 9, 8)] * 4))
     assert alone == list(together)
     many = np.tile(logits(), (200, 1))
-    streams = [choose(many, sample_rows([(who, [0], at) for at in range(200)])) for who in (one, one, other)]
+    streams = [choose(many, sample_rows([Wanted(who, [0], at) for at in range(200)])) for who in (one, one, other)]
     assert (streams[0] == streams[1]).all()
     assert (streams[0] != streams[2]).any()
 
@@ -97,7 +97,7 @@ def test_a_seed_decides_alone() -> None:
 def test_the_engine_draws_no_seed() -> None:
     """So that another engine continues an answer as this one would: a seed is drawn where the request is made."""
     many = np.tile(logits(), (200, 1))
-    streams = [choose(many, sample_rows([(who, [0], at) for at in range(200)])) for who in (sampler(), sampler())]
+    streams = [choose(many, sample_rows([Wanted(who, [0], at) for at in range(200)])) for who in (sampler(), sampler())]
     assert (streams[0] == streams[1]).all()
 
 
@@ -152,7 +152,7 @@ def test_bias_adds_and_min_tokens_bans_the_end() -> None:
 def test_answers_rows_with_tokens_logprobs_and_scores() -> None:
     table = np.stack([logits(i) for i in range(3)])
     chooser = sampler(temperature=0, logprobs=2, prompt_logprobs=1)
-    wanted = [(chooser, list(PROMPT), at) for at in (0, 1, 2)]
+    wanted = list(wanted_positions(chooser, list(PROMPT), Row(0, 0, 3, 3)))
     batch = Batch(
         step=4,
         tokens=np.array([1, 2, 3], np.int32),

@@ -17,7 +17,8 @@ LIBRARY = sys.stdlib_module_names
 # Imports point down only. A package may import those named after it, and itself.
 WAIST = {"types", "errors", "config"}
 MAY_IMPORT = {
-    "types": {"errors", "sampler_types"},
+    "types": {"errors", "grammar_types", "sampler_types"},
+    "grammar_types": {"errors"},
     "sampler_types": set(),
     "errors": set(),
     "config": {"types", "errors"},

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock.backend.adapters import NoAdapters
 from penstock.config import configure
-from penstock.errors import AdapterError, AdapterNotFound, NotSupported
+from penstock.errors import AdapterError, AdapterNotFound
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import AdapterInfo, AdapterUse, Event, Request, SamplingParams, Tokens
@@ -163,8 +162,3 @@ def test_an_engine_does_not_start_with_an_adapter_that_does_not_fit():
 
     with pytest.raises(AdapterError, match="which this model does not have"):
         asyncio.run(check())
-
-
-def test_cuda_refuses_adapters_by_name():
-    with pytest.raises(NotSupported, match="adapters on cuda are not there yet"):
-        NoAdapters("cuda").check()

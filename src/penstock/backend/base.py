@@ -357,9 +357,6 @@ class AdapterSlots(Protocol):
     A row's answer depends on what lay in its slot when its step was launched, and not on the other rows of the step.
     """
 
-    def check(self) -> None:
-        """Raises NotSupported, with the device's name, where there are no adapters."""
-
     def pack(self, updates: Sequence[LowRankUpdate]) -> Any:
         """Returns a PackedAdapter. It may be called in any thread while steps run."""
 
@@ -370,6 +367,20 @@ class AdapterSlots(Protocol):
         """Frees a slot after all launched steps."""
 
 
+class Sleeper(Protocol):
+    """Gives a backend's device memory back while nothing is computed, and keeps what takes long to make: compiled
+    kernels, tunings, graphs. All calls happen while no step is in flight."""
+
+    def sleep(self) -> int:
+        """Moves weights to host memory and drops the contents of the KV cache and of recurrent states; returns the
+        bytes that this takes in host memory. Nothing may be launched or prepared until `wake`. Raises OutOfMemory,
+        still awake, where the host has too little memory."""
+
+    def wake(self) -> None:
+        """Takes the memory again and brings the weights back. Raises OutOfMemory, still asleep, where there is too
+        little."""
+
+
 class Backend(WeightPacker, Runner, Tuner, Protocol):
     """Packs weights, runs batches and tunes itself, on one device."""
 
@@ -378,3 +389,4 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     depth: int  # steps that it pays to have in flight while the next one is planned
     kv: BlockMemory
     adapters: AdapterSlots
+    sleeper: Sleeper | None  # None: memory comes back when the process ends

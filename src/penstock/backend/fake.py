@@ -26,7 +26,7 @@ from penstock.backend.base import (
     StoredAs,
 )
 from penstock.backend.pooling import Pools
-from penstock.backend.sampler_chain import chained_positions, with_chains
+from penstock.backend.sampler_chain import chained_positions, sampled_place, with_chains
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.model.low_rank import LowRankUpdate
 from penstock.model.spec import KvGroup, ModelSpec
@@ -34,6 +34,7 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
 
 KV_BYTES = 8  # of a token
+HOST_BYTES = 1000  # that it says its weights take in host memory while it sleeps
 PRIME = 1000003
 
 
@@ -111,8 +112,6 @@ class FakeAdapters:
     def __init__(self) -> None:
         self.slots: dict[int, FakeAdapter] = {}
 
-    def check(self) -> None: ...
-
     def pack(self, updates: Sequence[LowRankUpdate]) -> FakeAdapter:
         parts = [part for update in updates for part in update.parts]
         value = sum(float((part.b @ part.a).sum()) for part in parts)
@@ -144,6 +143,12 @@ class FakeProgram:
         self.kv = np.full((num_blocks, block_size), -1, np.int64)
         self._states = [-1] * states
 
+    def forget(self) -> None:
+        """Loses all that was stored."""
+        self.kv[:] = -1
+        self._states = [-1] * len(self._states)
+        self._last[:] = -1
+
     def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
         """Runs one step and answers its rows."""
         moves = {move.row: move for move in batch.moves}
@@ -161,8 +166,8 @@ class FakeProgram:
 
     def _with_chains(self, result: StepResult, batch: Batch, masks: Bitmasks | None) -> StepResult:
         """Returns the result with what chains choose from logits that fall off around the checksum's token."""
-        rows = np.searchsorted(batch.sample_start, chained_positions(batch), side="right") - 1
-        distances = [np.arange(self._vocab) - result.rows[row].tokens[-1] for row in rows]
+        places = [sampled_place(batch, position) for position in chained_positions(batch).tolist()]
+        distances = [np.arange(self._vocab) - result.rows[row].tokens[-behind] for row, behind in places]
         logits = np.array([-np.abs(distance) / 8 for distance in distances], np.float32)
         return with_chains(result, batch, logits, masks)
 
@@ -225,6 +230,25 @@ class FakeProgram:
         return self.kv[table[positions // size], positions % size]
 
 
+class FakeSleeper:
+    """Forgets what lies in KV slots and states, as a device does whose memory others have meanwhile."""
+
+    def __init__(self, programs: Mapping[int, FakeProgram]) -> None:
+        self._programs = programs
+        self.asleep = False
+
+    def sleep(self) -> int:
+        assert not self.asleep, "it sleeps already"
+        for program in self._programs.values():
+            program.forget()
+        self.asleep = True
+        return HOST_BYTES
+
+    def wake(self) -> None:
+        assert self.asleep, "it is awake"
+        self.asleep = False
+
+
 class FakeBackend(SynchronousBackend[FakeProgram]):
     """Answers with checksums. Weights and models count for nothing; there is program 0, and every other that is loaded.
     Its KV layer groups are those of `windows`, whatever `reserve_kv` is told."""
@@ -238,6 +262,8 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
         self.adapters: AdapterSlots = slots
         self._make = partial(FakeProgram, max_rows=max_rows, vocab=vocab, windows=windows, adapters=slots.slots)
         self._programs[0] = self._make(0)
+        self._sleeper = FakeSleeper(self._programs)
+        self.sleeper = self._sleeper
         self.kv: BlockMemory = ArrayBlocks("fake", lambda: [program.kv for program in self._programs.values()])
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
@@ -261,6 +287,14 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         for program in self._programs.values():
             program.reserve(num_blocks, block_size, states)
+
+    def prepare_in_idle(self) -> bool:
+        assert not self._sleeper.asleep, "nothing is prepared while it sleeps"
+        return super().prepare_in_idle()
+
+    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        assert not self._sleeper.asleep, "no step runs while it sleeps"
+        return super()._compute(batch, masks)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         return Footprint(self.name, 1 << 30, 1 << 30, 0, 0, 0, KV_BYTES)

@@ -69,8 +69,8 @@ def with_chains(result: StepResult, batch: Batch, logits: Floats, masks: Bitmask
         if row.row in allowed:
             edited = apply_bitmask(edited, allowed[row.row])
         chosen = choose_by_chain(edited, row, int(rows.seed[row.row]))
-        owner = int(np.searchsorted(batch.sample_start, row.row, side="right")) - 1
-        answers[owner] = _answered(answers[owner], chosen, own, int(rows.logprobs[row.row]))
+        owner, behind = sampled_place(batch, row.row)
+        answers[owner] = _answered(answers[owner], behind, chosen, own, int(rows.logprobs[row.row]))
     return StepResult(result.step, tuple(answers))
 
 
@@ -79,11 +79,19 @@ def chained_positions(batch: Batch) -> NDArray[np.int64]:
     return np.array([row.row for row in batch.sample.chains], np.int64)
 
 
-def _answered(answer: RowResult, chosen: ChainChoice, logits: Floats, top: int) -> RowResult:
-    """Returns a row's answer with the token that was chosen for the last position that the row samples."""
-    tokens = (*answer.tokens[:-1], chosen.token)
-    logprobs = (*answer.logprobs[:-1], token_logprob(logits, chosen.token, top)) if top >= 0 else answer.logprobs
-    return answer._replace(tokens=tokens, logprobs=logprobs, surprise=chosen.surprise)
+def sampled_place(batch: Batch, position: int) -> tuple[int, int]:
+    """Returns the row that samples a position, and how far the position is from the end of those that it samples."""
+    owner = int(np.searchsorted(batch.sample_start, position, side="right")) - 1
+    return owner, int(batch.sample_start[owner + 1]) - position
+
+
+def _answered(answer: RowResult, behind: int, chosen: ChainChoice, logits: Floats, top: int) -> RowResult:
+    """Returns a row's answer with the token that was chosen for one of the positions that the row samples."""
+    tokens, logprobs = list(answer.tokens), list(answer.logprobs)
+    tokens[-behind] = chosen.token
+    if top >= 0:
+        logprobs[-behind] = token_logprob(logits, chosen.token, top)
+    return answer._replace(tokens=tuple(tokens), logprobs=tuple(logprobs), surprise=chosen.surprise)
 
 
 def choose_by_chain(logits: Floats, row: ChainRow, seed: int) -> ChainChoice:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from penstock.backend.base import Batch, Bitmasks, Ints, Ticket
+from penstock.backend.base import Batch, Bitmasks, Ints, Sleeper, Ticket
 from penstock.types import StepResult
 
 Launch = Callable[[Batch], Ticket]
@@ -28,6 +28,7 @@ class SynchronousBackend(Generic[P]):
     and there is nothing to prepare."""
 
     depth = 0
+    sleeper: Sleeper | None = None
 
     def __init__(self) -> None:
         self._programs: dict[int, P] = {}

@@ -157,7 +157,7 @@ class KvCache:
     def _left_to_take(self, end: int, entries: int, starts: list[int]) -> int:
         """Returns how many blocks it takes to reach `end` positions with so many entries in each block table. Within a
         window, blocks behind it are let go meanwhile."""
-        missing = self.blocks_for(end) - entries
+        missing = max(self.blocks_for(end) - entries, 0)  # a draft may have reached beyond the end
         taken = missing * self._full
         for group, most in self._windowed:
             taken += max(min(missing, most - entries + starts[group]), 0)

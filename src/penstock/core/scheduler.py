@@ -8,11 +8,13 @@ the order they were planned, so a block taken back in one plan may be handed out
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockEvents
+from penstock.core.drafts import DraftRows, Drafts
 from penstock.core.kvcache import KvCache
 from penstock.core.policy import Policy, Room, ServingLoad, StandardPolicy
 from penstock.core.prefix import PrefixNode
@@ -42,14 +44,15 @@ COMPARED = 32  # waiting sequences that a starting one is compared with, for whe
 
 
 class Scheduler:
-    """Plans steps and commits their results. `policy` decides where there is a choice, `chain` computes chain hashes,
-    and block events are recorded under the number `epoch`; None: none are."""
+    """Plans steps and commits their results. `policy` decides where there is a choice, `drafts` proposes how sequences
+    may go on, `chain` computes chain hashes, and block events are recorded under the number `epoch`; None: none are."""
 
     def __init__(
         self,
         limits: Limits,
         *,
         policy: Policy | None = None,
+        drafts: Drafts | None = None,
         chain: hashing.Chain = hashing.chain,
         epoch: int | None = None,
     ) -> None:
@@ -58,6 +61,7 @@ class Scheduler:
         self.policy = policy or StandardPolicy(limits)
         self._block_events = None if epoch is None else BlockEvents(epoch)
         self.cache = KvCache(limits, chain, self._block_events)
+        self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order, as is `waiting`
         self.waiting: list[Sequence] = []
@@ -88,13 +92,11 @@ class Scheduler:
     def abort(self, id: int) -> list[Event]:
         """Ends a sequence wherever it stands; one that has already ended is left alone."""
         seq = self.sequences.get(id)
-        if seq is None:
-            return []
-        return [Aborted(id, self._end(seq))]
+        return [] if seq is None else [Aborted(id, self._end(seq))]
 
     def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
         """Ends every sequence of a step that could not be computed."""
-        self._give_back_saves(plan)
+        self.cache.states.give_back(*plan.rows)
         failed = [self.sequences[row.seq] for row in plan.rows if row.seq in self.sequences]
         for seq in failed:
             self._end(seq)
@@ -102,7 +104,7 @@ class Scheduler:
 
     def requeue(self, plan: StepPlan) -> None:
         """Takes back the plan made last, whose step could not be computed: its sequences wait to be computed again."""
-        self._give_back_saves(plan)
+        self.cache.states.give_back(*plan.rows)
         for row in plan.rows:
             seq = self.sequences[row.seq]
             if row.sample and seq.end > len(seq.tokens):
@@ -111,13 +113,9 @@ class Scheduler:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def copy_in(self, block: int, place: int) -> None:
-        """Has the next plan copy a block in from a place in host memory."""
-        self._copies.append(BlockCopy(block, place, "in"))
-
-    def copy_out(self, block: int, place: int) -> None:
-        """Has the next plan copy a block out to a place in host memory."""
-        self._copies.append(BlockCopy(block, place, "out"))
+    def copy(self, *copies: BlockCopy) -> None:
+        """Has the next plan copy blocks from or to places in host memory."""
+        self._copies += copies
 
     def take_block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache since the last call, if that is recorded."""
@@ -128,6 +126,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Decides the next step. Every plan is to be carried out, also one without rows."""
         self._step += 1
+        self.cache.states.open_step()
         if self.policy.dynamic:
             self.running.sort(key=self._order)
             self.waiting.sort(key=self._order)
@@ -137,6 +136,8 @@ class Scheduler:
         if self.waiting and preemptions == self._preemptions:
             self._admit(rows, budget)
         rows = self.cache.states.assign_saves(rows, self.sequences)
+        if self._drafts is not None:
+            self._grown += self._drafts.extend(rows, self.sequences, len(self.running))
         plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), tuple(self._copies))
         self._grown, self._dropped, self._copies = [], [], []
         return plan
@@ -149,13 +150,12 @@ class Scheduler:
             if seq is None:
                 self.cache.states.give_back(row)
                 continue
+            tokens, stop = self._append(seq, answer.tokens)
             if plan.step < seq.admission_epoch:  # preempted meanwhile: its tokens count, its KV is gone
                 self.cache.states.give_back(row)
             else:
-                seq.computed = row.start + row.count
-                if seq.computed >= seq.next_full:
-                    self._grown += self.cache.advance(seq, row)
-            self._take_answer(seq, row, answer, events)
+                self._advance(seq, row, answer.accepted)
+            events += self._told(seq, row, answer, tokens, stop)
         return events
 
     def stats(self) -> Stats:
@@ -189,7 +189,7 @@ class Scheduler:
             seq = self.running[index]
             index += 1
             wanted = seq.end - seq.planned
-            if wanted == 0 or (seq.lockstep and seq.end > len(seq.tokens)):
+            if wanted == 0 or seq.must_wait:
                 continue
             count = self.policy.share(wanted, budget, len(self.running) - index)
             if count > 1:
@@ -213,6 +213,8 @@ class Scheduler:
 
     def _row(self, seq: Sequence, count: int, begin: int = -1) -> Row:
         start = seq.planned
+        if seq.restore >= 0:
+            begin, seq.restore = seq.restore, -1
         if start + count > seq.capacity:
             self._grown += self.cache.grow(seq, start + count)
         seq.planned = start + count
@@ -282,37 +284,37 @@ class Scheduler:
 
     # -- committing ----------------------------------------------------------------------------------------------
 
-    def _take_answer(self, seq: Sequence, row: Row, answer: RowResult, events: list[Event]) -> None:
-        tokens, stop = self._append(seq, answer.tokens)
-        seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
-        scores = answer.scores
-        if scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
+    def _advance(self, seq: Sequence, row: Row, accepted: int) -> None:
+        """Takes note of the positions that a row has computed. Those of a draft that was wrong do not count."""
+        seq.computed = self.cache.states.settle(seq, row, accepted)
+        seq.planned = seq.computed if row.draft else seq.planned
+        if seq.computed >= seq.next_full:
+            self._grown += self.cache.advance(seq, row)
+
+    def _told(
+        self, seq: Sequence, row: Row, answer: RowResult, tokens: tuple[int, ...], stop: int | None
+    ) -> Iterator[Event]:
+        """Yields the events of an answer whose tokens were appended."""
+        if scores := answer.scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
             scores = scores[max(seq.scored - row.start - 1, 0) :]
             seq.scored += len(scores)
         if tokens and seq.times.answered is None:
             seq.times.answered = self.now
         if tokens or scores:
             logprobs = answer.logprobs[: len(tokens)]
-            events.append(Tokens(seq.id, tokens, logprobs, scores, seq.cached))
+            yield Tokens(seq.id, tokens, logprobs, scores, seq.cached)
         if stop is not None:
-            events.append(Finished(seq.id, "stop", stop, report=self._end(seq)))
+            yield Finished(seq.id, "stop", stop, report=self._end(seq))
         elif len(seq.tokens) == seq.max_len and (tokens or answer.pooled or seq.computed == seq.max_len):
             reason = "pooled" if answer.pooled else "length"
-            events.append(Finished(seq.id, reason, None, answer.pooled, self._end(seq)))
-
-    def _give_back_saves(self, plan: StepPlan) -> None:
-        for row in plan.rows:
-            self.cache.states.give_back(row)
+            yield Finished(seq.id, reason, None, answer.pooled, self._end(seq))
 
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Appends sampled tokens up to the one that ends the sequence; returns those appended and that one."""
-        tokens = tokens[: seq.max_len - len(seq.tokens)]
-        stop = None
-        for count, token in enumerate(tokens, 1):
-            if token in seq.stop_ids:
-                tokens, stop = tokens[:count], token
-                break
+        tokens, stop = seq.until_end(tokens)
         seq.tokens += tokens
+        seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
+        seq.drafted = False
         self._generated_tokens += len(tokens)
         return tokens, stop
 

@@ -52,6 +52,7 @@ class Sequence:
         "cached",
         "capacity",
         "computed",
+        "drafted",
         "end",
         "explain",
         "id",
@@ -65,6 +66,7 @@ class Sequence:
         "prefix_ends",
         "priority",
         "prompt_len",
+        "restore",
         "rolling",
         "salt",
         "saving",
@@ -110,6 +112,7 @@ class Sequence:
         self.arrival = 0
         self.computed = 0
         self.planned = 0
+        self.drafted = False  # a row with a draft is in flight: how many tokens that yields is not known yet
         self.end = len(prompt)
         self.scored = 1 if score else len(prompt)  # nothing precedes the first token to score it by
         self.cached = -1  # prompt tokens reused at its first admission; -1: not admitted yet
@@ -124,6 +127,20 @@ class Sequence:
         self.awaited_hash: bytes | None = None  # the block in flight that it waits to reuse
         self.saving: list[int] = []  # positions at which its recurrent state is still to be saved, or just being
         self.rolling: PrefixNode | None = None  # the node whose end its answer's recurrent state was saved at last
+        self.restore = -1  # the place of the recurrent state that its next row begins with; -1: its own
+
+    @property
+    def must_wait(self) -> bool:
+        """Returns whether its next row cannot be planned before the one in flight is committed."""
+        return self.end > len(self.tokens) and (self.lockstep or self.drafted)
+
+    def until_end(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
+        """Returns those of the tokens that would be its own, and the one of them that would end it."""
+        tokens = tokens[: self.max_len - len(self.tokens)]
+        for count, token in enumerate(tokens, 1):
+            if token in self.stop_ids:
+                return tokens[:count], token
+        return tokens, None
 
     @property
     def reuses_prefix(self) -> bool:

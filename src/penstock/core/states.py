@@ -23,7 +23,7 @@ class NoStates:
     """Serves models without recurrent layers, whose KV is all there is."""
 
     total = 0
-    pending: Collection[int] = ()  # places to be written by steps that are not committed yet
+    pending: Collection[int] = ()  # places that steps in flight write, or that a draft's next row begins with
 
     def deepest(self, chain: Sequence[PrefixNode], count: int) -> int:
         """Returns how many of a chain's first `count` blocks a sequence can begin with."""
@@ -45,15 +45,30 @@ class NoStates:
         """Returns how many of `count` positions the next row may compute: a row saves its state at most once."""
         return count
 
+    def open_step(self) -> None:
+        """Begins to plan a step."""
+
     def assign_saves(self, rows: list[Row], sequences: Mapping[int, TokenSequence]) -> list[Row]:
         """Returns the rows of a step, each with the place where it saves its state, if it does."""
         return rows
 
+    def draft_room(self, seq: TokenSequence, row: Row) -> int:
+        """Returns how many tokens could be drafted behind a row."""
+        return seq.max_len
+
+    def with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
+        """Returns the row with a draft, and with the place of the state before it."""
+        return extended(row, draft)
+
+    def settle(self, seq: TokenSequence, row: Row, accepted: int) -> int:
+        """Takes note of how much of a committed row's draft was accepted; returns where its sequence goes on."""
+        return row.start + row.count - len(row.draft) + accepted
+
     def keep(self, seq: TokenSequence, row: Row) -> None:
         """Takes note of what a committed row has saved."""
 
-    def give_back(self, row: Row) -> None:
-        """Frees the place of a row that wrote nothing of use there."""
+    def give_back(self, *rows: Row) -> None:
+        """Frees the places of rows that wrote nothing of use."""
 
     def forget(self, node: PrefixNode) -> None:
         """Frees the state saved at the end of a node that leaves the trie."""
@@ -82,6 +97,7 @@ class SavedStates(NoStates):
         self._free = list(range(places - 1, -1, -1))
         self._saved: OrderedDict[PrefixNode, int] = OrderedDict()  # the least recently used one comes first
         self._read: set[int] = set()  # places that rows of the step being planned begin with
+        self._restores: set[int] = set()  # places of states before drafts
 
     def deepest(self, chain: Sequence[PrefixNode], count: int) -> int:
         return next((length for length in range(count, 0, -1) if chain[length - 1] in self._saved), 0)
@@ -106,14 +122,42 @@ class SavedStates(NoStates):
         ahead = [at - seq.planned for at in seq.saving if 0 < at - seq.planned <= count]
         return ahead[0] if len(ahead) > 1 else count
 
-    def assign_saves(self, rows: list[Row], sequences: Mapping[int, TokenSequence]) -> list[Row]:
-        assigned = [self._with_save(sequences[row.seq], row) for row in rows]
+    def open_step(self) -> None:
         self._read.clear()
-        return assigned
+
+    def assign_saves(self, rows: list[Row], sequences: Mapping[int, TokenSequence]) -> list[Row]:
+        return [self._with_save(sequences[row.seq], row) for row in rows]
+
+    def draft_room(self, seq: TokenSequence, row: Row) -> int:
+        """Returns nothing for a row that saves its state already. A draft ends before the position at which the next
+        row is to save it."""
+        end = row.start + row.count
+        rolling = ROLLING * self._block_size
+        return 0 if row.save >= 0 else max((end // rolling + 1) * rolling - 1 - end, 0)
+
+    def with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
+        """Returns the row as it was if there is no place for the state before the draft."""
+        place = self._take()
+        if place is None:
+            return row
+        self._restores.add(place)
+        return extended(row, draft)._replace(save=place, at=row.start + row.count)
+
+    def settle(self, seq: TokenSequence, row: Row, accepted: int) -> int:
+        """Returns the position before the draft if any of it was wrong: what was accepted is computed again from the
+        state there."""
+        self._give_back_restore(row.begin)
+        if not row.draft:
+            return row.start + row.count
+        if accepted == len(row.draft):
+            self._give_back_restore(row.save)
+            return row.start + row.count
+        seq.restore = row.save
+        return row.at
 
     def keep(self, seq: TokenSequence, row: Row) -> None:
         seq.saving = [at for at in seq.saving if at > seq.computed]
-        if row.save < 0:
+        if row.save < 0 or row.draft:
             return
         node = seq.nodes[row.at // self._block_size - 1]
         self._keep_at(row.save, node)
@@ -122,16 +166,20 @@ class SavedStates(NoStates):
                 self.forget(seq.rolling)
             seq.rolling = node
 
-    def give_back(self, row: Row) -> None:
-        if row.save >= 0:
-            self._give_back_place(row.save)
+    def give_back(self, *rows: Row) -> None:
+        for row in rows:
+            self._give_back_restore(row.begin)
+            self._restores.discard(row.save)
+            if row.save >= 0:
+                self._give_back_place(row.save)
 
     def forget(self, node: PrefixNode) -> None:
         if node in self._saved:
             self._free.append(self._saved.pop(node))
 
     def leave(self, seq: TokenSequence) -> None:
-        seq.saving, seq.rolling = [], None
+        self._give_back_restore(seq.restore)
+        seq.saving, seq.rolling, seq.restore = [], None, -1
 
     def saved(self) -> dict[PrefixNode, int]:
         return dict(self._saved)
@@ -169,9 +217,21 @@ class SavedStates(NoStates):
             self._saved[node] = place
         self._saved.move_to_end(node)
 
+    def _give_back_restore(self, place: int) -> None:
+        """Frees a place if it holds the state before a draft."""
+        if place in self._restores:
+            self._restores.remove(place)
+            self._give_back_place(place)
+
     def _give_back_place(self, place: int) -> None:
         self.pending.remove(place)
         self._free.append(place)
+
+
+def extended(row: Row, draft: tuple[int, ...]) -> Row:
+    """Returns a row that verifies a draft behind its own positions."""
+    count = len(draft)
+    return row._replace(count=row.count + count, sample=row.sample + count, draft=draft)
 
 
 def save_positions(seq: TokenSequence, block_size: int, spacing: int, places: int, asked: tuple[int, ...]) -> list[int]:

@@ -159,7 +159,6 @@ class Adapters:
         return self._info(self._registered[name])
 
     def _check_name(self, name: str, path: Path, scale: float, replace: bool) -> None:
-        self._slots.check()
         if not 0 < len(name) <= MAX_NAME:
             raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} characters; got {len(name)}", param="name")
         known = self._registered.get(name)
@@ -283,6 +282,11 @@ class Adapters:
                 return False
             self._evict(unheld)
         return True
+
+    def evict_unheld(self) -> None:
+        """Frees all slots that no request holds. Their adapters are read again when a request names them."""
+        for lease in [lease for lease in self._leases.values() if lease.in_slot and not lease.holders]:
+            self._evict(lease)
 
     @property
     def _used(self) -> int:

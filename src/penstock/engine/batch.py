@@ -10,7 +10,7 @@ from penstock.backend.base import LAST_SAMPLED, Batch, Ints, StateMove
 from penstock.core import Sequence
 from penstock.engine.pooling import pools
 from penstock.engine.record import RequestRecord
-from penstock.engine.sampling import Wanted, constrained_positions, sample_rows
+from penstock.engine.sampling import Wanted, constrained_positions, sample_rows, wanted_positions
 from penstock.types import Limits, Row, StepPlan
 
 
@@ -49,10 +49,10 @@ class Batcher:
             end = row.start + row.count
             known = seq.tokens[row.start : end]
             tokens += known
-            tokens += [LAST_SAMPLED] * (row.count - len(known))
+            tokens += row.draft or [LAST_SAMPLED] * (row.count - len(known))
             positions += range(row.start, end)
             sampled += range(len(tokens) - row.sample, len(tokens))
-            wanted += [(record.sampler, seq.tokens, at) for at in range(end - row.sample, end)]
+            wanted += wanted_positions(record.sampler, seq.tokens, row)
             row_start.append(len(tokens))
             sample_start.append(len(sampled))
             adapters.append(record.adapter_slot)
@@ -91,4 +91,5 @@ class Batcher:
 def bitmasks(plan: StepPlan, batch: Batch, records: Mapping[int, RequestRecord]) -> Ints:
     """Returns the bitmask of each constrained position of a plan's batch: [C, ceil(vocab / 32)]."""
     rows = np.searchsorted(batch.sample_start, batch.constrained, side="right") - 1
-    return np.stack([records[plan.rows[row].seq].sampler.bitmask() for row in rows.tolist()])
+    owners = [plan.rows[row] for row in dict.fromkeys(rows.tolist())]
+    return np.stack([mask for row in owners for mask in records[row.seq].sampler.bitmasks(row.draft)])

@@ -25,6 +25,7 @@ from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
 ADAPTER_SHARE = 8  # adapters may take one part in so many of the free memory
+SPARE_FOR_ADAPTERS = 1 << 29  # bytes of a GPU that are free in any case
 TRIES = 4  # to reserve a cache: others may take memory meanwhile
 
 
@@ -110,14 +111,22 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
         unknown_fields=checkpoint.unknown,
+        sleeper=backend.sleeper,
     )
+
+
+def adapter_memory(config: Config, free: int) -> int:
+    """Returns the bytes of a GPU that its KV cache leaves for adapters: what the config says, or a share of those that
+    are `free` if it names adapters. Others have to do with SPARE_FOR_ADAPTERS."""
+    return config.adapter_memory or (free // ADAPTER_SHARE if config.adapter else 0)
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
     """Returns the adapters that requests may name at first: those of the config."""
-    adapters = Adapters(
-        backend.adapters, base, config.max_adapters, config.adapter_memory or available_memory() // ADAPTER_SHARE
-    )
+    memory = config.adapter_memory or available_memory() // ADAPTER_SHARE
+    if Device.parse(config.device).kind == "cuda":
+        memory = adapter_memory(config, backend.memory_needs().kv_memory) or SPARE_FOR_ADAPTERS
+    adapters = Adapters(backend.adapters, base, config.max_adapters, memory)
     for text in config.adapter:
         name, path, scale = parse_adapter(text)
         adapters.register(name, Path(path).expanduser(), scale)
@@ -151,7 +160,8 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[
         needs = backend.memory_needs()
         group_token = spec.kv_group_bytes(needs.kv_bytes_per_token)
         if Device.parse(config.device).kind == "cuda":
-            config = replace(config, kv_memory=min(config.kv_memory or needs.kv_memory, needs.kv_memory))
+            room = needs.kv_memory - adapter_memory(config, needs.kv_memory)
+            config = replace(config, kv_memory=min(config.kv_memory or room, room))
         limits = resolve(
             config,
             context=spec.max_len,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ class DryHistory:
         self._breaker = -1, -1  # where the breaker that begins last begins and ends
         self._most = int(math.log(MAX_FLOAT) / math.log(dry.base)) if dry.base > 1.000001 else 0  # exponent; 0: any
 
-    def penalties(self, tokens: list[int], end: int) -> dict[int, float]:
+    def penalties(self, tokens: Sequence[int], end: int) -> dict[int, float]:
         """Returns what is subtracted from the logits of tokens that would follow tokens[:end]."""
         self._follow(tokens, end)
         dry = self._dry
@@ -53,7 +54,7 @@ class DryHistory:
             exponent = min(exponent, self._most)
         return min(self._dry.multiplier * self._dry.base**exponent, MAX_FLOAT)
 
-    def _follow(self, tokens: list[int], end: int) -> None:
+    def _follow(self, tokens: Sequence[int], end: int) -> None:
         if end > len(self._tokens):
             grown = np.zeros((2, end + max(GROWTH, end // 2)), np.int32)
             grown[:, : self._known] = self._tokens[: self._known], self._matches[: self._known]
@@ -77,7 +78,7 @@ class DryHistory:
         before[1:] = self._matches[: end - 1]
         self._matches[: end - 1] = np.where(same, before[:-1] + 1, 0)
 
-    def _watch_breakers(self, tokens: list[int], at: int) -> None:
+    def _watch_breakers(self, tokens: Sequence[int], at: int) -> None:
         """Remembers a breaker that ends at `at`, unless one that begins later is known."""
         if tokens[at] in self._single:
             self._breaker = max(self._breaker, (at, at))
@@ -87,7 +88,7 @@ class DryHistory:
                 self._breaker = max(self._breaker, (begin, at))
 
 
-def suffix_matches(tokens: list[int]) -> NDArray[np.int32]:
+def suffix_matches(tokens: Sequence[int]) -> NDArray[np.int32]:
     """Returns for each position how many tokens that end there equal the last tokens of the list: the Z-algorithm over
     the reversed list, in linear time. The last position itself has 0."""
     turned = tokens[::-1]

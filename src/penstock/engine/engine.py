@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.backend.base import Backend, Ticket
+from penstock.backend.base import Backend, Sleeper, Ticket
 from penstock.core import Policy, Scheduler, hashing
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.adapters import Adapters, Reading
@@ -16,6 +16,8 @@ from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.record import RequestRecord
+from penstock.engine.sleep_state import SleepState
+from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.errors import InvalidGrammar, InvalidRequest, NotSupported, OutOfMemory, PenstockError, StepFailed
 from penstock.model.classifier import ClassifierHead, DenseHead
@@ -30,23 +32,27 @@ from penstock.types import (
     Finished,
     Grammar,
     Limits,
+    MemoryUse,
     Request,
     Row,
     RowResult,
     Stats,
     StepPlan,
     StepResult,
+    Tokens,
 )
 
+MOST_DRAFTED = 64  # tokens of one row in one step
 PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requests wait for something
 
 
 class Engine:
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
-    flight while the next one is planned, `policy` decides where there is a choice, `chain` computes chain hashes,
-    `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, `adapters` are
-    those that requests may name, `unknown_fields` are those of its config that nothing is known of, and with
-    `block_events` it is recorded what enters and leaves the prefix cache."""
+    flight while the next one is planned, `policy` decides where there is a choice, `drafting` proposes how answers may
+    go on, `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
+    states into embeddings, `adapters` are those that requests may name, `unknown_fields` are those of its config that
+    nothing is known of, `sleeper` gives the backend's memory back, and with `block_events` it is recorded what enters
+    and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -56,12 +62,14 @@ class Engine:
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
+        drafting: Drafters | None = None,
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
         classifier: ClassifierHead | None = None,
         dense: DenseHead | None = None,
         adapters: Adapters | None = None,
         unknown_fields: tuple[str, ...] = (),
+        sleeper: Sleeper | None = None,
     ) -> None:
         self.limits = limits
         self.unknown_fields = unknown_fields
@@ -72,15 +80,18 @@ class Engine:
         self._dense = dense
         self._adapters = adapters
         self._registering: list[tuple[RegisterAdapter, Reading[int]]] = []
+        self._sleep = SleepState(sleeper)
         epoch = time.time_ns() if block_events else None
-        self._scheduler = Scheduler(limits, policy=policy, chain=chain, epoch=epoch)
+        self._records: dict[int, RequestRecord] = {}
+        self._speculation = None if drafting is None else Speculation(drafting, self._records, MOST_DRAFTED)
+        self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()
-        self._records: dict[int, RequestRecord] = {}
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
         self._mirostats = 0  # requests that run and learn from their tokens' surprise
-        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
+        self._answered = 0.0  # when the last step's answer came
         self._events: list[Event] = []
         self._busy_seconds = 0.0
         self._out_of_memory = False  # the last step found too little memory
@@ -90,16 +101,21 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Returns whether there is nothing to compute and no event to return."""
-        return not (self._waiting_room or self._computing or self._registering)
+        return not (self._waiting_room or self._computing or self._registering or self._sleep.asked)
 
     @property
     def _computing(self) -> bool:
         return bool(self._scheduler.sequences or self._in_flight or self._events)
 
+    @property
+    def can_sleep(self) -> bool:
+        """Returns whether the device's memory can be given back while the engine stays."""
+        return self._sleep.possible
+
     def add(self, request: Request) -> None:
-        """Takes a request in; raises InvalidRequest for one that could never be answered. Ids are the caller's and are
-        never used twice. A request with a grammar or adapters starts when those are ready; if they cannot be, a step
-        returns the failure."""
+        """Takes a request in, and wakes up for it; raises InvalidRequest for one that could never be answered. Ids are
+        the caller's and are never used twice. A request with a grammar or adapters starts when those are ready; if they
+        cannot be, a step returns the failure."""
         if not (self.limits.generates or request.pooling):
             raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
         if request.pooling == "classify" and self._classifier is None:
@@ -107,6 +123,7 @@ class Engine:
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id} is already in use")
         _check_ids(request, self.limits.vocab)
+        self._sleep.wake()
         record = RequestRecord(request, self.limits.vocab, self._classifier, self._dense)
         grammar = request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
@@ -147,6 +164,8 @@ class Engine:
             self._launch(plan)
         if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
             self._commit(*self._in_flight.popleft())
+        if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
+            self._fall_asleep()
         self._busy_seconds += time.perf_counter() - began
         events, self._events = self._events, []
         return events
@@ -157,7 +176,7 @@ class Engine:
 
     def prepare_in_idle(self) -> bool:
         """Uses a moment without requests to make later steps faster; returns False when nothing is left to do."""
-        return self._backend.prepare_in_idle()
+        return not self._sleep.asleep and self._backend.prepare_in_idle()
 
     def stats(self) -> Stats:
         """Returns the engine's state and counters."""
@@ -168,6 +187,7 @@ class Engine:
             waiting=stats.waiting + len(self._waiting_room),
             computed_tokens=self._computed,
             step_sizes=tuple(self._step_sizes),
+            drafts=self._speculation.counts if self._speculation else (),
             **costs,
         )
 
@@ -186,6 +206,8 @@ class Engine:
         self._records[request.id] = record
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat
+        if self._speculation is not None:
+            self._speculation.open(record)
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
@@ -233,6 +255,33 @@ class Engine:
         """Gives back what a request that has ended has held."""
         if record.lease is not None and self._adapters is not None:
             self._adapters.release(record.lease)
+        if self._speculation is not None:
+            self._speculation.close(record)
+
+    # -- sleeping ------------------------------------------------------------------------------------------------
+
+    def sleep(self, id: int) -> None:
+        """Gives the device's memory back once all requests have ended; a step then returns the answer. What was cached
+        of prompts is forgotten."""
+        self._sleep.ask(id)
+
+    def wake(self, id: int) -> None:
+        """Takes the memory again; raises OutOfMemory if that is not possible now. A step returns the answer. Whoever
+        still waits for it to sleep is told the same."""
+        self._sleep.wake()
+        asked, self._sleep.asked = self._sleep.asked, []
+        self._emit([MemoryUse(each, self.limits.memory, self._sleep.host_bytes) for each in (*asked, id)])
+
+    def _fall_asleep(self) -> None:
+        self.flush_cache()
+        if self._adapters is not None:
+            self._adapters.evict_unheld()
+        try:
+            self._sleep.sleep()
+            self._emit([MemoryUse(id, 0, self._sleep.host_bytes) for id in self._sleep.asked])
+        except PenstockError as error:
+            self._emit([Failed(id, error.code, error.message) for id in self._sleep.asked])
+        self._sleep.asked.clear()
 
     # -- adapters ------------------------------------------------------------------------------------------------
 
@@ -276,8 +325,9 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
+        began = time.perf_counter()
         try:
-            self._in_flight.append((plan, self._launch_batch(plan)))
+            self._in_flight.append((plan, self._launch_batch(plan), began))
             self._out_of_memory = False
         except OutOfMemory as error:
             self._find_memory(plan, error)
@@ -304,12 +354,15 @@ class Engine:
             self._scheduler.requeue(plan)
         self._out_of_memory = not self._out_of_memory
 
-    def _commit(self, plan: StepPlan, ticket: Ticket) -> None:
+    def _commit(self, plan: StepPlan, ticket: Ticket, began: float) -> None:
         try:
             result = self._backend.wait(ticket)
         except Exception as error:
             self._fail(plan, error)
         else:
+            began, self._answered = max(began, self._answered), time.perf_counter()
+            if self._speculation is not None:
+                result = self._speculation.verify(plan, result, self._answered - began)
             if self._mirostats:
                 self._observe(plan, result)
             if self._constrained:
@@ -331,6 +384,8 @@ class Engine:
     def _emit(self, events: list[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
+            if isinstance(event, Tokens) and self._speculation is not None:
+                self._speculation.append(event.seq, event.tokens)
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat

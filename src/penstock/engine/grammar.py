@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -210,16 +210,38 @@ class Constraint:
         """Returns False while everything is allowed: there is no bitmask then."""
         return self._matcher is not None and self._trigger is None and not self._thinking.active
 
-    def bitmask(self) -> Ints:
-        """Returns the tokens that may come next, a bit for each: [ceil(vocab / 32)]. An error of the matcher allows
-        nothing here and is raised by the next `take`, so that it fails this request and nobody else's step."""
+    def draftable(self, tokens: Sequence[int], force: bool) -> int:
+        """Returns how many of the drafted tokens can be verified in one step: as many as it allows, up to where the
+        thinking or the free text would end or, with `force`, something would have to follow."""
+        if self._thinking.active:
+            return self._thinking.free_run(tokens)
+        if self._thinking.opens >= 0 and self._thinking.opens in tokens[:1]:
+            return 0
+        if self._trigger is not None:
+            return self._trigger.free_run(tokens)
+        if self._matcher is None:
+            return len(tokens)
+        return _draftable(self._matcher, tokens, force)
+
+    def bitmasks(self, draft: Sequence[int]) -> list[Ints]:
+        """Returns the tokens that may come next and those that may follow each token of a draft, which is one that
+        `draftable` allows, a bit for each: [ceil(vocab / 32)]. An error of the matcher allows nothing here and is
+        raised by the next `take`, so that it fails this request and nobody else's step."""
+        assert self._matcher is not None
+        masks = [self._bitmask(self._matcher, self._thinking.opens)]
+        for token in draft:
+            self._matcher.consume_token(token)
+            masks.append(self._bitmask(self._matcher, -1))
+        if draft:
+            self._matcher.rollback(len(draft))
+        return masks
+
+    def _bitmask(self, matcher: LLMatcher, opens: int) -> Ints:
         began = time.perf_counter()
         words = np.zeros(-(-self._width // 32), np.int32)
-        opens = self._thinking.opens
-        assert self._matcher is not None
-        if not self._matcher.is_error():
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error():
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
             words[:] = 0  # the library would let the answer end here
         if opens >= 0:
             words[opens // 32] |= np.uint32(1 << opens % 32).view(np.int32)
@@ -263,6 +285,24 @@ class Constraint:
         self.forced += len(forced)
         self._costs.forced_tokens += len(forced)
         return tuple(forced)
+
+
+def _draftable(matcher: LLMatcher, tokens: Sequence[int], force: bool) -> int:
+    """Returns how many of the tokens a matcher allows. Where something must follow a token, that is not sampled without
+    a draft, so the token is sampled as the step's last."""
+    if matcher.is_error():
+        return 0
+    taken = count = 0
+    for token in tokens:
+        if not matcher.try_consume_tokens([token]):
+            break
+        taken += 1
+        if force and (matcher.is_stopped() or matcher.compute_ff_tokens()):
+            break
+        count += 1
+    if taken:
+        matcher.rollback(taken)
+    return count
 
 
 # -- the library --------------------------------------------------------------------------------------------------

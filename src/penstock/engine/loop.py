@@ -27,11 +27,25 @@ class FlushCache(NamedTuple):
     """Asks for the prefix cache to be emptied."""
 
 
+class Sleep(NamedTuple):
+    """Asks for the device's memory to be given back once all requests have ended. The answer is a MemoryUse, or a
+    Failed, with this id, which is taken from the same numbers as those of requests."""
+
+    id: int
+
+
+class Wake(NamedTuple):
+    """Asks for what Sleep gave back to be taken again; it is answered as Sleep is."""
+
+    id: int
+
+
 class Close(NamedTuple):
     """Asks for the loop to end."""
 
 
-Message = Add | Abort | FlushCache | Close | AdapterMessage
+ControlMessage = AdapterMessage | Sleep | Wake  # each has an answer
+Message = Add | Abort | FlushCache | Close | ControlMessage
 Send = Callable[[list[Event], Stats, list[BlockEvent]], None]
 
 
@@ -79,6 +93,12 @@ def _apply(engine: Engine, message: Message) -> list[Event]:
         if isinstance(message, RegisterAdapter | UnregisterAdapter | ListAdapters):
             id = message.id
             engine.control_adapters(message)
+        if isinstance(message, Sleep):
+            id = message.id
+            engine.sleep(id)
+        if isinstance(message, Wake):
+            id = message.id
+            engine.wake(id)
     except PenstockError as error:
         return [Failed(id, error.code, error.message)]
     return []

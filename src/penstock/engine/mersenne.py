@@ -11,12 +11,10 @@ class MersenneDraws:
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.RandomState(seed & 0xFFFFFFFF)  # seeded as std::mt19937 is
-        self._drawn = 0
-        self._last = 0
+        self._drawn: list[int] = []
 
     def at(self, index: int) -> int:
-        """Returns the draw for a token by its place in the answer. Places must not go back."""
-        while self._drawn <= index:
-            self._last = int.from_bytes(self._generator.bytes(8), "little")
-            self._drawn += 1
-        return self._last
+        """Returns the draw for a token by its place in the answer."""
+        while len(self._drawn) <= index:
+            self._drawn.append(int.from_bytes(self._generator.bytes(8), "little"))
+        return self._drawn[index]

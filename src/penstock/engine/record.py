@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from penstock.core import Sequence
 from penstock.engine.adapters import AdapterLease
 from penstock.engine.grammar import Constraint
@@ -9,11 +11,15 @@ from penstock.engine.sampling import Sampler
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import Aborted, Event, Failed, Finished, Request
 
+if TYPE_CHECKING:
+    from penstock.engine.speculation import RequestDrafts
+
 
 class RequestRecord:
-    """Belongs to one request: how its tokens are sampled, what constrains them, and what it had to wait for."""
+    """Belongs to one request: how its tokens are sampled, what constrains and what drafts them, and what it had to wait
+    for."""
 
-    __slots__ = ("classifier", "constraint", "dense", "lease", "request", "sampler", "waited")
+    __slots__ = ("classifier", "constraint", "dense", "drafts", "lease", "request", "sampler", "waited")
 
     def __init__(
         self,
@@ -27,6 +33,7 @@ class RequestRecord:
         self.classifier = classifier if request.pooling == "classify" else None
         self.sampler = Sampler(request, vocab=vocab)
         self.constraint: Constraint | None = None
+        self.drafts: RequestDrafts | None = None
         self.lease: AdapterLease | None = None  # of the adapters that it is computed with
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
 
@@ -84,5 +91,9 @@ class RequestRecord:
             event = event._replace(pooled=head.answer(event.pooled))
         if isinstance(event, Failed) or event.report is None:
             return event
-        forced = self.constraint.forced if self.constraint else 0
-        return event._replace(report=event.report._replace(waited=tuple(self.waited.items()), forced=forced))
+        report = event.report._replace(
+            waited=tuple(self.waited.items()),
+            forced=self.constraint.forced if self.constraint else 0,
+            drafts=tuple(self.drafts.counts.values()) if self.drafts else (),
+        )
+        return event._replace(report=report)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from copy import copy, deepcopy
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +15,22 @@ from penstock.backend.base import ChainRow, Ints, LogitEdit, LogitEdits, SampleR
 from penstock.engine.dry import DryHistory
 from penstock.engine.grammar import Constraint
 from penstock.engine.mersenne import MersenneDraws
-from penstock.types import DryPenalty, Request, SamplingParams
+from penstock.types import DryPenalty, Request, Row, SamplingParams
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
 GREEDY = 0.0, 1.0, 0, 0.0  # what a device does where a chain chooses
 NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
 WORD = 2**64 - 1
 NOTHING: frozenset[int] = frozenset()
-Wanted = tuple["Sampler", list[int], int]  # its sampler, its tokens so far, the position whose logits are wanted
+
+
+class Wanted(NamedTuple):
+    """Names a position whose logits are wanted."""
+
+    sampler: Sampler
+    tokens: Sequence[int]  # of its sequence, and of the draft behind them
+    at: int
+    target: int = -1  # the token that is to be scored there; -1: one is to be sampled
 
 
 class Sampler:
@@ -77,14 +86,23 @@ class Sampler:
         """Returns True if only some tokens may come next: the step needs `bitmask` then."""
         return self._allowed is not None or (self._constraint is not None and self._constraint.active)
 
-    def bitmask(self) -> Ints:
-        """Returns the tokens that may come next, a bit for each: [ceil(vocab / 32)]."""
+    def bitmasks(self, draft: Sequence[int]) -> list[Ints]:
+        """Returns the tokens that may come next and those that may follow each token of a draft, a bit for each:
+        [ceil(vocab / 32)]."""
         if self._allowed is not None:
-            return self._allowed
+            return [self._allowed] * (1 + len(draft))
         assert self._constraint is not None
-        return self._constraint.bitmask()
+        return self._constraint.bitmasks(draft)
 
-    def edit(self, tokens: list[int], position: int) -> LogitEdit | None:
+    def fork(self) -> Sampler:
+        """Returns a sampler that can be asked about tokens which may turn out wrong."""
+        if not (self._penalties or self._dry):
+            return self
+        forked = copy(self)
+        forked._penalties, forked._dry = deepcopy(self._penalties), deepcopy(self._dry)
+        return forked
+
+    def edit(self, tokens: Sequence[int], position: int) -> LogitEdit | None:
         """Returns the changes to the logits at `position`, which choose the token after it; None if there are none."""
         if not self.edits:
             return None
@@ -106,7 +124,7 @@ class Sampler:
             ban=_ints(ban),
         )
 
-    def _banned(self, tokens: list[int], end: int) -> Collection[int]:
+    def _banned(self, tokens: Sequence[int], end: int) -> Collection[int]:
         """Returns the tokens that would end the answer too soon or complete a bad word."""
         request, answered = self._request, end - self._prompt_len
         ban = request.stop_ids if answered < request.sampling.min_tokens else NOTHING
@@ -151,7 +169,7 @@ class PenaltyCounts:
         self._counts: Counter[int] = Counter()  # of tokens[_first:_last]
         self._first = self._last = len(request.prompt) if whole else 0
 
-    def after(self, tokens: list[int], end: int) -> tuple[Collection[int], dict[int, float]]:
+    def after(self, tokens: Sequence[int], end: int) -> tuple[Collection[int], dict[int, float]]:
         """Returns the tokens that were seen before `end`, and what is added to logits for them."""
         self._counts.update(tokens[self._last : end])
         self._last = max(self._last, end)
@@ -179,16 +197,27 @@ def bits_of(tokens: Iterable[int], vocab: int) -> Ints:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def wanted_positions(sampler: Sampler, tokens: list[int], row: Row) -> Iterator[Wanted]:
+    """Yields the positions of a row whose logits are wanted: known tokens are scored, all others sampled."""
+    end = row.start + row.count
+    known = end - len(row.draft)
+    for at in range(end - row.sample, known):
+        yield Wanted(sampler, tokens, at, tokens[at + 1] if at + 1 < len(tokens) else -1)
+    if row.draft:
+        tokens = [*tokens, *row.draft] if sampler.steers else tokens
+        sampler = sampler.fork()
+        yield from (Wanted(sampler, tokens, at) for at in range(known, end))
+
+
 def sample_rows(wanted: list[Wanted]) -> SampleRows:
     """Says what to do at each wanted position: score the known token that follows it, or sample one."""
-    target = [tokens[at + 1] if at + 1 < len(tokens) else -1 for _, tokens, at in wanted]
-    samplers = [sampler for sampler, _, _ in wanted]
+    samplers, _, _, target = zip(*wanted, strict=True) if wanted else ((),) * 4
     numbers = [s.numbers if known < 0 else s.scoring for s, known in zip(samplers, target, strict=True)]
     temperature, top_p, top_k, min_p, logprobs = _columns(tuple(numbers))
     steered = [
         s for s, (sampler, known) in enumerate(zip(samplers, target, strict=True)) if sampler.steers and known < 0
     ]
-    edits = [(s, edit) for s in steered if (edit := samplers[s].edit(*wanted[s][1:])) is not None]
+    edits = [(s, edit) for s in steered if (edit := samplers[s].edit(wanted[s].tokens, wanted[s].at)) is not None]
     chains = [chain for s in steered if (chain := samplers[s].chain_row(s)) is not None]
     return SampleRows(
         target=np.array(target, np.int32),
@@ -196,7 +225,7 @@ def sample_rows(wanted: list[Wanted]) -> SampleRows:
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
-        seed=np.array([sampler.draw(at) for sampler, _, at in wanted], np.uint64),
+        seed=np.array([sampler.draw(at) for sampler, _, at, _ in wanted], np.uint64),
         logprobs=logprobs,
         edits=LogitEdits.of(edits),
         chains=tuple(chains),
@@ -205,7 +234,7 @@ def sample_rows(wanted: list[Wanted]) -> SampleRows:
 
 def constrained_positions(wanted: list[Wanted]) -> Ints:
     """Returns the indices of those wanted positions whose token is sampled from some tokens only."""
-    found = [s for s, (sampler, tokens, at) in enumerate(wanted) if sampler.constrained and at + 1 >= len(tokens)]
+    found = [s for s, (sampler, _, _, target) in enumerate(wanted) if sampler.constrained and target < 0]
     return np.array(found, np.int32)
 
 

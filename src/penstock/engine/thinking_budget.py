@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
+
 from penstock.types import Thinking
 
 
@@ -30,7 +33,21 @@ class ThinkingBudget:
         if self._budget is None or not self.active:
             return ()
         self._budget -= 1
-        return self._cut_off() if last and self._budget <= 0 else ()
+        return self._cut_off() if last and self.spent else ()
+
+    def free_run(self, tokens: Sequence[int]) -> int:
+        """Returns how many of the tokens it can go on by and still be thinking."""
+        ahead = copy(self)
+        for count, token in enumerate(tokens):
+            ahead.take(token, last=False)
+            if not ahead.active or ahead.spent:
+                return count
+        return len(tokens)
+
+    @property
+    def spent(self) -> bool:
+        """Returns whether its budget has no token left."""
+        return self._budget is not None and self._budget <= 0
 
     def _cut_off(self) -> tuple[int, ...]:
         """Ends the thinking. Returns the end marker without the part of it that was sampled already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import InvalidGrammar
@@ -122,6 +122,20 @@ class TriggerWatch:
         starts += [self._advance(pattern, whole, piece) for pattern, whole in self._patterns]
         found = [start for start in starts if start >= 0]
         return self._since(min(found)) if found else None
+
+    def free_run(self, tokens: Sequence[int]) -> int:
+        """Returns how many of the tokens could follow without a trigger."""
+        longest = max(map(len, self._texts), default=0)
+        text = bytes(self._text[max(len(self._text) - longest + 1, 0) :])
+        patterns = [whole.deep_copy() for _, whole in self._patterns if not whole.is_error()]
+        for count, token in enumerate(tokens):
+            piece = self._spell(token)
+            text = text[max(len(text) - longest + 1, 0) :] + piece
+            if token in self._tokens or any(trigger in text for trigger in self._texts):
+                return count
+            if any(whole.consume_tokens(list(piece)) and whole.is_accepting() for whole in patterns):
+                return count
+        return len(tokens)
 
     def _find(self, text: bytes, fresh: int) -> int:
         return self._text.find(text, max(0, len(self._text) - fresh - len(text) + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from penstock.types import AdapterInfo, Event, Hello, Request, Stats
+from penstock.types import AdapterInfo, Event, Hello, MemoryUse, Request, Stats
 
 
 class EngineClient(Protocol):
@@ -55,6 +55,14 @@ class EngineClient(Protocol):
 
     async def list_adapters(self) -> tuple[AdapterInfo, ...]:
         """Returns all registered adapters."""
+
+    async def sleep(self) -> MemoryUse:
+        """Has the engine give its device memory back once all requests have ended, and stay; its hello says whether it
+        can. Prefixes that were cached are forgotten. The next request wakes it."""
+
+    async def wake(self) -> MemoryUse:
+        """Has the engine take its device memory again; raises OutOfMemory, and it still sleeps, if there is too
+        little. An engine that is awake stays so."""
 
     def next_id(self) -> int: ...
 

@@ -18,13 +18,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from penstock import __version__
 from penstock.config import Config
 from penstock.engine.engine import Engine
 from penstock.engine.loop import Message, run
 from penstock.errors import PenstockError
 from penstock.ipc import wire
-from penstock.types import Hello
+from penstock.ipc.inprocess_engine import hello_of
 
 OpenEngine = Callable[[Config], Engine]
 
@@ -78,7 +77,7 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
         socket.send(wire.encode_answer(answer))
 
     gc.freeze()  # what exists now stays: scanning it again would delay steps
-    send(wire.Ready(Hello(__version__, os.getpid(), model, engine.limits, engine.adapters, engine.unknown_fields)))
+    send(wire.Ready(hello_of(engine, model)))
     send(wire.step([], engine.stats()))
     try:
         run(engine, SocketInbox(socket), lambda *happened: send(wire.step(*happened)))

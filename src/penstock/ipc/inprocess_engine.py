@@ -48,8 +48,7 @@ class InProcessEngine:
     def open(self) -> Hello:
         """Opens the engine; raises what that raises."""
         self.engine = self._open()
-        limits, unknown = self.engine.limits, self.engine.unknown_fields
-        return Hello(__version__, os.getpid(), self._model, limits, self.engine.adapters, unknown)
+        return hello_of(self.engine, self._model)
 
     def send(self, message: Message) -> None:
         """Leaves a message for the next step."""
@@ -65,6 +64,12 @@ class InProcessEngine:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def hello_of(engine: Engine, model: str) -> Hello:
+    """Returns what an engine of this process says about itself when it starts."""
+    about = engine.limits, engine.adapters, engine.unknown_fields, engine.can_sleep
+    return Hello(__version__, os.getpid(), model, *about)
 
 
 def by_request(events: Iterable[Event]) -> dict[int, list[Event]]:

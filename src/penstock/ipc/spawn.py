@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from penstock.config import Config, parse_adapter
 from penstock.engine.adapter_messages import RegisterAdapter
-from penstock.engine.loop import Message
+from penstock.engine.loop import Message, Sleep
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import wire
 from penstock.ipc.launchers import Launcher, SpawnLauncher
@@ -72,12 +72,15 @@ class ProcessClient(RequestClient):
         self.hello = self._engine.hello
         self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters
 
-    def _register_again(self) -> None:
-        """Tells an engine that was started again of the adapters that were registered while the one before ran."""
+    def _tell_again(self) -> None:
+        """Tells an engine that was started again what the one before was told: adapters that were registered while it
+        ran, and that it should sleep."""
         known = {(info.name, info.path, info.scale) for info in self.hello.adapters} if self.hello else set()
         for info in self.adapters.values():
             if (info.name, info.path, info.scale) not in known:
                 self._send(RegisterAdapter(self.next_id(), info.name, info.path, info.scale, replace=True))
+        if self._asleep and self.hello is not None and self.hello.can_sleep:
+            self._send(Sleep(self.next_id()))
 
     async def _lose(self, reason: str) -> None:
         """Ends all requests in flight and refuses new ones for this reason: there is no engine from now on."""
@@ -111,7 +114,7 @@ class ProcessClient(RequestClient):
                 log.error("the engine could not be restarted: %s", reason)
             else:
                 self.restarts += 1
-                self._register_again()
+                self._tell_again()
                 return
         self.unavailable_reason = f"the engine failed {len(self._pauses) + 1} times in a row and is given up: {reason}"
         log.error("%s", self.unavailable_reason)

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.loop import Abort, Add, FlushCache, Message
+from penstock.engine.loop import Abort, Add, ControlMessage, FlushCache, Message, Sleep, Wake
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import by_request
-from penstock.types import AdapterInfo, AdapterList, Event, Failed, Hello, Request, Stats, Tokens
+from penstock.types import AdapterInfo, AdapterList, Event, Failed, Hello, MemoryUse, Request, Stats, Tokens
 
 
 class EventMailbox:
@@ -60,7 +60,7 @@ class RequestStreams:
             if self._boxes.pop(request.id, None) is not None:
                 send(Abort(request.id))
 
-    async def answer(self, message: AdapterMessage, send: Callable[[Message], None]) -> tuple[AdapterInfo, ...]:
+    async def answer(self, message: ControlMessage, send: Callable[[Message], None]) -> Event:
         """Sends a control message and returns its answer; raises the error that it was answered with."""
         send(message)
         box = self._boxes[message.id] = EventMailbox()
@@ -70,8 +70,7 @@ class RequestStreams:
             self._boxes.pop(message.id, None)
         if isinstance(event, Failed):
             raise error_of(event.code, event.message)
-        assert isinstance(event, AdapterList)
-        return event.adapters
+        return event
 
     def deliver(self, events: Iterable[Event]) -> None:
         """Hands each request its share of a step. What belongs to a request that was left is dropped."""
@@ -99,6 +98,7 @@ class RequestClient(ABC):
         self._ids = itertools.count(1)
         self._streams = RequestStreams()
         self.adapters: dict[str, AdapterInfo] = {}
+        self._asleep = False  # the engine was told to sleep, and not to wake since
 
     @property
     def in_flight(self) -> int:
@@ -116,21 +116,40 @@ class RequestClient(ABC):
         self._send(FlushCache())
 
     async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
-        message = RegisterAdapter(self.next_id(), name, path, scale, replace)
-        (info,) = await self._streams.answer(message, self._send)
+        (info,) = await self._about_adapters(RegisterAdapter(self.next_id(), name, path, scale, replace))
         self.adapters[name] = info
         return info
 
     async def unregister_adapter(self, name: str) -> AdapterInfo:
-        (info,) = await self._streams.answer(UnregisterAdapter(self.next_id(), name), self._send)
+        (info,) = await self._about_adapters(UnregisterAdapter(self.next_id(), name))
         self.adapters.pop(name, None)
         return info
 
     async def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        return await self._streams.answer(ListAdapters(self.next_id()), self._send)
+        return await self._about_adapters(ListAdapters(self.next_id()))
+
+    async def sleep(self) -> MemoryUse:
+        use = await self._about_memory(Sleep(self.next_id()))
+        self._asleep = True
+        return use
+
+    async def wake(self) -> MemoryUse:
+        use = await self._about_memory(Wake(self.next_id()))
+        self._asleep = False
+        return use
 
     def next_id(self) -> int:
         return next(self._ids)
+
+    async def _about_adapters(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, AdapterList)
+        return event.adapters
+
+    async def _about_memory(self, message: Sleep | Wake) -> MemoryUse:
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, MemoryUse)
+        return event
 
     @abstractmethod
     def _send(self, message: Message) -> None:

@@ -9,7 +9,7 @@ from itertools import chain
 import msgspec
 
 from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
+from penstock.engine.loop import Abort, Add, Close, FlushCache, Message, Sleep, Wake
 from penstock.types import (
     Aborted,
     AdapterList,
@@ -20,6 +20,7 @@ from penstock.types import (
     Failed,
     Finished,
     Hello,
+    MemoryUse,
     Request,
     Stats,
     Tokens,
@@ -35,6 +36,8 @@ class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
     register: RegisterAdapter | None = None
     unregister: UnregisterAdapter | None = None
     list_adapters: ListAdapters | None = None
+    sleep: Sleep | None = None
+    wake: Wake | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -61,9 +64,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stored: list[BlockStored] = []  # blocks of the prefix cache, if the engine records them
     removed: list[BlockRemoved] = []
     adapters: list[AdapterList] = []  # answers to control messages
+    memory: list[MemoryUse] = []  # likewise
 
     def events(self) -> Iterator[Event]:
-        return chain(self.tokens, self.finished, self.aborted, self.failed, self.adapters)
+        return chain(self.tokens, self.finished, self.aborted, self.failed, self.adapters, self.memory)
 
     def block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache, in the order in which it happened."""
@@ -91,6 +95,10 @@ def encode_message(message: Message) -> bytes:
             return _encoder.encode(ClientMessage(unregister=message))
         case ListAdapters():
             return _encoder.encode(ClientMessage(list_adapters=message))
+        case Sleep():
+            return _encoder.encode(ClientMessage(sleep=message))
+        case Wake():
+            return _encoder.encode(ClientMessage(wake=message))
         case Close():
             return _encoder.encode(ClientMessage())
 
@@ -103,6 +111,8 @@ def decode_message(data: bytes) -> Message:
         return FlushCache()
     if about_adapters := message.register or message.unregister or message.list_adapters:
         return about_adapters
+    if about_sleep := message.sleep or message.wake:
+        return about_sleep
     return Close() if message.abort is None else Abort(message.abort)
 
 
@@ -124,4 +134,5 @@ def step(events: list[Event], stats: Stats, blocks: Sequence[BlockEvent] = ()) -
         [event for event in blocks if isinstance(event, BlockStored)],
         [event for event in blocks if isinstance(event, BlockRemoved)],
         [event for event in events if isinstance(event, AdapterList)],
+        [event for event in events if isinstance(event, MemoryUse)],
     )

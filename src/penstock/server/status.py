@@ -72,6 +72,7 @@ def _may_see(context: RequestContext, entry: ModelEntry) -> bool:
 def _state(entry: ModelEntry) -> dict[str, Any]:
     hello = entry.served.client.hello if entry.served else None
     told = {"name": entry.name, "state": str(entry.state), "pid": hello.pid if hello else None, "bytes": entry.bytes}
+    told |= {"host_bytes": entry.host_bytes} if entry.host_bytes else {}
     return told | ({"error": entry.error} if entry.error else {}) | (_unknown_fields(hello) if hello else {})
 
 

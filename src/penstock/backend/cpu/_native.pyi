@@ -10,6 +10,28 @@ def chain_hashes(parent: bytes, tokens: Sequence[int] | NDArray[np.int32], block
     """Returns a digest for each whole block of tokens: blake2b, 16 bytes, of the digest before it and of the block's
     tokens as little-endian int32. `parent` stands before the first block."""
 
+class SuffixAutomaton:
+    """Indexes all substrings of a text that grows, of at most `capacity` tokens: core/suffixes.py defines it."""
+
+    def __init__(self, capacity: int) -> None: ...
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens. A text that would become longer than the capacity starts anew, without the older tokens."""
+    def continuation(self, most: int) -> tuple[list[int], int]:
+        """Returns what followed the latest known earlier occurrence of the longest suffix that has one, and its
+        length."""
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class SuffixCursor:
+    """Follows another stream through an automaton: the longest suffix of it that occurs in the automaton's text."""
+
+    def __init__(self, automaton: SuffixAutomaton) -> None: ...
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the stream that is followed."""
+    def continuation(self, most: int) -> tuple[list[int], int]:
+        """Returns what followed the longest suffix of the stream that is followed by anything, and its length."""
+
 class Weight:
     """A packed matrix [rows, width] made of parts stacked along its rows: (format, rows) of each."""
 

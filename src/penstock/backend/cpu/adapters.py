@@ -22,8 +22,6 @@ class NativeAdapters:
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    def check(self) -> None: ...
-
     def pack(self, updates: Sequence[LowRankUpdate]) -> Adapter:
         packed = Adapter()
         for update in updates:

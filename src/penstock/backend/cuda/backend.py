@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.backend.adapters import NoAdapters
 from penstock.backend.base import (
     AdapterSlots,
     Batch,
@@ -25,17 +24,20 @@ from penstock.backend.base import (
     Ints,
     MemoryNeeds,
     Model,
-    SampleRows,
+    Sleeper,
     StoredAs,
     Ticket,
 )
 from penstock.backend.batches import greedy_batch
 from penstock.backend.cuda import inputs
+from penstock.backend.cuda.adapters import CudaAdapters
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import checked_device, device_properties
 from penstock.backend.cuda.experts import pack_matrices
+from penstock.backend.cuda.flight import Flight, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
@@ -49,7 +51,8 @@ from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import CudaProgram, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import DeviceSampler, PendingLogprobs, sampling_kinds
+from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
+from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.pooling import with_pooled
@@ -64,41 +67,18 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 log = logging.getLogger(__name__)
-# Logits, what is asked of them, their first position, and where their tokens go.
-Sampling = tuple[Any, DeviceInputs, SampleRows, int, Any]
 IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
-LAST_MEMORY = 128 << 20  # of it, held until a step finds none: kernels that are loaded then need some
 NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
-SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds")
-
-
-@dataclass(slots=True)
-class Flight:
-    """Remembers a launched step, and where its answer will be once `done` has happened."""
-
-    batch: Batch
-    tokens: Any  # [S] on the host
-    asked: list[PendingLogprobs]
-    pooled: dict[int, Any]  # [dim] on the host, by row
-    done: Any | None
-    chained: list[Any]  # [n, vocab] on the host: the logits of the positions that have a chain
-    masks: Bitmasks | None
-
-
-@dataclass(slots=True)
-class Unconstrained:
-    """Remembers a step whose logits are being computed and whose bitmasks are still to come."""
-
-    batch: Batch
-    logits: Iterator[Sampling]
+SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds", "sampled_adapters")
 
 
 class CudaBackend:
     """Runs steps of at most `max_tokens` tokens and `max_rows` rows. On device "cpu" the same kernels run in Triton's
-    interpreter: slow, and for tests alone. `tuned`: a file of measured tilings, by default the store's."""
+    interpreter: slow, and for tests alone. `tuned`: a file of measured tilings, by default the store's; `arena`: where
+    weights and caches are kept."""
 
     depth = 1
 
@@ -115,6 +95,7 @@ class CudaBackend:
         prefill_budget: int = 0,
         properties: DeviceProperties | None = None,
         tuned: Path | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self._device = checked_device(device)
         self._properties, on_gpu = properties or device_properties(self._device), self._device.type == "cuda"
@@ -134,18 +115,22 @@ class CudaBackend:
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
         ints = {"dtype": torch.int32, "device": self._device}
-        self._memory = Memory(last=torch.zeros(rows + 1, **ints), tokens=torch.zeros(self._sizes.tokens, **ints))
+        last, tokens = torch.zeros(rows + 1, **ints), torch.zeros(self._sizes.tokens, **ints)
+        self._arena = arena or Arena.on(self._device)
+        adapters = CudaAdapters(self._device, dtype, (rows, self._sizes.tokens), self._on_stream)
+        self._memory = Memory(last, tokens, self._arena, adapters)
         self._tilings = Tilings.of(self._properties, tuned)
-        self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings)
+        self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
         self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
         self._sampler = DeviceSampler(self._device, rows)
         self._pools = PoolingSums(rows)
         self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
-        self.adapters: AdapterSlots = NoAdapters("cuda")
+        self.adapters: AdapterSlots = adapters
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
-        self._last_memory: Any | None = None
+        self._last_memory = LastMemory(self._device)
+        self.sleeper: Sleeper | None = CudaSleeper.of(self._arena, self._workspace.transfer, self._last_memory)
         self._preparing = self._prepare_shapes()
         self._groups = 1  # KV layer groups
 
@@ -169,7 +154,7 @@ class CudaBackend:
         heads, rows, width = tensor.shape
         flat = replace(tensor, shape=(heads * rows, width))
         with self._on_device(), self._shortage(f"the weight {tensor.name}"):
-            return stacked_values([flat], self._device, self._dtype, self._workspace.transfer).view(heads, rows, width)
+            return stacked_values([flat], self._dtype, self._workspace).view(heads, rows, width)
 
     def load(self, model: Model, program: int = 0) -> None:
         if program:
@@ -177,6 +162,7 @@ class CudaBackend:
         with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
             self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype, self._tilings)
             self._graphs = Graphs(self._program, self._capture)
+            self._memory.adapters.forget_graphs = self._graphs.forget_adapters
             self._sampler.reserve(self._program.answer.width)
             self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
@@ -222,24 +208,24 @@ class CudaBackend:
             with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"):
                 self._reserve_inputs(self._table_words)
                 self._reserve_caches(groups)
-                self._memory.states.reserve(states)
+                self._memory.states.reserve(states, self._arena)
         except OutOfMemory:
             self._free_kv()
             raise
         self._preparing = self._prepare_shapes()
         if self._stream is not None:
-            self._hold_last()
+            self._last_memory.hold()
             torch.cuda.synchronize(self._device)
 
     def _reserve_caches(self, groups: Sequence[KvGroup]) -> None:
         layers, memory = self._program.layers, self._memory
         size = self._num_blocks + 1, self._block_size
-        memory.caches, memory.planes = reserve_caches(self._kv_layout, layers, groups, size, self._device)
+        memory.caches, memory.planes = reserve_caches(self._kv_layout, layers, groups, size, self._arena)
         if any(spec.index_dim for spec in layers.values()):
             lines = max(LINES, self._tile_tokens), self._num_blocks * self._block_size
-            memory.index_scores = torch.zeros(lines, device=self._device)
+            memory.index_scores = self._arena.zeros(lines)
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
-        memory.reserve_arrivals(self._sizes.rows * self._groups * heads)
+        memory.reserve_arrivals((self._sizes.rows + inputs.SPARE_SPLITS) * heads)
 
     def _free_kv(self) -> None:
         self._graphs.forget()
@@ -267,7 +253,7 @@ class CudaBackend:
 
     def prepare_in_idle(self) -> bool:
         """Gets one more of the common shapes ready: kernels first, then graphs."""
-        self._hold_last()
+        self._last_memory.hold()
         try:
             with self._on_device():
                 return next(self._preparing, False)
@@ -330,18 +316,12 @@ class CudaBackend:
 
     def free_memory(self) -> None:
         """Drops all graphs. They come back one by one, as shapes do."""
-        self._last_memory = None
+        self._last_memory.give_back()
         if self._stream is not None:
             torch.cuda.synchronize(self._device)
             self._graphs.forget()
             with self._on_device():
                 torch.cuda.empty_cache()
-
-    def _hold_last(self) -> None:
-        if self._stream is None or self._last_memory is not None:
-            return
-        if torch.cuda.mem_get_info(self._device)[0] > 2 * LAST_MEMORY:
-            self._last_memory = torch.empty(LAST_MEMORY, dtype=torch.uint8, device=self._device)
 
     def _sample(self, batch: Batch, computed: Iterator[Sampling], masks: Bitmasks | None) -> None:
         """Queues what chooses tokens from logits, and puts the step in flight."""
@@ -390,7 +370,7 @@ class CudaBackend:
             self.wait(self.launch(batch))
         if self._stream is None:
             return time_step(self.launch, self.wait, batch, times)
-        work = inputs.plan_attention(batch, self._tile_tokens, self._pad)
+        work = self._plan(batch)
         with self._on_stream():
             step = self._send(batch, work)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
@@ -413,7 +393,7 @@ class CudaBackend:
     def _forward(self, batch: Batch) -> Iterator[Sampling]:
         """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
         self._workspace.transfer.finish()
-        work = inputs.plan_attention(batch, self._tile_tokens, self._pad)
+        work = self._plan(batch)
         step = self._send(batch, work)
         chosen = self._chosen[self._staging.turn]
         room, wanted = self._sizes.rows, work.shape.sampled
@@ -426,6 +406,9 @@ class CudaBackend:
             some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
             logits = self._program.run_sampled(some, part.stop - first)
             yield logits, some, batch.sample.between(part.start, part.stop), first, chosen[part]
+
+    def _plan(self, batch: Batch) -> AttentionPlan:
+        return inputs.plan_attention(batch, self._tile_tokens, self._pad, self._sizes.rows)
 
     def _check_program(self, batch: Batch) -> None:
         if batch.program:
@@ -460,7 +443,7 @@ class CudaBackend:
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES), self._groups) + table_words
+        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t), self._groups) + table_words
         pinned = self._stream is not None
         self._table_words = table_words
         self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)

@@ -152,9 +152,10 @@ def pack_matrices(
             workspace,
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
-    values = stacked_values(parts, device, dtype, workspace.transfer)
     quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
-    if tiled and quantizes and formats <= PLAIN.keys():
+    quantizes = quantizes and tiled and formats <= PLAIN.keys()
+    values = stacked_values(parts, dtype, workspace, kept=not quantizes)
+    if quantizes:
         workspace.transfer.finish()
         return QuantizedExperts(quantize_int4(values), bias)
     if quantize:

@@ -11,7 +11,7 @@ import torch
 
 from penstock.backend.base import Floats
 from penstock.backend.cuda.kernels import hopper_gemm, quant_gemm_small
-from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, empty_fp8, fp8_gemm_small, gather_fp8
+from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, fp8_gemm_small, fp8_room, gather_fp8
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, quantize_activations
 from penstock.backend.cuda.kernels.fp8_blocks import COLUMNS, Fp8BlockWeight, fp8_block_gemm, gather_fp8_blocks
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
@@ -128,21 +128,21 @@ class BlockScaledFp8(Fp8Matrix):
         gather_fp8_blocks(self.weight, tokens, out)
 
 
-def pack_fp8(
-    parts: Sequence[Tensor], bias: Any | None, device: torch.device, workspace: Workspace
-) -> RowScaledFp8 | BlockScaledFp8 | None:
+def pack_fp8(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> RowScaledFp8 | BlockScaledFp8 | None:
     """Packs parts in F8_E4M3 as one weight; returns None if no kernel takes their shape."""
     width = parts[0].shape[1]
     shared = [part.scales.columns for part in parts if part.scales is not None]
     if width % TILE_COLUMNS or any(columns < width and columns % COLUMNS for columns in shared):
         return None
-    weight = empty_fp8(sum(part.shape[0] for part in parts), width, device)
-    send_codes(parts, weight.values, workspace.transfer)
+    rows = sum(part.shape[0] for part in parts)
+    values = workspace.arena.empty((fp8_room(rows), width), torch.float8_e4m3fn)[:rows]
+    send_codes(parts, values, workspace.transfer)
     if all(columns >= width for columns in shared):
-        weight.scales.copy_(stacked_scales(parts, width)[:, 0])
-        return RowScaledFp8(weight, bias, workspace)
-    scales = stacked_scales(parts, COLUMNS).T.contiguous().to(device)
-    return BlockScaledFp8(Fp8BlockWeight(weight.values, scales), bias, workspace)
+        scales = workspace.arena.empty((fp8_room(rows),), torch.float32)[:rows]
+        scales.copy_(stacked_scales(parts, width)[:, 0])
+        return RowScaledFp8(Fp8Weight(values, scales), bias, workspace)
+    scales = stacked_scales(parts, COLUMNS).T.contiguous().to(workspace.arena.device)
+    return BlockScaledFp8(Fp8BlockWeight(values, scales), bias, workspace)
 
 
 def send_codes(parts: Sequence[Tensor], target: Any, transfer: Transfer) -> None:

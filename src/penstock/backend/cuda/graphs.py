@@ -33,19 +33,30 @@ def padded(shape: Shape) -> Shape:
     """Returns the shape that a step is padded to; its own if it is too large for a graph."""
     if not shape.tiles:
         rows = bucket_decode_rows(shape.decodes)
-        return Shape(rows, rows, rows, rows + SPARE_SPLITS, 0)
+        adapters = bucket_adapter_tiles(shape.adapter_tiles, rows)
+        return Shape(rows, rows, rows, rows + SPARE_SPLITS, 0, adapters, shape.verifies)
     tokens = round_up(shape.tokens, PROMPT_TOKENS)
     if tokens > MAX_TOKENS:
         return shape
     rows = bucket_mixed_rows(max(shape.sampled, shape.decodes))
     decodes = rows if shape.decodes else 0
     tiles = round_up(max(tokens // TOKENS_PER_TILE, shape.tiles), 64)
-    return Shape(tokens, rows, decodes, decodes + SPARE_SPLITS if decodes else 0, tiles)
+    splits, adapters = decodes + SPARE_SPLITS if decodes else 0, bucket_adapter_tiles(shape.adapter_tiles, tokens)
+    return Shape(tokens, rows, decodes, splits, tiles, adapters)
 
 
 def bucket_mixed_rows(rows: int) -> int:
     """Returns how many rows a step with prompts is padded to: padding costs little beside prompts."""
     return 8 if rows <= 8 else round_up(rows, 64)
+
+
+def bucket_adapter_tiles(tiles: int, tokens: int) -> int:
+    """Returns how many tiles of rows with one adapter a step has room for: a power of 4, so that graphs are few. Each
+    token has one at most."""
+    size = 4 if tiles else 0
+    while size < tiles:
+        size *= 4
+    return min(size, tokens)
 
 
 def round_up(value: int, to: int) -> int:
@@ -55,7 +66,7 @@ def round_up(value: int, to: int) -> int:
 
 def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
     """Yields the shapes that most steps of at most so many rows and tokens have, the likeliest first: prompts, then
-    answers, then both, with up to `budget` tokens while 64 rows answer."""
+    answers, then both, with up to `budget` tokens while 64 rows answer, then drafts."""
     sizes = dict.fromkeys(bucket_decode_rows(count) for count in range(1, rows + 1))
     many = dict.fromkeys(bucket_mixed_rows(count) for count in range(1, rows + 1))
     tokens = min(tokens, MAX_TOKENS)
@@ -65,6 +76,7 @@ def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
     yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
+    yield from (padded(Shape(size, size, size, size, 0, verifies=True)) for size in sizes if size > 1)
 
 
 class Graphs:
@@ -101,6 +113,11 @@ class Graphs:
     def forget(self) -> None:
         """Drops all graphs; must be called when something that graphs read has moved, or when memory is short."""
         self._graphs.clear()
+
+    def forget_adapters(self) -> None:
+        """Drops the graphs of steps with adapters; must be called when what all adapters share has moved or grown."""
+        for shape in [shape for shape in self._graphs if shape.adapter_tiles]:
+            del self._graphs[shape]
 
     def _has_room(self) -> bool:
         return len(self._graphs) < MAX_GRAPHS and torch.cuda.mem_get_info()[0] >= CAPTURE_MEMORY

@@ -8,7 +8,7 @@ so that kernels need not know about groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.backend.base import Batch, Floats, Ints
+from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, AdapterTiles, adapter_tiles
 
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
 SHORTEST_SPLIT = 64
+MOST_VERIFIED = 64  # tokens of a row that attend one by one
 ROW = 1  # the column of splits and of tiles that names a row of tables
 
 
@@ -30,9 +32,11 @@ class Shape(NamedTuple):
 
     tokens: int
     sampled: int
-    decodes: int  # rows of one token
-    splits: int  # pieces that the contexts of those rows are split into
-    tiles: int  # runs of tokens of all other rows
+    decodes: int  # tokens that attend one by one
+    splits: int  # pieces that their contexts are split into
+    tiles: int  # runs of all other tokens
+    adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
+    verifies: bool = False  # several of the tokens that attend one by one are of one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,19 @@ class DeviceInputs:
     top_k: Any  # [S]
     min_p: Any  # [S] float32
     seeds: Any  # [S, 2] low word, high word
+    adapter_tiles: Any  # [D, 4] see low_rank
+    adapter_order: Any  # [T], or [0] without adapters
+    sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
+    verifies: bool = False  # the step's KV is stored before anything attends: see Shape
 
     def of(self, group: int) -> DeviceInputs:
         """Returns the inputs that the layers of one group read."""
         return self.groups[group] if self.groups else self
 
 
-NAMES = tuple(entry.name for entry in dataclass_fields(DeviceInputs))[:-2]
+NAMES = tuple(entry.name for entry in dataclass_fields(DeviceInputs))[:-3]
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -70,11 +78,12 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
     of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, _, p, q = shape
+    t, s, _, p, q, d, _ = shape
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
-    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2))
+    by_adapter = (d, 4), (min(t, d * t),), (min(s, d * s),)
+    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter)
     found = []
     at = 0
     for size in sizes:
@@ -100,7 +109,7 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
     for name in FLOATS:
         views[name] = as_float(views[name])
     views["tables"] = buffer[words(shape, groups) :]
-    stacked = DeviceInputs(**views)
+    stacked = DeviceInputs(**views, verifies=shape.verifies)
     if groups == 1:
         return stacked
     each = tuple(
@@ -117,21 +126,41 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Says what attention has to do for a batch, and which shape the step has."""
+    """Says what attention and adapters have to do for a batch, and which shape the step has."""
 
     shape: Shape
     splits: Ints  # [P, 8]
     tiles: Ints  # [Q, 5]
+    adapters: AdapterTiles
 
 
-def plan_attention(batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape]) -> AttentionPlan:
-    """Divides the batch's attention into splits and tiles. `pad` makes the step's shape of the batch's own."""
-    single = np.diff(batch.row_start) == 1
-    rows = np.flatnonzero(single).astype(np.int32)
-    splits = split_contexts(batch.row_start[rows], rows, batch.positions[batch.row_start[rows]] + 1)
-    tiles = tiles_of(batch, np.flatnonzero(~single), tile_tokens)
-    shape = Shape(len(batch.tokens), len(batch.sampled), len(rows), len(splits), len(tiles))
-    return AttentionPlan(pad(shape), splits, tiles)
+def plan_attention(
+    batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape], most_decodes: int = 0
+) -> AttentionPlan:
+    """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
+    the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, each token
+    attends by itself."""
+    counts = np.diff(batch.row_start)
+    verifies = only_verifies(batch, counts, most_decodes)
+    alone = np.repeat(verifies | (counts == 1), counts)
+    tokens = np.flatnonzero(alone).astype(np.int32)
+    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[tokens]
+    splits = split_contexts(tokens, owners, batch.positions[tokens] + 1)
+    tiles = tiles_of(batch, [] if verifies else np.flatnonzero(counts > 1).tolist(), tile_tokens)
+    adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
+    sizes = len(batch.tokens), len(batch.sampled), len(tokens), len(splits), len(tiles), len(adapters.tiles)
+    return AttentionPlan(pad(Shape(*sizes, verifies)), splits, tiles, adapters)
+
+
+def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
+    """Returns whether some rows of a step verify drafts, and all others decode: rows of several tokens that sample more
+    than one of them, and are not the beginning of a prompt. The step has at most `most` tokens."""
+    several = counts > 1
+    if not several.any() or len(batch.tokens) > most:
+        return False
+    begins = batch.positions[batch.row_start[:-1]] == 0
+    drafted = (counts <= MOST_VERIFIED) & (np.diff(batch.sample_start) > 1) & ~begins
+    return bool(drafted[several].all())
 
 
 def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
@@ -151,12 +180,12 @@ def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
     return np.stack(columns, axis=1).astype(np.int32)
 
 
-def tiles_of(batch: Batch, rows: Any, tile_tokens: int) -> Ints:
+def tiles_of(batch: Batch, rows: Sequence[int], tile_tokens: int) -> Ints:
     """Returns the runs of at most `tile_tokens` tokens that rows are divided into. The longest contexts come first, so
     that none is left for the end."""
     tiles = [
         (token, row, batch.positions[token], min(tile_tokens, last - token), batch.positions[last - 1] + 1)
-        for row in rows.tolist()
+        for row in rows
         for token, last in _runs(batch, row, tile_tokens)
     ]
     tiles.sort(key=lambda tile: -tile[2])
@@ -184,6 +213,9 @@ def fill(
         put(into.of(group).places, table[owner, entry] * block_size + offset, scratch_block * block_size)
         fill_attention(into.of(group), plan, group, groups)
     fill_sampling(into, batch, scratch_slot)
+    put(into.adapter_tiles, plan.adapters.tiles, -1)
+    put(into.adapter_order, plan.adapters.order, 0)
+    put(into.sampled_adapters, plan.adapters.sampled, -1)
     begin = words(plan.shape, groups)
     end = begin + int(batch.tables.size)
     buffer[begin:end].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)

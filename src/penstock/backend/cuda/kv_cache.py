@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.backend.cuda.arena import Arena
 from penstock.errors import ConfigError
 from penstock.model.spec import AttentionSpec, KvGroup
 
@@ -40,15 +41,15 @@ class KvLayout(NamedTuple):
         values, index = (spec.kv_values - spec.index_dim) * self.dtype.itemsize, self.activations.itemsize
         return int(values + spec.index_dim * index) + (8 * spec.kv_heads if self.scaled else 0)
 
-    def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, device: torch.device) -> LayerCache:
+    def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, arena: Arena) -> LayerCache:
         """Makes an empty cache for layers of this shape."""
         size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)
         rows = (num_blocks, block_size) if spec.v_dim else size
-        lines = torch.zeros((*rows, spec.head_dim * self.dtype.itemsize), dtype=torch.uint8, device=device)
-        scales = torch.zeros(size, device=device) if self.scaled else None
+        lines = arena.zeros((*rows, spec.head_dim * self.dtype.itemsize), torch.uint8)
+        scales = arena.zeros(size) if self.scaled else None
         if not spec.index_dim:
             return LayerCache(lines.view(self.dtype), scales)
-        index = torch.zeros((*rows, spec.index_dim), dtype=self.activations, device=device)
+        index = arena.zeros((*rows, spec.index_dim), self.activations)
         return LayerCache(lines.view(self.dtype), scales, index)
 
 
@@ -95,7 +96,7 @@ def reserve_caches(
     layers: Mapping[int, AttentionSpec],
     groups: Sequence[KvGroup],
     size: tuple[int, int],
-    device: torch.device,
+    arena: Arena,
 ) -> tuple[dict[int, LayerCache], list[LayerCache]]:
     """Makes empty caches of `size` (blocks, positions of each); returns that of each layer, and what all blocks consist
     of. Layers that lie at the same place in different groups share a cache."""
@@ -103,9 +104,9 @@ def reserve_caches(
     shapes = {(spec.kv_heads, spec.head_dim) for spec in layers.values()}
     if len(shapes) <= 1 or any(spec.v_dim for spec in layers.values()):
         specs = {place: layers[layer] for layer, place in places.items()}
-        planes = {place: layout.reserve(spec, *size, device) for place, spec in specs.items()}
+        planes = {place: layout.reserve(spec, *size, arena) for place, spec in specs.items()}
         return {layer: planes[place] for layer, place in places.items()}, list(planes.values())
-    return reserve_mixed(layout, layers, places, size, device)
+    return reserve_mixed(layout, layers, places, size, arena)
 
 
 def reserve_mixed(
@@ -113,16 +114,14 @@ def reserve_mixed(
     layers: Mapping[int, AttentionSpec],
     places: Mapping[int, KvPlace],
     size: tuple[int, int],
-    device: torch.device,
+    arena: Arena,
 ) -> tuple[dict[int, LayerCache], list[LayerCache]]:
     """Makes caches for layers of different shapes, which are views of their planes. Scales are kept for each shape."""
     (blocks, block_size), unit = size, lcm(*(spec.head_dim for spec in layers.values()))
     room = max(spec.kv_values for spec in layers.values()) * block_size
     room = -(-room // unit) * unit  # a whole number of lines of every shape
     count = 1 + max(place.plane for place in places.values())
-    memory = [
-        torch.zeros((blocks, room * layout.dtype.itemsize), dtype=torch.uint8, device=device) for _ in range(count)
-    ]
+    memory = [arena.zeros((blocks, room * layout.dtype.itemsize), torch.uint8) for _ in range(count)]
     planes = [LayerCache(plane.view(layout.dtype), None) for plane in memory]
     found: dict[tuple[KvPlace, int, int], LayerCache] = {}
     for layer, place in places.items():
@@ -135,7 +134,7 @@ def reserve_mixed(
         strides = room, spec.kv_heads * block_size * line, block_size * line, line, 1
         plane = planes[place.plane].lines
         lines = plane.as_strided(shape, strides, plane.storage_offset() + place.offset * block_size)
-        scales = torch.zeros((blocks, room // line), device=device) if layout.scaled else None
+        scales = arena.zeros((blocks, room // line)) if layout.scaled else None
         found[key] = LayerCache(lines, scales)
     caches = {layer: found[place, layers[layer].kv_heads, layers[layer].head_dim] for layer, place in places.items()}
     return caches, planes + [LayerCache(None, cache.scales) for cache in found.values() if cache.scales is not None]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.activations import ACTIVATIONS
+from penstock.backend.cuda.adapters import AdaptedProduct, CudaAdapters
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.inputs import DeviceInputs
@@ -62,6 +64,8 @@ class Memory:
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
+    arena: Arena  # where weights, caches and buffers are
+    adapters: CudaAdapters
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
     planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them
@@ -70,7 +74,7 @@ class Memory:
     states: Any = None  # see recurrent_states
 
     def reserve_arrivals(self, count: int) -> None:
-        """Makes room for `count` counters of finished splits, one for each KV head of each block table."""
+        """Makes room for `count` counters of finished splits, one for each KV head of each split."""
         if len(self.split_kv.arrived) < count:
             self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
 
@@ -117,6 +121,9 @@ def bind(node: OpNode, context: Context) -> Callable[..., None]:
         constants["whole_rows"] = {name: options.pop(name) for name in whole_rows.intersection(options)}
         del options["shares_kv"]  # the width of a row tells it
         constants["options"] = options
+    if node.op in ("linear", "gated_linear"):
+        sampled, gated = node.inputs[0].symbol == "S", node.op == "gated_linear"
+        constants["adapted"] = context.memory.adapters.product(node.weight, gated=gated, sampled=sampled)
     if node.op == "moe":
         constants["permutation"] = context.permutation(node.attributes["spec"])
     return partial(LAUNCHERS[node.op], context, **node.attributes, **constants)
@@ -187,8 +194,21 @@ def add_layer_norm(
     norm.add_layer_norm(x, residual, gain, bias, eps, out, total, fp8_rows(consumer, out))
 
 
-def linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Weight, prepared: bool = False) -> None:
-    weight.product((fp8_rows(weight, x) if prepared else None) or x, out)
+def linear(
+    context: Context,
+    step: DeviceInputs,
+    x: Any,
+    out: Any,
+    *,
+    weight: Weight,
+    adapted: AdaptedProduct,
+    prepared: bool = False,
+) -> None:
+    rows = (fp8_rows(weight, x) if prepared else None) or x
+    has_updates = adapted.shrink(step, rows)
+    weight.product(rows, out)
+    if has_updates:
+        adapted.expand(step, weight.width, out)
 
 
 def gated_linear(
@@ -200,11 +220,17 @@ def gated_linear(
     *,
     weight: Weight,
     act: str,
+    adapted: AdaptedProduct,
     prepared: bool = False,
     consumer: Weight | None = None,
 ) -> None:
     assert act == "silu", "no kernel computes another gate together with its product"
-    weight.gated((fp8_rows(weight, x) if prepared else None) or x, out, product, fp8_rows(consumer, out))
+    rows, fp8_out = (fp8_rows(weight, x) if prepared else None) or x, fp8_rows(consumer, out)
+    if adapted.shrink(step, rows):
+        weight.product(rows, product)
+        adapted.expand_gated(step, weight.width, product, out, fp8_out)
+    else:
+        weight.gated(rows, out, product, fp8_out)
 
 
 def per_head_linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Any, passthrough: int) -> None:
@@ -243,15 +269,16 @@ def attend(
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales, _), rotation = context.memory.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
-    if len(step.tiles):
+    if len(step.tiles) or step.verifies:
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales, stores=not spec.shares_kv)
+    else:
+        rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
+    if len(step.tiles):
         places = step.tiles, step.tables, step.header
         tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
         how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
         prefill_attention(qkv, cache, *places, out, spec.scale, **how)
-    else:
-        rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.splits):
         places = step.splits, step.tables, step.header
         how = {"scales": scales, "tiling": tilings.decode_attention(len(out), *sizes), **options}

@@ -48,14 +48,14 @@ class CudaProgram:
         self.layers = self.recorded.attention_layers
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
         self._sampling = self.recorded.first_sampled
+        memory.arena.adopt([node.attributes for node in self.recorded.nodes])
         context = Context(memory, device, tilings)
         launches = [bind(node, context) for node in self.recorded.nodes]
         self._launches: list[Launch] = list(zip(launches, self.recorded.places, strict=True))
         self._buffers = [
-            torch.zeros(
+            memory.arena.zeros(
                 (sizes.tokens if buffer.symbol == "T" else sizes.rows, buffer.width),
-                dtype=torch.float32 if buffer.precision == "float32" else dtype,
-                device=device,
+                torch.float32 if buffer.precision == "float32" else dtype,
             )
             for buffer in self.recorded.buffers
         ]
@@ -65,7 +65,7 @@ class CudaProgram:
         memory.split_kv = SplitKV(
             torch.empty(splits * max([h * d for h, d in heads], default=1), device=device),
             torch.empty(splits * most_heads * 2, device=device),
-            torch.zeros(sizes.rows * most_heads, dtype=torch.int32, device=device),
+            torch.zeros(splits * most_heads, dtype=torch.int32, device=device),
         )
 
     def run_tokens(self, step: DeviceInputs) -> None:

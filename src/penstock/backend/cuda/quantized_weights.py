@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
@@ -26,8 +27,9 @@ class Workspace:
     """Holds memory that products of many rows share. It is reserved while weights are packed, for steps of at most
     `tokens` rows."""
 
-    def __init__(self, scratch: SplitKScratch, tokens: int, tilings: Tilings) -> None:
+    def __init__(self, scratch: SplitKScratch, tokens: int, tilings: Tilings, arena: Arena | None = None) -> None:
         self.scratch = scratch
+        self.arena = arena or Arena(scratch.partials.device)  # where weights are
         self.tilings = tilings
         self.transfer = Transfer(scratch.partials.device)  # of weights that are being packed
         self.has_hopper_gemm = tilings.device.has_hopper_gemm
@@ -56,7 +58,7 @@ class Workspace:
 
     def _reserve(self, size: int) -> None:
         if size > len(self._bytes):
-            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._bytes.device)
+            self._bytes = self.arena.empty((size,), torch.uint8, kept=False)
 
 
 @dataclass(slots=True)

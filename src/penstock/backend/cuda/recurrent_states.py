@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from penstock.backend.base import Batch, Ints
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.causal_conv import ROW_FIELDS, StateRows
 from penstock.model.recurrence import RecurrentSpec
@@ -19,7 +20,6 @@ class RecurrentStates:
 
     def __init__(self, specs: dict[int, RecurrentSpec], rows: int, tokens: int, device: torch.device) -> None:
         self._specs = specs
-        self._device = device
         self._rows = rows
         self._numbers = torch.zeros(words(rows, tokens), dtype=torch.int32, device=device)
         self.layers: dict[int, Any] = {}  # [states, floats] of each
@@ -32,10 +32,10 @@ class RecurrentStates:
         """Returns the bytes of one sequence's state."""
         return 4 * sum(spec.state_floats for spec in self._specs.values())
 
-    def reserve(self, count: int) -> None:
+    def reserve(self, count: int, arena: Arena) -> None:
         self.layers.clear()
         for layer, spec in self._specs.items():
-            self.layers[layer] = torch.zeros((count, spec.state_floats), device=self._device)
+            self.layers[layer] = arena.zeros((count, spec.state_floats))
 
     def send(self, batch: Batch, staged: Any) -> None:
         """Queues the copy of what rows do, by way of host memory that is read later."""

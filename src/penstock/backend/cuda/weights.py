@@ -136,13 +136,14 @@ def pack(
         log_growth(parts, workspace)
         return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
     reads_fp8 = dtype.itemsize == 2 and workspace.tilings.device.has_fp8
-    if reads_fp8 and formats == {"F8_E4M3"} and (weight := pack_fp8(parts, vector, device, workspace)):
+    if reads_fp8 and formats == {"F8_E4M3"} and (weight := pack_fp8(parts, vector, workspace)):
         return weight
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         size = f"{dtype.itemsize} bytes for each value"
         log_once(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
-    values = stacked_values(parts, device, dtype, workspace.transfer)
-    if not quantize or not formats <= PLAIN.keys():
+    quantizes = bool(quantize) and formats <= PLAIN.keys()
+    values = stacked_values(parts, dtype, workspace, kept=not quantizes)
+    if not quantizes:
         return DenseMatrix(values, vector, workspace)
     workspace.transfer.finish()
     if quantize == "int4":
@@ -182,10 +183,11 @@ def packed(part: Tensor, transfer: Transfer) -> QuantizedWeight:
     return pack_codes(part.data, part.format.name, rows, width, transfer, factor_of(part) or 0.0)
 
 
-def stacked_values(parts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, transfer: Transfer) -> Any:
-    """Returns the values of all parts on the device, one below the other."""
-    rows = sum(part.shape[0] for part in parts)
-    values = torch.empty((rows, parts[0].shape[1]), dtype=dtype, device=device)
+def stacked_values(parts: Sequence[Tensor], dtype: torch.dtype, workspace: Workspace, kept: bool = True) -> Any:
+    """Returns the values of all parts on the device, one below the other: in the arena if they are kept as they are."""
+    shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    arena, transfer = workspace.arena, workspace.transfer
+    values = arena.empty(shape, dtype) if kept else torch.empty(shape, dtype=dtype, device=arena.device)
     at = 0
     for part in parts:
         copy_values(part, values[at : at + part.shape[0]], transfer)

@@ -40,8 +40,6 @@ class RefAdapters:
     def __init__(self) -> None:
         self.slots: dict[int, RefAdapter] = {}
 
-    def check(self) -> None: ...
-
     def pack(self, updates: Sequence[LowRankUpdate]) -> RefAdapter:
         return RefAdapter(updates)
 

@@ -21,7 +21,7 @@ class ModelState(StrEnum):
     STORED = "stored"  # only its files are there
     LOADING = "loading"
     AWAKE = "awake"
-    ASLEEP = "asleep"  # it was told to give its memory back, and wakes when it is asked for
+    ASLEEP = "asleep"  # it was told to give its memory back, and wakes when it is asked for; its engine may stay
     UNLOADING = "unloading"
 
 
@@ -34,6 +34,7 @@ class ModelEntry:
     served: ServedModel | None = None  # while it is loaded
     error: str = ""  # why it could not be loaded the last time
     bytes: int = 0  # that it takes now
+    host_bytes: int = 0  # pinned host memory that the weights of a sleeping model take, besides
     users: int = 0  # requests that use it or wait for it
     last_used: float = field(default_factory=time.monotonic)
     expires: float = FOR_EVER  # when it is unloaded if nobody uses it, by the monotonic clock
@@ -78,6 +79,17 @@ class ModelEntry:
     def awake(self) -> ServedModel | None:
         """Returns the model, if requests can use it now."""
         return self.served if self.state is ModelState.AWAKE else None
+
+    @property
+    def engine_died(self) -> bool:
+        """Returns whether it sleeps and its engine, which was to stay, has died."""
+        return self.state is ModelState.ASLEEP and self.served is not None and self.served.client.hello is None
+
+    @property
+    def needed(self) -> int:
+        """Returns the bytes that it takes once it is awake: what its engine has said, or what is expected."""
+        hello = self.served.client.hello if self.served is not None else None
+        return (hello.limits.memory if hello is not None else 0) or self.source.bytes
 
     @property
     def busy(self) -> bool:

@@ -7,6 +7,7 @@ one load; a model that must wait for memory waits alone. Every model has an engi
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from penstock import store
-from penstock.errors import EngineUnavailable
+from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
@@ -28,6 +29,7 @@ from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Text
 
+log = logging.getLogger(__name__)
 UNLIMITED = Budget(2**62, 0)
 POLL_SECONDS = 0.1  # until it is asked again whether an answer that nobody waits for has ended
 
@@ -199,20 +201,31 @@ class ModelPool:
 
     async def unload(self, name: str) -> bool:
         """Unloads a model once its answers have ended; returns whether it was loaded."""
-        entry = self.get(name)
-        if entry.loading is not None:
-            await asyncio.wait({entry.loading})
-        while entry.busy:
-            await self._change(POLL_SECONDS)
+        entry = await self._idle(name)
         if entry.served is None:
             return False
         await self._unload(entry)
         return True
 
-    async def sleep(self, name: str) -> None:
-        """Takes a model's memory away once its answers have ended. The next request wakes it."""
-        await self.unload(name)
-        self.get(name).state = ModelState.ASLEEP
+    async def sleep(self, name: str, keep_weights: bool = True) -> None:
+        """Takes a model's memory away once its answers have ended. The next request wakes it. Its engine stays and
+        keeps the weights in host memory, if it can and they are to be kept; else it is unloaded."""
+        entry = await self._idle(name)
+        if entry.state is ModelState.ASLEEP and keep_weights:
+            return
+        if entry.served is not None and not (keep_weights and await self._put_to_sleep(entry, entry.served.client)):
+            await self._unload(entry)
+        entry.state = ModelState.ASLEEP
+        self._notify()
+
+    async def _idle(self, name: str) -> ModelEntry:
+        """Returns a model once it has nothing to do."""
+        entry = self.get(name)
+        if entry.loading is not None:
+            await asyncio.wait({entry.loading})
+        while entry.busy:
+            await self._change(POLL_SECONDS)
+        return entry
 
     async def close(self) -> None:
         """Unloads everything, whoever uses it."""
@@ -233,27 +246,49 @@ class ModelPool:
         return await asyncio.shield(entry.loading)
 
     async def _load(self, entry: ModelEntry) -> ServedModel:
+        """Wakes a model whose engine sleeps, or starts its engine."""
         try:
+            if entry.engine_died:
+                await self._unload(entry)
             await self._make_room(entry)
-            client, text = await _open(entry)
+            if entry.served is not None:
+                await entry.served.client.wake()
+            else:
+                client, text = await _open(entry)
+                entry.served = self._served(entry.source, client, text)
         except BaseException as error:
-            entry.state, entry.bytes, entry.error = ModelState.STORED, 0, str(error)
+            entry.state = ModelState.STORED if entry.served is None else ModelState.ASLEEP
+            entry.bytes, entry.error = 0, str(error)
             raise
         else:
-            entry.served = self._served(entry.source, client, text)
-            entry.state, entry.error = ModelState.AWAKE, ""
-            if client.hello is not None and client.hello.limits.memory:
-                entry.bytes = client.hello.limits.memory
+            entry.state, entry.error, entry.bytes = ModelState.AWAKE, "", max(entry.needed, 1)
             return entry.served
         finally:
             entry.loading = None
             self._notify()
 
+    async def _put_to_sleep(self, entry: ModelEntry, client: EngineClient) -> bool:
+        """Has a model's engine give its memory back and stay; returns False where that is not possible."""
+        if client.hello is None or not client.hello.can_sleep:
+            return False
+        entry.state = ModelState.UNLOADING
+        try:
+            use = await client.sleep()
+        except PenstockError as error:
+            log.warning("%s is unloaded, because it cannot sleep: %s", entry.name, error)
+            return False
+        except BaseException:
+            entry.state = ModelState.AWAKE  # nobody waits for it any more; it wakes for the next request
+            self._notify()
+            raise
+        entry.bytes, entry.host_bytes, entry.expires, entry.pinned = use.device, use.host, FOR_EVER, False
+        return True
+
     async def _make_room(self, entry: ModelEntry) -> None:
         """Waits until there is memory for a model and takes it. What must leave is unloaded."""
         while (leaving := self._leaving(entry)) is None:
             await self._change(POLL_SECONDS)
-        entry.state, entry.bytes = ModelState.LOADING, max(entry.source.bytes, 1)
+        entry.state, entry.bytes = ModelState.LOADING, max(entry.needed, 1)
         await asyncio.gather(*(self._unload(each) for each in leaving))
 
     def _leaving(self, entry: ModelEntry) -> list[ModelEntry] | None:
@@ -261,7 +296,7 @@ class ModelPool:
         if entry.state is ModelState.UNLOADING:
             return None
         held = [each.loaded() for each in self._entries.values() if each.bytes and each is not entry]
-        decision = make_room(entry.name, entry.source.bytes, held, self.settings.budget)
+        decision = make_room(entry.name, entry.needed, held, self.settings.budget)
         if isinstance(decision, Refuse):
             raise EngineUnavailable(f"{decision.reason}: raise --memory, or unload a model")
         return [self._entries[name] for name in decision.names] if isinstance(decision, Unload) else None
@@ -279,7 +314,8 @@ class ModelPool:
             if served is not None:
                 await served.client.close()
         finally:
-            entry.state, entry.bytes, entry.expires, entry.pinned = ModelState.STORED, 0, FOR_EVER, False
+            entry.state, entry.bytes, entry.host_bytes = ModelState.STORED, 0, 0
+            entry.expires, entry.pinned = FOR_EVER, False
             self._notify()
 
     async def _reap(self) -> None:

@@ -91,7 +91,7 @@ async def list_stored(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Re
 
 async def running(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
     """Lists the loaded models and those derived from them. How much of a model is on a GPU is not known here."""
-    loaded = {entry.name: entry for entry in pool.entries if entry.served is not None}
+    loaded = {entry.name: entry for entry in pool.entries if entry.awake is not None}
 
     def look() -> list[dict[str, Any]]:
         here = [(known, loaded[known.served]) for known in all_known(pool) if known.served in loaded]

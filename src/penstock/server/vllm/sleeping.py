@@ -21,7 +21,7 @@ class SleepingQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SleepQuery(SleepingQuery, kw_only=True):
-    level: Literal["0", "1", "2"] | None = None  # a model that sleeps gives all its memory back, whatever the level
+    level: Literal["0", "1", "2"] | None = None  # 2: weights are not kept in host memory
     mode: Literal["abort", "wait", "keep"] | None = None
 
 
@@ -37,7 +37,7 @@ SLEEPING = Operation(query=SleepingQuery)
 async def sleep(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     """Answers when the model sleeps, which is after its answers have ended."""
     query = read_object(context, dict(http.query_params), SleepQuery, {})
-    await pool.sleep(query.model or pool.default.name)
+    await pool.sleep(query.model or pool.default.name, keep_weights=query.level != "2")
     return Response()
 
 

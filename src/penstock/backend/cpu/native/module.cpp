@@ -14,6 +14,7 @@
 #include "program.h"
 #include "quantize.h"
 #include "require.h"
+#include "suffixes.h"
 #include "weights.h"
 
 namespace nb = nanobind;
@@ -104,7 +105,7 @@ nb::list chain_of(nb::bytes parent, std::span<const int32_t> tokens, size_t bloc
   return found;
 }
 
-nb::list chain_of_ints(nb::bytes parent, nb::sequence tokens, size_t block_size) {
+std::vector<int32_t> token_ids(nb::sequence tokens) {
   const auto ids = nb::steal(PySequence_Fast(tokens.ptr(), "tokens are a sequence of ints"));
   if (!ids.is_valid()) throw nb::python_error();
   std::vector<int32_t> values(size_t(PySequence_Fast_GET_SIZE(ids.ptr())));
@@ -114,7 +115,7 @@ nb::list chain_of_ints(nb::bytes parent, nb::sequence tokens, size_t block_size)
     if (value < INT32_MIN || value > INT32_MAX) throw nb::value_error("a token id does not fit 32 bits");
     values[i] = int32_t(value);
   }
-  return chain_of(parent, values, block_size);
+  return values;
 }
 
 nb::bytes export_blocks(Program& program, const std::vector<int64_t>& blocks) {
@@ -152,7 +153,24 @@ NB_MODULE(_native, m) {
   m.def("chain_hashes",
         [](nb::bytes parent, IntArray tokens, size_t block_size) { return chain_of(parent, flat(tokens), block_size); },
         "parent"_a, "tokens"_a.noconvert(), "block_size"_a);
-  m.def("chain_hashes", chain_of_ints, "parent"_a, "tokens"_a, "block_size"_a);
+  m.def("chain_hashes",
+        [](nb::bytes parent, nb::sequence tokens, size_t block_size) {
+          return chain_of(parent, token_ids(tokens), block_size);
+        },
+        "parent"_a, "tokens"_a, "block_size"_a);
+
+  nb::class_<SuffixAutomaton>(m, "SuffixAutomaton")
+      .def(nb::init<size_t>(), "capacity"_a)
+      .def("extend", [](SuffixAutomaton& automaton, nb::sequence tokens) { automaton.extend(token_ids(tokens)); },
+           "tokens"_a)
+      .def("continuation", &SuffixAutomaton::continuation, "most"_a)
+      .def("__len__", &SuffixAutomaton::size)
+      .def_prop_ro("nbytes", &SuffixAutomaton::bytes);
+
+  nb::class_<SuffixCursor>(m, "SuffixCursor")
+      .def(nb::init<const SuffixAutomaton&>(), "automaton"_a, nb::keep_alive<1, 2>())
+      .def("advance", [](SuffixCursor& cursor, nb::sequence tokens) { cursor.advance(token_ids(tokens)); }, "tokens"_a)
+      .def("continuation", &SuffixCursor::continuation, "most"_a);
 
   nb::class_<Weight>(m, "Weight")
       .def(nb::init<size_t, const std::vector<std::pair<std::string, size_t>>&>(), "width"_a, "parts"_a)

@@ -215,7 +215,7 @@ def _decode_attention(
     else:
         mine = split.to(tl.int64) * SHAPE.heads + head
         leave_split(split_kv, mine, kept, mix, highest, total, query < SHAPE.group, wanted, DIMS)
-        arrivals = split_kv.arrived + row * SHAPE.kv_heads + kv_head
+        arrivals = split_kv.arrived + first * SHAPE.kv_heads + kv_head
         if tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1:
             tl.store(arrivals, 0)
             _join(split_kv, sinks, out, token, kv_head, first, count, SHAPE, OPTIONS.sinks, CONFIG.tile // 4)

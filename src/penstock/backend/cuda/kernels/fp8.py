@@ -49,11 +49,15 @@ class Fp8Weight:
         return self.rows * (self.width + 4)
 
 
+def fp8_room(rows: int) -> int:
+    """Returns how many rows a weight has memory for, whole tiles of 16: kernels read all of the last one."""
+    return -(-rows // 16) * 16
+
+
 def empty_fp8(rows: int, width: int, device: Any) -> Fp8Weight:
-    """Returns a weight in memory for whole tiles of 16 rows: kernels read all of the last one."""
-    room = -(-rows // 16) * 16
-    values = torch.empty((room, width), dtype=torch.float8_e4m3fn, device=device)
-    return Fp8Weight(values[:rows], torch.empty(room, device=device)[:rows])
+    """Returns a weight in memory for whole tiles."""
+    values = torch.empty((fp8_room(rows), width), dtype=torch.float8_e4m3fn, device=device)
+    return Fp8Weight(values[:rows], torch.empty(fp8_room(rows), device=device)[:rows])
 
 
 def quantize_fp8(values: Any) -> Fp8Weight:

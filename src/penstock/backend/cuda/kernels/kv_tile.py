@@ -50,7 +50,7 @@ class SplitKV(NamedTuple):
 
     outputs: Any  # [P * heads * D]
     stats: Any  # [P * heads * 2] the highest score, and the sum of weights
-    arrived: Any  # [rows * kv_heads]
+    arrived: Any  # [P * kv_heads] by the first split of each context
 
 
 def shape_of(cache: Any, qkv: Any, out: Any) -> KvShape:

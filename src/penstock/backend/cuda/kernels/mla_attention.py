@@ -270,7 +270,7 @@ def _mla_decode(
     )
     if count > 1:
         leave_split(split_kv, split.to(tl.int64) * HEADS + head, v, mix, highest, total, there, wanted, V_DIM)
-        arrivals = split_kv.arrived + row * tl.num_programs(0) + group
+        arrivals = split_kv.arrived + first * tl.num_programs(0) + group
         if tl.atomic_add(arrivals, 1, sem="acq_rel") != count - 1:
             return
         tl.store(arrivals, 0)

@@ -1,0 +1,185 @@
+"""Calls the CUDA driver for what torch has no interface to: addresses that stay while their memory comes and goes.
+
+Kernels and graphs hold addresses. A range of addresses is reserved once, and memory is mapped to it, taken away and
+mapped again (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ushort, c_void_p
+from typing import Any
+
+import torch
+
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+ENDED = 4  # CUDA_ERROR_DEINITIALIZED: the process exits, and its memory with it
+MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory that does not migrate
+ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+LEAST_GRANULARITY = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+DEFAULT_STREAM = None
+
+
+class MemoryLocation(Structure):
+    """Is CUmemLocation."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class AllocationFlags(Structure):
+    """Is the part `allocFlags` of CUmemAllocationProp."""
+
+    _fields_ = (("compression", c_ubyte), ("rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4))
+
+
+class AllocationProperties(Structure):
+    """Is CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", MemoryLocation),
+        ("win32", c_void_p),
+        ("flags", AllocationFlags),
+    )
+
+
+class MemoryAccess(Structure):
+    """Is CUmemAccessDesc."""
+
+    _fields_ = (("location", MemoryLocation), ("flags", c_int))
+
+
+Flags = Address = Handle = ctypes.c_ulonglong  # CUdeviceptr, CUmemGenericAllocationHandle
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuCtxSynchronize": (),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
+    "cuMemAddressReserve": (POINTER(Address), c_size_t, c_size_t, Address, Flags),
+    "cuMemAddressFree": (Address, c_size_t),
+    "cuMemCreate": (POINTER(Handle), c_size_t, POINTER(AllocationProperties), Flags),
+    "cuMemRelease": (Handle,),
+    "cuMemMap": (Address, c_size_t, c_size_t, Handle, Flags),
+    "cuMemUnmap": (Address, c_size_t),
+    "cuMemSetAccess": (Address, c_size_t, POINTER(MemoryAccess), c_size_t),
+    "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
+    "cuMemcpyHtoDAsync_v2": (Address, c_void_p, c_size_t, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, Address, c_size_t, c_void_p),
+    "cuMemsetD8Async": (Address, c_ubyte, c_size_t, c_void_p),
+}
+
+
+class DriverError(RuntimeError):
+    """Tells which call failed, and why."""
+
+    def __init__(self, call: str, code: int, reason: str) -> None:
+        super().__init__(f"{call} failed with CUDA error {code}: {reason}")
+        self.code = code
+
+
+class CudaDriver:
+    """Implements MemoryDriver on one GPU. Copies are queued on the default stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._library = open_library()
+        self._call("cuInit", 0)
+        number, context = c_int(), c_void_p()
+        self._call("cuDeviceGet", byref(number), device.index or 0)
+        self._call("cuDevicePrimaryCtxRetain", byref(context), number)  # torch's own; it lives as long as the process
+        self._context = context
+        self._location = MemoryLocation(ON_DEVICE, number.value)
+        self._properties = AllocationProperties(type=PINNED, location=self._location)
+        maps, granularity = c_int(), c_size_t()
+        self._call("cuDeviceGetAttribute", byref(maps), MAPS_MEMORY, number)
+        self.maps_memory = bool(maps.value)
+        if self.maps_memory:
+            properties = byref(self._properties)
+            self._call_on_device("cuMemGetAllocationGranularity", byref(granularity), properties, LEAST_GRANULARITY)
+        self.granularity = granularity.value
+
+    def reserve(self, size: int) -> int:
+        address = Address()
+        self._call_on_device("cuMemAddressReserve", byref(address), size, 0, 0, 0)
+        return address.value
+
+    def free(self, address: int, size: int) -> None:
+        self._call_on_device("cuMemAddressFree", address, size)
+
+    def map(self, address: int, size: int) -> int:
+        handle, access = Handle(), MemoryAccess(self._location, READ_AND_WRITE)
+        self._call_on_device("cuMemCreate", byref(handle), size, byref(self._properties), 0)
+        try:
+            self._call_on_device("cuMemMap", address, size, 0, handle, 0)
+        except DriverError:
+            self._call_on_device("cuMemRelease", handle)
+            raise
+        try:
+            self._call_on_device("cuMemSetAccess", address, size, byref(access), 1)
+        except DriverError:
+            self.unmap(address, size, handle.value)
+            raise
+        return handle.value
+
+    def unmap(self, address: int, size: int, handle: int) -> None:
+        self._call_on_device("cuMemUnmap", address, size)
+        self._call_on_device("cuMemRelease", handle)
+
+    def pin(self, size: int) -> int:
+        host = c_void_p()
+        self._call_on_device("cuMemHostAlloc", byref(host), size, 0)
+        return host.value or 0
+
+    def unpin(self, host: int) -> None:
+        self._call_on_device("cuMemFreeHost", host)
+
+    def to_host(self, host: int, address: int, size: int) -> None:
+        self._call_on_device("cuMemcpyDtoHAsync_v2", host, address, size, DEFAULT_STREAM)
+
+    def to_device(self, address: int, host: int, size: int) -> None:
+        self._call_on_device("cuMemcpyHtoDAsync_v2", address, host, size, DEFAULT_STREAM)
+
+    def zero(self, address: int, size: int) -> None:
+        self._call_on_device("cuMemsetD8Async", address, 0, size, DEFAULT_STREAM)
+
+    def synchronize(self) -> None:
+        self._call_on_device("cuCtxSynchronize")
+
+    def tensor(self, range: Any) -> Any:
+        """Returns the bytes of an object with `__cuda_array_interface__`, which lives as long as the tensor."""
+        return torch.as_tensor(range, device=self._device)
+
+    def _call_on_device(self, name: str, *arguments: Any) -> None:
+        """Calls the driver in the device's context, whichever is the thread's own."""
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            self._call(name, *arguments)
+        finally:
+            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Calls the driver; raises DriverError for what it answers."""
+        code = getattr(self._library, name)(*arguments)
+        if code in (0, ENDED):
+            return
+        text = c_char_p()
+        self._library.cuGetErrorString(code, byref(text))
+        raise DriverError(name, code, (text.value or b"unknown error").decode())
+
+
+def open_library() -> ctypes.CDLL:
+    """Opens the driver's library, which torch has loaded already, and says what its functions take."""
+    library = ctypes.CDLL("libcuda.so.1")
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int
+    return library

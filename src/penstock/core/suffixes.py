@@ -1,0 +1,178 @@
+"""Finds where the end of a token stream occurred before and what followed: a suffix automaton that grows online.
+
+A state of the automaton is a set of strings that occur at the same places; its link leads to the next shorter suffix
+that also occurs elsewhere. This is the definition; the native module has the same at a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+REFRESHED = 4  # suffixes of the text whose latest occurrence is kept current at every token
+SEPARATOR = -1  # a negative token stands between two streams: no continuation crosses it
+
+Continuation = tuple[list[int], int]  # what followed an earlier occurrence, and how many tokens before it match
+
+
+class StreamIndex(Protocol):
+    """Is a suffix automaton, written in Python or native."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens. A text that would become longer than the capacity starts anew, without the older tokens."""
+
+    def continuation(self, most: int) -> Continuation:
+        """Returns what followed the longest suffix of the text that occurred before."""
+
+    def __len__(self) -> int:
+        """Returns the number of tokens in the text."""
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes that it takes."""
+
+
+class StreamCursor(Protocol):
+    """Follows another stream through a suffix automaton."""
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the stream that is followed."""
+
+    def continuation(self, most: int) -> Continuation:
+        """Returns what followed the longest suffix of the stream that occurs in the automaton's text."""
+
+
+class SuffixState:
+    """Holds a state: the length of its longest string, where that ended, its link and its transitions."""
+
+    __slots__ = ("end", "length", "link", "next")
+
+    def __init__(self, length: int, end: int) -> None:
+        self.length = length
+        self.end = end
+        self.link: SuffixState | None = None
+        self.next: dict[int, SuffixState] = {}
+
+
+class SuffixAutomaton:
+    """Indexes all substrings of a text of at most `capacity` tokens."""
+
+    def __init__(self, capacity: int) -> None:
+        if not 0 < capacity <= 2**29:
+            raise ValueError("a capacity is 1 to 2^29 tokens")
+        self._capacity = capacity
+        self._clear()
+
+    def _clear(self) -> None:
+        self.text: list[int] = []
+        self.root = self._last = SuffixState(0, 0)
+        self._states = 1
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns about the bytes that it takes: a dictionary for each state dominates."""
+        return 300 * self._states
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens. A text that would become longer than the capacity starts anew, without the older tokens."""
+        if len(self.text) + len(tokens) > self._capacity:
+            self._clear()
+        for token in tokens[-self._capacity :]:
+            self._append(token)
+
+    def continuation(self, most: int) -> Continuation:
+        """Returns what followed the latest known earlier occurrence of the longest suffix that has one. If it runs
+        into the end of the text, it goes on periodically. A negative token ends it."""
+        match = self._last.link
+        if match is None or not match.length:
+            return [], 0
+        period = len(self.text) - match.end
+        found: list[int] = []
+        for at in range(most):
+            token = self.text[match.end + at] if at < period else found[at - period]
+            if token < 0:
+                break
+            found.append(token)
+        return found, match.length
+
+    def _refresh(self) -> None:
+        """Keeps the latest end of the longest suffixes that occurred before. It runs before a token is appended,
+        because until then the end that counts is the one before."""
+        state = self._last.link
+        for _ in range(REFRESHED):
+            if state is None or state is self.root:
+                break
+            state.end = len(self.text)
+            state = state.link
+
+    def _append(self, token: int) -> None:
+        self._refresh()
+        self.text.append(token)
+        added = SuffixState(self._last.length + 1, len(self.text))
+        self._states += 1
+        state: SuffixState | None = self._last
+        while state is not None and token not in state.next:
+            state.next[token] = added
+            state = state.link
+        self._last = added
+        added.link = self.root if state is None else self._split(state, token)
+
+    def _split(self, before: SuffixState, token: int) -> SuffixState:
+        """Returns the state of the longest string that leads from `before` by the token. If the state there has longer
+        strings, they are told apart."""
+        state = before.next[token]
+        if state.length == before.length + 1:
+            return state
+        clone = SuffixState(before.length + 1, state.end)
+        self._states += 1
+        clone.link, clone.next = state.link, dict(state.next)
+        state.link = clone
+        at: SuffixState | None = before
+        while at is not None and at.next.get(token) is state:
+            at.next[token] = clone
+            at = at.link
+        return clone
+
+
+class SuffixCursor:
+    """Follows another stream through an automaton: the longest suffix of it that occurs in the automaton's text."""
+
+    def __init__(self, automaton: SuffixAutomaton) -> None:
+        self._automaton = automaton
+        self._root = self._state = automaton.root
+        self._length = 0
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the stream that is followed."""
+        for token in tokens:
+            self._settle()
+            while token not in self._state.next and self._state.link is not None:
+                self._state = self._state.link
+                self._length = self._state.length
+            if token in self._state.next:
+                self._state = self._state.next[token]
+                self._length += 1
+
+    def continuation(self, most: int) -> Continuation:
+        """Returns what followed the longest suffix of the stream that is followed by anything. A negative token ends
+        it."""
+        self._settle()
+        text, state = self._automaton.text, self._state
+        while state.link is not None and state.end == len(text):
+            state = state.link
+        if state.link is None:
+            return [], 0
+        found = text[state.end : state.end + most]
+        ends = [at for at, token in enumerate(found) if token < 0]
+        return found[: ends[0]] if ends else found, min(self._length, state.length)
+
+    def _settle(self) -> None:
+        """Goes back to the beginning if the text has started anew, and to the shorter state if one was split."""
+        if self._root is not self._automaton.root:
+            self._root = self._state = self._automaton.root
+            self._length = 0
+        while self._state.link is not None and self._state.link.length >= self._length:
+            self._state = self._state.link

@@ -1,0 +1,142 @@
+"""Drafts how answers may go on, has steps verify the drafts, and learns from what became of them.
+
+A drafted token is kept only if it is the token that is sampled in its place. What is sampled depends on nothing but the
+context, the seed and the position, so an answer with drafts is the answer without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from penstock.core.drafts import DraftRoom
+from penstock.core.speculation import NOTHING, Proposal
+from penstock.engine.record import RequestRecord
+from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult
+
+
+class Drafter(Protocol):
+    """Drafts for one request."""
+
+    def propose(self, most: int) -> Proposal:
+        """Returns how its answer may go on, in at most `most` tokens."""
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Takes over tokens that were added to its answer."""
+
+
+class Drafters(Protocol):
+    """Drafts for all requests, and decides how much of it a step verifies: engine/drafting.py does."""
+
+    def open(self, request: Request) -> Drafter:
+        """Begins to draft for a request."""
+
+    def close(self, drafter: Drafter) -> None:
+        """Ends drafting for a request: others may learn from its answer."""
+
+    def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> Sequence[int]:
+        """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
+        most `budget` together."""
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None:
+        """Takes note of how long a step took that had nothing but answering rows."""
+
+    def index(self) -> None:
+        """Gets on with preparing drafts, for a small part of a step. Called once a step."""
+
+
+class RequestDrafts:
+    """Holds what is drafted for one request."""
+
+    __slots__ = ("counts", "drafter", "proposal")
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.proposal = NOTHING  # that the step in flight verifies
+        self.counts: dict[str, DraftCounts] = {}
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Counts what became of the proposal that was verified."""
+        source = self.proposal.source
+        self.counts[source] = self.counts.get(source, DraftCounts(source)).plus(drafted, accepted)
+
+
+class Speculation:
+    """Proposes drafts to the scheduler, of at most `most` tokens, for those of the `records` that may have some."""
+
+    def __init__(self, drafting: Drafters, records: Mapping[int, RequestRecord], most: int) -> None:
+        self._drafting = drafting
+        self._records = records
+        self._most = most
+        self._counts: dict[str, DraftCounts] = {}
+
+    @property
+    def counts(self) -> tuple[DraftCounts, ...]:
+        """Returns what each source has drafted for requests that have ended."""
+        return tuple(self._counts.values())
+
+    def open(self, record: RequestRecord) -> None:
+        """Begins to draft for a request, unless it has none: mirostat's next choice depends on the last one."""
+        request = record.request
+        if request.speculation != 0 and not request.pooling and not record.mirostat:
+            record.drafts = RequestDrafts(self._drafting.open(request))
+
+    def close(self, record: RequestRecord) -> None:
+        """Ends drafting for a request."""
+        if record.drafts is None:
+            return
+        for source, drafted, accepted in record.drafts.counts.values():
+            self._counts[source] = self._counts.get(source, DraftCounts(source)).plus(drafted, accepted)
+        self._drafting.close(record.drafts.drafter)
+
+    def propose(self, asked: Sequence[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
+        """Returns a draft for each of the sequences: see core/drafts.py."""
+        records = [self._records[room.seq.id] for room in asked]
+        proposals = [self._propose(record, room.most) for record, room in zip(records, asked, strict=True)]
+        if not any(proposal.tokens for proposal in proposals):
+            return [()] * len(asked)
+        lengths = self._drafting.lengths(proposals, rows, tokens, budget)
+        for record, proposal in zip(records, proposals, strict=True):
+            if record.drafts is not None:
+                record.drafts.proposal = proposal
+        return [proposal.tokens[:length] for proposal, length in zip(proposals, lengths, strict=True)]
+
+    def verify(self, plan: StepPlan, result: StepResult, seconds: float) -> StepResult:
+        """Returns the result of a step, which took so many seconds, without what was sampled after wrong drafts."""
+        self._drafting.index()
+        drafted = sum(len(row.draft) for row in plan.rows)
+        tokens = sum(row.count for row in plan.rows)
+        if tokens - drafted == len(plan.rows):  # prompts cost more than their number of tokens tells
+            self._drafting.observe(len(plan.rows), tokens, seconds)
+        if not drafted:
+            return result
+        rows = [self._verify(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
+        return StepResult(result.step, tuple(rows))
+
+    def append(self, id: int, tokens: Sequence[int]) -> None:
+        """Takes over tokens that were added to a request's answer."""
+        if (record := self._records.get(id)) is not None and record.drafts is not None:
+            record.drafts.drafter.append(tokens)
+
+    def _propose(self, record: RequestRecord, most: int) -> Proposal:
+        if record.drafts is None:
+            return NOTHING
+        request, constraint = record.request, record.constraint
+        most = min(most, self._most if request.speculation is None else request.speculation)
+        proposal = record.drafts.drafter.propose(most)
+        if not proposal.tokens:
+            return NOTHING
+        count = next((at for at, token in enumerate(proposal.tokens) if token in request.stop_ids), most)
+        if constraint is not None:
+            count = constraint.draftable(proposal.tokens[:count], force=request.sampling.logprobs is None)
+        return proposal.first(count)
+
+    def _verify(self, row: Row, answer: RowResult) -> RowResult:
+        if not row.draft:
+            return answer
+        wrong = (at for at, token in enumerate(row.draft) if token != answer.tokens[at])
+        accepted = next(wrong, len(row.draft))
+        if (record := self._records.get(row.seq)) is not None and record.drafts is not None:
+            record.drafts.count(len(row.draft), accepted)
+        tokens, logprobs = answer.tokens[: accepted + 1], answer.logprobs[: accepted + 1]
+        return answer._replace(tokens=tokens, logprobs=logprobs, accepted=accepted)

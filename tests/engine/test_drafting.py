@@ -1,0 +1,160 @@
+"""Tests what is proposed to come next, from which source, and what is learned of it."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+
+from penstock.core import suffixes
+from penstock.core.speculation import NOTHING
+from penstock.engine import drafting
+from penstock.engine.drafting import Drafting, RequestDrafter
+from penstock.types import Request, SamplingParams
+
+TEXT = list(range(100, 160))
+
+
+def asked(prompt: list[int], prediction: tuple[int, ...] = (), owner: str = "") -> Request:
+    return Request(0, tuple(prompt), SamplingParams(), 100, owner=owner, prediction=prediction)
+
+
+def opened(shared: Drafting, prompt: list[int], prediction: tuple[int, ...] = (), owner: str = "") -> RequestDrafter:
+    drafter = shared.open(asked(prompt, prediction, owner))
+    shared.index()
+    return drafter
+
+
+def test_a_request_copies_its_own_text() -> None:
+    drafter = opened(Drafting(), [*TEXT, 1, 2])
+    assert drafter.propose(8) == NOTHING
+    drafter.append(TEXT[10:20])
+    proposal = drafter.propose(8)
+    assert proposal.tokens == tuple(TEXT[20:28])
+    assert (proposal.source, proposal.match) == ("text", 10)
+    assert len(proposal.survival) == 8
+    assert drafter.propose(3).tokens == tuple(TEXT[20:23])
+
+
+def test_a_prediction_is_drafted_from_its_beginning_and_found_again_after_a_change() -> None:
+    drafter = opened(Drafting(), [1, 2], tuple(TEXT))
+    assert drafter.propose(4).tokens == tuple(TEXT[:4])
+    assert drafter.propose(4).source == "prediction"
+    drafter.append([*TEXT[:3], 7, 8])
+    assert drafter.propose(4) == NOTHING
+    drafter.append(TEXT[30:33])
+    assert drafter.propose(4).tokens == tuple(TEXT[33:37])
+
+
+def test_recent_answers_of_the_same_owner_are_drafted_from() -> None:
+    shared = Drafting()
+    first = opened(shared, [1, 2, 3], owner="me")
+    first.append(TEXT)
+    shared.close(first)
+    shared.index()
+    mine, yours = opened(shared, [1, 2, 3], owner="me"), opened(shared, [1, 2, 3], owner="you")
+    assert mine.propose(4).tokens == tuple(TEXT[:4])
+    assert mine.propose(4).source == "recent"
+    assert yours.propose(4) == NOTHING
+    mine.append(TEXT[40:42])
+    assert mine.propose(4).tokens == tuple(TEXT[42:46])
+
+
+def test_an_answer_that_ends_meanwhile_is_drafted_from() -> None:
+    shared = Drafting()
+    slow, fast = opened(shared, [1]), opened(shared, [2])
+    slow.append(TEXT[:5])
+    assert slow.propose(4) == NOTHING
+    fast.append(TEXT)
+    shared.close(fast)
+    shared.index()
+    assert slow.propose(4).tokens == tuple(TEXT[5:9])
+    slow.append(TEXT[5:7])
+    assert slow.propose(4).tokens == tuple(TEXT[7:11])
+
+
+def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Drafting()
+    drafter = shared.open(asked([*TEXT, *TEXT[10:20]]))
+    other = shared.open(asked([5, 6, 5]))
+    shared.index(40)
+    assert drafter.propose(4) == NOTHING, "its own text is not indexed yet"
+    drafter.append([TEXT[20]])
+    shared.index(30)
+    assert drafter.propose(4) == NOTHING
+    assert other.propose(2) == NOTHING
+    shared.index(30)
+    assert drafter.propose(4).tokens == tuple(TEXT[21:25])
+    assert other.propose(2).tokens == (6, 5)
+    shared.close(drafter)
+    shared.index(10)
+    shared.index(100)
+    assert opened(shared, TEXT[10:20]).propose(1).tokens == (TEXT[20],)
+
+
+def test_a_request_that_ends_early_is_not_indexed_further() -> None:
+    shared = Drafting()
+    drafter = shared.open(asked(TEXT))
+    shared.close(drafter)
+    shared.index()
+    assert not drafter.indexed
+    assert shared.nbytes == 0
+
+
+def test_recent_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "RECENT_TOKENS", 200)
+    shared = Drafting()
+    for owner in "abc":
+        drafter = opened(shared, [1], owner=owner)
+        drafter.append(TEXT)
+        shared.close(drafter)
+        shared.index()
+        shared.index()
+    assert [shared.recent(("", owner)) is None for owner in "abcd"] == [False, False, False, True]
+    drafter = opened(shared, [1], owner="d")
+    drafter.append(TEXT)
+    shared.close(drafter)
+    shared.index()
+    assert [shared.recent(("", owner)) is None for owner in "abcd"] == [True, False, False, False]
+    assert shared.nbytes > 0
+
+
+def test_proposals_that_are_not_drafted_teach_too() -> None:
+    """A stream that copies makes drafts likelier although nobody drafts. One that does not makes them less likely."""
+    shared = Drafting()
+    copying = opened(shared, [*TEXT, *TEXT[:3]], owner="a")
+    before = copying.propose(8).survival
+    for token in TEXT[3:50]:
+        copying.append([token])
+        copying.propose(8)
+    assert opened(shared, [*TEXT, *TEXT[:3]], owner="b").propose(8).survival[4] > before[4]
+    shared = Drafting()
+    writing = opened(shared, [*TEXT, *TEXT[:3]], owner="a")
+    for token in range(40):
+        writing.propose(8)
+        writing.append([1000 + token, *TEXT[token : token + 3]])
+    assert writing.propose(8).survival[0] < before[0] / 2
+
+
+def test_the_source_that_promises_most_is_taken() -> None:
+    shared = Drafting()
+    drafter = opened(shared, [*TEXT, 9, TEXT[7], 5], tuple(TEXT[:40]))
+    drafter.append([1, TEXT[7]])
+    assert drafter.propose(2).match == 1
+    drafter.append(TEXT[8:12])
+    assert drafter.propose(2).tokens == tuple(TEXT[12:14])
+
+
+def test_python_stands_in_where_the_extension_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any) -> Any:
+        if name.endswith("_native"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert drafting.suffix_classes() == (suffixes.SuffixAutomaton, suffixes.SuffixCursor)
+    drafter = opened(Drafting(), [*TEXT, 1, *TEXT[:5]])
+    assert drafter.propose(2).tokens == tuple(TEXT[5:7])
