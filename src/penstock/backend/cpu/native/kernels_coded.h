@@ -9,6 +9,33 @@
 namespace penstock {
 namespace {
 
+// Whether codes are multiplied as they are stored: those that begin at 0, and where bytes may have a sign those that a
+// number is to be subtracted from.
+template <class Q>
+constexpr bool AS_STORED = Q::MINIMA || (SIGNED_BYTES && !Q::TABLED && Q::LOW < 8);
+
+// By how much codes are higher than the numbers that they stand for.
+template <class Q>
+constexpr int EXCESS = Q::MINIMA ? 0 : AS_STORED<Q> ? Q::ZERO : SIGNED_BYTES ? 0 : 128;
+
+// What undoes that in a dot product with values of x, given -128 times their sum.
+template <class Q>
+INLINE int32_t excess_of(int32_t offset) {
+  return EXCESS<Q> == 128 ? offset : offset / 128 * EXCESS<Q>;
+}
+
+// Sums of dot products. SHORT: 16 bits hold those of all the values that share a scale.
+template <bool SIGNED, bool SHORT>
+struct Dots {
+  I sums;
+
+  INLINE void add(Codes codes, Four x) { sums = dot<SIGNED>(sums, codes, x); }
+  INLINE I total() const { return sums; }
+};
+
+template <class Q>
+using DotsOf = Dots<!AS_STORED<Q>, 8 / Q::GROUPS * ((1 << (Q::LOW + Q::HIGH)) - 1) * 2 * 127 <= INT16_MAX>;
+
 template <class Q, int GROUP>
 INLINE Codes codes_of(const std::byte* block, const int8_t* table) {
   constexpr int HIGH = Q::HIGH ? Q::HIGH : 1;
@@ -16,7 +43,7 @@ INLINE Codes codes_of(const std::byte* block, const int8_t* table) {
   if constexpr (Q::HIGH)
     codes = join<Q::LOW>(codes, field<GROUP / HIGH * HIGH, HIGH>(load_codes(block + Packed<Q>::HIGH + GROUP % HIGH * 64)));
   if constexpr (Q::TABLED) return centered(lookup(codes, table), 0);
-  return Q::MINIMA ? codes : centered(codes, Q::ZERO);
+  return AS_STORED<Q> ? codes : centered(codes, Q::ZERO);
 }
 
 template <class Q>
@@ -27,16 +54,13 @@ INLINE F factor(const std::byte* head, const std::byte* own, size_t group) {
   return Q::SCALE == Scale::HALF ? load(bits) : load_bfloat(bits);
 }
 
-template <class Q>
-constexpr bool RAISED = !Q::MINIMA && !SIGNED_BYTES;  // codes are 128 too high
-
 // The sum of the numbers that share scale H.
 template <class Q, int H, int... GROUP>
 INLINE F numbers_of(const std::byte* block, const int8_t* table, std::integer_sequence<int, GROUP...>) {
   static constexpr int8_t ONES[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};  // ARM reads a whole vector
-  I numbers = all(RAISED<Q> ? -128 * int(BLOCK / Q::GROUPS) : 0);
-  ((numbers = dot<!Q::MINIMA>(numbers, codes_of<Q, H * 4 + GROUP>(block, table), spread(ONES, 0))), ...);
-  return to_float(numbers);
+  DotsOf<Q> numbers = {all(-EXCESS<Q> * int(BLOCK / Q::GROUPS))};
+  (numbers.add(codes_of<Q, H * 4 + GROUP>(block, table), spread(ONES, 0)), ...);
+  return to_float(numbers.total());
 }
 
 // The sum of scale * number of a block: what a middle of x is multiplied by.
@@ -76,11 +100,12 @@ struct CodedTile {
   template <int H>
   INLINE void add_scaled(const std::byte* head, const std::byte* block, const int8_t* table, size_t b) {
     constexpr size_t WHOLE = Q::GROUPS == 1 ? 2 : H;
-    I dots[N];
-    UNROLL for (size_t i = 0; i < N; ++i) dots[i] = all(RAISED<Q> ? x[i][b].offset[WHOLE] : 0);
+    DotsOf<Q> dots[N];
+    UNROLL for (size_t i = 0; i < N; ++i) dots[i] = {all(excess_of<Q>(x[i][b].offset[WHOLE]))};
     add_groups<H * 4>(block, table, b, dots, std::make_integer_sequence<int, 8 / Q::GROUPS>{});
     const F scale = factor<Q>(head, block + P::SCALES, H);
-    UNROLL for (size_t i = 0; i < N; ++i) sums[i] = fma(to_float(dots[i]), mul(scale, all(x[i][b].scale)), sums[i]);
+    UNROLL for (size_t i = 0; i < N; ++i)
+      sums[i] = fma(to_float(dots[i].total()), mul(scale, all(x[i][b].scale)), sums[i]);
     if constexpr (Q::MINIMA) {
       const F minimum = factor<Q>(head + LANES * 2, block + P::MINIMA, H);
       UNROLL for (size_t i = 0; i < N; ++i) sums[i] = fma(minimum, all(x[i][b].sum[WHOLE]), sums[i]);
@@ -88,16 +113,16 @@ struct CodedTile {
   }
 
   template <int FIRST, int... GROUP>
-  INLINE void add_groups(const std::byte* block, const int8_t* table, size_t b, I (&dots)[N],
+  INLINE void add_groups(const std::byte* block, const int8_t* table, size_t b, DotsOf<Q> (&dots)[N],
                          std::integer_sequence<int, GROUP...>) {
     (add_group<FIRST + GROUP>(block, table, b, dots), ...);
   }
 
   template <int GROUP>
-  INLINE void add_group(const std::byte* block, const int8_t* table, size_t b, I (&dots)[N]) {
+  INLINE void add_group(const std::byte* block, const int8_t* table, size_t b, DotsOf<Q> (&dots)[N]) {
     fetch<GROUP>(block);
     const Codes codes = codes_of<Q, GROUP>(block, table);
-    UNROLL for (size_t i = 0; i < N; ++i) dots[i] = dot<!Q::MINIMA>(dots[i], codes, spread(x[i][b].q, GROUP));
+    UNROLL for (size_t i = 0; i < N; ++i) dots[i].add(codes, spread(x[i][b].q, GROUP));
   }
 
   INLINE void add_middles(F total, size_t b) {

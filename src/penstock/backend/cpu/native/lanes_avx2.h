@@ -162,5 +162,24 @@ I dot(I sums, Codes codes, Four x) {
   return {dot_unsigned(sums.a, codes.a, x), dot_unsigned(sums.b, codes.b, x)};
 }
 
+// Sums of pairs stay in 16 bits until all are added.
+template <bool SIGNED, bool SHORT>
+struct Dots;
+template <>
+struct Dots<false, true> {
+  I sums;
+  I pairs = all(0);
+
+  void add(Codes codes, Four x) {
+    pairs.a = _mm256_add_epi16(pairs.a, _mm256_maddubs_epi16(codes.a, x));
+    pairs.b = _mm256_add_epi16(pairs.b, _mm256_maddubs_epi16(codes.b, x));
+  }
+  I total() const {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(sums.a, _mm256_madd_epi16(pairs.a, ones)),
+            _mm256_add_epi32(sums.b, _mm256_madd_epi16(pairs.b, ones))};
+  }
+};
+
 }  // namespace
 }  // namespace penstock
