@@ -1,9 +1,11 @@
 """Measures how long a request waits for a model that is stored, and for one that is awake.
 
-    python bench/cold_start.py MODEL OTHER [--rounds 5] [--port 8124]
+    python bench/cold_start.py MODEL OTHER [--rounds 5] [--port 8124] [--packed-cache 0]
 
 Starts `penstock serve MODEL OTHER`, so that models are loaded when they are asked for. A round asks MODEL twice for a
-short answer and then unloads it. The first round is left out: it also reads the file and finishes the server's imports.
+short answer and then unloads it. The first round is left out: it also reads the file and finishes the server's imports,
+and afterwards the engine writes its packed weights. Other options go to the server: with `--packed-cache 0` weights are
+packed in every round.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from typing import Any
 
 ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True, "temperature": 0}
+IDLE_SECONDS = 2.0  # after the first round
 
 
 def main() -> None:
@@ -26,8 +29,8 @@ def main() -> None:
     parser.add_argument("models", nargs=2, metavar="MODEL", help="the model that is measured, and another")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--port", type=int, default=8124)
-    args = parser.parse_args()
-    command = [sys.executable, "-m", "penstock", "serve", *args.models, "--port", str(args.port)]
+    args, options = parser.parse_known_args()
+    command = [sys.executable, "-m", "penstock", "serve", *args.models, "--port", str(args.port), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         ready = server.stderr.readline()
@@ -46,6 +49,7 @@ def report(port: int, rounds: int, ready: str) -> None:
     for _ in range(rounds + 1):
         stored.append(first_token(port, model))
         awake.append(first_token(port, model))
+        time.sleep(IDLE_SECONDS if len(stored) == 1 else 0)
         call(port, "POST", "/models/unload", {"model": model}).read()
     for name, seconds in (("stored", stored[1:]), ("awake", awake[1:])):
         low, high = min(seconds) * 1e3, max(seconds) * 1e3

@@ -81,6 +81,29 @@ ROWS: dict[str, list[tuple[str, str, Targets]]] = {  # title, unit, what is draw
             | {f"answer {name}": each for name, each in quantiles("penstock_request_generated_tokens").items()},
         ),
     ],
+    "Speculation": [
+        (
+            "Drafted tokens",
+            "short",
+            {"{{source}}": rate("penstock_drafted_tokens_total", "source")},
+        ),
+        (
+            "Share of drafted tokens that was accepted",
+            "percentunit",
+            {
+                "{{source}}": f"{rate('penstock_accepted_tokens_total', 'source')} / "
+                f"{rate('penstock_drafted_tokens_total', 'source')}"
+            },
+        ),
+        (
+            "Accepted tokens of a draft",
+            "short",
+            {
+                "{{source}}": f"{rate('penstock_accepted_tokens_total', 'source')} / "
+                f"{rate('penstock_drafts_total', 'source')}"
+            },
+        ),
+    ],
     "Structured output": [
         (
             "Time spent on grammars",

@@ -26,6 +26,7 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
+AUTO, OFF = "auto", "off"  # values of speculation
 T = TypeVar("T")
 
 
@@ -73,6 +74,7 @@ class ConfigOption(NamedTuple):
     maximum: int | None = None
     defaults: DeviceDefaults | None = None  # what 0 stands for
     older: tuple[str, ...] = ()  # names that the option had before; they are still read
+    read: Callable[[Any], Any] | None = None  # reads its values, if they are more than numbers or texts
 
     @property
     def text(self) -> str:
@@ -82,6 +84,8 @@ class ConfigOption(NamedTuple):
     def check(self, name: str, value: Any, kind: type) -> Any:
         """Returns the value as a `kind` (int, bool, str, or tuple of texts); raises ConfigError if it is not one or is
         out of range."""
+        if self.read is not None:
+            return self.read(value)
         if kind is tuple:
             texts = (value,) if isinstance(value, str) else tuple(value or ())
             return tuple(self.check(name, text, str) for text in texts)
@@ -108,12 +112,30 @@ def option(default: T, help: str, **described: Any) -> T:
     return field(default=default, metadata={"option": ConfigOption(help, **described)})
 
 
+def read_speculation(value: Any) -> str:
+    """Returns what `--speculation` takes as text: auto, off, or a number above 0; raises ConfigError for anything
+    else."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if text in (AUTO, OFF):
+        return text
+    if isinstance(text, str) and text.isascii() and text.isdigit():
+        return str(int(text)) if int(text) else OFF
+    raise ConfigError(f"speculation is {AUTO}, {OFF}, or the most tokens that a step may draft; got {value!r}")
+
+
+def draft_limit(speculation: str) -> int | None:
+    """Returns the most tokens that a step may draft for one answer, by what `read_speculation` returned; 0: none;
+    None: as many as pay."""
+    return None if speculation == AUTO else 0 if speculation == OFF else int(speculation)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Says which model to run and how. Users' values come through `configure`, which checks them."""
 
     model: str  # a GGUF file or a Hugging Face folder
     name: str = ""  # what clients call it; empty: from the file
+    yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
     device: str = option(
         "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
     )
@@ -165,7 +187,18 @@ class Config:
         32, "Most adapters that are in memory at once; further ones take turns.", minimum=1, maximum=1024
     )
     adapter_memory: int = option(0, "Bytes for adapters in memory. 0: an eighth of the free memory.")
+    packed_cache: int = option(
+        16 << 30,
+        "Most bytes on disk for packed weights, of all models together. With them a model is loaded sooner the next "
+        "time. The least recently used go first. 0: none are kept.",
+    )
     strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
+    speculation: str = option(
+        AUTO,
+        "Tokens that a step may draft for one answer (speculative decoding): auto (as many as pay, often none), off, "
+        "or a number for at most so many. Answers stay the same.",
+        read=read_speculation,
+    )
 
 
 class AdapterOption(NamedTuple):
@@ -324,6 +357,19 @@ def home() -> Path:
         return Path(given).expanduser().absolute() if given else _user_cache() / "penstock"
     except RuntimeError as error:
         raise ConfigError(f"this user has no home folder ({error}): set PENSTOCK_HOME") from error
+
+
+def packed_home() -> Path:
+    """Returns the folder of all packed weights."""
+    return home() / "packed"
+
+
+def packed_folder(model: Path) -> Path:
+    """Returns the folder of the packed weights of a model file or folder, whether it exists or not."""
+    from hashlib import blake2b
+
+    path = model.resolve()
+    return packed_home() / f"{path.name}-{blake2b(bytes(path), digest_size=8).hexdigest()}"
 
 
 def _user_cache() -> Path:

@@ -4,7 +4,8 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
 │   ├── ContextTooLong        prompt and answer do not fit in the context
 │   ├── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
-│   └── AdapterError          an adapter that does not fit the model, or whose name is in use
+│   ├── AdapterError          an adapter that does not fit the model, or whose name is in use
+│   └── WeightsError          weights that cannot take the place of the loaded ones
 ├── NotSupported              a route of another server that this one does not have  HTTP 501
 ├── Unauthorized              a key is needed, and none or a wrong one was sent    HTTP 401
 ├── Forbidden                 the key is good, but not for this                   HTTP 403
@@ -68,6 +69,10 @@ class InvalidGrammar(InvalidRequest):
 
 class AdapterError(InvalidRequest):
     code = "invalid_adapter"
+
+
+class WeightsError(InvalidRequest):
+    code = "invalid_weights"
 
 
 class NotSupported(PenstockError):

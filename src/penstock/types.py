@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from penstock.adapter_types import AdapterInfo as AdapterInfo
+from penstock.adapter_types import AdapterList as AdapterList
+from penstock.adapter_types import AdapterRequests as AdapterRequests
+from penstock.adapter_types import AdapterUse as AdapterUse
+from penstock.control_types import FIRST_VERSION as FIRST_VERSION
+from penstock.control_types import PAUSE_ABORT as PAUSE_ABORT
+from penstock.control_types import PAUSE_KEEP as PAUSE_KEEP
+from penstock.control_types import PAUSE_MODES as PAUSE_MODES
+from penstock.control_types import PAUSE_WAIT as PAUSE_WAIT
+from penstock.control_types import WeightSpan as WeightSpan
+from penstock.control_types import WeightState as WeightState
 from penstock.errors import InvalidRequest
 from penstock.grammar_types import Grammar as Grammar
 from penstock.grammar_types import StructuredOutputsParams as StructuredOutputsParams
@@ -156,24 +167,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-class AdapterUse(NamedTuple):
-    """Names a registered adapter (LoRA) that a request is computed with, and what its update is multiplied by."""
-
-    name: str
-    scale: float = 1.0  # besides the scale that it was registered with
-
-
-class AdapterInfo(NamedTuple):
-    """Describes a registered adapter."""
-
-    name: str
-    path: str
-    scale: float
-    rank: int  # the highest of its matrices
-    digest: str = ""  # of its contents; empty until it was loaded once
-    loaded: bool = False  # it is in a slot of the backend now
-
-
 class Request(NamedTuple):
     """Asks for one token stream: it is what a user sent, once text has become token ids."""
 
@@ -214,7 +207,7 @@ class Limits(NamedTuple):
     activation: str = ""  # what turns the logits of labels into scores: sigmoid, softmax or identity
     second_text: int = 0  # is added to the token ids of a pair's second text
     windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
-    memory: int = 0  # bytes that the weights and what is kept of sequences take; 0: not known
+    memory: int = 0  # bytes that the weights and what is kept of sequences take, without adapters; 0: not known
 
 
 def prefill_budget(base: int, answering: int) -> int:
@@ -326,9 +319,20 @@ class DraftCounts(NamedTuple):
     source: str  # prediction, text, recent or model
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0  # in which they were drafted
 
-    def plus(self, drafted: int, accepted: int) -> DraftCounts:
-        return self._replace(drafted=self.drafted + drafted, accepted=self.accepted + accepted)
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        """Returns the counts of both."""
+        counts = (mine + more for mine, more in zip(self[1:], other[1:], strict=True))
+        return DraftCounts(self.source, *counts)
+
+
+def add_drafts(every: Iterable[DraftCounts]) -> tuple[DraftCounts, ...]:
+    """Returns counts added up by their sources."""
+    found: dict[str, DraftCounts] = {}
+    for counts in every:
+        found[counts.source] = found.get(counts.source, DraftCounts(counts.source)).plus(counts)
+    return tuple(found.values())
 
 
 class Report(NamedTuple):
@@ -344,6 +348,7 @@ class Report(NamedTuple):
     forced: int = 0  # tokens that its grammar left no choice about
     drafts: tuple[DraftCounts, ...] = ()  # of every source that drafted for it
     nearest: Nearest | None = None  # set if Request.explain
+    weights: tuple[WeightSpan, ...] = ()  # that computed it; several if they were updated on the way
 
     @property
     def compiling(self) -> float:
@@ -355,7 +360,7 @@ class Finished(NamedTuple):
     """Tells that a request was answered to its end."""
 
     seq: int
-    reason: str  # "stop" or "length"; "pooled" for an embedding
+    reason: str  # "stop" or "length"; "pooled" for an embedding; "abort" if a pause ended it
     stop_token: int | None = None  # the token id that ended it; it is part of the Tokens events too
     pooled: bytes = b""  # see RowResult
     report: Report | None = None
@@ -376,13 +381,6 @@ class Failed(NamedTuple):
     message: str
 
 
-class AdapterList(NamedTuple):
-    """Answers a control message about adapters: the one that was registered, or all that are."""
-
-    seq: int  # the message's id
-    adapters: tuple[AdapterInfo, ...]
-
-
 class MemoryUse(NamedTuple):
     """Answers a Sleep or a Wake: what the model takes from now on, in bytes."""
 
@@ -391,7 +389,7 @@ class MemoryUse(NamedTuple):
     host: int  # pinned, for weights while it sleeps
 
 
-Event = Tokens | Finished | Aborted | Failed | AdapterList | MemoryUse
+Event = Tokens | Finished | Aborted | Failed | AdapterList | WeightState | MemoryUse
 
 
 class BlockStored(NamedTuple):
@@ -438,7 +436,10 @@ class Stats(NamedTuple):
     forced_tokens: int = 0  # generated without sampling, because a grammar left no choice
     computed_tokens: int = 0  # in all steps, of prompts and answers
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # a histogram of steps by tokens, see STEP_SIZES
-    drafts: tuple[DraftCounts, ...] = ()  # of every source
+    adapter_slots: int = 0  # most adapters in memory at once
+    adapter_bytes: int = 0  # that the adapters in memory take
+    adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
+    drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
 
 
 class Hello(NamedTuple):
@@ -451,3 +452,4 @@ class Hello(NamedTuple):
     adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started
     unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them
     can_sleep: bool = False  # it can give its memory back and stay
+    draft_tokens: int = 0  # the most that a step drafts for one request; 0: it drafts nothing

@@ -15,6 +15,8 @@ from penstock.bench.http import Chunked
 from penstock.bench.load import prompts, summarize
 from penstock.errors import ConfigError, EngineUnavailable, InvalidRequest
 
+DRAFTED = 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="stub"}'
+ACCEPTED = 'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="stub"}'
 Penstock = Callable[..., tuple[int, str, str]]
 
 
@@ -28,6 +30,7 @@ class Stub(ThreadingHTTPServer):
         self.unknown = ""  # a field it refuses
         self.breaks = False  # off in the middle of an answer
         self.chunked = True
+        self.drafted = 0
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
 
@@ -43,7 +46,11 @@ class Endpoint(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
     def do_GET(self) -> None:
-        self.answer(200, {"data": [{"id": "stub"}]} if self.path == "/v1/models" else {})
+        if self.path == "/metrics":
+            self.server.drafted += 40
+            self.answer(200, f"# HELP\n{DRAFTED} {self.server.drafted}\n{ACCEPTED} {self.server.drafted / 4}\n")
+        else:
+            self.answer(200, {"data": [{"id": "stub"}]} if self.path == "/v1/models" else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -96,7 +103,7 @@ class Endpoint(BaseHTTPRequestHandler):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(half), half) if self.server.chunked else half)
 
     def answer(self, status: int, value: Any) -> None:
-        content = json.dumps(value).encode()
+        content = (value if isinstance(value, str) else json.dumps(value)).encode()
         self.close_connection = True
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
@@ -139,6 +146,7 @@ def test_a_server_is_driven_and_its_own_counts_are_taken(penstock: Penstock, stu
         assert result["total_tok_s"] == pytest.approx(144 / result["seconds"])
         assert 0 < result["ttft_p50"] <= result["ttft_p99"]
         assert 0 < result["itl_p50"] <= result["itl_p99"]
+        assert (result["drafted_tokens"], result["accepted_tokens"]) == (40, 10)
     assert stub.most_at_once <= 4
     _, *asked = stub.bodies  # the first was to get to know it
     assert len(asked) == 18
@@ -148,10 +156,11 @@ def test_a_server_is_driven_and_its_own_counts_are_taken(penstock: Penstock, stu
 
 def test_the_table(penstock: Penstock, stub: Stub) -> None:
     code, out, _ = penstock("bench", "--url", stub.url)
-    head, row = out.splitlines()
+    head, row, drafts = out.splitlines()
     assert code == 0
     assert head.split()[:3] == ["clients", "requests", "errors"]
     assert row.split()[:3] == ["1", "4", "0"]
+    assert drafts == "concurrency 1: 40 tokens drafted, 25% accepted"
 
 
 def test_servers_of_other_kinds_are_met_half_way(stub: Stub) -> None:

@@ -196,7 +196,7 @@ def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monk
     penstock("serve", str(reciter), *names, *sizes, "--log-level", "debug", "--log-format", "json")
     assert [each.log for each in setups] == [("info", "text"), ("debug", "json")]
     assert [each.lenient for each in rules] == [True, False]
-    assert ("claude*", "reciter") in pools[0].settings.aliases
+    assert ("claude*", "") in pools[0].settings.aliases  # the default model
     assert pools[1].settings.aliases == (("gpt-4o", "it"), ("big-*", "it"))
     assert configs == [
         Config(model=str(reciter), name="reciter"),
@@ -338,6 +338,14 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
 
 MATMUL = MatmulTimes((1, 64), (1e-9, 1e-8))
 PROFILE = MachineProfile(1e-5, 1e-6, 1e9, 1e9, dict.fromkeys(("F32", "Q8_0", "Q5_0", "Q4_1"), MATMUL))
+
+
+def test_plan_counts_adapters(penstock: Penstock, reciter: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter.gguf").write_bytes(b"x" * 30_000_000)
+    given = ("plan", reciter, "--device", "ref", "--max-len", "1000", "--adapter", f"a={tmp_path / 'adapter.gguf'}")
+    assert json.loads(penstock(*given, "--json")[1])["adapters"] == 30_000_000
+    assert "adapters             0.03 GB" in penstock(*given)[1]
+    assert "there is no adapter at" in penstock("plan", reciter, "--adapter", "a=./none")[2]
 
 
 def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, reciter: Path, own_store: Path) -> None:
@@ -490,6 +498,6 @@ def test_an_encoder_is_shown_and_planned_and_asked_for_no_text(penstock: Penstoc
 
 
 def test_the_default_model_is_served_by_its_own_name(smollm2: Path) -> None:
-    from penstock.cli.served_models import served_models
+    from penstock.cli.served_models import ModelFinder
 
-    assert [model.name for model in served_models(["smollm2"], "", "")] == ["smollm2"]
+    assert [model.name for model in ModelFinder(["smollm2"], "", "").found] == ["smollm2"]

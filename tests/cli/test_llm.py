@@ -162,8 +162,8 @@ def test_chat_and_its_stream_say_the_same(llm: LLM) -> None:
     stream = llm.stream(CHAT)
     pieces = list(stream)
     assert "".join(pieces) == RECITED
-    assert len(pieces) > 20
-    assert "é" in pieces
+    assert len(pieces) > 1
+    assert any("é" in piece for piece in pieces)
     assert stream.completion.outputs == whole.outputs
     assert texts(llm.chat([CHAT, CHAT])) == [RECITED, RECITED]
 
@@ -519,6 +519,10 @@ def test_options_of_vllm(reciter: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == ("warning: options of vLLM without effect here: dtype, gpu_memory_utilization\n")
     read = read_options({"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3", "max_length": 3})
     assert read.engine == {"quantize": "fp8", "kv": "fp8", "max_length": 3}
+    read = read_options({"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}})
+    assert read.engine == {"speculation": "4"}
+    with pytest.raises(ConfigError, match="'medusa', which is not supported"):
+        read_options({"speculative_config": {"method": "medusa"}})
 
 
 def test_a_seed_repeats_calls_in_their_order(reciter: Path) -> None:

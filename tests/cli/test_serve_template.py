@@ -1,4 +1,4 @@
-"""Options of `penstock serve` that replace what a model's files say about chats and sampling."""
+"""Options of `penstock serve` that replace what a model's files say about chats and sampling, and those of vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.serve import TemplateOptions
+from penstock.cli.command import UsageError
+from penstock.cli.serve import SpeculativeOptions, TemplateOptions
 from penstock.errors import ConfigError
 from penstock.text.named_templates import TEMPLATES
 
@@ -28,3 +29,14 @@ def test_the_template_of_the_options(tmp_path: Path) -> None:
 def test_the_sampling_of_the_options() -> None:
     assert TemplateOptions(override_generation_config='{"seed": 42}').sampling() == {"seed": 42}
     assert TemplateOptions().sampling() == {}
+
+
+def test_speculation_may_be_set_by_vllms_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [SpeculativeOptions().speculation(each) for each in ("auto", "off", "8")] == ["auto", "off", "8"]
+    vllms = SpeculativeOptions('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2}')
+    assert vllms.speculation("auto") == "4"
+    assert "without effect here: prompt_lookup_min" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="say the same in two ways"):
+        vllms.speculation("8")
+    with pytest.raises(ConfigError, match="'eagle', which is not supported"):
+        SpeculativeOptions('{"method": "eagle"}').speculation("auto")

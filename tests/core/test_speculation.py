@@ -14,17 +14,30 @@ from penstock.core.speculation import (
     MOST,
     NOTHING,
     Acceptance,
-    DraftPlanner,
+    Exploration,
     Proposal,
     StepCost,
     StreamAcceptance,
+    cells_of,
     draft_lengths,
 )
+from penstock.core.suffixes import ALIKE, DIFFERENT, SINGLE
 
 SURVIVAL = st.lists(st.sampled_from((0.1, 0.3, 0.5, 0.8, 0.9, 0.99, 1.0)), max_size=4).map(
     lambda rates: tuple(accumulate(rates, float.__mul__))
 )
 SECONDS = st.lists(st.sampled_from((0.0, 0.1, 0.5, 1.0, 3.0)), min_size=16, max_size=16)
+
+
+def matched(match: int, agreement: int = SINGLE) -> Proposal:
+    """Returns a proposal as far as learning is about it."""
+    return Proposal((), (), "text", match, cells_of(match, [agreement] * MOST))
+
+
+def survival_of(
+    stream: StreamAcceptance, match: int, agreement: int = SINGLE, source: str = "text"
+) -> tuple[float, ...]:
+    return stream.survival(source, cells_of(match, [agreement] * MOST))
 
 
 def proposal(survival: Sequence[float]) -> Proposal:
@@ -88,7 +101,12 @@ def test_lengths_pass_over_a_step_that_is_dear_to_one_that_pays() -> None:
 def test_nothing_is_drafted_without_a_proposal() -> None:
     assert draft_lengths([NOTHING, NOTHING], StepCost(), 2, 2, 16) == [0, 0]
     assert draft_lengths([proposal([1.0])], StepCost(), 1, 1, 0) == [0]
-    assert DraftPlanner(StepCost()).lengths([NOTHING], 1, 1, 16) == [0]
+    assert draft_lengths([NOTHING], StepCost(), 1, 1, 16, Exploration()) == [0]
+
+
+def test_a_proposal_can_be_cut() -> None:
+    whole = Proposal((1, 2, 3), (0.9, 0.8, 0.7), "text", 4, cells_of(4, [SINGLE] * 3))
+    assert whole.first(2) == Proposal((1, 2), (0.9, 0.8), "text", 4, whole.cells[:2])
 
 
 def test_equally_likely_slots_are_shared_out_within_the_budget() -> None:
@@ -105,8 +123,7 @@ def test_costs_are_interpolated_and_never_fall() -> None:
     assert cost.curve(1, 1, 5)[:6] == pytest.approx([4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
     cost.observe(1, 3, 1.0)
     assert cost.curve(1, 1, 4)[:5] == pytest.approx([4.0, 4.0, 4.0, 4.5, 8.0])
-    cost.observe(4, 4, 3.0)
-    assert cost.curve(2, 2, 0)[0] == pytest.approx(4 - 1 / 3)
+    assert cost.curve(2, 2, 0)[0] == pytest.approx(2.5), "two rows cost what two tokens of one do"
 
 
 def test_costs_of_steps_with_prompts_are_their_own() -> None:
@@ -116,7 +133,7 @@ def test_costs_of_steps_with_prompts_are_their_own() -> None:
     assert cost.curve(2, 4, 0)[0] == pytest.approx(2.0)
     cost.observe(2, 104, 10.0)
     assert cost.curve(2, 104, 0)[0] == pytest.approx(10.0)
-    assert cost.curve(2, 102, 0)[0] == pytest.approx(10.0 * 102 / 104)
+    assert cost.curve(2, 53, 0)[0] == pytest.approx(5.5)
 
 
 def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
@@ -124,6 +141,8 @@ def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
     cost.observe(1, 1, 1.0)
     cost.observe(1, 5, 2.0)
     cost.observe(1, 20, 9.0)
+    cost.observe(4, 4, 1.5)
+    assert cost.curve(2, 2, 0)[0] == pytest.approx(1 + 0.5 / 3), "steps that only decode are measured apart"
     curve = cost.curve(1, 1, 18)
     assert curve[1:8] == pytest.approx([2.0] * 7)
     assert curve[8] == curve[15] > 2.0
@@ -132,7 +151,8 @@ def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
 
 def test_a_step_that_was_held_up_hardly_counts() -> None:
     cost = StepCost()
-    cost.observe(1, 1, 1.0)
+    for _ in range(16):
+        cost.observe(1, 1, 1.0)
     cost.observe(1, 1, 1000.0)
     assert cost.curve(1, 1, 0)[0] < 1.1
     for _ in range(200):
@@ -141,27 +161,39 @@ def test_a_step_that_was_held_up_hardly_counts() -> None:
 
 
 def test_exploring_loses_little_and_measures_further() -> None:
-    """A token more costs a whole step and never survives. All the same it is tried, at most one second in 400."""
-    planner = DraftPlanner(StepCost(slope=1.0))
-    planner.cost.observe(1, 1, 1.0)
-    lengths = [planner.lengths([proposal([0.05] * 8)], 1, 1, 16)[0] for _ in range(8000)]
+    """A token more costs a whole step and hardly survives. All the same it is tried, at most one second in 400."""
+    cost, exploration = StepCost(slope=1.0), Exploration()
+    cost.observe(1, 1, 1.0)
+    lengths = [draft_lengths([proposal([0.05] * 8)], cost, 1, 1, 16, exploration)[0] for _ in range(8000)]
     assert {1, 2, 4, 8} <= set(lengths)
     assert 0 < sum(lengths) <= 8000 / 400 + 8
 
 
-def test_exploring_finds_that_a_cost_has_fallen() -> None:
-    planner, seconds = DraftPlanner(StepCost(slope=1.0)), 0.0
-    drafted = 0
+def test_exploring_finds_that_more_tokens_cost_nothing() -> None:
+    cost, exploration, drafted = StepCost(slope=1.0), Exploration(), 0
     for _ in range(3000):
-        (length,) = planner.lengths([proposal([0.9] * 8)], 1, 1, 16)
-        planner.cost.observe(1, 1 + length, 1.0)
-        drafted, seconds = drafted + length, seconds + 1.0
-    assert drafted / seconds > 6
+        (length,) = draft_lengths([proposal([0.9] * 8)], cost, 1, 1, 16, exploration)
+        cost.observe(1, 1 + length, 1.0)
+        drafted += length
+    assert drafted > 6 * 3000
+
+
+def test_exploring_finds_that_drafts_have_become_dear() -> None:
+    """Steps of one token are taken for dear ones until one is measured again."""
+    cost, exploration = StepCost(), Exploration()
+    cost.observe(1, 1, 9.0)
+    lengths = []
+    for _ in range(3000):
+        (length,) = draft_lengths([proposal([0.5] * 2)], cost, 1, 1, 16, exploration)
+        cost.observe(1, 1 + length, 1.0 + 5 * length)
+        lengths.append(length)
+    assert lengths[0] == 2
+    assert sum(lengths[-1000:]) < 30
 
 
 def test_survival_falls_with_depth_and_rises_with_the_match() -> None:
     stream = StreamAcceptance(Acceptance())
-    short, long = stream.survival("text", 1), stream.survival("text", 40)
+    short, long = survival_of(stream, 1), survival_of(stream, 40)
     assert list(short) == sorted(short, reverse=True)
     assert len(short) < len(long) == MOST
     assert all(one < other for one, other in zip(short, long, strict=False))
@@ -172,23 +204,37 @@ def test_survival_is_learned() -> None:
     shared = Acceptance()
     for _ in range(1000):
         stream = StreamAcceptance(shared)
-        stream.observe("text", 2, 0, 1, True)
-        stream.observe("text", 9, 0, 8, False)
+        stream.observe(matched(2), 0, 1, True)
+        stream.observe(matched(9), 0, 8, False)
     stream = StreamAcceptance(shared)
-    assert stream.survival("text", 2)[0] == pytest.approx(1.0, abs=0.05)
-    assert stream.survival("text", 2)[1:] == ()
-    assert stream.survival("text", 9)[7] > 0.95
-    assert stream.survival("recent", 2)[0] < 0.9, "each source is learned by itself"
+    assert survival_of(stream, 2)[0] == pytest.approx(1.0, abs=0.05)
+    assert survival_of(stream, 2)[1:] == ()
+    assert survival_of(stream, 9)[7] > 0.95
+    assert survival_of(stream, 2, source="recent")[0] < 0.9, "each source is learned by itself"
+
+
+def test_survival_is_learned_apart_by_agreement() -> None:
+    shared = Acceptance()
+    stream = StreamAcceptance(shared)
+    before = [survival_of(stream, 2, agreement)[0] for agreement in (DIFFERENT, SINGLE, ALIKE)]
+    assert before == sorted(before)
+    for _ in range(200):
+        StreamAcceptance(shared).observe(matched(2, DIFFERENT), 0, 1, False)
+        StreamAcceptance(shared).observe(matched(2, ALIKE), 0, 0, True)
+    after = [survival_of(stream, 2, agreement)[0] for agreement in (DIFFERENT, SINGLE, ALIKE)]
+    assert after[0] > 0.9
+    assert after[1] == before[1]
+    assert after[2] < 0.1
 
 
 def test_at_least_one_token_is_proposed_so_that_learning_goes_on() -> None:
     stream = StreamAcceptance(Acceptance())
     for _ in range(1000):
-        stream.observe("text", 1, 0, 0, True)
-    assert len(stream.survival("text", 1)) == 1
+        stream.observe(matched(1), 0, 0, True)
+    assert len(survival_of(stream, 1)) == 1
     for _ in range(1000):
-        stream.observe("text", 1, 0, 1, False)
-    assert stream.survival("text", 1)[0] > 0.9
+        stream.observe(matched(1), 0, 1, False)
+    assert survival_of(stream, 1)[0] > 0.9
 
 
 def test_one_stream_does_not_spoil_another() -> None:
@@ -196,7 +242,7 @@ def test_one_stream_does_not_spoil_another() -> None:
     shared = Acceptance()
     copies, writes = StreamAcceptance(shared), StreamAcceptance(shared)
     for _ in range(300):
-        copies.observe("text", 3, 0, 4, False)
-        writes.observe("text", 3, 0, 0, True)
-    assert copies.survival("text", 3)[3] > 0.7
-    assert writes.survival("text", 3)[0] < 0.15
+        copies.observe(matched(3), 0, 4, False)
+        writes.observe(matched(3), 0, 0, True)
+    assert survival_of(copies, 3)[3] > 0.7
+    assert survival_of(writes, 3)[0] < 0.15

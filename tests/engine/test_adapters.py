@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.backend.fake import FakeBackend, continuation
-from penstock.config import Config, parse_adapter
+from penstock.backend.fake import FakeAdapter, FakeBackend, continuation
+from penstock.config import parse_adapter
 from penstock.engine import adapters as adapters_module
 from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.adapters import Adapters
-from penstock.engine.build import adapter_memory
+from penstock.engine.adapters import MAX_PASSED, Adapters
 from penstock.engine.engine import Engine
 from penstock.engine.loop import advance
 from penstock.errors import AdapterError, AdapterNotFound, ConfigError, InvalidRequest
@@ -208,6 +207,54 @@ def test_a_slot_in_use_is_kept_and_the_least_recent_one_is_taken(folder: Path):
     assert {info.name for info in engine.adapters if info.loaded} == {"two", "three"}  # "one" was used before "two"
 
 
+@pytest.mark.parametrize(("most", "memory"), [(2, 1 << 20), (8, 2 * BYTES + 100)])
+def test_a_request_gets_a_slot_while_others_keep_all_of_them_busy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, most: int, memory: int
+):
+    monkeypatch.setattr(FakeAdapter, "nbytes", BYTES)
+    engine = engine_with(folder, most, memory)
+    busy = ("one", "two")
+    for id, name in enumerate(busy):
+        engine.add(request(id, AdapterUse(name), max_tokens=30))
+        until(engine, Tokens, id)
+    engine.add(request(1000, AdapterUse("three")))
+    found: dict[int, list[Event]] = {}
+    for step in range(MAX_PASSED + 200):  # a new request comes long before the last one of its adapter has ended
+        for number, name in enumerate(busy):
+            if step % 10 == 5 * number:
+                engine.add(request(2 + 2 * step + number, AdapterUse(name), max_tokens=30))
+        for event in engine.step():
+            found.setdefault(event.seq, []).append(event)
+        if any(isinstance(event, Finished) for event in found.get(1000, ())):
+            break
+    else:
+        raise AssertionError("the request never got a slot")
+    assert step >= MAX_PASSED
+    assert tokens_of(found[1000]) == continuation(range(20), 8, VOCAB, adapter=333)
+    for id, events in run(engine).items():
+        found.setdefault(id, []).extend(events)
+    for id, events in found.items():
+        if id not in (0, 1, 1000):
+            value = (11, 222)[id % 2]
+            assert tokens_of(events) == continuation(range(20), 30, VOCAB, adapter=value)
+
+
+def test_statistics_tell_who_runs_and_who_waits(folder: Path):
+    engine = engine_with(folder, most=1)
+    stats = engine.stats()
+    assert (stats.adapter_slots, stats.adapter_bytes, stats.adapters) == (1, 0, ())
+    engine.add(request(1, AdapterUse("one"), max_tokens=40))
+    until(engine, Tokens, 1)
+    for id in (2, 3):
+        engine.add(request(id, AdapterUse("two")))
+    engine.add(request(4))
+    engine.step()
+    assert set(engine.stats().adapters) == {("one", 1, 0), ("two", 0, 2)}
+    assert engine.stats().adapter_bytes > 0
+    run(engine)
+    assert not engine.stats().adapters
+
+
 def test_preempted_requests_keep_their_adapter(folder: Path):
     engine = engine_with(folder, limits=LIMITS._replace(num_blocks=24, max_len=80))
     names = ["one", "two", "three", "four"]
@@ -271,6 +318,27 @@ def test_an_adapter_larger_than_the_memory_is_refused(folder: Path):
     (failed,) = run(engine)[1]
     assert isinstance(failed, Failed)
     assert "--adapter-memory" in failed.message
+
+
+def test_where_memory_is_short_adapters_are_evicted_and_else_the_request_fails(folder: Path):
+    free = 10 * BYTES
+    engine = engine_with(folder)
+    engine._with_adapters._available = lambda: free
+    engine.add(request(1, AdapterUse("one")))
+    assert tokens_of(run(engine)[1]) == continuation(range(20), 8, VOCAB, adapter=11)
+    free = BYTES  # less than reading another one takes
+    engine.add(request(2, AdapterUse("two")))
+    engine.add(request(3))
+    found = run(engine)
+    (failed,) = found[2]
+    assert isinstance(failed, Failed)
+    assert failed.code == "overloaded"
+    assert "memory are free: unload a model" in failed.message
+    assert len(tokens_of(found[3])) == 8
+    assert not any(info.loaded for info in engine.adapters)  # that might have been enough
+    free = 10 * BYTES
+    engine.add(request(4, AdapterUse("two")))
+    assert tokens_of(run(engine)[4]) == continuation(range(20), 8, VOCAB, adapter=222)
 
 
 def test_an_unknown_adapter_is_refused_at_once(folder: Path):
@@ -404,12 +472,6 @@ def test_options_of_vllm_about_adapters_are_read():
     read = read_options({"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "adapters": adapters})
     assert read.engine == {"max_adapters": 4, "adapter": ("a=/x:1.0", "b=/y:2")}
     assert [parse_adapter(text) for text in read.engine["adapter"]] == [("a", "/x", 1.0), ("b", "/y", 2.0)]
-
-
-def test_the_kv_cache_of_a_gpu_leaves_room_for_adapters() -> None:
-    assert adapter_memory(Config(model="m"), 800) == 0
-    assert adapter_memory(Config(model="m", adapter=("a=b",)), 800) == 100
-    assert adapter_memory(Config(model="m", adapter_memory=5), 800) == 5
 
 
 def test_an_engine_that_sleeps_gives_the_memory_of_adapters_back(folder: Path) -> None:

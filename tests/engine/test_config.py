@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from penstock.backend import resolve_defaults
-from penstock.config import DEFAULTS, OPTIONS, Config, available_memory, configure, resolve
+from penstock.config import DEFAULTS, OPTIONS, Config, available_memory, configure, draft_limit, resolve
 from penstock.errors import ConfigError
+from penstock.speculative_config import speculation_in, speculation_in_json
 from penstock.types import Limits
 
 
@@ -96,6 +98,10 @@ def test_what_a_user_sets_is_checked() -> None:
         ({"step_tokens": -1}, "step_tokens must be 0 or more; got -1"),
         ({"step_tokens": "512"}, "step_tokens takes a whole number; got '512'"),
         ({"kv": 8}, "kv takes a text; got 8"),
+        *(
+            ({"speculation": wrong}, f"speculation is auto, off, or the most tokens .*; got {wrong!r}")
+            for wrong in ("fast", -1, "-1", 2.5, True, None)
+        ),
         ({"config": [8]}, "config takes a text; got 8"),
         ({"strict_config": 1}, "strict_config takes True or False; got 1"),
         ({"step_tokens": 64, "prefill_budget": 65}, "prefill_budget 65 is more than step_tokens 64"),
@@ -107,6 +113,56 @@ def test_what_a_user_sets_is_checked() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             configure("m", settings, log=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "limit"),
+    [("auto", "auto", None), ("off", "off", 0), (0, "off", 0), ("0", "off", 0), (4, "4", 4), ("16", "16", 16)],
+)
+def test_speculation(given: Any, text: str, limit: int | None) -> None:
+    found = configure("m", {"speculation": given})
+    assert (found.speculation, draft_limit(found.speculation)) == (text, limit)
+    assert configure("m", {"speculation": found.speculation}) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "means", "ignored"),
+    [
+        ({"method": "ngram"}, "auto", ""),
+        ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, "5", "prompt_lookup_max"),
+        ({"model": "[ngram]", "num_speculative_tokens": 3}, "3", ""),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 24}, "auto", "suffix_decoding_max_tree_depth"),
+        (
+            {"method": "ngram", "num_speculative_tokens_per_batch_size": [[1, 4, 5]], "model": None},
+            "auto",
+            "num_speculative_tokens_per_batch_size",
+        ),
+    ],
+)
+def test_vllms_speculative_config(given: dict[str, Any], means: str, ignored: str) -> None:
+    lines: list[str] = []
+    assert speculation_in(given, lines.append) == speculation_in_json(json.dumps(given), lambda _: None) == means
+    assert lines == ([f"warning: fields of speculative_config without effect here: {ignored}"] if ignored else [])
+    assert configure("m", {"speculation": means}).speculation == means
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "speculative_config is not JSON"),
+        ("[]", "speculative_config is an object"),
+        ("{}", "speculative_config names no method: use ngram, ngram_gpu, suffix"),
+        ('{"method": "eagle3", "model": "some/head"}', r"drafts by 'eagle3' \(some/head\), which is not supported"),
+        ('{"model": "small"}', r"drafts by 'draft_model' \(small\)"),
+        ('{"method": "ngram", "model": "small"}', "drafts by 'ngram'"),
+        ('{"method": "ngram", "width": 3}', "unknown fields: width; there are "),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens .* above 0; got 0"),
+        ('{"method": "ngram", "num_speculative_tokens": "4"}', "num_speculative_tokens .* above 0; got '4'"),
+    ],
+)
+def test_a_speculative_config_that_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        speculation_in_json(text, lambda _: None)
 
 
 def test_older_names_of_options_still_work_and_say_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import random
 from typing import Any
 
 import pytest
@@ -74,23 +75,32 @@ def test_an_answer_that_ends_meanwhile_is_drafted_from() -> None:
     assert slow.propose(4).tokens == tuple(TEXT[7:11])
 
 
-def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_indexed_in_pieces() -> None:
     shared = Drafting()
-    drafter = shared.open(asked([*TEXT, *TEXT[10:20]]))
-    other = shared.open(asked([5, 6, 5]))
-    shared.index(40)
-    assert drafter.propose(4) == NOTHING, "its own text is not indexed yet"
-    drafter.append([TEXT[20]])
-    shared.index(30)
-    assert drafter.propose(4) == NOTHING
-    assert other.propose(2) == NOTHING
-    shared.index(30)
-    assert drafter.propose(4).tokens == tuple(TEXT[21:25])
-    assert other.propose(2).tokens == (6, 5)
-    shared.close(drafter)
+    drafter, other = shared.open(asked([*TEXT, *TEXT[10:20]])), shared.open(asked([5, 6, 5]))
+    for token, size in ((TEXT[20], 40), (TEXT[21], 20)):
+        shared.index(size)
+        assert drafter.propose(4) == NOTHING, "its own text is not indexed yet"
+        drafter.append([token])
     shared.index(10)
+    assert drafter.propose(4).tokens == tuple(TEXT[22:26]), "what was committed meanwhile counts"
+    assert other.propose(2) == NOTHING
     shared.index(100)
-    assert opened(shared, TEXT[10:20]).propose(1).tokens == (TEXT[20],)
+    assert other.propose(2).tokens == (6, 5)
+
+
+def test_a_long_answer_is_indexed_in_pieces_when_it_ends() -> None:
+    shared = Drafting()
+    first = opened(shared, [1])
+    first.append(TEXT)
+    shared.close(first)
+    shared.index(20)
+    second = shared.open(asked([1, *TEXT[40:43]]))
+    shared.index(4)
+    assert second.propose(1) == NOTHING
+    shared.index(100)
+    second.append(TEXT[43:44])
+    assert second.propose(1).tokens == (TEXT[44],)
 
 
 def test_a_request_that_ends_early_is_not_indexed_further() -> None:
@@ -135,6 +145,23 @@ def test_proposals_that_are_not_drafted_teach_too() -> None:
         writing.propose(8)
         writing.append([1000 + token, *TEXT[token : token + 3]])
     assert writing.propose(8).survival[0] < before[0] / 2
+
+
+def test_poor_streams_propose_less_when_there_are_many() -> None:
+    shared = Drafting()
+    streams = [opened(shared, [*TEXT, 1], owner=str(number)) for number in range(16)]
+    chance, proposed = random.Random(0), 0
+    for _ in range(100):
+        for stream in streams:
+            proposed += bool(stream.propose(4).tokens)
+            stream.append([chance.choice(TEXT)])
+    assert 50 * 16 / 8 < proposed < 100 * 16 / 3
+    copying = streams[0]
+    for token in TEXT[10:40]:
+        copying.propose(4)
+        copying.append([token])
+    assert copying.propose(4).tokens == tuple(TEXT[40:44]), "it was noticed that it copies now"
+    assert copying.propose(4).tokens == tuple(TEXT[40:44])
 
 
 def test_the_source_that_promises_most_is_taken() -> None:

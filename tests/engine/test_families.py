@@ -43,7 +43,7 @@ def fresh(folder: Path, request: pytest.FixtureRequest) -> Make:
     """Makes engines that have computed nothing yet, with room for four of the longest sequences, or for nearly two."""
     checkpoint = open_checkpoint(folder)
 
-    def make(tight: bool = False, drafting: Drafters | None = None) -> Engine:
+    def make(tight: bool = False, drafting: Drafters[Any] | None = None) -> Engine:
         backend, spec = BACKENDS[request.param](), checkpoint.spec
         backend.load(load_model(checkpoint, backend))
         most = partial(blocks_for, LIMITS.max_len, spec.windows, LIMITS.block_size)

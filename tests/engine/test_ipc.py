@@ -429,7 +429,10 @@ def test_a_step_survives_the_wire_events_of_a_kind_together() -> None:
 
 def test_hello_and_refusal_survive_the_wire() -> None:
     adapter = AdapterInfo("a", "/a", 0.5, 16)
-    for answer in (wire.Ready(Hello("1", 2, "m", LIMITS, (adapter,), ("x",))), wire.Refused("config_error", "why")):
+    for answer in (
+        wire.Ready(Hello("1", 2, "m", LIMITS, (adapter,), ("x",), draft_tokens=4)),
+        wire.Refused("config_error", "why"),
+    ):
         assert wire.decode_answer(wire.encode_answer(answer)) == answer
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +37,25 @@ def test_the_cache_takes_what_the_rest_leaves() -> None:
     table = "\n".join(plan.lines())
     for told in ("a GPU", "22.00 GB free of 24.00 GB", "16.00 GB", "4.00 GB", "30,512 tokens"):
         assert told in table
+
+
+def test_adapters_have_their_part(tmp_path: Path) -> None:
+    sizes = {"small": GB // 10, "large": GB, "larger": 2 * GB}
+    for name, size in sizes.items():
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    config = replace(CONFIG, adapter=tuple(f"{name}={tmp_path / name}:0.5" for name in sizes))
+    without = plan_memory(CONFIG, SPEC, device(22 * GB))
+    plan = plan_memory(replace(config, max_adapters=2), SPEC, device(22 * GB))
+    assert plan.adapters == 3 * GB
+    assert without.cache - 3 * GB <= plan.cache + 131072 * 16
+    assert plan.cache < GB
+    assert "adapters             3.00 GB" in "\n".join(plan.lines())
+    assert "adapters" not in "\n".join(without.lines())
+    assert plan_memory(replace(config, adapter_memory=GB // 2), SPEC, device(22 * GB)).adapters == GB // 2
+    twice = tuple(f"{name}={tmp_path / 'larger'}" for name in "ab")
+    with pytest.raises(ConfigError, match=r"4\.00 GB for adapters"):
+        plan_memory(replace(config, adapter=twice), SPEC, device(22 * GB))
 
 
 def test_a_shorter_context_is_told() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from penstock.backend.cpu import CpuBackend
+from penstock.config import Config
 from penstock.core import check
-from penstock.engine.engine import Engine
+from penstock.engine.build import build_engine
+from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
 from penstock.engine.speculation import Drafters
 from penstock.model.load import load_model, open_checkpoint
@@ -54,11 +56,11 @@ STEERED: list[dict[str, Any]] = [
 ]
 
 
-def engine(drafting: Drafters | None = None) -> Engine:
+def engine(drafting: Drafters[Any] | None = None, draft_tokens: int = MOST_DRAFTED) -> Engine:
     backend = CpuBackend(1)
     backend.load(load_model(CHECKPOINT, backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS, drafting=drafting)
+    return Engine(backend, LIMITS, drafting=drafting, draft_tokens=draft_tokens)
 
 
 def requests() -> list[Request]:
@@ -171,7 +173,7 @@ def constrained(logprobs: int | None) -> list[Request]:
     ]
 
 
-def babbling(drafting: Drafters | None = None) -> Engine:
+def babbling(drafting: Drafters[Any] | None = None) -> Engine:
     backend = Babble()
     backend.reserve_kv(BABBLE_LIMITS.num_blocks, BABBLE_LIMITS.block_size)
     return Engine(backend, BABBLE_LIMITS, drafting=drafting, grammars=Grammars(Bytes, BABBLE_LIMITS.vocab))
@@ -188,3 +190,26 @@ def test_however_answers_are_constrained(logprobs: int | None) -> None:
     for kind in range(len(GRAMMARS)):
         same = [sum(counts.accepted for counts in reports[id].drafts) for id in reports if id % len(GRAMMARS) == kind]
         assert sum(same) > 0, GRAMMARS[kind]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "tokens"), [("auto", MOST_DRAFTED), ("off", 0), ("4", 4), ("1000", MOST_DRAFTED)]
+)
+def test_an_engine_drafts_as_its_config_says(speculation: str, tokens: int) -> None:
+    settings = {"max_len": 64, "max_rows": 2, "step_tokens": 64}
+    built = build_engine(Config(model="m", device="ref", speculation=speculation, **settings), CHECKPOINT)
+    assert built.draft_tokens == tokens
+    built.close()
+
+
+@pytest.mark.parametrize(("mine", "yours", "most"), [(64, None, 64), (2, None, 2), (2, 8, 2), (8, 2, 2), (64, 0, 0)])
+def test_neither_engine_nor_request_drafts_more_than_its_limit(mine: int, yours: int | None, most: int) -> None:
+    asked = Request(1, PROMPT, SamplingParams(temperature=0.0), COUNT)
+    plain, _ = run(engine(), [asked])
+    right = sorted_out(plain[1])[0]
+    limited = engine(RandomDrafting(lambda _: right, LIMITS.vocab, Random(1)), mine)
+    said, reports = run(limited, [asked._replace(speculation=yours)])
+    assert sorted_out(said[1]) == sorted_out(plain[1])
+    drafts = reports[1].drafts
+    assert sum(each.drafted for each in drafts) <= most * sum(each.drafts for each in drafts)
+    assert bool(drafts) == (most > 0)

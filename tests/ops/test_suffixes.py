@@ -48,7 +48,7 @@ def test_a_cursor_keeps_its_automaton() -> None:
     cursor = _native.SuffixCursor(automaton)
     del automaton
     cursor.advance((1,))
-    assert cursor.continuation(2) == ([2, 3], 1)
+    assert cursor.continuation(2) == ([2, 3], 1, [suffixes.SINGLE] * 2)
 
 
 def test_what_cannot_be_indexed_is_refused() -> None:

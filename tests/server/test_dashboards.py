@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.ipc.inprocess import InProcessClient
+from penstock.server.telemetry.metrics import sum_stats
+from penstock.types import AdapterRequests, DraftCounts, Stats
 from tests.server import toys
 
 ROOT = Path(__file__).parents[2]
@@ -31,15 +34,23 @@ def used(parrot: Any) -> Any:
     return parrot
 
 
+@pytest.fixture(scope="module")
+def drafted(watched_parrot: Any) -> Any:
+    prediction, messages = {"type": "content", "content": "hello"}, [{"role": "user", "content": "[hello]"}]
+    watched_parrot.post("/v1/chat/completions", model=MODEL, messages=messages, prediction=prediction)
+    watched_parrot.until_idle()
+    return watched_parrot
+
+
 def expressions(dashboard: dict[str, Any]) -> list[str]:
     drawn = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     asked = [each["definition"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
     return [*drawn, *asked]
 
 
-def test_the_dashboard_asks_for_what_there_is(used: Any) -> None:
+def test_the_dashboard_asks_for_what_there_is(drafted: Any) -> None:
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
-    there = {sample.name: set(sample.labels) for family in families(used).values() for sample in family.samples}
+    there = {sample.name: set(sample.labels) for family in families(drafted).values() for sample in family.samples}
     asked = {name for each in expressions(dashboard) for name in re.findall(r"\bpenstock_\w+", each)}
     assert len(asked) > 20
     assert asked <= there.keys()
@@ -63,7 +74,7 @@ def test_the_dashboard_can_be_imported() -> None:
             assert panel["datasource"]["uid"] == "${datasource}"
             assert all('model=~"$model"' in target["expr"] for target in panel["targets"])
     rows = [panel["title"] for panel in panels if panel["type"] == "row"]
-    assert rows == ["Throughput", "Latency", "Queue", "KV cache", "Structured output", "Errors"]
+    assert rows == ["Throughput", "Latency", "Queue", "KV cache", "Speculation", "Structured output", "Errors"]
 
 
 def test_the_dashboard_is_current() -> None:
@@ -144,6 +155,35 @@ def test_what_they_say(used: Any) -> None:
     assert all["llamacpp:tokens_predicted_seconds_total", None].value == parts[2]
     config = all["vllm:cache_config_info", None].labels
     assert (config["block_size"], config["num_gpu_blocks"]) == ("16", "256")
+
+
+def test_adapters_are_told_in_our_words_and_in_vllms(serve: Any) -> None:
+    client = InProcessClient(toys.open_parrot, "parrot")
+    with serve(client, toys.ToyText(), MODEL) as server:
+        assert "vllm:lora_requests_info" not in families(server)  # the engine has no slots
+        loads = (AdapterRequests("pirate", 2, 0), AdapterRequests("terse", 1, 1), AdapterRequests("late", 0, 3))
+        client.stats = client.stats._replace(adapter_slots=4, adapter_bytes=1000, adapters=loads)
+        told = families(server)
+        (info,) = told["vllm:lora_requests_info"].samples
+        assert info.labels == {
+            "max_lora": "4",
+            "running_lora_adapters": "pirate,terse",
+            "waiting_lora_adapters": "terse,late",
+        }
+        assert abs(info.value - time.time()) < 60
+        counts = {tuple(sample.labels.values()): sample.value for sample in told["penstock_adapter_requests"].samples}
+        assert counts[("terse", "running")] == counts[("terse", "waiting")] == 1
+        assert counts[("late", "waiting")] == 3
+        assert told["penstock_adapter_slots"].samples[0].value == 4
+        assert told["penstock_adapter_bytes"].samples[0].value == 1000
+
+
+def test_statistics_of_several_engines_are_added_up() -> None:
+    one = Stats(steps=3, adapters=(AdapterRequests("a", 1, 0),), drafts=(DraftCounts("text", 5, 2),))
+    two = Stats(steps=4, drafts=(DraftCounts("text", 1, 1), DraftCounts("recent", 7, 0)))
+    both = sum_stats([one, two])
+    assert (both.steps, both.adapters) == (7, one.adapters)
+    assert both.drafts == (DraftCounts("text", 6, 3), DraftCounts("recent", 7, 0))
 
 
 # -- names of other engines ---------------------------------------------------------------------------------------

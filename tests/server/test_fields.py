@@ -25,6 +25,10 @@ UNABLE = "invalid_grammar"  # what a toy says that has no grammars: the field wa
 
 Row = tuple[str, Any, str]
 
+SPECULATION: list[Row] = [
+    *(("speculation", value, HONOURED) for value in ("auto", "off", 0, 4)),
+    ("speculation", "eagerly", IGNORED),
+]
 OPENAI: list[Row] = [
     ("n", 2, HONOURED),
     ("stop", ["x"], HONOURED),
@@ -119,6 +123,14 @@ OPENAI: list[Row] = [
     ("truncate_prompt_tokens", 4, HONOURED),
     ("truncate_prompt_tokens", 0, "invalid_request"),
     ("penstock", True, HONOURED),
+    *SPECULATION,
+    ("speculation", -1, "invalid_type"),
+    ("speculation", True, "invalid_type"),
+    ("speculative.n_max", 4, HONOURED),
+    ("speculative.n_max", -1, "invalid_type"),
+    ("speculative.n_min", 0, NO_EFFECT),
+    ("speculative.n_min", 4, IGNORED),
+    ("speculative.p_min", 0.5, IGNORED),
     ("no_such_field", 1, IGNORED),
 ]
 CHAT: list[Row] = [
@@ -145,7 +157,13 @@ CHAT: list[Row] = [
     ("reasoning_effort", "high", IGNORED),  # by a template that knows no efforts
     ("verbosity", "medium", NO_EFFECT),
     ("verbosity", "low", IGNORED),
-    ("prediction", PREDICTED, NO_EFFECT),
+    ("prediction", PREDICTED, HONOURED),
+    ("prediction", PREDICTED | {"content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, HONOURED),
+    ("prediction", {"type": "content", "content": 5}, "invalid_type"),
+    ("prediction", {"type": "content", "content": [{"type": "image", "text": "x"}]}, "invalid_value"),
+    ("prediction", {"type": "guess", "content": "hi"}, "invalid_value"),
+    ("prediction", {"type": "content"}, "missing_required_parameter"),
+    ("prediction", "hi", "invalid_type"),
     ("modalities", ["text"], NO_EFFECT),
     ("modalities", ["text", "audio"], IGNORED),
     ("audio", {"voice": "alloy", "format": "wav"}, IGNORED),
@@ -210,6 +228,8 @@ ANTHROPIC: list[Row] = [
     ("output_config", {"effort": "low"}, IGNORED),
     ("output_config", {"format": {"type": "json_schema", "schema": {}}}, FAILS),
     ("penstock", True, HONOURED),
+    *SPECULATION,
+    ("speculation", -1, FAILS),
     ("no_such_field", 1, IGNORED),
 ]
 OPTIONS: list[Row] = [
@@ -234,7 +254,8 @@ OPTIONS: list[Row] = [
     ("mirostat_eta", 0.1, HONOURED),
     *((name, 1, NO_EFFECT) for name in ("num_keep", "num_gpu", "num_thread", "num_batch", "main_gpu")),
     ("use_mmap", True, NO_EFFECT),
-    ("draft_num_predict", 4, NO_EFFECT),
+    ("draft_num_predict", 4, HONOURED),
+    ("draft_num_predict", -1, FAILS),
     ("no_such_option", 1, IGNORED),
 ]
 OLLAMA: list[Row] = [
@@ -251,6 +272,8 @@ OLLAMA: list[Row] = [
     ("keep_alive", "5m", NO_EFFECT),
     ("keep_alive", -1, NO_EFFECT),
     ("penstock", True, HONOURED),
+    *SPECULATION,
+    ("speculation", -1, FAILS),
     ("no_such_field", 1, IGNORED),
 ]
 OLLAMA_CHAT: list[Row] = [

@@ -276,7 +276,7 @@ def test_settings_are_those_that_apply(parrot: Any) -> None:
     assert settings["samplers"] == [
         *("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
     ]
-    assert settings["speculative.types"] == "none"
+    assert settings["speculative.types"] == "ngram-simple"
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,11 @@ GOOD: dict[str, dict[str, Any]] = {  # of the routes whose fields are known here
     "/generate_stream": {"inputs": "[hello]", "parameters": {"max_new_tokens": 3}},
     "/encode": {"text": "hello"},
     "/pooling": {"model": MODEL, "input": "hello"},
+    "/update_weights": {"path": "/no/such/folder", "weight_version": "x", "recompute": False},
+    "/update_weights_from_disk": {"model_path": "/no/such/folder", "weight_version": "x"},
 }
-BODILESS = (  # they read no body, or a list
+BODILESS = (  # they read no body, or a list, or end all streams
+    *("/abort_requests", "/pause", "/resume", "/reset_prefix_cache", "/pause_generation", "/continue_generation"),
     *("/flush_cache", "/ping", "/sleep", "/wake_up", "/lora-adapters"),
     *("/api/models/unload", "/api/models/unload/{id}"),
 )

@@ -16,9 +16,9 @@ from penstock.cli.app import run_command
 from penstock.errors import EngineUnavailable, ModelError, ModelNotFound
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, create_app
-from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings
+from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
 from penstock.server.models.entry import FOR_EVER, ModelState
-from penstock.server.models.ledger import Budget, Loaded, Refuse, Unload, Wait, make_room
+from penstock.server.models.ledger import Budget, Loaded, Refuse, Unload, Wait, excess, make_room
 from penstock.server.request_context import RequestContext
 from tests.server import conftest, toys
 
@@ -26,7 +26,7 @@ GB = 10**9
 
 
 def source(name: str, size: int = 1, open: Callable[[], Any] = toys.open_parrot) -> ModelSource:
-    return ModelSource(name, lambda: InProcessClient(open, name), toys.ToyText, None, None, size)  # type: ignore[arg-type]
+    return ModelSource(name, lambda: InProcessClient(open, name), toys.ToyText, None, None, lambda: size)  # type: ignore[arg-type]
 
 
 # -- the ledger -----------------------------------------------------------------------------------------------------
@@ -56,6 +56,15 @@ def test_a_model_larger_than_the_budget_is_refused_with_both_sizes() -> None:
     assert isinstance(refused, Refuse)
     assert "9.00 GB" in refused.reason
     assert "8.00 GB" in refused.reason
+
+
+def test_models_that_have_grown_beyond_the_budget_make_idle_ones_leave() -> None:
+    idle, grown = Loaded("a", 2, 1.0), Loaded("b", 5, 3.0)
+    assert excess([idle, grown], Budget(7, 0)) == ()
+    assert excess([idle, grown], Budget(6, 0)) == ("a",)
+    assert excess([idle._replace(busy=True), Loaded("c", 2, 2.0), grown], Budget(6, 0)) == ("c",)
+    assert excess([idle._replace(pinned=True), grown], Budget(6, 0)) == ()
+    assert excess([grown], Budget(1, 0)) == ()  # unloading the last one would help nobody
 
 
 # -- the pool -------------------------------------------------------------------------------------------------------
@@ -194,6 +203,117 @@ def test_an_unknown_name_is_refused_with_those_that_are_near() -> None:
     assert pool.get("llama3.2").name == pool.get("llama3.2:latest").name == "llama3.2:3b"
     with pytest.raises(ModelNotFound, match="smollm2"):
         pool.get("smolm2")
+
+
+def grown(client: Any, bytes: int) -> None:
+    """Pretends that a model has adapters in memory."""
+    client.stats = client.stats._replace(adapter_bytes=bytes)
+
+
+def test_adapters_in_memory_count_and_idle_models_make_room_for_them() -> None:
+    async def scenario(pool: ModelPool) -> None:
+        for name in ("a", "b"):
+            context = RequestContext()
+            served = await pool.use(name, context)
+            context.end()
+        assert states(pool) == {"a": "awake", "b": "awake", "c": "stored"}
+        context = RequestContext()
+        await pool.use("b", context)
+        grown(served.client, 3)
+        assert pool.get("b").bytes == 4 + 3
+        context.end()
+        while pool.get("a").state is not ModelState.STORED:
+            await asyncio.sleep(0.01)
+        assert pool.get("b").state is ModelState.AWAKE
+        context = RequestContext()
+        pinned = RequestContext(keep_alive=FOR_EVER)
+        await pool.use("b", pinned)
+        pinned.end()
+        with pytest.raises(EngineUnavailable, match=r"c needs 0.00 GB.*b"):
+            await pool.use("c", context)
+        context.end()
+
+    run(ModelPool([source("a", 4), source("b", 4), source("c", 4)], PoolSettings(Budget(10, 0))), scenario)
+
+
+def test_an_adapter_gets_room_if_another_model_is_idle_and_else_an_error() -> None:
+    async def scenario(pool: ModelPool) -> None:
+        first, second = RequestContext(), RequestContext()
+        await pool.use("a", first)
+        await pool.use("b", second)
+        with pytest.raises(EngineUnavailable, match="no other model is idle"):
+            await pool.make_room_for_adapter(pool.get("b"), 3)
+        await pool.make_room_for_adapter(pool.get("b"), 2)
+        first.end()
+        await pool.make_room_for_adapter(pool.get("b"), 3)
+        assert states(pool) == {"a": "stored", "b": "awake"}
+        with pytest.raises(EngineUnavailable, match="all models together may take"):
+            await pool.make_room_for_adapter(pool.get("b"), 7)
+        second.end()
+
+    run(ModelPool([source("a", 4), source("b", 4)], PoolSettings(Budget(10, 0))), scenario)
+
+
+def test_a_model_that_is_loaded_while_another_answers_yields_to_it() -> None:
+    started: list[bool] = []
+
+    class Starting(InProcessClient):
+        async def start(self, *, yielding: bool = False) -> Any:
+            started.append(yielding)
+            return await super().start()
+
+    def watched(name: str) -> ModelSource:
+        return ModelSource(name, lambda: Starting(toys.open_parrot, name), toys.ToyText)  # type: ignore[arg-type]
+
+    async def scenario(pool: ModelPool) -> None:
+        using, other, last = RequestContext(), RequestContext(), RequestContext()
+        await pool.use("a", using)
+        await pool.use("b", other)
+        using.end()
+        other.end()
+        await pool.use("c", last)
+        last.end()
+        assert started == [False, True, False]
+
+    run(ModelPool([watched("a"), watched("b"), watched("c")]), scenario)
+
+
+def test_models_that_come_and_go_are_found_and_a_loaded_one_stays_until_it_is_unloaded() -> None:
+    first, second, third = source("a"), source("b"), source("c")
+    changes: list[list[ModelSource]] = []
+
+    async def scenario(pool: ModelPool) -> None:
+        context = RequestContext()
+        served = await pool.use("b", context)
+        changes.append([first, second, third])
+        other = RequestContext()
+        assert (await pool.use("c", other)).name == "c"
+        other.end()
+        changes.append([third])
+        assert [name for name, _ in pool.listed()] == ["b", "c"]
+        assert pool.default.name == "b"
+        assert pool.get("b").served is not None
+        assert pool.get("b").served.client is served.client
+        assert pool.get("gpt-4o").name == "b"
+        assert pool.get("b").served.stands_for_it("gpt-4o")
+        context.end()
+        assert await pool.unload("b")
+        assert states(pool) == {"c": "awake"}
+        with pytest.raises(ModelNotFound):
+            pool.get("a")
+        assert pool.get("gpt-4o").name == "c"
+        changes.append([])
+        assert await pool.unload("c")
+        pool.refresh()
+        with pytest.raises(ModelNotFound, match="no model left"):
+            await pool.use(None, RequestContext())
+
+    pool = ModelPool(
+        [first, second],
+        PoolSettings(aliases=client_aliases()),
+        discover=lambda: changes.pop() if changes else None,
+    )
+    run(pool, scenario)
 
 
 # -- over HTTP ------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ def test_a_prompt_is_answered_with_one_object(parrot: Any) -> None:
         "prompt_tokens": 7,
         "completion_tokens": 6,
         "cached_tokens": 0,
+        "weight_version": "default",
     }
 
 

@@ -48,7 +48,7 @@ def source(name: str, sleeper: CountingSleeper, size: int = 5, pace: float = 0.0
     def open() -> Engine:
         return Engine(toys.Parrot(limits, pace), limits, sleeper=sleeper)  # type: ignore[arg-type]
 
-    return ModelSource(name, lambda: InProcessClient(open, name), toys.ToyText, None, None, size)  # type: ignore[arg-type]
+    return ModelSource(name, lambda: InProcessClient(open, name), toys.ToyText, None, None, lambda: size)  # type: ignore[arg-type]
 
 
 async def using(pool: ModelPool, name: str) -> Any:

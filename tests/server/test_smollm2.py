@@ -258,3 +258,40 @@ def test_a_batch_says_what_requests_say(server: Any) -> None:
     direct = sdk.chat.completions.create(**ask(QUESTIONS[0])).choices[0].message.content
     assert list(told) == QUESTIONS
     assert told[QUESTIONS[0]] == direct
+
+
+# -- speculation --------------------------------------------------------------------------------------------------
+
+REPEATED = "Say after me: red, green, blue, red, green, blue, red, green, blue, red, green, blue."
+
+
+def drafted(answer: Any, source: str) -> tuple[int, int]:
+    found = [each for each in answer.penstock["choices"][0].get("drafts", ()) if each["source"] == source]
+    return sum(each["drafted_tokens"] for each in found), sum(each["accepted_tokens"] for each in found)
+
+
+def test_a_prediction_that_is_the_answer_is_drafted_and_accepted(server: Any) -> None:
+    sdk, asked = server.sdk(), ask("Describe a storm at sea.", max_tokens=64)
+    text = sdk.chat.completions.create(**asked, extra_body={"speculation": "off"}).choices[0].message.content
+    fields = {"prediction": {"type": "content", "content": text}, "extra_body": {"cache_salt": "s", "penstock": True}}
+    told = sdk.chat.completions.create(**asked, **fields)
+    assert told.choices[0].message.content == text
+    details = told.usage.completion_tokens_details
+    assert details.rejected_prediction_tokens == 0
+    assert 60 <= details.accepted_prediction_tokens <= 64
+    tried, right = drafted(told, "prediction")  # how many depends on what steps cost on this machine just now
+    assert tried >= right > 0, told.penstock
+
+
+def test_answers_are_the_same_with_and_without_drafts(server: Any) -> None:
+    asked = {"prompt": REPEATED, "temperature": 0.2, "top_k": 5, "seed": 4242, "n_predict": 48, "return_tokens": True}
+    found = [server.post("/completion", **asked, speculation=each).json() for each in ("off", 1, 4, 12, "auto")]
+    assert [each["tokens"] for each in found] == [found[0]["tokens"]] * len(found)
+    assert "draft_n" not in found[0]["timings"]
+    assert any(each["timings"].get("draft_n_accepted", 0) > 8 for each in found[1:])
+
+
+def test_drafts_do_not_leave_the_context(server: Any) -> None:
+    told = server.post("/completion", prompt=[260] + [260, 1057] * 506, temperature=0, n_predict=256).json()
+    assert told["tokens_evaluated"] + told["tokens_predicted"] == 1024
+    assert (told["stop_type"], told["truncated"]) == ("limit", True)

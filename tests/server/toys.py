@@ -21,7 +21,10 @@ import numpy as np
 
 from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
+from penstock.core.speculation import Proposal
+from penstock.engine.drafting import PREDICTION
 from penstock.engine.engine import Engine
+from penstock.engine.speculation import Drafter
 from penstock.ipc.host import host
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
@@ -29,7 +32,7 @@ from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.text import ChatPrompt, ChatTemplate, Text
 from penstock.text.sampling_defaults import FALLBACK
 from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format
-from penstock.types import Limits, RowResult, StepResult, TokenLogprob
+from penstock.types import Limits, Request, RowResult, StepResult, TokenLogprob
 
 END = 256
 ENDLESS = 2**15  # tokens: no test waits for so many
@@ -47,7 +50,7 @@ def pool_of(
 ) -> ModelPool:
     """Returns a pool of one model, whose engine is the client's."""
     sets = settings.pop("metric_sets", DEFAULT_SETS)
-    names = (*(Alias(pattern, name) for pattern in aliases), *(client_aliases(name) if lenient else ()))
+    names = (*(Alias(pattern, name) for pattern in aliases), *(client_aliases() if lenient else ()))
     source = ModelSource(name, lambda: client, lambda: text, path)
     return ModelPool([source], PoolSettings(aliases=names, **settings), sets)
 
@@ -207,7 +210,47 @@ class Parrot:
         return RowResult(tuple(tokens), tuple(logprobs), tuple(scores))
 
 
+class Reciter:
+    """Drafts a request's prediction, as far as its answer is that so far."""
+
+    def __init__(self, request: Request) -> None:
+        self._left = request.prediction
+
+    def propose(self, most: int) -> Proposal:
+        tokens = self._left[:most]
+        return Proposal(tokens, (0.9,) * len(tokens), PREDICTION)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        count = len(tokens)
+        self._left = self._left[count:] if self._left[:count] == tuple(tokens) else ()
+
+
+class Reciting:
+    """Drafts all that requests predict."""
+
+    def open(self, request: Request) -> Reciter:
+        return Reciter(request)
+
+    def close(self, drafter: Drafter) -> None: ...
+
+    def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
+        chosen = []
+        for proposal in proposals:
+            chosen.append(min(len(proposal.tokens), budget))
+            budget -= chosen[-1]
+        return chosen
+
+    def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
+
+    def index(self) -> None: ...
+
+
 def open_parrot() -> Engine:
+    return Engine(Parrot(LIMITS), LIMITS, drafting=Reciting())  # type: ignore[arg-type]
+
+
+def open_plain_parrot() -> Engine:
+    """Drafts nothing, as with --speculation off."""
     return Engine(Parrot(LIMITS), LIMITS)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from penstock import store
 from penstock.cli.served_models import short_name
+from penstock.config import packed_folder
 from penstock.errors import ModelNotFound
 from penstock.store import DerivedModel, Upload
 
@@ -26,7 +27,10 @@ def test_a_model_of_a_file_is_found_and_removed(content: bytes, digest: str, own
     assert (entry.path, entry.size) == (store.fetch("me/mine:v1"), len(content))
     assert store.sha256_of(entry.path) == digest
     assert short_name("me/mine:v1", entry.path) == "me/mine:v1"
-    assert store.remove("me/mine:v1") == len(content)
+    packed = packed_folder(entry.path) / "a.packed"
+    packed.parent.mkdir(parents=True)
+    packed.write_bytes(bytes(500))
+    assert store.remove("me/mine:v1") == len(content) + 500
     assert [file for file in own_store.rglob("*") if file.is_file() and file.parent.name != "locks"] == []
     with pytest.raises(ModelNotFound):
         store.remove("me/mine:v1")

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from penstock.config import packed_folder
 from penstock.errors import DownloadError, MalformedFile, ModelNotFound
-from penstock.store import entries, fetch, find, refs, remove
+from penstock.store import entries, fetch, find, packed_size, refs, remove
 
 TINY = "pypi:tiny/model.gguf"
 
@@ -180,6 +181,17 @@ def test_removal_frees_what_it_says(shelf: Path, own_store: Path, content: bytes
     assert entries() == []
     with pytest.raises(ModelNotFound, match="is not in the store"):
         remove(TINY)
+
+
+def test_packed_weights_go_with_their_model(shelf: Path, own_store: Path, content: bytes, tmp_path: Path) -> None:
+    others = packed_folder(tmp_path / "another.gguf") / "a.packed"
+    packed = packed_folder(fetch(TINY)) / "a.packed"
+    for file in (packed, others):
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes(500))
+    assert packed_size() == 1000
+    assert remove(TINY) == len(content) + 500
+    assert [file for file in (own_store / "packed").rglob("*") if file.is_file()] == [others]
 
 
 def test_what_an_interruption_left_can_be_removed(own_store: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.app import run_command
-from penstock.cli.served_models import served_models
+from penstock.cli.served_models import ModelFinder
 from penstock.errors import ConfigError
 from penstock.store import DerivedModel, Entry, derived_model, derived_path, read_modelfile, save_derived
 
@@ -93,5 +93,5 @@ def test_a_server_of_the_whole_store_loads_nothing_twice(own_home: Path) -> None
         patch.setattr("penstock.store.entries", lambda: [entry])
         save_derived(DerivedModel(name="pirate", base="parrot"))
         save_derived(DerivedModel(name="lost", base="nowhere"))
-        assert [model.name for model in served_models([], "", "")] == ["parrot"]
-        assert [model.name for model in served_models([], "", "it")] == ["it"]
+        assert [model.name for model in ModelFinder([], "", "").found] == ["parrot"]
+        assert [model.name for model in ModelFinder([], "", "it").found] == ["it"]

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.backend.base import Backend
 from penstock.config import OPTIONS, QUANTIZATIONS, Config, Device, available_threads
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.backend.packed_cache import PackedCache
 
 NVIDIA = Path("/dev/nvidiactl")  # exists where a driver is loaded
 
@@ -34,8 +38,9 @@ def resolve_defaults(config: Config, fp8: bool = False, whole: int = 0) -> Confi
     )
 
 
-def open_backend(config: Config) -> Backend:
-    """Returns the backend for a config that `resolve_defaults` has completed."""
+def open_backend(config: Config, packed: PackedCache | None = None) -> Backend:
+    """Returns the backend for a config that `resolve_defaults` has completed. On a CPU, weights are read from the
+    `packed` cache if they are there, and written to it if not."""
     device = Device.parse(config.device)
     check_quantize(config)
     if device.kind == "cuda":
@@ -43,7 +48,7 @@ def open_backend(config: Config) -> Backend:
     if device.kind == "cpu":
         from penstock.backend.cpu import CpuBackend
 
-        return CpuBackend(threads=config.threads or available_threads(), kv=config.kv)
+        return CpuBackend(threads=config.threads or available_threads(), kv=config.kv, packed=packed)
     if device.kind == "ref":
         from penstock.backend.ref import RefBackend
 

@@ -367,6 +367,23 @@ class AdapterSlots(Protocol):
         """Frees a slot after all launched steps."""
 
 
+class WeightUpdate(Protocol):
+    """Replaces the weights of program 0. They are packed and prepared in any thread while steps run, and exchanged
+    between two steps."""
+
+    @property
+    def packer(self) -> Any:
+        """Returns what packs the new weights; the model is built with it."""
+
+    def prepare(self, model: Model) -> None:
+        """Gets everything ready for the exchange. Raises WeightsError if the weights cannot be exchanged; nothing has
+        changed then."""
+
+    def exchange(self) -> None:
+        """Puts the new weights in place of the old ones, after all launched steps. KV, recurrent states, last sampled
+        tokens and adapters stay."""
+
+
 class Sleeper(Protocol):
     """Gives a backend's device memory back while nothing is computed, and keeps what takes long to make: compiled
     kernels, tunings, graphs. All calls happen while no step is in flight."""
@@ -387,6 +404,10 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     name: str  # of the hardware, or of what takes its place
     device: str  # as a config names it: cpu, cuda:1, ref
     depth: int  # steps that it pays to have in flight while the next one is planned
+    padded_sizes: Sequence[int]  # the numbers of tokens that steps without prompts are padded to; empty: they are not
     kv: BlockMemory
     adapters: AdapterSlots
     sleeper: Sleeper | None  # None: memory comes back when the process ends
+
+    def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
+        """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""

@@ -133,6 +133,7 @@ class FakeProgram:
         self, number: int, max_rows: int, vocab: int, windows: Sequence[int], adapters: Mapping[int, FakeAdapter]
     ) -> None:
         self._number = number
+        self.weights = 0  # is added to every token that is written, so that KV of other weights changes an answer
         self._adapters = adapters
         self._vocab = vocab
         self._windows = windows
@@ -176,6 +177,7 @@ class FakeProgram:
         slot, tables = batch.slots[row], batch.tables[:, row]
         tokens, positions = batch.tokens[first:last].astype(np.int64), batch.positions[first:last]
         tokens[tokens == LAST_SAMPLED] = self._last[slot]
+        tokens += self.weights
         if len(batch.adapters) and batch.adapters[row] >= 0:
             tokens += self._adapters[int(batch.adapters[row])].value
         self._store(tables, positions, tokens)
@@ -302,7 +304,23 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
     def memory_needs(self) -> MemoryNeeds:
         return MemoryNeeds(KV_BYTES * len(self._programs), 0, 1 << 30)
 
+    def begin_update(self, loaded: Sequence[Any]) -> FakeUpdate:
+        return FakeUpdate(self, self._programs[0])
+
     def close(self) -> None: ...
+
+
+class FakeUpdate:
+    """Replaces weights that count for nothing: see WeightUpdate. Every exchange changes all answers."""
+
+    def __init__(self, backend: FakeBackend, program: FakeProgram) -> None:
+        self.packer = backend
+        self._program = program
+
+    def prepare(self, model: Model) -> None: ...
+
+    def exchange(self) -> None:
+        self._program.weights += 1
 
 
 def first_allowed(token: int, words: Ints, vocab: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from penstock.backend.base import Batch, Bitmasks, Ints, Sleeper, Ticket
@@ -28,6 +28,7 @@ class SynchronousBackend(Generic[P]):
     and there is nothing to prepare."""
 
     depth = 0
+    padded_sizes: Sequence[int] = ()
     sleeper: Sleeper | None = None
 
     def __init__(self) -> None:

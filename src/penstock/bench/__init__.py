@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from penstock.bench.load import RequestTiming, Result, Target, Workload, run, run_workload
+from penstock.bench.load import DraftTotals, RequestTiming, Result, Target, Workload, run, run_workload
 from penstock.bench.targets import EngineTarget, UrlTarget
 
-__all__ = ["EngineTarget", "RequestTiming", "Result", "Target", "UrlTarget", "Workload", "run", "run_workload"]
+__all__ = [
+    "DraftTotals",
+    "EngineTarget",
+    "RequestTiming",
+    "Result",
+    "Target",
+    "UrlTarget",
+    "Workload",
+    "run",
+    "run_workload",
+]

@@ -77,11 +77,15 @@ class HttpResponse:
 
     async def json(self) -> Any:
         """Returns the body as JSON, or an error object with its text if it is not JSON."""
-        content = b"".join([chunk async for chunk in self._chunks()])
+        content = await self.text()
         try:
             return json.loads(content)
         except ValueError:
-            return {"error": {"message": content[:200].decode(errors="replace")}}
+            return {"error": {"message": content[:200]}}
+
+    async def text(self) -> str:
+        """Returns the body as text."""
+        return b"".join([chunk async for chunk in self._chunks()]).decode(errors="replace")
 
     async def events(self) -> AsyncIterator[Any]:
         """Yields the JSON of each `data:` line up to [DONE]; raises EngineUnavailable if that does not come."""

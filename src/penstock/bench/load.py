@@ -6,9 +6,9 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -55,6 +55,16 @@ class Target(Protocol):
     async def complete(self, prompt: Sequence[int], max_tokens: int, timing: RequestTiming) -> None:
         """Requests `max_tokens` tokens after `prompt` and records what comes in `timing`. Raises PenstockError."""
 
+    async def drafts(self) -> DraftTotals:
+        """Returns what was drafted since it started, as far as it tells."""
+
+
+class DraftTotals(NamedTuple):
+    """Counts tokens that were drafted, and those of them that turned out right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -75,6 +85,8 @@ class Result:
     ttft_p99: float
     itl_p50: float
     itl_p99: float
+    drafted_tokens: int = 0  # 0 also if the server does not tell
+    accepted_tokens: int = 0
 
 
 def run(measuring: Coroutine[Any, Any, T]) -> T:
@@ -102,9 +114,12 @@ async def run_workload(target: Target, workload: Workload, on_done: Callable[[],
                 timing.error = error.message
             on_done()
 
+    before = await target.drafts()
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(workload.concurrency)))
-    return summarize(workload, timings, time.perf_counter() - began)
+    result = summarize(workload, timings, time.perf_counter() - began)
+    drafted, accepted = (now - then for now, then in zip(await target.drafts(), before, strict=True))
+    return replace(result, drafted_tokens=drafted, accepted_tokens=accepted)
 
 
 def prompts(workload: Workload, vocab: range) -> Iterator[list[int]]:

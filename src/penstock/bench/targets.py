@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from penstock.bench.http import Connection, split_url
-from penstock.bench.load import RequestTiming
+from penstock.bench.load import DraftTotals, RequestTiming
 from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.types import Failed, Limits, Request, SamplingParams, Tokens
 
 PLAIN_IDS = range(1000, 9000)  # ordinary tokens in common vocabularies
+DRAFT_METRICS = (
+    ("penstock_drafted_tokens_total", "vllm:spec_decode_num_draft_tokens_total"),
+    ("penstock_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
+)
 WORDS = """
     time year people way day man thing woman life child world school state family student group country problem
     hand part place case week company system program question work government number night point home water room
@@ -38,6 +43,10 @@ class EngineTarget:
                     timing.arrive()
                     timing.output_tokens += len(event.tokens)
                     timing.cached_tokens = max(timing.cached_tokens, event.cached)
+
+    async def drafts(self) -> DraftTotals:
+        counts = self._client.stats.drafts
+        return DraftTotals(sum(each.drafted for each in counts), sum(each.accepted for each in counts))
 
 
 class UrlTarget:
@@ -83,6 +92,17 @@ class UrlTarget:
             async for event in answer.events():
                 _take(event, timing)
 
+    async def drafts(self) -> DraftTotals:
+        """Reads the server's metrics, which have vLLM's names in several engines."""
+        url = split_url(self._url)._replace(path="/metrics").geturl()
+        try:
+            async with Connection(url, self._api_key) as connection:
+                answer = await connection.ask("GET")
+                text = await answer.text() if answer.status == 200 else ""
+        except PenstockError:
+            return DraftTotals()
+        return DraftTotals(*(_metric(text, *names) for names in DRAFT_METRICS))
+
     async def _first_model(self) -> str:
         async with Connection(f"{self._url}/models", self._api_key) as connection:
             answer = await connection.ask("GET")
@@ -90,6 +110,15 @@ class UrlTarget:
             if answer.status != 200 or not listed.get("data"):
                 raise _refusal(answer.status, listed)
             return str(listed["data"][0]["id"])
+
+
+def _metric(text: str, *names: str) -> int:
+    """Returns the sum of a metric's samples; of several names, the first that there is counts."""
+    for name in names:
+        values = [line.rpartition(" ")[2] for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
+        if values:
+            return int(sum(map(float, values)))
+    return 0
 
 
 def _take(event: Any, timing: RequestTiming) -> None:

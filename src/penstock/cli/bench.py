@@ -46,8 +46,9 @@ def bench(
       penstock bench --url http://127.0.0.1:8000/v1 --concurrency 8 --shared-prefix 256 --json
 
     Prints tokens per second, the time to the first token (TTFT) and the inter-token latency (ITL: the time between two
-    pieces of one answer). Each client sends its next request as soon as it is answered (closed loop). MODEL runs in an
-    engine process without a server. With --url, tokens are those that the server counts.
+    pieces of one answer); where tokens were drafted, also how many, and which share was accepted. Each client sends its
+    next request as soon as it is answered (closed loop). MODEL runs in an engine process without a server. With --url,
+    tokens are those that the server counts.
     """
     levels = _levels(concurrency)
     if shared_prefix > input_len:
@@ -134,6 +135,10 @@ def _print(results: list[Result]) -> None:
         figures = (r.output_tok_s, r.total_tok_s, r.ttft_p50, r.ttft_p99, r.itl_p50, r.itl_p99)
         table.add_row(str(r.concurrency), str(r.requests), str(r.errors), *map(_readable, figures))
     print_table(table)
+    for r in results:
+        if r.drafted_tokens:
+            share = r.accepted_tokens / r.drafted_tokens
+            print(f"concurrency {r.concurrency}: {r.drafted_tokens:,} tokens drafted, {share:.0%} accepted")
 
 
 def _readable(figure: float) -> str:

@@ -144,14 +144,15 @@ def _pip() -> tuple[str, str]:
 
 
 def _store() -> tuple[str, str]:
-    from penstock.store import entries, home
+    from penstock.store import entries, home, packed_size
 
     home().mkdir(parents=True, exist_ok=True)
     test_file = home() / f".write-test-{os.getpid()}"
     test_file.touch()
     test_file.unlink()
     models = entries()
-    return "ok", f"{len(models)} models, {readable_size(sum(entry.size for entry in models))} in {home()}"
+    sizes = readable_size(sum(entry.size for entry in models)), readable_size(packed_size())
+    return "ok", f"{len(models)} models, {sizes[0]}, and {sizes[1]} of packed weights in {home()}"
 
 
 def _default_model() -> tuple[str, str]:

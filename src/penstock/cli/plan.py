@@ -25,7 +25,7 @@ def plan(
 
       penstock plan ./model.gguf
       penstock plan ./Llama-3.1-8B-Instruct --quantize fp8 --max-len 8192 --prompt 2000
-      penstock plan ./model.gguf --json
+      penstock plan ./model.gguf --adapter pirate=./pirate --json
 
     Speeds follow from what this machine was measured to do (see penstock doctor); expect them within 25 % while nothing
     else runs. The exit code is 1 if the model does not fit; the error says what is missing and what helps.
@@ -57,7 +57,8 @@ def _to_json(forecast: Forecast) -> dict[str, Any]:
     memory, speed = forecast.memory, forecast.speed
     if memory is None:
         return {"fits": False, "trouble": forecast.problem}
-    fields = {**memory.footprint._asdict(), "cache": memory.cache, **memory.limits._asdict(), "notes": memory.notes}
+    fields = {**memory.footprint._asdict(), "cache": memory.cache, "adapters": memory.adapters}
+    fields |= {**memory.limits._asdict(), "notes": memory.notes}
     return {"fits": True} | fields | {"speed": speed and speed._asdict()}
 
 

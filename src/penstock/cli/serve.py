@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, OptionGroup, UsageError
-from penstock.cli.served_models import FoundModel, TextChanges, adapters_by_model, served_models, source_of
+from penstock.cli.served_models import FoundModel, ModelFinder, ModelSources, TextChanges
 
 if TYPE_CHECKING:
-    from penstock.ipc.launchers import Launcher
     from penstock.server import Space
     from penstock.server.access.guard import Rules
     from penstock.server.models import Alias
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
 
 SHARE_OF_MEMORY = 0.8  # of what is free, for models
-LIKELY_LOADED = 4  # models at once, where no option limits them
 
 
 class ListenOptions(NamedTuple):
@@ -175,6 +173,27 @@ class LoraOptions(NamedTuple):
     enable_lora: Annotated[bool, Option(help="Has no effect: adapters are always enabled.")] = False
 
 
+class SpeculativeOptions(NamedTuple):
+    speculative_config: Annotated[
+        str,
+        Option(
+            help="The same as --speculation, as vLLM's JSON with a method of ngram or suffix: "
+            """'{"method": "ngram", "num_speculative_tokens": 4}'."""
+        ),
+    ] = ""
+
+    def speculation(self, given: str) -> str:
+        """Returns the value of --speculation that holds; `given` is its own."""
+        from penstock.config import DEFAULTS, log_to_stderr
+        from penstock.speculative_config import speculation_in_json
+
+        if not self.speculative_config:
+            return given
+        if given != DEFAULTS["speculation"]:
+            raise UsageError("--speculation and --speculative-config say the same in two ways: give one of them")
+        return speculation_in_json(self.speculative_config, log_to_stderr)
+
+
 class TelemetryOptions(NamedTuple):
     log_level: Annotated[
         str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")
@@ -237,6 +256,7 @@ def serve(
     template: Annotated[TemplateOptions, OptionGroup()],
     telemetry: Annotated[TelemetryOptions, OptionGroup()],
     lora: Annotated[LoraOptions, OptionGroup()],
+    speculative: Annotated[SpeculativeOptions, OptionGroup()],
     engine: options.EngineSettings,
 ) -> None:
     """Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
@@ -254,50 +274,33 @@ def serve(
     other formats become bf16 there, and FP8 becomes bf16 on a CPU: the log says so. --quantize quantizes plain weights.
     """
     traces = telemetry.traces()
-    found = served_models(models, pool.models_dir, listen.name)
+    finder = ModelFinder(models, pool.models_dir, listen.name)
 
     from penstock import server
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
     from penstock.server.telemetry.access_log import LogSettings
 
-    names = [each.name for each in found]
-    adapters = adapters_by_model((*(engine["adapter"] or ()), *(lora.lora_modules or ())), names)
+    engine = engine | {"speculation": speculative.speculation(engine["speculation"])}
     rules, budget = access.rules(), pool.budget()
-    aliases = _aliases(listen.alias or [], names)
+    aliases = _aliases(listen.alias or [], [each.name for each in finder.found])
     settings = PoolSettings(
         budget,
         pool.keep_alive(),
-        aliases + (client_aliases(found[0].name) if rules.lenient else ()),
+        aliases + (client_aliases() if rules.lenient else ()),
         template.trust_request_chat_template,
     )
-    text = TextChanges(template.source(), template.sampling())
-    kv_memory, launcher = _kv_memory(budget, len(found)), _launcher(len(found))
-    sources = [source_of(each, engine | {"adapter": adapters[each.name]}, text, launcher, kv_memory) for each in found]
+    adapters = (*(engine["adapter"] or ()), *(lora.lora_modules or ()))
+    sources = ModelSources(finder, engine, adapters, TextChanges(template.source(), template.sampling()), budget)
+    found_again = sources.find_again if finder.changes else None
     log = LogSettings(telemetry.log_level, telemetry.log_format)
-    setup = server.Setup(_data_name(found), storage.space(), rules, traces, log)
-    server.serve(ModelPool(sources, settings, telemetry.metric_sets()), listen.host, listen.port, setup)
+    setup = server.Setup(_data_name(finder.found), storage.space(), rules, traces, log)
+    served = ModelPool(sources.first, settings, telemetry.metric_sets(), found_again)
+    server.serve(served, listen.host, listen.port, setup)
 
 
 def _data_name(found: list[FoundModel]) -> str:
     """Returns the name of the folder for uploaded files: the model's, or that of all servers with several models."""
     return found[0].name if len(found) == 1 else "models"
-
-
-def _launcher(models: int) -> Launcher:
-    """Returns what starts engine processes. Several models are loaded again and again: their processes are forked."""
-    from penstock.ipc.launchers import ForkLauncher, SpawnLauncher
-
-    if models == 1:
-        return SpawnLauncher()
-    forking = ForkLauncher()
-    forking.warm_up()
-    return forking
-
-
-def _kv_memory(budget: Budget, models: int) -> int:
-    """Returns the bytes for the KV cache of each of several models, where no option says how many; 0: one model takes
-    what it wants. Half of the budget is for caches, of as many models as are likely to be loaded at once."""
-    return 0 if models == 1 else budget.bytes // 2 // min(models, budget.models or LIKELY_LOADED)
 
 
 def _aliases(given: list[str], names: list[str]) -> tuple[Alias, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,12 +14,16 @@ from penstock.cli import options
 from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
+    from penstock.config import Config
     from penstock.ipc.launchers import Launcher
     from penstock.server.models import ModelSource
+    from penstock.server.models.ledger import Budget
     from penstock.store import DerivedModel
     from penstock.text import Text
 
 OVERHEAD = 1.1  # times the size of the files that weights take in memory, at most
+LIKELY_LOADED = 4  # models at once, where no option limits them
+SETTLED_NS = 2 * 10**9  # after its last change, a folder that changes again is sure to have a new time
 
 
 class FoundModel(NamedTuple):
@@ -27,6 +32,14 @@ class FoundModel(NamedTuple):
     name: str
     ref: str
     path: Path
+    fixed: bool = False  # it was named, and is served to the server's end
+
+
+class MemoryShares(NamedTuple):
+    """Gives the options of an engine about memory that no option of the user sets; 0: as the engine decides."""
+
+    kv_memory: int
+    adapter_memory: int
 
 
 class TextChanges(NamedTuple):
@@ -36,22 +49,74 @@ class TextChanges(NamedTuple):
     sampling: dict[str, Any]
 
 
-def served_models(refs: Sequence[str], models_dir: str, name: str) -> list[FoundModel]:
-    """Returns the models that the words on the command line mean: those named, those of a folder, else all of the
-    store, else the default one. Models that are named are fetched first. One that is derived from another of them is
-    left out: the other answers to its name."""
-    from penstock.errors import ConfigError
+class ModelFinder:
+    """Finds the models that the words on the command line mean: those named, those of a folder, else all of the store,
+    else the default one. Models that are named are fetched first. One that is derived from another of them is left out:
+    the other answers to its name."""
 
-    named = [obtained(ref) for ref in refs]
-    folder = in_folder(Path(models_dir).expanduser()) if models_dir else []
-    found = [*named, *folder] or in_store() or [obtained(options.DEFAULT_MODEL)]
-    found = [each for each in found if not _answered_by_another(each, found)]
-    if name:
-        found[0] = found[0]._replace(name=name)
-    names = [each.name for each in found]
-    if twice := [each for each in names if names.count(each) > 1]:
-        raise ConfigError(f"two models would be called {twice[0]!r}: rename a file, or name the first with --name")
-    return found
+    def __init__(self, refs: Sequence[str], models_dir: str, name: str) -> None:
+        """Finds the models that there are at first. `name` is what the first of them is called."""
+        from penstock.errors import ConfigError
+
+        self._named = [obtained(ref) for ref in refs]
+        self._folder = Path(models_dir).expanduser() if models_dir else None
+        self._whole_store = not (self._named or self._in_folder())
+        if self._whole_store and not in_store():
+            obtained(options.DEFAULT_MODEL)
+        self._stamps = self._now()
+        found = self._all()
+        self._own_names = {found[0].path: name} if name else {}
+        self.found = [self._renamed(each) for each in found]
+        names = [each.name for each in self.found]
+        if twice := [each for each in names if names.count(each) > 1]:
+            raise ConfigError(f"two models would be called {twice[0]!r}: rename a file, or name the first with --name")
+
+    @property
+    def changes(self) -> bool:
+        """Returns whether models may come and go: those that are named stay the same."""
+        return self._whole_store or self._folder is not None
+
+    def find_again(self) -> list[FoundModel] | None:
+        """Returns the models that there are now; None if they are the same as the last time. Of two with the same name
+        the first one counts."""
+        from penstock.errors import PenstockError
+
+        before, self._stamps = self._stamps, self._now()
+        if before is not None and before == self._stamps:
+            return None
+        try:
+            found: dict[str, FoundModel] = {}
+            for each in map(self._renamed, self._all()):
+                found.setdefault(each.name, each)
+        except PenstockError as error:
+            import logging  # slow: --help does not need it
+
+            logging.getLogger(__name__).warning("the server goes on with the models that it has: %s", error)
+            return None
+        last, self.found = self.found, list(found.values())
+        return None if last == self.found else self.found
+
+    def _all(self) -> list[FoundModel]:
+        found = [*self._named, *self._in_folder(), *(in_store() if self._whole_store else [])]
+        return [each for each in found if not _answered_by_another(each, found)]
+
+    def _in_folder(self) -> list[FoundModel]:
+        return [] if self._folder is None else in_folder(self._folder)
+
+    def _renamed(self, found: FoundModel) -> FoundModel:
+        return found._replace(name=self._own_names.get(found.path, found.name))
+
+    def _now(self) -> frozenset[tuple[str, int]] | None:
+        """Returns when each folder was changed in which models come and go. None: it was so lately that a folder may
+        change again without a new time."""
+        from penstock.store import record_folders
+
+        folders = list(record_folders()) if self._whole_store else []
+        if self._folder is not None:
+            folders += [self._folder, *(path for path in self._folder.glob("*/"))]
+        stamps = frozenset((str(path), path.stat().st_mtime_ns) for path in folders if path.is_dir())
+        lately = time.time_ns() - SETTLED_NS
+        return None if any(stamp > lately for _, stamp in stamps) else stamps
 
 
 def in_store() -> list[FoundModel]:
@@ -71,7 +136,7 @@ def _answered_by_another(model: FoundModel, found: Sequence[FoundModel]) -> bool
 
 def obtained(ref: str) -> FoundModel:
     path = obtain(ref)
-    return FoundModel(short_name(ref, path), ref, path)
+    return FoundModel(short_name(ref, path), ref, path, fixed=True)
 
 
 def in_folder(folder: Path) -> list[FoundModel]:
@@ -85,22 +150,90 @@ def in_folder(folder: Path) -> list[FoundModel]:
     return [FoundModel(path.stem if path.is_file() else path.name, str(path), path) for path in (*files, *folders)]
 
 
+class ModelSources:
+    """Says how each model of a server is loaded. Models that are found later are loaded as those of a server with
+    several models."""
+
+    def __init__(
+        self, finder: ModelFinder, engine: dict[str, Any], adapters: Sequence[str], text: TextChanges, budget: Budget
+    ) -> None:
+        """Takes the options of all engines, the adapters as the command line names them, and the memory of all models
+        together."""
+        self._finder = finder
+        self._engine = engine
+        self._adapters = adapters_by_model(adapters, [each.name for each in finder.found])
+        self._text = text
+        self._made: dict[FoundModel, ModelSource] = {}
+        several = len(finder.found) > 1
+        launcher = launcher_of_several(warm=True) if several else launcher_of_one()
+        self.first = [self._make(each, launcher, model_shares(budget, len(finder.found))) for each in finder.found]
+        self._shares = model_shares(budget, max(len(finder.found), LIKELY_LOADED))
+
+    def find_again(self) -> list[ModelSource] | None:
+        """Returns the sources of the models that there are now; None if they are the same as the last time."""
+        found = self._finder.find_again()
+        if found is None:
+            return None
+        return [self._make(each, launcher_of_several(warm=False), self._shares) for each in found]
+
+    def _make(self, found: FoundModel, launcher: Launcher, shares: MemoryShares) -> ModelSource:
+        if found not in self._made:
+            adapters = self._adapters.get(found.name, ())
+            self._made[found] = source_of(found, self._engine | {"adapter": adapters}, self._text, launcher, shares)
+        return self._made[found]
+
+
+def launcher_of_one() -> Launcher:
+    """Returns what starts the engine process of the only model."""
+    from penstock.ipc.launchers import SpawnLauncher
+
+    return SpawnLauncher()
+
+
+def launcher_of_several(warm: bool) -> Launcher:
+    """Returns what starts engine processes of models that are loaded again and again: they are forked. The process that
+    they are forked from starts now if it is to be `warm`, else with the first of them."""
+    from penstock.ipc.launchers import ForkLauncher
+
+    forking = ForkLauncher()
+    if warm:
+        forking.warm_up()
+    return forking
+
+
+def model_shares(budget: Budget, models: int) -> MemoryShares:
+    """Returns what each of several models has for its KV cache and its adapters, where no option says how much; 0: one
+    model takes what it wants. Half of the budget is for caches and an eighth for adapters, of as many models as are
+    likely to be loaded at once."""
+    if models == 1:
+        return MemoryShares(0, 0)
+    each = budget.bytes // min(models, budget.models or LIKELY_LOADED)
+    return MemoryShares(each // 2, each // 8)
+
+
 def source_of(
-    found: FoundModel, engine: dict[str, Any], text: TextChanges, launcher: Launcher, kv_memory: int
+    found: FoundModel, engine: dict[str, Any], text: TextChanges, launcher: Launcher, shares: MemoryShares
 ) -> ModelSource:
-    """Returns how a model is loaded. `kv_memory` is what its KV cache takes if no option says otherwise."""
+    """Returns how a model is loaded."""
     from penstock.config import configure, parse_adapter
     from penstock.ipc.spawn import ProcessClient
     from penstock.server.models import ModelSource
-    from penstock.store import size_of
 
-    given = engine if engine.get("kv_memory") else engine | {"kv_memory": kv_memory}
+    given = engine | {name: engine.get(name) or share for name, share in shares._asdict().items()}
     config = configure(found.path, given, name=found.name)
     load = partial(_load_text, found, config.config, text)
-    expected = int(size_of(found.path) * OVERHEAD) + config.kv_memory
     client = partial(ProcessClient, config, launcher)
     adapters = tuple(map(parse_adapter, config.adapter))
-    return ModelSource(found.name, client, load, found.path, _derived(found), expected, adapters)
+    expected = partial(_expected, config)
+    return ModelSource(found.name, client, load, found.path, _derived(found), expected, adapters, found.fixed)
+
+
+def _expected(config: Config) -> int:
+    """Returns the bytes that a model is expected to take: all that counts in the ledger is added up here."""
+    from penstock.planning.memory_plan import adapter_memory
+    from penstock.store import size_of
+
+    return int(size_of(Path(config.model)) * OVERHEAD) + config.kv_memory + adapter_memory(config)
 
 
 def adapters_by_model(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -148,6 +148,13 @@ class KvCache:
         self.states.leave(seq)
         seq.nodes, seq.tables, seq.window_starts, seq.capacity = [], [], [], 0
 
+    def isolate(self, seq: Sequence) -> None:
+        """Lets a running sequence keep its blocks and share none that it computes from now on."""
+        for hash in seq.block_hashes[len(seq.nodes) :]:
+            self._withdraw(seq, hash)
+        self.states.leave(seq)
+        seq.prefix_cache = False
+
     def flush(self) -> None:
         """Empties the prefix cache: gives back every block that no sequence holds."""
         while self.trie.idle_blocks:

@@ -89,7 +89,7 @@ class Scheduler:
         self._foreground += not seq.background
         insort(self.waiting, seq, key=self._order)
 
-    def abort(self, id: int) -> list[Event]:
+    def abort(self, id: int) -> list[Aborted]:
         """Ends a sequence wherever it stands; one that has already ended is left alone."""
         seq = self.sequences.get(id)
         return [] if seq is None else [Aborted(id, self._end(seq))]
@@ -109,7 +109,7 @@ class Scheduler:
             seq = self.sequences[row.seq]
             if row.sample and seq.end > len(seq.tokens):
                 seq.end -= 1  # the token that this row would have sampled
-            self._preempt(seq)
+            self.preempt(seq)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Scheduler:
         cache = self.cache
         missing = cache.blocks_for(count - spare) * cache.groups
         while missing > cache.available and len(self.running) > index:
-            self._preempt(self.policy.victim(self.running, index, self.now))
+            self.preempt(self.policy.victim(self.running, index, self.now))
         return min(count, spare + cache.available // cache.groups * cache.block_size)
 
     def _row(self, seq: Sequence, count: int, begin: int = -1) -> Row:
@@ -320,7 +320,7 @@ class Scheduler:
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to wait: its blocks go, its tokens stay."""
         self._preemptions += 1
         seq.times.preemptions += 1

@@ -47,6 +47,7 @@ class Sequence:
         "admission_epoch",
         "arrival",
         "awaited_hash",
+        "awaits_drafts",
         "background",
         "block_hashes",
         "cached",
@@ -112,6 +113,7 @@ class Sequence:
         self.arrival = 0
         self.computed = 0
         self.planned = 0
+        self.awaits_drafts = False  # its next row shall know its last token, because drafts are likely to follow it
         self.drafted = False  # a row with a draft is in flight: how many tokens that yields is not known yet
         self.end = len(prompt)
         self.scored = 1 if score else len(prompt)  # nothing precedes the first token to score it by
@@ -132,7 +134,7 @@ class Sequence:
     @property
     def must_wait(self) -> bool:
         """Returns whether its next row cannot be planned before the one in flight is committed."""
-        return self.end > len(self.tokens) and (self.lockstep or self.drafted)
+        return self.end > len(self.tokens) and (self.lockstep or self.drafted or self.awaits_drafts)
 
     def until_end(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Returns those of the tokens that would be its own, and the one of them that would end it."""

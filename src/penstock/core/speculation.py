@@ -9,8 +9,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from math import exp
-from operator import mul, neg
+from operator import add, mul, neg
 from typing import NamedTuple
+
+from penstock.core.suffixes import ALIKE, DIFFERENT
 
 
 class Proposal(NamedTuple):
@@ -21,170 +23,161 @@ class Proposal(NamedTuple):
     survival: tuple[float, ...] = ()
     source: str = ""
     match: int = 0  # tokens before the draft that agree with the place it was taken from
+    cells: tuple[int, ...] = ()  # where the acceptance of each token is learned
 
     def first(self, count: int) -> Proposal:
         """Returns it cut to its first tokens."""
-        return self._replace(tokens=self.tokens[:count], survival=self.survival[:count])
+        return Proposal(self.tokens[:count], self.survival[:count], self.source, self.match, self.cells[:count])
 
 
 NOTHING = Proposal()
 
-MATCHES = (0, 1, 2, 3, 4, 5, 7, 10, 14, 20, 32, 64)  # the shortest match of each bucket
-DEPTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # the first depth of each class
 MOST = 64  # tokens of one draft
+MATCHES = (0, 1, 2, 3, 4, 5, 7, 10, 14, 20, 32, 64)  # the shortest match of each bucket
+AGREEMENTS = 3
+PREDICTED = 8  # matching tokens that the beginning of a prediction counts as
 FLOOR = 0.03  # a draft ends where fewer of its tokens survive
 HAZARD_BOUND = 3.0  # of a hazard's logarithm
 HAZARD_STEP = 1 / 8  # hazards are told apart this finely
 
-_BUCKET = tuple(max(at for at, first in enumerate(MATCHES) if first <= match) for match in range(MATCHES[-1] + 1))
-_CLASS = tuple(max(at for at, first in enumerate(DEPTHS) if first <= depth) for depth in range(MOST))
+_FIRST_CELL = [
+    AGREEMENTS * max(bucket for bucket, first in enumerate(MATCHES) if first <= match)
+    for match in range(MATCHES[-1] + MOST + 1)
+]
 
 
-class Outcomes(NamedTuple):
-    """Counts what became of drafted tokens in one class of depths."""
-
-    depths: int
-    accepted: int
-    tried: int
-
-
-def outcomes(depth: int, accepted: int, rejected: bool) -> list[Outcomes]:
-    """Returns what became of the tokens of a draft, from `depth` on, by classes of depths."""
-    found, end = [], depth + accepted + rejected
-    while depth < end:
-        at = _CLASS[depth]
-        stop = min(end, DEPTHS[at + 1]) if at + 1 < len(DEPTHS) else end
-        found.append(Outcomes(at, stop - depth - (rejected and stop == end), stop - depth))
-        depth = stop
-    return found
-
-
-def bucket_of(match: int) -> int:
-    """Returns the bucket of matches of this length."""
-    return _BUCKET[min(match, MATCHES[-1])]
+def cells_of(match: int, agreements: Sequence[int]) -> tuple[int, ...]:
+    """Returns the cell of each token of a draft. A cell is a bucket of matches and an agreement. Tokens that were
+    accepted in a draft count as much as those that matched before it."""
+    first = min(match, MATCHES[-1])
+    return tuple(map(add, _FIRST_CELL[first : first + len(agreements)], agreements))
 
 
 class Acceptance:
-    """Learns how often drafted tokens are accepted, by source, length of the match and depth in the draft.
+    """Learns how often drafted tokens are accepted after all before them were, by source and cell.
 
     Counts decay, so that what happened lately counts most. Before anything has happened, a prior stands for `weight`
     observations of each cell."""
 
-    REFRESH = 16  # observations after which survival is computed again; sooner while there are few
+    REFRESH = 16  # observations after which the rates in use are computed again
 
-    def __init__(self, *, weight: float = 8.0, memory: int = 512) -> None:
+    def __init__(self, *, weight: float = 16.0, memory: int = 2048) -> None:
         self._weight, self._keep = weight, 1 - 1 / memory
-        self._cells: dict[tuple[str, int], AcceptanceCells] = {}
+        self._counts: dict[str, AcceptanceCounts] = {}
 
-    def survival(self, source: str, bucket: int, power: int) -> tuple[float, ...]:
-        """Returns the probability that each token of a draft and all before it are accepted, down to the floor but
-        for at least one. A stream's rates are those of all, to the power of its hazard, which is given as the
-        logarithm's number of steps."""
-        cells = self._cells_of(source, bucket)
-        found = cells.survival.get(power)
+    def rates(self, source: str, power: int) -> list[float]:
+        """Returns the rate of each cell, to the power of a stream's hazard. The hazard's logarithm is given in
+        steps."""
+        counts = self._of(source)
+        found = counts.rates.get(power)
         if found is None:
-            rates = [(accepted / tried) ** exp(power * HAZARD_STEP) for accepted, tried in cells.counts]
-            lasting = list(accumulate([rates[at] for at in _CLASS], mul))
-            found = cells.survival[power] = tuple(lasting[: max(1, bisect_left(lasting, -FLOOR, key=neg))])
+            hazard = exp(power * HAZARD_STEP)
+            pairs = zip(counts.accepted, counts.tried, strict=True)
+            found = counts.rates[power] = [(accepted / tried) ** hazard for accepted, tried in pairs]
         return found
 
-    def observe(self, source: str, bucket: int, outcomes: Sequence[Outcomes], hazard: float) -> float:
-        """Learns from tokens of a draft. Returns how many more of them a stream with this hazard was expected to accept
-        than it did."""
-        cells = self._cells_of(source, bucket)
-        surplus = 0.0
-        for at, accepted, tried in outcomes:
-            count, keep = cells.counts[at], self._keep**tried
-            surplus += tried * (count[0] / count[1]) ** hazard - accepted
-            count[0] = count[0] * keep + accepted
-            count[1] = count[1] * keep + tried
-            cells.fresh += tried
-            if cells.fresh > self.REFRESH or count[1] < 4 * self._weight:
-                cells.survival.clear()
-                cells.fresh = 0
-        return surplus
+    def observe(self, source: str, cells: Sequence[int], rejected: bool) -> None:
+        """Learns from tokens with these cells: all were accepted, but if `rejected`, the last was not."""
+        counts = self._of(source)
+        for cell in cells:
+            counts.accepted[cell] = counts.accepted[cell] * self._keep + 1
+            counts.tried[cell] = counts.tried[cell] * self._keep + 1
+        if rejected:
+            counts.accepted[cells[-1]] -= 1
+        counts.fresh += len(cells)
+        if counts.fresh >= self.REFRESH:
+            counts.fresh = 0
+            counts.rates.clear()
 
-    def _cells_of(self, source: str, bucket: int) -> AcceptanceCells:
-        cells = self._cells.get((source, bucket))
-        if cells is None:
-            weight = self._weight
-            counts = [[weight * prior_rate(bucket, depth), weight] for depth in DEPTHS]
-            cells = self._cells[source, bucket] = AcceptanceCells(counts)
-        return cells
+    def _of(self, source: str) -> AcceptanceCounts:
+        if source not in self._counts:
+            self._counts[source] = AcceptanceCounts(self._weight)
+        return self._counts[source]
 
 
-class AcceptanceCells:
-    """Holds counts (accepted, tried) by depth, of one source and one bucket of matches, and survival made of them."""
+class AcceptanceCounts:
+    """Holds what became of the drafted tokens of one source, by cell, and rates made of that."""
 
-    __slots__ = ("counts", "fresh", "survival")
+    __slots__ = ("accepted", "fresh", "rates", "tried")
 
-    def __init__(self, counts: list[list[float]]) -> None:
-        self.counts = counts
-        self.fresh = 0  # observations since survival was computed
-        self.survival: dict[int, tuple[float, ...]] = {}
+    def __init__(self, weight: float) -> None:
+        self.tried = [weight] * (AGREEMENTS * len(MATCHES))
+        self.accepted = [weight * prior_rate(cell) for cell in range(len(self.tried))]
+        self.fresh = 0  # observations since the rates were computed
+        self.rates: dict[int, list[float]] = {}
 
 
-def prior_rate(bucket: int, depth: int) -> float:
-    """Returns how likely a drafted token is accepted before anything was learned: the more, the longer the match, and
-    more again once tokens before it were accepted."""
-    return 1 - 0.7 / (1 + 0.5 * MATCHES[bucket] + 0.5 * depth)
+def prior_rate(cell: int) -> float:
+    """Returns how likely a drafted token is accepted before anything was learned.
+
+    It was fitted to edits, agents' turns, prose and a small model's answers. What a prediction begins with has no
+    match: that the client predicts it is worth some."""
+    match, agreement = MATCHES[cell // AGREEMENTS] or PREDICTED, cell % AGREEMENTS
+    if agreement == DIFFERENT:
+        return 0.25
+    rejected = 2 / (match + 1.75)
+    return 1 - (rejected / 2 if agreement == ALIKE else rejected)
 
 
 class StreamAcceptance:
     """Blends what all streams have shown with what this one shows.
 
-    If others accept a token with probability p, this stream does with p to the power of its hazard. It has one hazard
-    for short matches and one for long ones, which follow every observation. So a stream that copies nothing and one
-    that copies everything do not spoil each other's drafts."""
+    If others accept a token with probability p, this stream does with p to the power of its hazard. It has a hazard for
+    each source, which follows every observation. So a stream that copies nothing and one that copies everything do not
+    spoil each other's drafts."""
 
-    RATE = 0.15
-    LONG = 5  # the first bucket of long matches
+    RATE = 0.1
 
     def __init__(self, shared: Acceptance) -> None:
         self._shared = shared
-        self._hazards: dict[tuple[str, bool], float] = {}  # logarithms
+        self._hazards: dict[str, float] = {}  # logarithms
 
-    def survival(self, source: str, match: int) -> tuple[float, ...]:
-        """Returns the probability that each token of a draft and all before it are accepted."""
-        bucket = bucket_of(match)
-        hazard = self._hazards.get((source, bucket >= self.LONG), 0.0)
-        return self._shared.survival(source, bucket, round(hazard / HAZARD_STEP))
+    def survival(self, source: str, cells: Sequence[int]) -> tuple[float, ...]:
+        """Returns the probability that each token of a draft and all before it are accepted, down to the floor but
+        for at least one token."""
+        survival = tuple(accumulate(map(self._rates(source).__getitem__, cells), mul))
+        return survival[: max(1, bisect_left(survival, -FLOOR, key=neg))]
 
-    def observe(self, source: str, match: int, depth: int, accepted: int, rejected: bool) -> None:
+    def observe(self, proposal: Proposal, depth: int, accepted: int, rejected: bool) -> None:
         """Learns from tokens of a draft, from `depth` on: so many were accepted, and one after them was rejected or
         is not known."""
-        bucket = bucket_of(match)
-        key = (source, bucket >= self.LONG)
-        hazard = self._hazards.get(key, 0.0)
-        hazard += self.RATE * self._shared.observe(source, bucket, outcomes(depth, accepted, rejected), exp(hazard))
-        self._hazards[key] = min(max(hazard, -HAZARD_BOUND), HAZARD_BOUND)
+        source, cells = proposal.source, proposal.cells[depth : depth + accepted + rejected]
+        rates = self._rates(source)
+        surplus = sum([rates[cell] for cell in cells]) - accepted
+        hazard = self._hazards.get(source, 0.0) + self.RATE * surplus
+        self._hazards[source] = min(max(hazard, -HAZARD_BOUND), HAZARD_BOUND)
+        self._shared.observe(source, cells, rejected)
+
+    def _rates(self, source: str) -> list[float]:
+        return self._shared.rates(source, round(self._hazards.get(source, 0.0) / HAZARD_STEP))
 
 
 class StepCost:
     """Learns the seconds of a step from steps that were measured.
 
-    Steps that only decode (one token a row) are kept apart from those with more tokens, which a device may compute in
+    If a device pads steps to `shapes`, those that only decode (one token a row) are kept apart: it may compute them in
     another way. Between two measured sizes seconds are interpolated, and they never fall with more tokens. Beyond what
     was measured they rise as they did before; as long as only one size was, every token adds `slope` times the smallest
     known step."""
 
-    WEIGHT = 1 / 16  # of a new measurement
-    OUTLIER = 2.0  # a step counts at most this many times the mean: a process that was held up tells nothing
+    WEIGHT = 1 / 32  # of a new measurement, once there are as many
+    OUTLIER = 1.5  # a step counts at most this many times the mean: a process that was held up tells nothing
     CHANGE = 0.02  # by which a mean must differ from the one in use to replace it
 
     def __init__(self, *, slope: float = 0.15, shapes: Sequence[int] = ()) -> None:
-        """Begins with a prior. `shapes` are the numbers of tokens that a device pads a step to."""
         self._slope, self._shapes = slope, sorted(shapes)
         self._means: dict[tuple[bool, int], float] = {}  # by whether it only decodes, and by size
+        self._counts: dict[tuple[bool, int], int] = {}
         self._used: dict[tuple[bool, int], float] = {}
         self._curves: dict[tuple[int, int], list[float]] = {}
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Learns from a step that took so many seconds."""
-        key = (True, rows) if tokens == rows else (False, self._size(tokens))
-        mean = self._means.get(key, seconds)
-        mean += self.WEIGHT * (min(seconds, self.OUTLIER * mean) - mean)
-        self._means[key] = mean
+        decodes = tokens == rows and bool(self._shapes)
+        key = (decodes, rows if decodes else self._size(tokens))
+        mean, count = self._means.get(key, seconds), self._counts.get(key, 0) + 1
+        mean += max(self.WEIGHT, 1 / count) * (min(seconds, self.OUTLIER * mean) - mean)
+        self._means[key], self._counts[key] = mean, count
         if abs(mean - self._used.get(key, 0.0)) > self.CHANGE * mean:
             self._used[key] = mean
             self._curves.clear()
@@ -210,7 +203,7 @@ class StepCost:
         slope = self._slope * min(self._used.values(), default=1.0)
         decoding = sorted((size, mean) for (decode, size), mean in self._used.items() if decode)
         others = sorted((size, mean) for (decode, size), mean in self._used.items() if not decode)
-        if tokens == rows:
+        if tokens == rows and self._shapes:
             first = _interpolate(decoding, rows, slope) if decoding else 1.0
             others = [(rows, first), *(known for known in others if known[0] > rows)]
         elif not others:
@@ -235,17 +228,55 @@ def _interpolate(known: Sequence[tuple[int, float]], size: int, slope: float) ->
     return lower + (upper - lower) * (size - below) / (above - below)
 
 
+class Exploration:
+    """Now and then has a step draft more than is best, or nothing, so that the cost of such steps is measured.
+
+    What that is expected to lose stays below a share of all time. Survival needs no exploration: it is learned from
+    every proposal, drafted or not."""
+
+    SHARE = 1 / 400
+    FURTHER = (1, 2, 4, 8, 16, None)  # tokens beyond the best, in turn; None: nothing is drafted
+
+    def __init__(self) -> None:
+        self._saved = 0.0  # seconds that may be lost
+        self._count = 0
+
+    def count(self, best: int, seconds: Sequence[float], gain: float) -> int:
+        """Returns how many tokens to draft in all, given the best number, the seconds of steps with 0, 1, ... of them,
+        and how many times as fast the best is as none."""
+        further = self.FURTHER[self._count % len(self.FURTHER)]
+        count = 0 if further is None else min(best + further, len(seconds) - 1)
+        self._saved = min(self._saved + self.SHARE * seconds[best], seconds[-1])
+        lost = seconds[0] * (1 - 1 / gain) if further is None else seconds[count] - seconds[best]
+        if self._saved < lost:
+            return best
+        self._saved -= lost
+        self._count += 1
+        return count
+
+
 def draft_lengths(
-    proposals: Sequence[Proposal], cost: StepCost, rows: int, tokens: int, budget: int, further: int = 0
+    proposals: Sequence[Proposal],
+    cost: StepCost,
+    rows: int,
+    tokens: int,
+    budget: int,
+    exploration: Exploration | None = None,
 ) -> list[int]:
-    """Returns how many tokens to draft of each proposal, in a step that has `rows` rows and `tokens` tokens without.
+    """Returns how many tokens to draft of each proposal, in a step that has `rows` rows that decode and `tokens` tokens
+    without drafts.
 
     The drafted tokens that are most likely to survive are admitted, over all rows, as long as that gives the most
-    committed tokens per second; then `further` more are. There are at most `budget`."""
+    committed tokens per second. Exploration may add a few. There are at most `budget`."""
     slots = _slots(proposals, budget)
     if not slots:
         return [0] * len(proposals)
-    return _admit(proposals, slots[: _best_count(slots, cost.curve(rows, tokens, len(slots)), rows) + further])
+    seconds = cost.curve(rows, tokens, len(slots))
+    count = _best_count(slots, seconds, rows)
+    if exploration is not None:
+        gain = (1 + sum(slots[:count]) / rows) * seconds[0] / seconds[count]
+        count = exploration.count(count, seconds[: len(slots) + 1], gain)
+    return _admit(proposals, slots[:count])
 
 
 def _slots(proposals: Sequence[Proposal], budget: int) -> list[float]:
@@ -283,38 +314,3 @@ def _admit(proposals: Sequence[Proposal], admitted: Sequence[float]) -> list[int
         lengths[row] += taken
         left -= taken
     return lengths
-
-
-class DraftPlanner:
-    """Chooses draft lengths step by step, and now and then drafts further, so that the cost of such steps is measured.
-
-    What that is expected to lose stays below a share of all time. Survival needs no exploration: it is learned from
-    every proposal, drafted or not."""
-
-    SHARE = 1 / 400
-    FURTHER = (1, 2, 4, 8)  # slots beyond the best, in turn
-
-    def __init__(self, cost: StepCost) -> None:
-        self.cost = cost
-        self._saved = 0.0  # seconds that may be lost
-        self._explored = 0
-
-    def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
-        """Returns how many tokens to draft of each proposal in the next step."""
-        slots = _slots(proposals, budget)
-        if not slots:
-            return [0] * len(proposals)
-        seconds = self.cost.curve(rows, tokens, len(slots))
-        best = _best_count(slots, seconds, rows)
-        return _admit(proposals, slots[: best + self._further(seconds[best : len(slots) + 1])])
-
-    def _further(self, seconds: Sequence[float]) -> int:
-        """Returns how many slots to draft beyond the best, given the seconds of steps with 0, 1, ... of them."""
-        further = min(self.FURTHER[self._explored % len(self.FURTHER)], len(seconds) - 1)
-        lost = seconds[further] - seconds[0]
-        self._saved = min(self._saved + self.SHARE * seconds[0], seconds[-1])
-        if not further or self._saved < lost:
-            return 0
-        self._saved -= lost
-        self._explored += 1
-        return further

@@ -12,7 +12,11 @@ from typing import Protocol
 REFRESHED = 4  # suffixes of the text whose latest occurrence is kept current at every token
 SEPARATOR = -1  # a negative token stands between two streams: no continuation crosses it
 
-Continuation = tuple[list[int], int]  # what followed an earlier occurrence, and how many tokens before it match
+# Agreement at a token: what stands before it occurred with different followers, once, or more often with the same.
+DIFFERENT, SINGLE, ALIKE = range(3)
+
+# What followed an earlier occurrence, how many tokens before it match, and the agreement at each token.
+Continuation = tuple[list[int], int, list[int]]
 
 
 class StreamIndex(Protocol):
@@ -45,13 +49,19 @@ class StreamCursor(Protocol):
 class SuffixState:
     """Holds a state: the length of its longest string, where that ended, its link and its transitions."""
 
-    __slots__ = ("end", "length", "link", "next")
+    __slots__ = ("end", "length", "link", "next", "repeated")
 
     def __init__(self, length: int, end: int) -> None:
         self.length = length
         self.end = end
         self.link: SuffixState | None = None
         self.next: dict[int, SuffixState] = {}
+        self.repeated = False  # it is known to have occurred more than once
+
+    @property
+    def agreement(self) -> int:
+        """Returns whether its occurrences went on differently, there is one, or several went on alike."""
+        return DIFFERENT if len(self.next) > 1 else ALIKE if self.repeated else SINGLE
 
 
 class SuffixAutomaton:
@@ -87,16 +97,22 @@ class SuffixAutomaton:
         """Returns what followed the latest known earlier occurrence of the longest suffix that has one. If it runs
         into the end of the text, it goes on periodically. A negative token ends it."""
         match = self._last.link
-        if match is None or not match.length:
-            return [], 0
-        period = len(self.text) - match.end
-        found: list[int] = []
+        return self.followers(match, match.length, most) if match is not None and match.length else ([], 0, [])
+
+    def followers(self, start: SuffixState, length: int, most: int) -> Continuation:
+        """Returns what followed the strings of a state, of which `length` tokens match."""
+        state: SuffixState | None = start
+        period = len(self.text) - start.end
+        tokens: list[int] = []
+        agreements: list[int] = []
         for at in range(most):
-            token = self.text[match.end + at] if at < period else found[at - period]
+            token = self.text[start.end + at] if at < period else tokens[at - period]
             if token < 0:
                 break
-            found.append(token)
-        return found, match.length
+            agreements.append(state.agreement if state else SINGLE)
+            tokens.append(token)
+            state = state.next.get(token) if state else None
+        return tokens, length, agreements
 
     def _refresh(self) -> None:
         """Keeps the latest end of the longest suffixes that occurred before. It runs before a token is appended,
@@ -106,6 +122,7 @@ class SuffixAutomaton:
             if state is None or state is self.root:
                 break
             state.end = len(self.text)
+            state.repeated = True
             state = state.link
 
     def _append(self, token: int) -> None:
@@ -128,7 +145,7 @@ class SuffixAutomaton:
             return state
         clone = SuffixState(before.length + 1, state.end)
         self._states += 1
-        clone.link, clone.next = state.link, dict(state.next)
+        clone.link, clone.next, clone.repeated = state.link, dict(state.next), state.repeated
         state.link = clone
         at: SuffixState | None = before
         while at is not None and at.next.get(token) is state:
@@ -164,10 +181,9 @@ class SuffixCursor:
         while state.link is not None and state.end == len(text):
             state = state.link
         if state.link is None:
-            return [], 0
-        found = text[state.end : state.end + most]
-        ends = [at for at, token in enumerate(found) if token < 0]
-        return found[: ends[0]] if ends else found, min(self._length, state.length)
+            return [], 0, []
+        left = len(text) - state.end
+        return self._automaton.followers(state, min(self._length, state.length), min(most, left))
 
     def _settle(self) -> None:
         """Goes back to the beginning if the text has started anew, and to the shorter state if one was split."""

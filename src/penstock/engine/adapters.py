@@ -2,25 +2,26 @@
 
 A registered adapter costs a few hundred bytes until a request names it. Then a thread reads it while others are
 computed, and it stays in its slot until the room is needed. A slot that a waiting or running request holds is never
-taken away.
+taken away. If requests keep all slots busy and others wait for too long, some slots take no new requests: they drain.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from penstock.backend.base import AdapterSlots
-from penstock.errors import AdapterError, AdapterNotFound, PenstockError
+from penstock.config import available_memory
+from penstock.engine.reading import Reader, Reading
+from penstock.errors import AdapterError, AdapterNotFound, Overloaded, PenstockError
 from penstock.model.adapters import AdapterBase, adapter_bytes, read_adapter, updates_of
-from penstock.types import AdapterInfo, AdapterUse
+from penstock.types import AdapterInfo, AdapterRequests, AdapterUse
 
 MAX_NAME = 256  # characters
-T = TypeVar("T")
+READING = 2  # times its size that an adapter takes while it is read: its file, and what it becomes
+MAX_PASSED = 64  # steps that pass a request which waits for a slot, before a slot is drained for it
 
 
 class RegisteredAdapter(NamedTuple):
@@ -47,49 +48,14 @@ class ReadAdapter(NamedTuple):
     digests: tuple[str, ...]  # of each source
 
 
-class Reading(Generic[T]):
-    """Waits for work that a thread does: `result` returns what came of it."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._done = threading.Event()
-        self._result: T | None = None
-        self._error: PenstockError | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Returns whether the thread is done with it."""
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> None:
-        """Returns when the thread is done with it, or after this many seconds."""
-        self._done.wait(seconds)
-
-    def run(self) -> None:
-        """Does the work, in the thread."""
-        try:
-            self._result = self._work()
-        except PenstockError as error:
-            self._error = error
-        except Exception as error:  # work that nobody finishes would keep requests waiting for ever
-            self._error = AdapterError(f"the adapter could not be read: {type(error).__name__}: {error}")
-        self._done.set()
-
-    def result(self) -> T:
-        """Returns what came of it; raises what the work raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        return self._result
-
-
 class AdapterLease:
     """Is held by requests that are computed with the same adapters, from their arrival to their end."""
 
     def __init__(self, sources: tuple[Source, ...], load: Callable[[Sequence[Source]], ReadAdapter]) -> None:
         self.sources = sources
-        self.reading = Reading(lambda: load(sources))
+        self.reading = Reading(lambda: load(sources), AdapterError)
         self.holders = 0
+        self.arrived = 0  # at which call of `advance`
         self.slot = -1  # -1: none yet
         self.nbytes = 0
         self.digests: tuple[str, ...] = ()
@@ -120,18 +86,30 @@ class AdapterLease:
 class Adapters:
     """Registers adapters and moves them into slots: at most `most` of them, which take at most `memory` bytes."""
 
-    def __init__(self, slots: AdapterSlots, base: AdapterBase, most: int, memory: int) -> None:
+    def __init__(
+        self,
+        slots: AdapterSlots,
+        base: AdapterBase,
+        most: int,
+        memory: int,
+        available: Callable[[], int] = available_memory,
+    ) -> None:
+        """Takes, besides the limits, what tells how many bytes of the machine's memory are free."""
         self._slots = slots
         self._base = base
         self._memory = memory
+        self._available = available
+        self.most = most
         self._free = list(range(most - 1, -1, -1))
         self._registered: dict[str, RegisteredAdapter] = {}
         self._digests: dict[int, str] = {}  # of registrations that were loaded once, by number
         self._count = 0
         self._leases: OrderedDict[tuple[Source, ...], AdapterLease] = OrderedDict()  # the least recently used first
+        self._draining: list[AdapterLease] = []  # that keep their slot for those who hold them, and get no new ones
         self._queue: deque[AdapterLease] = deque()  # without a slot yet, in order of arrival
+        self._advanced = 0  # calls of `advance`
         self._reading: list[AdapterLease] = []
-        self._reader = Reader()
+        self._reader = Reader("penstock-adapters")
 
     # -- names ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +121,7 @@ class Adapters:
     def begin_registration(self, name: str, path: Path, scale: float, *, replace: bool = False) -> Reading[int]:
         """Begins to register an adapter while steps run: its files are checked in a thread."""
         self._check_name(name, path, scale, replace)
-        reading = Reading(lambda: self._rank_at(path))
+        reading = Reading(lambda: self._rank_at(path), AdapterError)
         self._reader.read(reading)
         return reading
 
@@ -196,7 +174,7 @@ class Adapters:
     def _info(self, known: RegisteredAdapter) -> AdapterInfo:
         loaded = any(
             lease.in_slot and source.registered.number == known.number
-            for lease in self._leases.values()
+            for lease in self._all_leases()
             for source in lease.sources
         )
         digest = self._digests.get(known.number, "")
@@ -211,6 +189,7 @@ class Adapters:
         lease = self._leases.get(sources)
         if lease is None or lease.error:
             lease = self._leases[sources] = AdapterLease(sources, self._load)
+            lease.arrived = self._advanced
             self._queue.append(lease)
         lease.holders += 1
         self._leases.move_to_end(sources)
@@ -221,13 +200,18 @@ class Adapters:
         lease.holders -= 1
         if lease.holders:
             return
+        if lease in self._draining:
+            self._draining.remove(lease)
+            self._free_slot(lease)
         if lease.slot < 0 and lease in self._queue:
             self._queue.remove(lease)
         if lease.slot < 0 and self._leases.get(lease.sources) is lease:
             del self._leases[lease.sources]
 
     def advance(self) -> None:
-        """Puts what was read into slots, and begins to read what has room, in order of arrival. It never waits."""
+        """Puts what was read into slots, and begins to read what has room, in order of arrival. It never waits. It is
+        called before every step while requests wait."""
+        self._advanced += 1
         for lease in [lease for lease in self._reading if lease.reading.ready]:
             self._reading.remove(lease)
             try:
@@ -237,10 +221,13 @@ class Adapters:
         while self._queue:
             try:
                 needed = sum(adapter_bytes(source.registered.path) for source in self._queue[0].sources)
+                fits = self._make_room(needed)
             except PenstockError as error:
                 self._give_up(self._queue.popleft(), error)
                 continue
-            if not self._make_room(needed):
+            if not fits:
+                if self._advanced - self._queue[0].arrived >= MAX_PASSED:
+                    self._drain(needed)
                 return
             lease = self._queue.popleft()
             lease.slot, lease.nbytes = self._free.pop(), needed
@@ -275,12 +262,19 @@ class Adapters:
 
     def _make_room(self, needed: int) -> bool:
         """Frees a slot, and the bytes if they can be had; returns whether there is room. An adapter that is alone is
-        let in, because its size in a slot is known only when it is read."""
-        while not self._free or (self._used and self._used + needed > self._memory):
+        let in, because its size in a slot is known only when it is read. Raises Overloaded if the machine's memory is
+        too short even so."""
+        while not self._free or (self.used and self.used + needed > self._memory) or self._short(needed):
             unheld = next((lease for lease in self._leases.values() if lease.in_slot and not lease.holders), None)
-            if unheld is None:
+            if unheld is not None:
+                self._evict(unheld)
+            elif len(self._free) < self.most:
                 return False
-            self._evict(unheld)
+            else:
+                raise Overloaded(
+                    f"reading the adapter takes {READING * needed / 1e6:.1f} MB, and {self._available() / 1e6:.1f} MB "
+                    "of memory are free: unload a model, or try again later"
+                )
         return True
 
     def evict_unheld(self) -> None:
@@ -288,16 +282,47 @@ class Adapters:
         for lease in [lease for lease in self._leases.values() if lease.in_slot and not lease.holders]:
             self._evict(lease)
 
+    def _short(self, needed: int) -> bool:
+        return READING * needed > self._available()
+
+    def _drain(self, needed: int) -> None:
+        """Lets no new requests hold some of the adapters in slots, so that a slot and the bytes become free when those
+        end who hold them now. Adapters with the fewest requests drain first: that is over soonest."""
+        draining = self._draining
+        held = [lease for lease in self._leases.values() if lease.in_slot]
+        for lease in sorted(held, key=lambda each: each.holders):
+            if draining and self.used - sum(each.nbytes for each in draining) + needed <= self._memory:
+                return
+            del self._leases[lease.sources]
+            draining.append(lease)
+
     @property
-    def _used(self) -> int:
-        return sum(lease.nbytes for lease in self._leases.values() if lease.slot >= 0)
+    def used(self) -> int:
+        """Returns the bytes that adapters in slots take, and those that are being read."""
+        return sum(lease.nbytes for lease in self._all_leases() if lease.slot >= 0)
+
+    def _all_leases(self) -> Iterator[AdapterLease]:
+        yield from self._leases.values()
+        yield from self._draining
 
     def _evict(self, lease: AdapterLease) -> None:
         del self._leases[lease.sources]
         if lease.in_slot:
-            self._slots.drop(lease.slot)
-            self._free.append(lease.slot)
-            lease.slot, lease.in_slot = -1, False
+            self._free_slot(lease)
+
+    def _free_slot(self, lease: AdapterLease) -> None:
+        self._slots.drop(lease.slot)
+        self._free.append(lease.slot)
+        lease.slot, lease.in_slot = -1, False
+
+    def requests(self) -> tuple[AdapterRequests, ...]:
+        """Returns how many requests run with each adapter, and how many wait for its slot, by name. Adapters without
+        requests are left out."""
+        counts: dict[str, list[int]] = {}
+        for lease in self._all_leases():
+            for source in lease.sources if lease.holders else ():
+                counts.setdefault(source.registered.name, [0, 0])[0 if lease.in_slot else 1] += lease.holders
+        return tuple(AdapterRequests(name, *both) for name, both in counts.items())
 
     # -- in the reader's thread ----------------------------------------------------------------------------------
 
@@ -305,29 +330,3 @@ class Adapters:
         adapters = [(read_adapter(source.registered.path, self._base), source.scale) for source in sources]
         packed = self._slots.pack(updates_of(adapters, self._base.placements))
         return ReadAdapter(packed, tuple(adapter.digest() for adapter, _ in adapters))
-
-
-class Reader:
-    """Reads adapters in a thread of its own, which starts with the first one."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Reading[Any] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def read(self, reading: Reading[Any]) -> None:
-        """Begins to read, after what was begun before."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="penstock-adapters", daemon=True)
-            self._thread.start()
-        self._queue.put(reading)
-
-    def close(self) -> None:
-        """Ends the thread once it has read what it was given."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _work(self) -> None:
-        while (reading := self._queue.get()) is not None:
-            reading.run()

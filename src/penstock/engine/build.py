@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
+from penstock.backend.exchange import KeepingPacker
+from penstock.backend.packed_cache import packed_cache_of
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, Device, available_memory, parse_adapter, resolve
+from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
 from penstock.engine.adapters import Adapters
-from penstock.engine.engine import Engine
+from penstock.engine.drafting import Drafting
+from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
-from penstock.errors import OutOfMemory
+from penstock.engine.low_priority import run_yielding
+from penstock.engine.weights import WeightReader
+from penstock.errors import OutOfMemory, WeightsError
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
-from penstock.model.load import Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
+from penstock.model.load import CONFIG, Checkpoint, load_placed, load_text, open_checkpoint, unknown_line
+from penstock.model.low_rank import Placement
 from penstock.model.spec import ModelSpec
-from penstock.planning.memory_plan import all_states, gigabytes, plan_memory
+from penstock.planning.memory_plan import adapter_memory, all_states, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
@@ -86,14 +93,16 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
         tell = silent
-    backend, checkpoint = open_backend(config), quantized(checkpoint, config)
+    backend = open_backend(config, packed_cache_of(config, checkpoint))
+    checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
         has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
-    model, placements = load_placed(checkpoint, backend)
-    backend.load(model)
+    packer = KeepingPacker(backend)
+    loading = partial(_load_weights, checkpoint, backend, packer)
+    placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend)
     timer.stop("cache")
@@ -101,31 +110,45 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     timer.stop("kernels")
     tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
     grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
+    most = draft_limit(config.speculation)
     return Engine(
         backend,
         limits,
         depth=backend.depth,
         grammars=grammars,
+        drafting=None if most == 0 or not limits.generates else Drafting(backend.padded_sizes),
+        draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
+        weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint.path.is_dir())),
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
     )
 
 
-def adapter_memory(config: Config, free: int) -> int:
-    """Returns the bytes of a GPU that its KV cache leaves for adapters: what the config says, or a share of those that
-    are `free` if it names adapters. Others have to do with SPARE_FOR_ADAPTERS."""
-    return config.adapter_memory or (free // ADAPTER_SHARE if config.adapter else 0)
+def _load_weights(checkpoint: Checkpoint, backend: Backend, packer: KeepingPacker) -> Sequence[Placement]:
+    """Loads a model's weights; returns where each of its tensors is."""
+    model, placements = load_placed(checkpoint, packer)
+    backend.load(model)
+    return placements
+
+
+def open_update(config: Config, folder: bool, path: Path) -> Checkpoint:
+    """Opens weights that are to take the place of a model's, which is a folder or a GGUF file, as that was opened."""
+    if path.is_dir() and not (path / CONFIG).exists() and len(files := list(path.glob("*.gguf"))) == 1:
+        path = files[0]
+    if path.is_dir() != folder:
+        raise WeightsError(f"the loaded model is a {'folder' if folder else 'GGUF file'}, and this is none")
+    return quantized(open_checkpoint(path, config.config, config.strict_config, config.max_len), config)
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
     """Returns the adapters that requests may name at first: those of the config."""
     memory = config.adapter_memory or available_memory() // ADAPTER_SHARE
     if Device.parse(config.device).kind == "cuda":
-        memory = adapter_memory(config, backend.memory_needs().kv_memory) or SPARE_FOR_ADAPTERS
+        memory = config.adapter_memory or max(adapter_memory(config), SPARE_FOR_ADAPTERS)
     adapters = Adapters(backend.adapters, base, config.max_adapters, memory)
     for text in config.adapter:
         name, path, scale = parse_adapter(text)
@@ -155,19 +178,20 @@ def chain_hash() -> hashing.Chain:
 def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend) -> tuple[Limits, int]:
     """Reserves the KV cache. Returns the limits and the bytes of a token in one layer group. The cache is a little
     smaller than planned where there turns out to be less memory than a moment ago."""
-    spec = checkpoint.spec
+    spec, adapters = checkpoint.spec, adapter_memory(config)
     for left in reversed(range(TRIES)):
         needs = backend.memory_needs()
         group_token = spec.kv_group_bytes(needs.kv_bytes_per_token)
+        room = needs.kv_memory - adapters
         if Device.parse(config.device).kind == "cuda":
-            room = needs.kv_memory - adapter_memory(config, needs.kv_memory)
+            room = needs.kv_memory - (config.adapter_memory or adapters)
             config = replace(config, kv_memory=min(config.kv_memory or room, room))
         limits = resolve(
             config,
             context=spec.max_len,
             vocab=spec.token_ids,
             kv_bytes=group_token,
-            memory=needs.kv_memory,
+            memory=room,
             windows=spec.windows,
             encoder=spec.encoder,
             state_bytes=needs.state_bytes,

@@ -8,7 +8,7 @@ and learning cannot change an answer.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from penstock.core import suffixes
@@ -16,12 +16,14 @@ from penstock.core.speculation import (
     MOST,
     NOTHING,
     Acceptance,
-    DraftPlanner,
+    Exploration,
     Proposal,
     StepCost,
     StreamAcceptance,
+    cells_of,
+    draft_lengths,
 )
-from penstock.core.suffixes import SEPARATOR, StreamCursor, StreamIndex
+from penstock.core.suffixes import SEPARATOR, SINGLE, Continuation, StreamCursor, StreamIndex
 from penstock.types import Request
 
 Scope = tuple[str, str]  # salt and owner: drafts are taken from answers that agree in both
@@ -31,16 +33,19 @@ SCOPE_TOKENS = 2**16  # of the recent answers of one scope
 RECENT_TOKENS = 2**19  # of the recent answers of all scopes
 CONTEXT = 16  # tokens before an answer that it is recognized by
 INDEXED = 2048  # tokens that are indexed in a step: two tenths of a millisecond
+POOR = 0.25  # right tokens of a proposal, on average, below which a stream makes fewer
+SEARCHING = 4  # poor streams that propose in a step
+
+SLOPE, PADDED_SLOPE = 0.15, 0.02  # of a one-row step that one more token costs, before that is measured
 
 PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
-SOURCES = (PREDICTION, TEXT, RECENT)
 
 
 class RequestDrafter:
     """Proposes drafts for one request and learns from the tokens that it commits.
 
     Every proposal is compared with what is committed after it, whether it was drafted or not. So acceptance is learned
-    without drafting anything."""
+    without drafting anything. A stream whose proposals are hardly ever right makes fewer if there are many streams."""
 
     def __init__(self, drafting: Drafting, prompt: Sequence[int], prediction: Sequence[int], scope: Scope) -> None:
         self.scope = scope
@@ -48,87 +53,92 @@ class RequestDrafter:
         self.answer: list[int] = []
         self._drafting = drafting
         self._acceptance = StreamAcceptance(drafting.acceptance)
-        self._prediction = tuple(prediction)
+        self._prediction = prediction
         self._text = drafting.new_index(TEXT_TOKENS)
-        self._unindexed: deque[Sequence[int]] = deque([prompt[-TEXT_TOKENS // 2 :]])
+        self._unindexed: deque[tuple[StreamIndex, Sequence[int]]] = deque([(self._text, prompt[-TEXT_TOKENS // 2 :])])
         self._cursors: dict[str, StreamCursor] = {}
         self._recent: StreamIndex | None = None
+        self._read = 0  # tokens of the answer that all sources know
         self._followed, self._depth = NOTHING, 0
+        self._yield = 1.0  # running mean of the tokens of a proposal that were right
+        self._rest = 0  # steps in which it proposes nothing
         if prediction:
             index = drafting.new_index(len(prediction))
-            index.extend(prediction)
+            self._unindexed.appendleft((index, prediction))
             self._cursors[PREDICTION] = drafting.new_cursor(index)
 
     def propose(self, most: int) -> Proposal:
         """Returns at most `most` tokens that may come next, from the source that promises the most accepted ones. It
         is empty if none has any."""
-        self._look_up_recent()
+        if self._rest:
+            self._rest -= 1
+            return NOTHING
         best, promised = NOTHING, 0.0
-        for source, tokens, match in self._found(min(most, MOST)):
-            survival = self._acceptance.survival(source, match)[: len(tokens)]
+        for source, (tokens, match, agreements) in self._found(min(most, MOST)):
+            cells = cells_of(match, agreements)
+            survival = self._acceptance.survival(source, cells)
             if sum(survival) > promised:
-                promised = sum(survival)
-                best = Proposal(tuple(tokens[: len(survival)]), survival, source, match)
+                promised, end = sum(survival), len(survival)
+                best = Proposal(tuple(tokens[:end]), survival, source, match, cells[:end])
         if not self._followed.tokens:
             self._followed, self._depth = best, 0
+        if self._yield < POOR:
+            self._rest = self._drafting.running // SEARCHING
         return best
 
     def append(self, tokens: Sequence[int]) -> None:
         """Takes the tokens that were committed."""
-        self._follow(tokens)
         self.answer += tokens
-        for cursor in self._cursors.values():
-            cursor.advance(tokens)
-        if self._unindexed:
-            self._unindexed.append(tokens)
-        else:
-            self._text.extend(tokens)
+        proposal, depth = self._followed, self._depth
+        if not proposal.tokens:
+            return
+        left = proposal.tokens[depth : depth + len(tokens)]
+        accepted = common_prefix(left, tokens)
+        self._acceptance.observe(proposal, depth, accepted, accepted < len(left))
+        self._depth += accepted
+        if accepted < len(left) or self._depth == len(proposal.tokens):
+            self._yield += (self._depth - self._yield) / 8
+            self._followed, self._depth = NOTHING, 0
 
     def index(self, most: int) -> int:
-        """Indexes the next tokens of the text that wait for it, at most `most`. Returns how many it did."""
+        """Indexes at most `most` tokens of the prediction and the prompt. Returns how many it did."""
         left = most
         while self._unindexed and left:
-            tokens = self._unindexed.popleft()
-            self._text.extend(tokens[:left])
+            index, tokens = self._unindexed.popleft()
+            index.extend(tokens[:left])
             if len(tokens) > left:
-                self._unindexed.appendleft(tokens[left:])
+                self._unindexed.appendleft((index, tokens[left:]))
             left -= min(len(tokens), left)
         return most - left
 
     @property
     def indexed(self) -> bool:
-        """Returns whether all of its text is indexed."""
+        """Returns whether the prediction and the prompt are indexed. Until then nothing but the beginning of the
+        prediction is proposed."""
         return not self._unindexed
 
-    def _found(self, most: int) -> list[tuple[str, Sequence[int], int]]:
-        """Returns what each source has: its name, tokens that may come next, and the length of its match."""
-        found: list[tuple[str, Sequence[int], int]] = []
+    def _found(self, most: int) -> Iterator[tuple[str, Continuation]]:
+        """Yields what each source has."""
         if self._prediction and not self.answer:
-            return [(PREDICTION, self._prediction[:most], 0)]
-        if not self._unindexed:
-            found.append((TEXT, *self._text.continuation(most)))
-        found += [(source, *cursor.continuation(most)) for source, cursor in self._cursors.items()]
-        return [entry for entry in found if entry[1]]
+            yield PREDICTION, (list(self._prediction[:most]), 0, [SINGLE] * most)
+        elif not self._unindexed:
+            self._catch_up()
+            yield TEXT, self._text.continuation(most)
+            for source, cursor in self._cursors.items():
+                yield source, cursor.continuation(most)
 
-    def _look_up_recent(self) -> None:
-        """Begins to follow the recent answers of its scope once there are any."""
+    def _catch_up(self) -> None:
+        """Tells all sources the tokens that were committed since, and looks for recent answers of its scope."""
+        unread = self.answer[self._read :]
+        self._read = len(self.answer)
+        self._text.extend(unread)
+        for cursor in self._cursors.values():
+            cursor.advance(unread)
         recent = self._drafting.recent(self.scope)
         if recent is not None and recent is not self._recent:
             self._recent = recent
             cursor = self._cursors[RECENT] = self._drafting.new_cursor(recent)
             cursor.advance([*self.context, *self.answer[-CONTEXT:]])
-
-    def _follow(self, tokens: Sequence[int]) -> None:
-        """Learns how far the proposal that is followed was right."""
-        proposal, depth = self._followed, self._depth
-        left = proposal.tokens[depth : depth + len(tokens)]
-        if not left:
-            return
-        accepted = common_prefix(left, tokens)
-        self._acceptance.observe(proposal.source, proposal.match, depth, accepted, accepted < len(left))
-        self._depth += accepted
-        if accepted < len(left) or self._depth == len(proposal.tokens):
-            self._followed, self._depth = NOTHING, 0
 
 
 class Drafting:
@@ -137,8 +147,9 @@ class Drafting:
 
     def __init__(self, shapes: Sequence[int] = ()) -> None:
         self.acceptance = Acceptance()
-        self._cost = StepCost(shapes=shapes)
-        self._planner = DraftPlanner(self._cost)
+        self.running = 0  # drafters that are open
+        self._cost = StepCost(slope=PADDED_SLOPE if shapes else SLOPE, shapes=shapes)
+        self._exploration = Exploration()
         self.new_index, self.new_cursor = suffix_classes()
         self._recent: OrderedDict[Scope, StreamIndex] = OrderedDict()
         self._waiting: deque[RequestDrafter] = deque()
@@ -148,10 +159,12 @@ class Drafting:
         """Returns a drafter for a request. Its prompt is indexed step by step."""
         drafter = RequestDrafter(self, request.prompt, request.prediction, (request.salt, request.owner))
         self._waiting.append(drafter)
+        self.running += 1
         return drafter
 
     def close(self, drafter: RequestDrafter) -> None:
         """Lets the answer of a request that has ended be drafted from by later ones of its scope."""
+        self.running -= 1
         if drafter in self._waiting:
             self._waiting.remove(drafter)
         if drafter.answer:
@@ -160,7 +173,7 @@ class Drafting:
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
         """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
         most `budget` together."""
-        return self._planner.lengths(proposals, rows, tokens, budget)
+        return draft_lengths(proposals, self._cost, rows, tokens, budget, self._exploration)
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Takes note of how long a step took that had nothing but answering rows."""

@@ -7,19 +7,32 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.backend.base import Backend, Sleeper, Ticket
 from penstock.core import Policy, Scheduler, hashing
+from penstock.core.refusal import refuse_impossible
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.adapters import Adapters, Reading
+from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
+from penstock.engine.reading import Reading
 from penstock.engine.record import RequestRecord
+from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
 from penstock.engine.sleep_state import SleepState
 from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
-from penstock.errors import InvalidGrammar, InvalidRequest, NotSupported, OutOfMemory, PenstockError, StepFailed
+from penstock.engine.weight_control import PATIENCE, WeightControl
+from penstock.engine.weights import WeightReader
+from penstock.errors import (
+    InvalidGrammar,
+    InvalidRequest,
+    NotSupported,
+    OutOfMemory,
+    PenstockError,
+    StepFailed,
+)
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
     STEP_SIZES,
@@ -43,16 +56,17 @@ from penstock.types import (
 )
 
 MOST_DRAFTED = 64  # tokens of one row in one step
-PATIENCE = 0.002  # seconds between two looks at what has arrived, when all requests wait for something
+NOTHING = StepPlan(0, ())  # is what a paused engine does
 
 
-class Engine:
+class Engine(WeightControl):
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
     flight while the next one is planned, `policy` decides where there is a choice, `drafting` proposes how answers may
-    go on, `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
-    states into embeddings, `adapters` are those that requests may name, `unknown_fields` are those of its config that
-    nothing is known of, `sleeper` gives the backend's memory back, and with `block_events` it is recorded what enters
-    and leaves the prefix cache."""
+    go on (a step drafts at most `draft_tokens` tokens of a request), `chain` computes chain hashes, `classifier` is the
+    model's classification head, `dense` turns its pooled states into embeddings, `adapters` are those that requests may
+    name, `weights` reads others for the model, `unknown_fields` are those of its config that nothing is known of,
+    `sleeper` gives the backend's memory back, and with `block_events` it is recorded what enters and leaves the prefix
+    cache."""
 
     def __init__(
         self,
@@ -62,17 +76,21 @@ class Engine:
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
-        drafting: Drafters | None = None,
+        drafting: Drafters[Any] | None = None,
+        draft_tokens: int = MOST_DRAFTED,
         chain: hashing.Chain = hashing.chain,
         block_events: bool = False,
         classifier: ClassifierHead | None = None,
         dense: DenseHead | None = None,
         adapters: Adapters | None = None,
+        weights: WeightReader | None = None,
         unknown_fields: tuple[str, ...] = (),
         sleeper: Sleeper | None = None,
     ) -> None:
+        super().__init__(weights)
         self.limits = limits
         self.unknown_fields = unknown_fields
+        self.draft_tokens = 0 if drafting is None else min(draft_tokens, MOST_DRAFTED)
         self._backend = backend
         self._depth = depth
         self._grammars = grammars
@@ -83,7 +101,7 @@ class Engine:
         self._sleep = SleepState(sleeper)
         epoch = time.time_ns() if block_events else None
         self._records: dict[int, RequestRecord] = {}
-        self._speculation = None if drafting is None else Speculation(drafting, self._records, MOST_DRAFTED)
+        self._speculation = None if drafting is None else Speculation(drafting, self._records, self.draft_tokens)
         self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()
@@ -101,11 +119,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Returns whether there is nothing to compute and no event to return."""
-        return not (self._waiting_room or self._computing or self._registering or self._sleep.asked)
+        asked = self._sleep.asked and not self._pause.paused
+        return not (self._waiting_room or self._computing or self._registering or self._update or asked)
 
     @property
     def _computing(self) -> bool:
-        return bool(self._scheduler.sequences or self._in_flight or self._events)
+        may_run = self._scheduler.sequences and not self._pause.paused
+        return bool(may_run or self._in_flight or self._events)
 
     @property
     def can_sleep(self) -> bool:
@@ -116,18 +136,15 @@ class Engine:
         """Takes a request in, and wakes up for it; raises InvalidRequest for one that could never be answered. Ids are
         the caller's and are never used twice. A request with a grammar or adapters starts when those are ready; if they
         cannot be, a step returns the failure."""
-        if not (self.limits.generates or request.pooling):
-            raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
-        if request.pooling == "classify" and self._classifier is None:
-            raise InvalidRequest("this model has no classification head: ask for an embedding", param="model")
+        refuse_wrong_kind(request, self.limits, self._classifier is not None)
         if request.id in self._records:
             raise InvalidRequest(f"request id {request.id} is already in use")
-        _check_ids(request, self.limits.vocab)
+        check_ids(request, self.limits.vocab)
         self._sleep.wake()
         record = RequestRecord(request, self.limits.vocab, self._classifier, self._dense)
         grammar = request.sampling.grammar
         if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
-            _refuse_logprobs(request)
+            refuse_logprobs(request)
         if grammar is not None and grammar.kind == "free":
             record.constrain(Constraint.free(grammar.thinking))
         try:
@@ -139,8 +156,8 @@ class Engine:
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step returns the event. Unknown ids have ended already."""
         self._scheduler.now = time.perf_counter()
-        if id in self._waiting_room:
-            self._waiting_room.leave(id)
+        if id in self._waiting_room or id in self._pause:
+            (self._waiting_room if id in self._waiting_room else self._pause).leave(id)
             self._emit([Aborted(id)])
         else:
             self._emit(self._scheduler.abort(id))
@@ -153,10 +170,12 @@ class Engine:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
         if self._registering:
             self._register_ready()
+        if self._update:
+            self._exchange_ready(*self._update)
         if self._waiting_room:
             self._start_ready()
         began = self._scheduler.now = time.perf_counter()
-        plan = self._scheduler.plan()
+        plan = NOTHING if self._pause.paused else self._scheduler.plan()
         self._batcher.apply(plan)
         if plan.copies:
             self._host_blocks.carry_out(plan.copies, self._backend.kv)
@@ -167,6 +186,7 @@ class Engine:
         if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
             self._fall_asleep()
         self._busy_seconds += time.perf_counter() - began
+        self._answer_pauses()
         events, self._events = self._events, []
         return events
 
@@ -182,9 +202,12 @@ class Engine:
         """Returns the engine's state and counters."""
         stats = self._scheduler.stats()
         costs = vars(self._grammars.costs) if self._grammars is not None else {}
+        if self._adapters is not None:
+            slots, used = self._adapters.most, self._adapters.used
+            stats = stats._replace(adapter_slots=slots, adapter_bytes=used, adapters=self._adapters.requests())
         return stats._replace(
             busy_seconds=self._busy_seconds,
-            waiting=stats.waiting + len(self._waiting_room),
+            waiting=stats.waiting + len(self._waiting_room) + len(self._pause),
             computed_tokens=self._computed,
             step_sizes=tuple(self._step_sizes),
             drafts=self._speculation.counts if self._speculation else (),
@@ -195,14 +218,23 @@ class Engine:
         """Gives the backend's memory back."""
         if self._adapters is not None:
             self._adapters.close()
+        if self._weights is not None:
+            self._weights.close()
         self._backend.close()
 
     # -- starting ------------------------------------------------------------------------------------------------
 
     def _start(self, record: RequestRecord) -> None:
+        """Queues a request, or lets it wait for the end of a pause."""
         request = record.request
         self._scheduler.now = time.perf_counter()
-        self._scheduler.add(record.sequence(record.pooling != "mean" and not self.limits.encoder))
+        sequence = record.sequence(record.pooling != "mean" and not self.limits.encoder, self._weight_state)
+        if self._pause.stops(request.id):
+            refuse_impossible(sequence, self.limits)
+            self._records[request.id] = record
+            self._pause.hold(record, self._scheduler.now)
+            return
+        self._scheduler.add(sequence)
         self._records[request.id] = record
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat
@@ -381,17 +413,24 @@ class Engine:
         code = error.code if isinstance(error, StepFailed) else StepFailed.code
         self._emit(self._scheduler.fail(plan, code, message))
 
-    def _emit(self, events: list[Event]) -> None:
+    def _emit(self, events: Sequence[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
             if isinstance(event, Tokens) and self._speculation is not None:
-                self._speculation.append(event.seq, event.tokens)
+                self._draft_after(event, self._speculation)
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
                 self._release(record)
                 event = record.complete(event)
             self._events.append(event)
+
+    def _draft_after(self, event: Tokens, speculation: Speculation) -> None:
+        """Lets drafts follow what was answered. With steps in flight these come too late for the next row, unless it
+        waits for them."""
+        speculation.append(event.seq, event.tokens)
+        if self._depth and (seq := self._scheduler.sequences.get(event.seq)) is not None:
+            seq.awaits_drafts = speculation.is_worth_waiting(event.seq)
 
     # -- constraints ---------------------------------------------------------------------------------------------
 
@@ -411,24 +450,3 @@ class Engine:
             self._emit([Failed(row.seq, error.code, error.message)])
             return answer
         return answer._replace(tokens=answer.tokens + forced)
-
-
-def _check_ids(request: Request, vocab: int) -> None:
-    """Raises InvalidRequest for token ids that have no logit."""
-    params = request.sampling
-    banned = (id for word in request.bad_words for id in word)
-    allowed = params.allowed_token_ids or ()
-    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", allowed), ("bad_words", banned)):
-        for id in ids:
-            if not 0 <= id < vocab:
-                raise InvalidRequest(f"{name}: token ids are from 0 to {vocab - 1}; got {id}", param=name)
-
-
-def _refuse_logprobs(request: Request) -> None:
-    """Raises InvalidRequest for logprobs with a thinking budget: what closes the thinking is not sampled."""
-    if request.sampling.logprobs is not None:
-        raise InvalidRequest(
-            "logprobs cannot be given with a thinking budget, because the tokens that end the thinking are not "
-            "sampled: send one of the two",
-            param="logprobs",
-        )

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.engine import Engine
+from penstock.engine.weight_messages import AbortAll, DescribeWeights, Pause, Resume, UpdateWeights, WeightMessage
 from penstock.errors import PenstockError
 from penstock.types import BlockEvent, Event, Failed, Request, Stats
 
@@ -44,7 +45,7 @@ class Close(NamedTuple):
     """Asks for the loop to end."""
 
 
-ControlMessage = AdapterMessage | Sleep | Wake  # each has an answer
+ControlMessage = AdapterMessage | WeightMessage | Sleep | Wake  # each has an answer
 Message = Add | Abort | FlushCache | Close | ControlMessage
 Send = Callable[[list[Event], Stats, list[BlockEvent]], None]
 
@@ -93,6 +94,9 @@ def _apply(engine: Engine, message: Message) -> list[Event]:
         if isinstance(message, RegisterAdapter | UnregisterAdapter | ListAdapters):
             id = message.id
             engine.control_adapters(message)
+        if isinstance(message, Pause | Resume | AbortAll | UpdateWeights | DescribeWeights):
+            id = message.id
+            engine.control_weights(message)
         if isinstance(message, Sleep):
             id = message.id
             engine.sleep(id)

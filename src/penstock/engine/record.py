@@ -9,7 +9,9 @@ from penstock.engine.adapters import AdapterLease
 from penstock.engine.grammar import Constraint
 from penstock.engine.sampling import Sampler
 from penstock.model.classifier import ClassifierHead, DenseHead
-from penstock.types import Aborted, Event, Failed, Finished, Request
+from penstock.types import Aborted, Event, Failed, Finished, Request, WeightSpan, WeightState
+
+FIRST_WEIGHTS = WeightState()
 
 if TYPE_CHECKING:
     from penstock.engine.speculation import RequestDrafts
@@ -19,7 +21,7 @@ class RequestRecord:
     """Belongs to one request: how its tokens are sampled, what constrains and what drafts them, and what it had to wait
     for."""
 
-    __slots__ = ("classifier", "constraint", "dense", "drafts", "lease", "request", "sampler", "waited")
+    __slots__ = ("classifier", "constraint", "dense", "drafts", "lease", "request", "sampler", "waited", "weights")
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class RequestRecord:
         self.drafts: RequestDrafts | None = None
         self.lease: AdapterLease | None = None  # of the adapters that it is computed with
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
+        self.weights: list[WeightSpan] = []  # that compute it
 
     @property
     def mirostat(self) -> bool:
@@ -65,16 +68,32 @@ class RequestRecord:
         """Returns which hidden states are pooled; "" if none are."""
         return self.classifier.pooling if self.classifier else self.request.pooling
 
-    def sequence(self, prefix_cache: bool) -> Sequence:
-        """Returns the sequence that the scheduler is to compute."""
+    def salt(self, weights: WeightState) -> str:
+        """Returns what tells its prompt's KV from that of others: the caller's salt, the adapters, and the weights. An
+        update's number keeps apart weights that were given the same version."""
+        updated = f"\0weights {weights.updates} {weights.version}" if weights.updates else ""
+        return self.request.salt + updated
+
+    def change_weights(self, sequence: Sequence, weights: WeightState, recompute: bool) -> None:
+        """Notes that other weights compute what follows. If nothing was answered yet, they compute all of it."""
+        known = sequence.scored if sequence.scored < sequence.prompt_len else len(sequence.tokens)
+        mixed = not recompute and sequence.computed > 0
+        if known == (1 if sequence.score else sequence.prompt_len):
+            self.weights = [WeightSpan(weights.version, 0, mixed)]
+        else:
+            self.weights.append(WeightSpan(weights.version, known - sequence.prompt_len, mixed))
+
+    def sequence(self, prefix_cache: bool, weights: WeightState = FIRST_WEIGHTS) -> Sequence:
+        """Returns the sequence that the scheduler is to compute with these weights."""
         request = self.request
+        self.weights = [WeightSpan(weights.version)]
         return Sequence(
             request.id,
             request.prompt,
             request.max_tokens,
             stop_ids=request.stop_ids,
             priority=request.priority,
-            salt=request.salt,
+            salt=self.salt(weights),
             score=request.sampling.prompt_logprobs is not None,
             lockstep=Sampler.needs_history(request),
             prefix_cache=prefix_cache,
@@ -94,6 +113,7 @@ class RequestRecord:
         report = event.report._replace(
             waited=tuple(self.waited.items()),
             forced=self.constraint.forced if self.constraint else 0,
+            weights=tuple(self.weights),
             drafts=tuple(self.drafts.counts.values()) if self.drafts else (),
         )
         return event._replace(report=report)

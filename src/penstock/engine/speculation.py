@@ -7,12 +7,15 @@ context, the seed and the position, so an answer with drafts is the answer witho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from penstock.core.drafts import DraftRoom
 from penstock.core.speculation import NOTHING, Proposal
 from penstock.engine.record import RequestRecord
-from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult
+from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, add_drafts
+
+AHEAD = 8  # drafted tokens that are looked at to decide whether a row waits for them
+MISSED = 1.0  # tokens that a row forgoes which waits for the step in flight
 
 
 class Drafter(Protocol):
@@ -25,13 +28,16 @@ class Drafter(Protocol):
         """Takes over tokens that were added to its answer."""
 
 
-class Drafters(Protocol):
+D = TypeVar("D", bound=Drafter)
+
+
+class Drafters(Protocol[D]):
     """Drafts for all requests, and decides how much of it a step verifies: engine/drafting.py does."""
 
-    def open(self, request: Request) -> Drafter:
+    def open(self, request: Request) -> D:
         """Begins to draft for a request."""
 
-    def close(self, drafter: Drafter) -> None:
+    def close(self, drafter: D) -> None:
         """Ends drafting for a request: others may learn from its answer."""
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> Sequence[int]:
@@ -58,35 +64,31 @@ class RequestDrafts:
     def count(self, drafted: int, accepted: int) -> None:
         """Counts what became of the proposal that was verified."""
         source = self.proposal.source
-        self.counts[source] = self.counts.get(source, DraftCounts(source)).plus(drafted, accepted)
+        counts = DraftCounts(source, drafted, accepted, 1)
+        self.counts[source] = self.counts.get(source, DraftCounts(source)).plus(counts)
 
 
 class Speculation:
     """Proposes drafts to the scheduler, of at most `most` tokens, for those of the `records` that may have some."""
 
-    def __init__(self, drafting: Drafters, records: Mapping[int, RequestRecord], most: int) -> None:
+    def __init__(self, drafting: Drafters[Any], records: Mapping[int, RequestRecord], most: int) -> None:
         self._drafting = drafting
         self._records = records
         self._most = most
-        self._counts: dict[str, DraftCounts] = {}
-
-    @property
-    def counts(self) -> tuple[DraftCounts, ...]:
-        """Returns what each source has drafted for requests that have ended."""
-        return tuple(self._counts.values())
+        self.counts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
 
     def open(self, record: RequestRecord) -> None:
-        """Begins to draft for a request, unless it has none: mirostat's next choice depends on the last one."""
+        """Begins to draft for a request that may have drafts. With mirostat none has: its next choice depends on the
+        last one."""
         request = record.request
-        if request.speculation != 0 and not request.pooling and not record.mirostat:
+        if request.speculation != 0 and request.max_tokens > 1 and not request.pooling and not record.mirostat:
             record.drafts = RequestDrafts(self._drafting.open(request))
 
     def close(self, record: RequestRecord) -> None:
         """Ends drafting for a request."""
         if record.drafts is None:
             return
-        for source, drafted, accepted in record.drafts.counts.values():
-            self._counts[source] = self._counts.get(source, DraftCounts(source)).plus(drafted, accepted)
+        self.counts = add_drafts((*self.counts, *record.drafts.counts.values()))
         self._drafting.close(record.drafts.drafter)
 
     def propose(self, asked: Sequence[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
@@ -118,11 +120,17 @@ class Speculation:
         if (record := self._records.get(id)) is not None and record.drafts is not None:
             record.drafts.drafter.append(tokens)
 
+    def is_worth_waiting(self, id: int) -> bool:
+        """Returns whether a request's drafts are likely to yield more than the step that it misses when its next row
+        waits for them."""
+        record = self._records.get(id)
+        return record is not None and sum(self._propose(record, AHEAD).survival) > MISSED
+
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
         if record.drafts is None:
             return NOTHING
         request, constraint = record.request, record.constraint
-        most = min(most, self._most if request.speculation is None else request.speculation)
+        most = min(most, self._most, self._most if request.speculation is None else request.speculation)
         proposal = record.drafts.drafter.propose(most)
         if not proposal.tokens:
             return NOTHING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from penstock.types import AdapterInfo, Event, Hello, MemoryUse, Request, Stats
+from penstock.types import PAUSE_KEEP, AdapterInfo, Event, Hello, MemoryUse, Request, Stats, WeightState
 
 
 class EngineClient(Protocol):
@@ -34,7 +34,9 @@ class EngineClient(Protocol):
     def adapters(self) -> Mapping[str, AdapterInfo]:
         """Returns the adapters that requests may name, by name."""
 
-    async def start(self) -> Hello: ...
+    async def start(self, *, yielding: bool = False) -> Hello:
+        """Starts the engine. With `yielding`, an engine process loads its weights only as fast as that slows down no
+        other one."""
 
     def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
         """Yields the events of one request, a list per step, up to Finished, Aborted or Failed. Leaving the generator
@@ -55,6 +57,27 @@ class EngineClient(Protocol):
 
     async def list_adapters(self) -> tuple[AdapterInfo, ...]:
         """Returns all registered adapters."""
+
+    @property
+    def weights(self) -> WeightState:
+        """Returns which weights are loaded and whether there is a pause, as the engine said last."""
+
+    async def pause(self, mode: str = PAUSE_KEEP) -> WeightState:
+        """Stops the engine between two steps; new requests wait. Requests that have begun are kept as they are, waited
+        for or aborted. Returns once the pause has begun."""
+
+    async def resume(self) -> WeightState:
+        """Ends a pause."""
+
+    async def abort_all(self) -> WeightState:
+        """Ends all requests, with what they have so far."""
+
+    async def update_weights(self, path: str, version: str = "", *, recompute: bool = True) -> WeightState:
+        """Puts other weights in place of the loaded ones between two steps; raises WeightsError if they do not fit.
+        With `recompute`, the KV of running requests is computed again; else they keep that of the old weights."""
+
+    async def describe_weights(self) -> WeightState:
+        """Returns which weights are loaded and whether there is a pause."""
 
     async def sleep(self) -> MemoryUse:
         """Has the engine give its device memory back once all requests have ended, and stay; its hello says whether it

@@ -26,9 +26,9 @@ class InProcessClient(RequestClient):
         self._engine = InProcessEngine(open, model)
         self._thread: threading.Thread | None = None
 
-    async def start(self) -> Hello:
+    async def start(self, *, yielding: bool = False) -> Hello:
         """Opens the engine in its thread; raises what that raises. Starting twice changes nothing, and starting after
-        `close` opens it again."""
+        `close` opens it again. `yielding` has no effect here: priorities are those of processes."""
         if self._thread is None:
             self._loop = asyncio.get_running_loop()
             self._opened: asyncio.Future[Hello] = self._loop.create_future()

@@ -68,7 +68,7 @@ class InProcessEngine:
 
 def hello_of(engine: Engine, model: str) -> Hello:
     """Returns what an engine of this process says about itself when it starts."""
-    about = engine.limits, engine.adapters, engine.unknown_fields, engine.can_sleep
+    about = engine.limits, engine.adapters, engine.unknown_fields, engine.can_sleep, engine.draft_tokens
     return Hello(__version__, os.getpid(), model, *about)
 
 

@@ -16,7 +16,7 @@ from penstock.ipc import wire
 from penstock.ipc.launchers import Launcher, SpawnLauncher
 from penstock.ipc.process import EngineProcess
 from penstock.ipc.streams import RequestClient
-from penstock.types import AdapterInfo, Hello, Stats
+from penstock.types import AdapterInfo, Hello, Stats, WeightState
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,12 @@ class ProcessClient(RequestClient):
         self._pauses = pauses
         self._engine: EngineProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._restoring: asyncio.Task[None] | None = None
 
-    async def start(self) -> Hello:
+    async def start(self, *, yielding: bool = False) -> Hello:
         """Starts the engine; raises what keeps it from starting. Starting twice changes nothing."""
         if self._keeper is None:
-            await self._launch()
+            await self._launch(yielding)
             self._keeper = asyncio.create_task(self._keep_running())
         if self.hello is None:
             raise EngineUnavailable(self.unavailable_reason)
@@ -67,8 +68,8 @@ class ProcessClient(RequestClient):
         self.stats = step.stats
         self._streams.deliver(step.events())
 
-    async def _launch(self) -> None:
-        self._engine = await EngineProcess.launch(self._launcher, self._config)
+    async def _launch(self, yielding: bool = False) -> None:
+        self._engine = await EngineProcess.launch(self._launcher, replace(self._config, yielding=yielding))
         self.hello = self._engine.hello
         self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters
 
@@ -81,6 +82,18 @@ class ProcessClient(RequestClient):
                 self._send(RegisterAdapter(self.next_id(), info.name, info.path, info.scale, replace=True))
         if self._asleep and self.hello is not None and self.hello.can_sleep:
             self._send(Sleep(self.next_id()))
+
+    async def _restore_weights(self, before: WeightState) -> None:
+        """Brings an engine that was started again to the weights, and to the pause, that the one before had. Requests
+        wait meanwhile. Weights that cannot be read any more are left out: answers tell which ones computed them."""
+        await self.pause()
+        try:
+            if before.updates:
+                await self.update_weights(before.path, before.version)
+        except PenstockError as error:
+            log.error("the engine has its first weights again: %s", error)
+        if not before.paused:
+            await self.resume()
 
     async def _lose(self, reason: str) -> None:
         """Ends all requests in flight and refuses new ones for this reason: there is no engine from now on."""
@@ -115,6 +128,9 @@ class ProcessClient(RequestClient):
             else:
                 self.restarts += 1
                 self._tell_again()
+                before, self.weights = self.weights, WeightState()
+                if before.updates or before.paused:
+                    self._restoring = asyncio.create_task(self._restore_weights(before))
                 return
         self.unavailable_reason = f"the engine failed {len(self._pauses) + 1} times in a row and is given up: {reason}"
         log.error("%s", self.unavailable_reason)

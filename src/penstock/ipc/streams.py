@@ -10,9 +10,29 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.loop import Abort, Add, ControlMessage, FlushCache, Message, Sleep, Wake
+from penstock.engine.weight_messages import (
+    AbortAll,
+    DescribeWeights,
+    Pause,
+    Resume,
+    UpdateWeights,
+    WeightMessage,
+)
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import by_request
-from penstock.types import AdapterInfo, AdapterList, Event, Failed, Hello, MemoryUse, Request, Stats, Tokens
+from penstock.types import (
+    PAUSE_KEEP,
+    AdapterInfo,
+    AdapterList,
+    Event,
+    Failed,
+    Hello,
+    MemoryUse,
+    Request,
+    Stats,
+    Tokens,
+    WeightState,
+)
 
 
 class EventMailbox:
@@ -98,6 +118,7 @@ class RequestClient(ABC):
         self._ids = itertools.count(1)
         self._streams = RequestStreams()
         self.adapters: dict[str, AdapterInfo] = {}
+        self.weights = WeightState()
         self._asleep = False  # the engine was told to sleep, and not to wake since
 
     @property
@@ -127,6 +148,27 @@ class RequestClient(ABC):
 
     async def list_adapters(self) -> tuple[AdapterInfo, ...]:
         return await self._about_adapters(ListAdapters(self.next_id()))
+
+    async def pause(self, mode: str = PAUSE_KEEP) -> WeightState:
+        return await self._about_weights(Pause(self.next_id(), mode))
+
+    async def resume(self) -> WeightState:
+        return await self._about_weights(Resume(self.next_id()))
+
+    async def abort_all(self) -> WeightState:
+        return await self._about_weights(AbortAll(self.next_id()))
+
+    async def update_weights(self, path: str, version: str = "", *, recompute: bool = True) -> WeightState:
+        return await self._about_weights(UpdateWeights(self.next_id(), path, version, recompute))
+
+    async def describe_weights(self) -> WeightState:
+        return await self._about_weights(DescribeWeights(self.next_id()))
+
+    async def _about_weights(self, message: WeightMessage) -> WeightState:
+        event = await self._streams.answer(message, self._send)
+        assert isinstance(event, WeightState)
+        self.weights = event
+        return event
 
     async def sleep(self) -> MemoryUse:
         use = await self._about_memory(Sleep(self.next_id()))

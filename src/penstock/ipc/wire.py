@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.loop import Abort, Add, Close, FlushCache, Message, Sleep, Wake
+from penstock.engine.weight_messages import AbortAll, DescribeWeights, Pause, Resume, UpdateWeights
 from penstock.types import (
     Aborted,
     AdapterList,
@@ -24,6 +25,7 @@ from penstock.types import (
     Request,
     Stats,
     Tokens,
+    WeightState,
 )
 
 
@@ -36,6 +38,11 @@ class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
     register: RegisterAdapter | None = None
     unregister: UnregisterAdapter | None = None
     list_adapters: ListAdapters | None = None
+    pause: Pause | None = None
+    resume: Resume | None = None
+    abort_all: AbortAll | None = None
+    update_weights: UpdateWeights | None = None
+    describe_weights: DescribeWeights | None = None
     sleep: Sleep | None = None
     wake: Wake | None = None
 
@@ -64,10 +71,12 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stored: list[BlockStored] = []  # blocks of the prefix cache, if the engine records them
     removed: list[BlockRemoved] = []
     adapters: list[AdapterList] = []  # answers to control messages
+    weights: list[WeightState] = []  # the same, about pauses and weights
     memory: list[MemoryUse] = []  # likewise
 
     def events(self) -> Iterator[Event]:
-        return chain(self.tokens, self.finished, self.aborted, self.failed, self.adapters, self.memory)
+        answers = (self.adapters, self.weights, self.memory)
+        return chain(self.tokens, self.finished, self.aborted, self.failed, *answers)
 
     def block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache, in the order in which it happened."""
@@ -95,6 +104,16 @@ def encode_message(message: Message) -> bytes:
             return _encoder.encode(ClientMessage(unregister=message))
         case ListAdapters():
             return _encoder.encode(ClientMessage(list_adapters=message))
+        case Pause():
+            return _encoder.encode(ClientMessage(pause=message))
+        case Resume():
+            return _encoder.encode(ClientMessage(resume=message))
+        case AbortAll():
+            return _encoder.encode(ClientMessage(abort_all=message))
+        case UpdateWeights():
+            return _encoder.encode(ClientMessage(update_weights=message))
+        case DescribeWeights():
+            return _encoder.encode(ClientMessage(describe_weights=message))
         case Sleep():
             return _encoder.encode(ClientMessage(sleep=message))
         case Wake():
@@ -111,6 +130,10 @@ def decode_message(data: bytes) -> Message:
         return FlushCache()
     if about_adapters := message.register or message.unregister or message.list_adapters:
         return about_adapters
+    if about_pauses := message.pause or message.resume or message.abort_all:
+        return about_pauses
+    if about_weights := message.update_weights or message.describe_weights:
+        return about_weights
     if about_sleep := message.sleep or message.wake:
         return about_sleep
     return Close() if message.abort is None else Abort(message.abort)
@@ -134,5 +157,6 @@ def step(events: list[Event], stats: Stats, blocks: Sequence[BlockEvent] = ()) -
         [event for event in blocks if isinstance(event, BlockStored)],
         [event for event in blocks if isinstance(event, BlockRemoved)],
         [event for event in events if isinstance(event, AdapterList)],
+        [event for event in events if isinstance(event, WeightState)],
         [event for event in events if isinstance(event, MemoryUse)],
     )

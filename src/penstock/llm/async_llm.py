@@ -22,7 +22,7 @@ from penstock.llm.tokenizer import ModelTokenizer
 from penstock.model.load import load_text
 from penstock.store import DEFAULT, fetch
 from penstock.text import check_dimensions, embedding
-from penstock.types import AdapterUse, SamplingParams
+from penstock.types import PAUSE_KEEP, PAUSE_MODES, AdapterUse, SamplingParams
 
 
 class AsyncEngineArgs:
@@ -117,6 +117,29 @@ class AsyncLLM:
                 choice.finish_reason = "abort"
                 task.cancel()
         running.news.set()
+
+    async def pause_generation(self, mode: str = PAUSE_KEEP) -> None:
+        """Stops the engine between two steps: new requests wait. Mode "keep" leaves running ones as they are, "wait"
+        waits for their ends, and "abort" ends them with what they have."""
+        if mode not in PAUSE_MODES:
+            raise InvalidRequest(f"mode is one of {', '.join(PAUSE_MODES)}; got {mode!r}", param="mode")
+        await self._started()
+        await self._client.pause(mode)
+
+    async def resume_generation(self) -> None:
+        """Ends a pause."""
+        await self._started()
+        await self._client.resume()
+
+    async def is_paused(self) -> bool:
+        """Returns whether there is a pause."""
+        await self._started()
+        return (await self._client.describe_weights()).paused
+
+    async def update_weights(self, path: str | Path, version: str = "", *, recompute: bool = True) -> str:
+        """Puts other weights in place of the loaded ones, and returns their version: see `LLM.update_weights`."""
+        await self._started()
+        return (await self._client.update_weights(str(path), version, recompute=recompute)).version
 
     async def get_tokenizer(self) -> ModelTokenizer:
         """Returns the model's tokenizer, with the methods that scripts use most."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from penstock.config import QUANTIZATIONS, log_to_stderr
+from penstock.speculative_config import speculation_in
 
 RENAMED = {
     "max_model_len": "max_len",
@@ -50,7 +51,7 @@ IGNORED = """
     max_logprobs max_num_partial_prefills max_seq_len_to_capture mm_processor_cache_gb
     mm_processor_kwargs model_impl num_gpu_blocks_override num_lookahead_slots num_scheduler_steps pooler_config
     preemption_mode prefix_caching_hash_algo quantization reasoning_parser revision rope_scaling rope_theta
-    scheduling_policy skip_tokenizer_init speculative_config speculative_model structured_outputs_config swap_space
+    scheduling_policy skip_tokenizer_init speculative_model structured_outputs_config swap_space
     tokenizer tokenizer_revision use_tqdm_on_load worker_cls
 """.split()  # noqa: SIM905
 
@@ -78,6 +79,8 @@ def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_
                 ignored.append(name)
         elif name == "adapters":
             engine["adapter"] = tuple(adapter_text(adapter, place) for adapter, place in value.items())
+        elif name == "speculative_config":
+            engine["speculation"] = speculation_in(value, warn)
         elif name == "kv_cache_dtype":
             engine["kv"] = KV_FORMATS.get(value, value)
         else:

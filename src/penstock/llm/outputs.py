@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 
 from penstock.text.embedding import Vector
+from penstock.types import WeightSpan
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None  # stop, length or abort; None while it goes on
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None: the model itself
+    weights: tuple[WeightSpan, ...] = ()  # that computed it, once it has ended; empty if a stop string ended it
 
     def finished(self) -> bool:
         """Returns whether the answer has ended."""

@@ -113,6 +113,7 @@ class PendingOutput:
             logprobs=[self._logprobs(entry) for entry in logprobs] if wanted else None,
             finish_reason=choice.finish_reason or None,
             stop_reason=self._stop_reason(deltas[-1]) if deltas else None,
+            weights=deltas[-1].report.weights if deltas and deltas[-1].report else (),
         )
 
     def _stop_reason(self, last: Delta) -> int | str | None:

@@ -10,10 +10,11 @@ from types import FrameType
 
 from penstock.engine.adapter_messages import AdapterMessage
 from penstock.engine.loop import Abort, Add
+from penstock.engine.weight_messages import WeightMessage
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.pending import PendingChoice
-from penstock.types import AdapterInfo, AdapterList, Event, Failed
+from penstock.types import Event, Failed
 
 
 class SharedEngine:
@@ -62,7 +63,7 @@ class SharedEngine:
                     self._stepping = False
                     self._turn.notify_all()
 
-    def ask(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
+    def ask(self, message: AdapterMessage | WeightMessage) -> Event:
         """Sends a control message and returns its answer; raises the error that it was answered with."""
         self._check_open()
         self._answers[message.id] = None
@@ -74,8 +75,7 @@ class SharedEngine:
             del self._answers[message.id]
         if isinstance(event, Failed):
             raise error_of(event.code, event.message)
-        assert isinstance(event, AdapterList)
-        return event.adapters
+        return event
 
     def abandon(self, choices: Iterable[PendingChoice]) -> None:
         """Aborts those that have not ended."""

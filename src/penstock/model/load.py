@@ -26,7 +26,7 @@ from penstock.model.classifier import (
 from penstock.model.config_fields import CHANGING, NEUTRAL
 from penstock.model.config_reader import ConfigReader
 from penstock.model.formats.checkpoint import weights_of
-from penstock.model.gguf.shards import read_shards
+from penstock.model.gguf.shards import read_shards, shard_paths
 from penstock.model.low_rank import Placement
 from penstock.model.open_files import read_json
 from penstock.model.registry import CLASSIFIERS, WITHOUT_HEAD, PackedModel, family, family_of_gguf, family_of_hf
@@ -64,6 +64,14 @@ class Checkpoint:
     def fp8(self) -> bool:
         """Returns whether some weights are FP8."""
         return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """Returns the files that its tensors and its config are read from."""
+        if self.path.is_dir():
+            return sorted(file for file in self.path.iterdir() if file.suffix in (".json", ".safetensors"))
+        count = self.metadata.get("split.count", 1)
+        return shard_paths(self.path, count) if count > 1 else [self.path]
 
     @property
     def embedding_width(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from penstock.backend.base import Footprint
-from penstock.config import Config, resolve
+from penstock.config import Config, parse_adapter, resolve
 from penstock.errors import ConfigError
+from penstock.model.adapters import adapter_bytes
 from penstock.model.spec import ModelSpec
 from penstock.types import Limits, blocks_for
 
@@ -16,11 +18,12 @@ ADVICE = "--quantize fp8 or int4 makes plain weights smaller, lower --step-token
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Says how a device's memory will be divided among weights, workspace, KV cache and states."""
+    """Says how a device's memory will be divided among weights, workspace, KV cache, states and adapters."""
 
     footprint: Footprint
     limits: Limits
     group_token: int  # bytes of one token in one KV layer group
+    adapters: int = 0  # bytes of those in memory at once
     notes: tuple[str, ...] = ()  # what is less than was asked for
 
     @property
@@ -60,11 +63,17 @@ class MemoryPlan:
                 self.states,
                 f"{limits.max_rows} rows and {limits.states} saved, of {has.state / 1e6:.1f} MB",
             ),
-            ("left over", has.free - has.weights - has.workspace - has.reserve - self.cache - self.states, ""),
+            ("adapters", self.adapters, "the size of their files"),
+            ("left over", self._left_over, ""),
         ):
-            if size or name != "states":
+            if size or name not in ("states", "adapters"):
                 yield f"  {name:<18}{gigabytes(size):>10}  {remark}".rstrip()
         yield from (f"  note: {note}" for note in self.notes)
+
+    @property
+    def _left_over(self) -> int:
+        has = self.footprint
+        return has.free - has.weights - has.workspace - has.reserve - self.cache - self.states - self.adapters
 
     def _cache_remark(self) -> str:
         """Says what the cache holds; where layers have windows, also what a sequence would take without them."""
@@ -79,13 +88,14 @@ class MemoryPlan:
 def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     """Divides the memory for a config with all defaults filled in. Raises ConfigError if not even a small cache would
     fit beside the weights."""
-    room = has.free - has.weights - has.workspace - has.reserve
+    adapters = adapter_memory(config)
+    room = has.free - has.weights - has.workspace - has.reserve - adapters
     group_token = spec.kv_group_bytes(has.kv_token)
     if room < 2 * len(spec.windows) * config.block_size * group_token:
         raise ConfigError(
-            f"the model needs {gigabytes(has.weights)} for weights, {gigabytes(has.workspace)} for workspace and "
-            f"{gigabytes(has.reserve)} in reserve, beside its KV cache; {has.device} has {gigabytes(has.free)} free "
-            f"of {gigabytes(has.total)}: {ADVICE}"
+            f"the model needs {gigabytes(has.weights)} for weights, {gigabytes(has.workspace)} for workspace, "
+            f"{gigabytes(adapters)} for adapters and {gigabytes(has.reserve)} in reserve, beside its KV cache; "
+            f"{has.device} has {gigabytes(has.free)} free of {gigabytes(has.total)}: {ADVICE}"
         )
     notes = []
     if config.kv_memory > room:
@@ -107,7 +117,15 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     if limits.max_len < wanted:
         short = "a step" if limits.max_len == limits.step_tokens and spec.encoder else "the cache"
         notes.append(f"prompt and answer have {limits.max_len} tokens at most, not {wanted}: {short} holds no more")
-    return MemoryPlan(has, limits, group_token, tuple(notes))
+    return MemoryPlan(has, limits, group_token, adapters, tuple(notes))
+
+
+def adapter_memory(config: Config) -> int:
+    """Returns the bytes that the adapters of a config take in memory at once: of the largest ones as many as there are
+    slots, within --adapter-memory. In a slot an adapter takes about as much as its file."""
+    sizes = sorted(adapter_bytes(Path(parse_adapter(text).path).expanduser()) for text in config.adapter)
+    total = sum(sizes[-config.max_adapters :])
+    return min(total, config.adapter_memory or total)
 
 
 def all_states(limits: Limits) -> int:

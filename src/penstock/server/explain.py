@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.text import Delta
-from penstock.types import Nearest, Report, Request
+from penstock.types import FIRST_VERSION, Nearest, Report, Request, WeightSpan
 
 
 class CacheMiss(msgspec.Struct):
@@ -38,13 +38,31 @@ class StageSeconds(msgspec.Struct):
     decode: float
     grammar: float | UnsetType = UNSET  # the wait for its grammar, before the queue
     adapter: float | UnsetType = UNSET  # the wait for its adapters, before that
+    pause: float | UnsetType = UNSET  # the wait for a pause to end
 
 
 class FinishCause(msgspec.Struct):
     reason: str
-    by: str  # end_of_text, stop_token, stop_string, repeated_call, max_tokens or context
+    by: str  # end_of_text, stop_token, stop_string, repeated_call, max_tokens, context or abort
     token: int | UnsetType = UNSET
     text: str | UnsetType = UNSET
+
+
+class SourceDrafts(msgspec.Struct):
+    """Counts the tokens that one source drafted for a choice."""
+
+    source: str
+    drafted_tokens: int
+    accepted_tokens: int
+
+
+class WeightUse(msgspec.Struct):
+    """Says which weights computed a choice's tokens from one on."""
+
+    index: int  # of the choice
+    weight_version: str
+    first_token: int  # of the answer; below 0 for logprobs of the prompt's last tokens
+    mixed: bool  # these weights saw KV that older ones had computed
 
 
 class ChoiceExplanation(msgspec.Struct):
@@ -57,6 +75,7 @@ class ChoiceExplanation(msgspec.Struct):
     preemptions: int | UnsetType = UNSET
     recomputed_tokens: int | UnsetType = UNSET
     forced_tokens: int | UnsetType = UNSET  # tokens that a grammar left no choice about
+    drafts: list[SourceDrafts] | UnsetType = UNSET  # only if something was drafted
 
 
 class AnswerReport(msgspec.Struct):
@@ -66,6 +85,8 @@ class AnswerReport(msgspec.Struct):
     truncated_tokens: int  # cut from the prompt, as the request asked
     choices: list[ChoiceExplanation] | UnsetType = UNSET
     loading_seconds: float | UnsetType = UNSET  # that the request waited for its model to be loaded
+    weight_version: str | UnsetType = UNSET  # of the weights that computed the end of it, once they were ever updated
+    weights: list[WeightUse] | UnsetType = UNSET  # if several computed it, or some on KV of others
 
 
 def report_of(context: RequestContext) -> AnswerReport | UnsetType:
@@ -82,23 +103,29 @@ class Explanation:
         self._context = context
         self._requests = requests
         self._choices: dict[int, ChoiceExplanation] = {}
+        self._weights: dict[int, tuple[WeightSpan, ...]] = {}  # by choice
         self._running = len(requests)
 
     def end(self, choice: int, delta: Delta) -> None:
         """Takes a choice's last delta."""
         self._running -= 1
+        if delta.report is not None:
+            self._weights[choice] = delta.report.weights
         if self._context.explain:
             self._choices[choice] = self._choice(choice, delta)
 
     def report(self, order: Iterable[int] | None = None) -> AnswerReport | UnsetType:
         """Returns the report once every choice has ended, unless there is nothing that it must contain. `order` names
         the choices to report, if not all of them or not in their order."""
-        context = self._context
-        if self._running or not (context.explain or context.ignored or context.truncated):
+        context, chosen = self._context, sorted(self._weights) if order is None else list(order)
+        version, weights = _weights_of([self._weights.get(choice, ()) for choice in chosen])
+        if self._running or not (context.explain or context.ignored or context.truncated or version):
             return UNSET
         choices = self._ordered(order) if context.explain else UNSET
         loading = round(context.loading_seconds, 6) if context.explain and context.loading_seconds else UNSET
-        return AnswerReport(sorted(context.ignored), context.truncated, choices, loading)
+        return AnswerReport(
+            sorted(context.ignored), context.truncated, choices, loading, version or UNSET, weights or UNSET
+        )
 
     def _ordered(self, order: Iterable[int] | None) -> list[ChoiceExplanation]:
         chosen = sorted(self._choices) if order is None else order
@@ -113,6 +140,10 @@ class Explanation:
             choice.preemptions, choice.recomputed_tokens = report.preemptions, report.recomputed
             if request.sampling.grammar is not None:
                 choice.seconds.grammar, choice.forced_tokens = round(report.compiling, 6), report.forced
+            if report.drafts:
+                choice.drafts = [SourceDrafts(each.source, each.drafted, each.accepted) for each in report.drafts]
+            if "pause" in dict(report.waited):
+                choice.seconds.pause = round(dict(report.waited)["pause"], 6)
             if request.adapters:
                 choice.seconds.adapter = round(dict(report.waited).get("adapter", 0.0), 6)
         return choice
@@ -124,6 +155,8 @@ class Explanation:
         if delta.finish == "length":
             full = len(request.prompt) + request.max_tokens >= self._limits.max_len
             return FinishCause("length", "context" if full else "max_tokens")
+        if delta.finish == "abort":
+            return FinishCause("abort", "abort")
         if not delta.silent:
             return FinishCause("stop", "repeated_call")
         token, tokenizer = delta.tokens[-1], self._text.tokenizer
@@ -163,6 +196,17 @@ class Explanation:
 
     def _spell(self, tokens: Sequence[int]) -> str:
         return self._text.tokenizer.decode(tokens, special=True, continuing=True)
+
+
+def _weights_of(choices: Sequence[tuple[WeightSpan, ...]]) -> tuple[str, list[WeightUse]]:
+    """Returns the version of the latest weights and, if an answer had several or saw KV of others, who computed what.
+    Both are empty for weights that were never updated."""
+    versions = [spans[-1].version for spans in choices if spans]
+    uses = [WeightUse(at, *span) for at, spans in enumerate(choices) for span in spans]
+    if set(versions) <= {FIRST_VERSION} and len(uses) <= len(choices):
+        return "", []
+    told = len(uses) > len(choices) or any(use.mixed for use in uses) or len(set(versions)) > 1
+    return versions[-1], uses if told else []
 
 
 _MESSAGES = {

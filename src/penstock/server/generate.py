@@ -13,6 +13,7 @@ from penstock.server.served_model import ServedModel
 from penstock.server.sglang.generate import NO_EFFECT as SGLANG_NO_EFFECT
 from penstock.server.sglang.generate import SglangAnswer, SglangBody
 from penstock.server.sglang.generate import answer as answer_sglang
+from penstock.server.speculation_fields import limit_drafts
 from penstock.server.tgi.generate import ParametersObject, TgiAnswer, TgiPrompt, TgiStreamEvent
 from penstock.server.tgi.generate import answer as answer_tgi
 
@@ -38,6 +39,7 @@ async def generate(served: ServedModel, http: HttpRequest, context: RequestConte
         raise InvalidRequest(
             f"send exactly one of text and input_ids (SGLang) and inputs (TGI); got {got}", param="text"
         )
+    limit_drafts(served, context, body.speculation)
     if body.inputs is None:
         return await answer_sglang(served, http, context, body)
     prompt = TgiPrompt(body.inputs, body.parameters or {}, bool(body.stream))

@@ -71,6 +71,8 @@ class RequestContext:
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
     adapters: tuple[AdapterUse, ...] = ()  # that the request is computed with
+    prediction: tuple[int, ...] = ()  # how the client expects the answer to go on
+    speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: as the server says
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
     streaming: bool = True  # what is sent as it comes cannot be tried again
@@ -136,6 +138,8 @@ class RequestContext:
             priority=self.priority,
             background=self.background,
             adapters=self.adapters,
+            prediction=self.prediction,
+            speculation=self.speculation,
         )
 
 

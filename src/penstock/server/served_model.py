@@ -45,6 +45,11 @@ class ServedModel(NamedTuple):
         return self.client.hello.limits
 
     @property
+    def draft_tokens(self) -> int:
+        """Returns the most tokens that a step drafts for one request; 0: its engine drafts nothing."""
+        return 0 if self.client.hello is None else self.client.hello.draft_tokens
+
+    @property
     def encoder(self) -> bool:
         """True if the model is known to be an encoder, which returns embeddings and no text."""
         return self.client.hello is not None and self.client.hello.limits.encoder

@@ -48,6 +48,7 @@ async def hello(_: ModelPool, __: Request, ___: RequestContext) -> Response:
 
 async def health(pool: ModelPool, _: Request, __: RequestContext) -> Response:
     """Tells of the default model's engine, and of all models in `models`."""
+    pool.refresh()
     models = [_state(entry) for entry in pool.entries]
     try:
         pool.check_health()

@@ -16,6 +16,7 @@ from penstock.store.derived import (
     save_derived,
 )
 from penstock.store.modelfile import Modelfile, read_modelfile
+from penstock.store.packed import packed_size
 from penstock.store.paths import Entry, sha256_of, size_of
 from penstock.store.progress import Progress
 from penstock.store.quantizations import fit
@@ -28,6 +29,7 @@ from penstock.store.store import (
     find,
     find_derived,
     looks_like_model,
+    record_folders,
     remove,
     stored_names,
 )
@@ -60,7 +62,9 @@ __all__ = [
     "home",
     "looks_like_model",
     "nearest_names",
+    "packed_size",
     "read_modelfile",
+    "record_folders",
     "remove",
     "save_derived",
     "sha256_of",

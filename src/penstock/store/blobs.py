@@ -18,6 +18,8 @@ from typing import Self
 
 from penstock.config import home
 from penstock.errors import DownloadError, InvalidRequest
+from penstock.store.packed import delete_packed
+from penstock.store.paths import size_of
 
 MAX_BYTES = 2**38  # in a file
 MAX_FILES = 64
@@ -39,7 +41,14 @@ def delete_unused(used: Collection[str]) -> None:
     before = time.time() - UNUSED
     for file in _files():
         if file.name not in used and file.stat().st_mtime < before:
-            file.unlink(missing_ok=True)
+            delete_blob(file)
+
+
+def delete_blob(file: Path) -> int:
+    """Deletes a file and its packed weights; returns the bytes that this freed."""
+    freed = size_of(file) + delete_packed(file)
+    file.unlink(missing_ok=True)
+    return freed
 
 
 class Upload:

@@ -19,8 +19,8 @@ from typing import Any
 
 from penstock.config import home
 from penstock.errors import DownloadError, InvalidRequest, MalformedFile, ModelNotFound
-from penstock.store.blobs import blob_path, delete_unused
-from penstock.store.paths import locked, size_of
+from penstock.store.blobs import blob_path, delete_blob, delete_unused
+from penstock.store.paths import locked
 from penstock.store.refs import ALIASES
 
 MAX_DERIVED = 1000
@@ -106,9 +106,7 @@ def delete_derived(name: str) -> int:
         _record(name).unlink()
         if not derived.blob or any(other.blob == derived.blob for other in derived_models()):
             return 0
-        freed = size_of(blob_path(derived.blob))
-        blob_path(derived.blob).unlink(missing_ok=True)
-        return freed
+        return delete_blob(blob_path(derived.blob))
 
 
 def delete_unused_blobs() -> None:

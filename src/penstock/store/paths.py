@@ -3,6 +3,7 @@
 <home>/models/<model>/         the files of a fetched model, complete
 <home>/records/<model>.json    its record, written last: a model without one is not in the store
 <home>/parts/<model>/          a download in progress, or what an interrupted one left
+<home>/packed/<model file>/    its packed weights, which engines write and which can be made again
 <home>/locks/<model>           locked while a model is fetched or removed
 """
 

@@ -13,6 +13,7 @@ from penstock.config import home
 from penstock.errors import DownloadError, ModelNotFound
 from penstock.store.blobs import blob_path
 from penstock.store.derived import DerivedModel, delete_derived, derived_model, derived_models
+from penstock.store.packed import delete_packed
 from penstock.store.paths import Entry, ModelPaths, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
 from penstock.store.refs import HubRepo, Source, is_spelled_like_model, name_of, parse
@@ -59,6 +60,11 @@ def entries() -> list[Entry]:
     return sorted((entry for entry in found if entry), key=lambda entry: entry.name)
 
 
+def record_folders() -> tuple[Path, Path]:
+    """Returns the folders that change whenever a model comes or goes."""
+    return home() / "records", home() / "made"
+
+
 def find_derived(ref: str) -> DerivedModel | None:
     """Returns the derived model of that name. A file of the same name takes precedence: whoever types it may not know
     of models that others derived."""
@@ -95,7 +101,7 @@ def remove(ref: str) -> int:
     if not any(path.exists() for path in (paths.record, paths.folder, paths.part)):
         raise ModelNotFound(f"{paths.name} is not in the store at {paths.home}")
     with _download_errors("remove", paths), locked(paths.lock):
-        freed = size_of(paths.folder) + size_of(paths.part)
+        freed = size_of(paths.folder) + size_of(paths.part) + delete_packed(paths.folder)
         paths.record.unlink(missing_ok=True)
         _clear(paths.folder, paths.part)
     return freed

@@ -16,9 +16,9 @@ class SuffixAutomaton:
     def __init__(self, capacity: int) -> None: ...
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens. A text that would become longer than the capacity starts anew, without the older tokens."""
-    def continuation(self, most: int) -> tuple[list[int], int]:
-        """Returns what followed the latest known earlier occurrence of the longest suffix that has one, and its
-        length."""
+    def continuation(self, most: int) -> tuple[list[int], int, list[int]]:
+        """Returns what followed the latest known earlier occurrence of the longest suffix that has one, its length,
+        and the agreement at each token."""
     def __len__(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
@@ -29,8 +29,9 @@ class SuffixCursor:
     def __init__(self, automaton: SuffixAutomaton) -> None: ...
     def advance(self, tokens: Sequence[int]) -> None:
         """Appends tokens to the stream that is followed."""
-    def continuation(self, most: int) -> tuple[list[int], int]:
-        """Returns what followed the longest suffix of the stream that is followed by anything, and its length."""
+    def continuation(self, most: int) -> tuple[list[int], int, list[int]]:
+        """Returns what followed the longest suffix of the stream that is followed by anything, its length, and the
+        agreement at each token."""
 
 class Weight:
     """A packed matrix [rows, width] made of parts stacked along its rows: (format, rows) of each."""
@@ -41,12 +42,17 @@ class Weight:
     def set_bias(self, bias: NDArray[np.float32]) -> None: ...
     def set_factor(self, part: int, factor: float) -> None:
         """What all values of a part are multiplied with; only formats with a table have one."""
+    def exchange(self, other: Weight) -> None:
+        """Swaps the values, scales and biases of two weights that have the same layout."""
     @property
     def width(self) -> int: ...
     @property
     def rows(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def packed(self) -> NDArray[np.uint8]:
+        """Returns a read-only view of its packed bytes, which keeps them alive."""
     @property
     def gateable(self) -> bool:
         """Whether a product with it can be gated at once: two equal halves of one quantized format, without a bias."""
@@ -72,6 +78,15 @@ def packed_bits(format: str) -> float:
 
 def fill_parts(parts: list[tuple[Weight, int, NDArray[np.uint8]]], threads: int) -> None:
     """Packs whole parts, (weight, part, bytes) of each, shared out among threads without the interpreter's lock."""
+
+PIECE_BYTES: int  # of a weight, read and summed at once
+
+def checksum(data: NDArray[np.uint8]) -> int:
+    """Returns 64 bits that differ if any one word of the bytes does."""
+
+def read_packed(file: int, offset: int, weights: list[Weight], checksum: int, threads: int) -> bool:
+    """Fills weights, which lie in the open file one after the other from `offset` on. Returns False, with all of them
+    zeroed, if the file is too short or the checksum of the checksums of all pieces differs."""
 
 class Program:
     """Phases over numbered buffers. Ops are added in the order in which they run; each writes `out`."""
@@ -271,6 +286,8 @@ class Program:
     def answer(self, buffer: int) -> None: ...
     def reserve_kv(self, blocks: int, block_size: int, states: int = 0, groups: list[list[int]] = ...) -> None:
         """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one."""
+    def take_over(self, other: Program) -> None:
+        """Takes over the KV cache, states, last tokens and adapters of a program with the same layers and weights."""
     def move_states(self, moves: list[tuple[int, int, int, int]]) -> None:
         """In the next step; (row, begin, save, after) as a StateMove has them."""
     def load_adapter(self, slot: int, adapter: Adapter) -> None: ...

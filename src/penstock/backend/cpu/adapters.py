@@ -20,7 +20,7 @@ class NativeAdapters:
     Beside quantized weights, whose products take quantized activations, the first of two is Q8_0."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.program = program
 
     def pack(self, updates: Sequence[LowRankUpdate]) -> Adapter:
         packed = Adapter()
@@ -32,10 +32,10 @@ class NativeAdapters:
         return packed
 
     def load(self, slot: int, packed: Adapter) -> None:
-        self._program.load_adapter(slot, packed)
+        self.program.load_adapter(slot, packed)
 
     def drop(self, slot: int) -> None:
-        self._program.drop_adapter(slot)
+        self.program.drop_adapter(slot)
 
 
 def quantized_matrix(values: Floats) -> Weight:

@@ -23,8 +23,12 @@ from penstock.backend.base import (
 )
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.adapters import NativeAdapters
+from penstock.backend.cpu.packed_file import PackedFile
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
+from penstock.backend.cpu.write_behind import WriteBehind
+from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
+from penstock.backend.packed_cache import PackedCache
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import chained_positions, with_chains
@@ -49,6 +53,11 @@ class CpuProgram:
         self.native = native
         self._answer, self._states = record(model, native)
         self._pools = Pools()
+
+    def take_over(self, other: CpuProgram) -> None:
+        """Takes over everything that steps have left in a program of the same model, which cannot run any more."""
+        self.native.take_over(other.native)
+        self._pools = other._pools
 
     def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
         """Runs one step and answers its rows."""
@@ -106,7 +115,9 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
 
     device = "cpu"
 
-    def __init__(self, threads: int = 0, *, isa: str = "auto", kv: str = "auto") -> None:
+    def __init__(
+        self, threads: int = 0, *, isa: str = "auto", kv: str = "auto", packed: PackedCache | None = None
+    ) -> None:
         super().__init__()
         supported = _native.isas()
         if isa not in ("auto", *supported):
@@ -117,8 +128,10 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs)
-        self.adapters: AdapterSlots = NativeAdapters(self._first)
-        self._packing = Packing(self._first.threads)
+        self._adapters = NativeAdapters(self._first)
+        self.adapters: AdapterSlots = self._adapters
+        self._packing = Packing(self._first.threads, PackedFile(packed) if packed else None)
+        self._write_behind: WriteBehind | None = None
 
     @property
     def isa(self) -> str:
@@ -140,11 +153,10 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return stored_as(tensor)
 
     def load(self, model: Model, program: int = 0) -> None:
-        self._packing.finish()
+        if unsaved := self._packing.finish():
+            self._write_behind = WriteBehind(unsaved)
         self._packing.log_growth()
-        first = self._first
-        native = _native.Program(first.isa, first.threads, self._kv_type, first) if self._programs else first
-        self._programs[program] = CpuProgram(native, model)
+        self._programs[program] = self.program_beside(model) if self._programs else CpuProgram(self._first, model)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         for number, program in self._programs.items():
@@ -154,6 +166,15 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     def logits(self, batch: Batch) -> Floats:
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
         return self._program_of(batch).logits(batch)
+
+    def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
+        if not self._write_behind:
+            return super()._compute(batch, masks)
+        self._write_behind.pause()
+        try:
+            return super()._compute(batch, masks)
+        finally:
+            self._write_behind.resume()
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         values, scales = KV_BYTES[self._kv_type], KV_SCALES[self._kv_type]
@@ -166,9 +187,44 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         kv, state = (sum(getattr(each, name) for each in natives) for name in ("kv_bytes_per_token", "state_bytes"))
         return MemoryNeeds(kv, state, available_memory() // 4)
 
+    def begin_update(self, loaded: Sequence[PackedWeight]) -> CpuUpdate:
+        self._packing = Packing(max(self._first.threads // 2, 1))  # steps go on meanwhile
+        return CpuUpdate(self, loaded)
+
+    def program_beside(self, model: Model) -> CpuProgram:
+        """Returns a program of a model whose weights this backend has packed, without a KV cache."""
+        self._packing.finish()
+        first = self._first
+        return CpuProgram(_native.Program(first.isa, first.threads, self._kv_type, first), model)
+
+    def replace(self, program: CpuProgram) -> None:
+        """Puts a program in the place of program 0, from which it takes over everything that steps have left."""
+        program.take_over(self._programs[0])
+        self._programs[0] = program
+        self._first = self._adapters.program = program.native
+
     def close(self) -> None:
+        if self._write_behind:
+            self._write_behind.end()
         self._programs.clear()
         del self._first
+
+
+class CpuUpdate:
+    """Replaces weights: see WeightUpdate. Matrices, which adapters know by their identity, get other values; the rest
+    comes with a new program."""
+
+    def __init__(self, backend: CpuBackend, loaded: Sequence[PackedWeight]) -> None:
+        self.packer = PairingPacker(backend, loaded, (MATRIX,))
+        self._backend = backend
+
+    def prepare(self, model: Model) -> None:
+        self._program = self._backend.program_beside(model)
+
+    def exchange(self) -> None:
+        for loaded, new in self.packer.pairs:
+            loaded.exchange(new)
+        self._backend.replace(self._program)
 
 
 class NativeBlocks:

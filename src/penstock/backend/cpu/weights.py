@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.base import Floats, StoredAs
 from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
+from penstock.backend.cpu.packed_file import LEAST_BYTES, PackedFile
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.ops import ExpertWeights
@@ -40,10 +41,13 @@ class HeadWeights(NamedTuple):
 
 class Packing:
     """Collects weights to be packed. They are filled many at a time, because threads share that work evenly and other
-    Python threads run meanwhile; until `finish`, some are still empty."""
+    Python threads run meanwhile; until `finish`, some are still empty. If there is a file of packed weights, all are
+    empty until then, and nothing of the checkpoint's matrices is read if the file is the right one."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, file: PackedFile | None = None) -> None:
         self._threads = threads
+        self._file = file
+        self._in_file: list[tuple[Weight, int, Tensor]] = []  # what is hoped to be
         self._waiting: list[tuple[Weight, int, NDArray[np.uint8]]] = []
         self._bytes = 0
         self._widened: set[str] = set()
@@ -55,10 +59,16 @@ class Packing:
         weight = Weight(parts[0].shape[1], [(part.format.name, part.shape[0]) for part in parts])
         if any(bias):
             weight.set_bias(np.concatenate([bias_of(part, tensor) for part, tensor in zip(parts, bias, strict=True)]))
+        if self._file:
+            self._file.add(weight, parts)
         for index, part in enumerate(parts):
             if part.scales is not None:
                 weight.set_factor(index, factor_of(part) or 0)
-            self._add(weight, index, part)
+            self._values[part.format] = self._values.get(part.format, 0) + prod(part.shape)
+            if self._file and self._file.exists:
+                self._in_file.append((weight, index, part))
+            else:
+                self._add(weight, index, part)
         return weight
 
     def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
@@ -78,10 +88,9 @@ class Packing:
 
     def _add(self, weight: Weight, index: int, part: Tensor) -> None:
         self._waiting.append((weight, index, part.data))
-        self._values[part.format] = self._values.get(part.format, 0) + prod(part.shape)
         self._bytes += part.size * (BATCH_BYTES // MADE_BYTES if callable(part.source) else 1)
         if self._bytes >= BATCH_BYTES:
-            self.finish()
+            self._fill()
 
     def _readable(self, part: Tensor) -> Tensor:
         """Returns the part in a format that kernels read: its own, Q8_0, or BF16."""
@@ -114,8 +123,19 @@ class Packing:
                 f"weights in {names} take {packed / 1e6:.0f} MB in memory, {stored / 1e6:.0f} MB in the file"
             )
 
-    def finish(self) -> None:
-        """Fills all weights that are still empty."""
+    def finish(self) -> PackedFile | None:
+        """Fills all weights that are still empty. Returns the file that they should be written to, if any."""
+        file, self._file = self._file, None
+        if file and file.exists and file.read(self._threads):
+            self._in_file = []
+            return None
+        for each in self._in_file:
+            self._add(*each)
+        self._in_file = []
+        self._fill()
+        return file if file and file.nbytes >= LEAST_BYTES else None
+
+    def _fill(self) -> None:
         fill_parts(self._waiting, self._threads)
         self._waiting, self._bytes = [], 0
 

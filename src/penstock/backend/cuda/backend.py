@@ -36,10 +36,11 @@ from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import checked_device, device_properties
+from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded
+from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded, padded_sizes
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
@@ -55,6 +56,7 @@ from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
 from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
+from penstock.backend.exchange import PackedWeight
 from penstock.backend.pooling import with_pooled
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import with_chains
@@ -114,6 +116,7 @@ class CudaBackend:
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
+        self.padded_sizes: Sequence[int] = padded_sizes(rows) if self._capture else ()
         ints = {"dtype": torch.int32, "device": self._device}
         last, tokens = torch.zeros(rows + 1, **ints), torch.zeros(self._sizes.tokens, **ints)
         self._arena = arena or Arena.on(self._device)
@@ -167,6 +170,10 @@ class CudaBackend:
             self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
+
+    def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
+        packer = HostPacker(self._dtype, self._tilings, self._quantize)
+        return CudaUpdate(packer, loaded, self._program.recorded, self._device, self._on_stream)
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor, self._quantize, self._properties.has_fp8)

@@ -29,6 +29,11 @@ def bucket_decode_rows(rows: int) -> int:
     return round_up(rows, 8 if rows <= 64 else 16)
 
 
+def padded_sizes(rows: int) -> list[int]:
+    """Returns the numbers of tokens that steps without prompts, of at most so many, are padded to."""
+    return list(dict.fromkeys(bucket_decode_rows(count) for count in range(1, rows + 1)))
+
+
 def padded(shape: Shape) -> Shape:
     """Returns the shape that a step is padded to; its own if it is too large for a graph."""
     if not shape.tiles:
@@ -67,7 +72,7 @@ def round_up(value: int, to: int) -> int:
 def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
     """Yields the shapes that most steps of at most so many rows and tokens have, the likeliest first: prompts, then
     answers, then both, with up to `budget` tokens while 64 rows answer, then drafts."""
-    sizes = dict.fromkeys(bucket_decode_rows(count) for count in range(1, rows + 1))
+    sizes = padded_sizes(rows)
     many = dict.fromkeys(bucket_mixed_rows(count) for count in range(1, rows + 1))
     tokens = min(tokens, MAX_TOKENS)
     alone = [count for count in (128, 512, tokens) if count <= tokens]

@@ -22,6 +22,7 @@ from penstock.backend.base import (
     StoredAs,
 )
 from penstock.backend.batches import greedy_batch
+from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.adapters import LoadedAdapters, RefAdapters
 from penstock.backend.ref.ops import Matrix, RefCache, RefOps
@@ -40,7 +41,7 @@ class RefProgram:
     """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
 
     def __init__(self, model: Model, adapters: LoadedAdapters) -> None:
-        self._model = model
+        self.model = model
         self._adapters = adapters
         self._last: dict[int, int] = {}  # slot: the token it sampled last
         self._pools = Pools()
@@ -70,7 +71,7 @@ class RefProgram:
     def forward(self, batch: Batch) -> tuple[Floats, list[Floats]]:
         """Returns the logits of the sampled positions, [S, vocab], and what embeddings are pooled from."""
         ops = RefOps(replace(batch, tokens=self._known_tokens(batch)), self.cache, adapters=self._adapters)
-        return self._model.forward(ops), ops.states
+        return self.model.forward(ops), ops.states
 
     def _known_tokens(self, batch: Batch) -> Ints:
         slots = np.repeat(batch.slots, np.diff(batch.row_start))  # [T]
@@ -137,4 +138,26 @@ class RefBackend(SynchronousBackend[RefProgram]):
         kv, state = (sum(getattr(each, name) for each in programs) for name in ("kv_bytes", "state_bytes"))
         return MemoryNeeds(kv, state, available_memory() // 4)
 
+    def begin_update(self, loaded: Sequence[PackedWeight]) -> RefUpdate:
+        return RefUpdate(self, self._programs[0], loaded)
+
     def close(self) -> None: ...
+
+
+class RefUpdate:
+    """Replaces weights: see WeightUpdate. Matrices, which adapters know by their identity, get other values; the rest
+    comes with the new model."""
+
+    def __init__(self, backend: RefBackend, program: RefProgram, loaded: Sequence[PackedWeight]) -> None:
+        self.packer = PairingPacker(backend, loaded, (MATRIX,))
+        self._program = program
+
+    def prepare(self, model: Model) -> None:
+        self._model = model
+
+    def exchange(self) -> None:
+        for loaded, new in self.packer.pairs:
+            np.copyto(loaded.weight, new.weight)
+            if new.bias is not None:
+                np.copyto(loaded.bias, new.bias)
+        self._program.model = self._model

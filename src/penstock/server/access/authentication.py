@@ -17,6 +17,7 @@ READING = {"GET", "HEAD"}
 CHANGING = (
     *("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/"),
     *("/models/", "/api/models/", "/sleep", "/wake_up", "/lora-adapters"),
+    *("/pause", "/resume", "/continue_generation", "/update_weights", "/abort_requests", "/reset_prefix_cache"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
 )
 CHANGING_WITH_GET = ("/flush_cache", "/unload")  # they change what every request finds

@@ -28,6 +28,7 @@ from penstock.server.chat.tools import template_call, template_reasoning
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
+from penstock.server.speculation_fields import SpeculationWish
 from penstock.types import Grammar
 
 NO_EFFECT: NoEffect = {
@@ -80,6 +81,7 @@ class MessagesBody(MessagesConversation):
     top_k: int | None = None
     top_p: float | None = None
     penstock: bool | None = None  # asks for a report of what happened to the answer
+    speculation: SpeculationWish | None = None  # the most tokens that a step drafts for the answer
 
 
 class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):

@@ -41,6 +41,7 @@ from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
+from penstock.server.speculation_fields import limit_drafts
 from penstock.server.sse import EVENT_STREAM, ChunkTemplate, Framing, encode, json_response, reply
 from penstock.text import ChatPrompt, Delta
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
@@ -50,6 +51,7 @@ from penstock.types import SamplingParams
 async def messages(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, MessagesBody, NO_EFFECT)
     context.explain |= bool(body.penstock)
+    limit_drafts(served, context, body.speculation)
     sampling, use = _sampling(served, body), read_use(context, body.tools or [], body.tool_choice)
     messages, prompt = await _prompt(served, context, body, use)
     continuing = messages[-1]["role"] == "assistant"
@@ -277,6 +279,8 @@ class MessageWriter:
     def _reason(self, delta: Delta) -> str:
         if delta.finish == "length":
             return self._at_limit
+        if delta.finish == "abort":
+            return "pause_turn"
         if delta.stop is not None:
             return "stop_sequence"
         return "tool_use" if self._turn.calls() else "end_turn"

@@ -72,7 +72,7 @@ async def _run(
                     timer.tokens(len(delta.tokens), delta.cached)
                 if delta.finish:
                     timer.reason = delta.finish
-                    if request.explain and delta.report is None:
+                    if delta.report is None and (request.explain or served.client.weights.updates):
                         delta = delta._replace(report=await _report(served.client, request.id, steps))
                     timer.report = delta.report
                 yield choice, delta

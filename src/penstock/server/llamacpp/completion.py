@@ -227,7 +227,8 @@ class NativeWriter:
         )
 
     def _settings(self, choice: int) -> GenerationSettings:
-        settings = settings_of(self._served, self._sampling[choice % len(self._sampling)])
+        sampling, speculation = self._sampling[choice % len(self._sampling)], self._requests[choice].speculation
+        settings = settings_of(self._served, sampling, speculation)
         settings.stream, settings.n_probs = bool(self._body.stream), self._count
         settings.timings_per_token = bool(self._body.timings_per_token)
         settings.post_sampling_probs = bool(self._body.post_sampling_probs)
@@ -236,6 +237,8 @@ class NativeWriter:
     def _stop_type(self, delta: Delta) -> str:
         if delta.stop is not None:
             return "word"
+        if delta.finish == "abort":
+            return "none"
         return "limit" if delta.finish == "length" else "eos"
 
     def _selected(self, answer: NativeAnswer) -> Any:

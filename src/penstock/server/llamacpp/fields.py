@@ -12,16 +12,18 @@ from msgspec import Meta
 from penstock.server.adapter_fields import NumberedAdapters
 from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.llamacpp.prompts import Prompts
+from penstock.server.openai.fields import N_MAX, SamplingFields, drawn_as_llamacpp, sampling
 from penstock.server.openai.fields import NO_EFFECT as OPENAI_NO_EFFECT
-from penstock.server.openai.fields import SamplingFields, drawn_as_llamacpp, sampling
 from penstock.server.request_context import RequestContext, new_request_id
 from penstock.server.samplers import sampler_order
 from penstock.server.served_model import ServedModel
+from penstock.server.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
 from penstock.types import SAMPLERS, DryPenalty, SamplerChain, SamplingParams
 
 MAX_LOGPROBS = 20  # as many as the engine returns
 RANDOM_SEED = 2**32 - 1  # as which llama.cpp writes -1
 PENALTIES = ("penalties", "dry")  # samplers that are applied before all others
+LOOKED_UP = "ngram-simple"  # as llama.cpp calls drafts that are looked up in the text so far
 
 NO_EFFECT: NoEffect = OPENAI_NO_EFFECT | {
     "model": ANY_VALUE,  # llama.cpp serves one model, under whatever name
@@ -61,6 +63,8 @@ class NativeFields(SamplingFields, kw_only=True):
     response_fields: list[str] | None = None
     lora: NumberedAdapters | None = None  # left out: the scales of POST /lora-adapters
     penstock: bool | None = None  # asks for a report of what happened to the answer
+    speculation: SpeculationWish | None = None  # the most tokens that a step drafts for an answer
+    speculative_n_max: DraftLimit | None = msgspec.field(default=None, name=N_MAX)  # llama.cpp's name of it
 
     @property
     def choices(self) -> int:
@@ -76,6 +80,7 @@ def sampling_of(
 ) -> list[SamplingParams]:
     """Returns sampling for each choice; `ends` are tokens that end an answer beside the model's own."""
     context.explain |= bool(body.penstock)
+    limit_drafts(served, context, body.speculation, (N_MAX, body.speculative_n_max))
     if body.cache_prompt is False:
         context.salt = new_request_id()  # no other request has it, so no block is shared
     if body.samplers is not None:
@@ -165,7 +170,7 @@ class GenerationSettings(msgspec.Struct, kw_only=True, rename={"speculative_type
     reasoning_in_content: bool = False
     generation_prompt: str = ""
     samplers: list[str]
-    speculative_types: str = "none"
+    speculative_types: str
     timings_per_token: bool = False
     post_sampling_probs: bool = False
     backend_sampling: bool = False
@@ -175,8 +180,9 @@ class GenerationSettings(msgspec.Struct, kw_only=True, rename={"speculative_type
 _CHAIN_FIELDS = [name for name in SamplerChain._fields if name in GenerationSettings.__struct_fields__]
 
 
-def settings_of(served: ServedModel, params: SamplingParams) -> GenerationSettings:
-    """Returns what `generation_settings` says about an answer with this sampling."""
+def settings_of(served: ServedModel, params: SamplingParams, speculation: int | None = None) -> GenerationSettings:
+    """Returns what `generation_settings` says about an answer with this sampling, for which a step may draft so many
+    tokens."""
     chain, dry = params.chain or SamplerChain(), params.dry or DryPenalty(0.0)
     limit = -1 if params.max_tokens is None else params.max_tokens
     banned = sorted(served.text.tokenizer.eos_ids) if params.ignore_eos else []
@@ -205,6 +211,7 @@ def settings_of(served: ServedModel, params: SamplingParams) -> GenerationSettin
         grammar="" if grammar is None else grammar.text,
         grammar_lazy=grammar is not None and grammar.lazy,
         grammar_triggers=() if grammar is None else grammar.triggers,
+        speculative_types="none" if speculation == 0 or not served.draft_tokens else LOOKED_UP,
         samplers=[*PENALTIES, *("typ_p" if name == "typical_p" else name for name in chain.order)],
         **{name: getattr(chain, name) for name in _CHAIN_FIELDS},
     )

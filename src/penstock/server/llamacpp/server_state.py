@@ -73,12 +73,12 @@ async def slots(served: ServedModel, http: HttpRequest, context: RequestContext)
     """Returns a slot for each row that the engine computes at once. A request belongs to no slot, so that of them only
     as many are busy as requests run."""
     query = read_object(context, dict(http.query_params), SlotQuery, {}, strict=False)
-    limits, running = served.limits, served.client.stats.running
+    limits, running, speculative = served.limits, served.client.stats.running, served.draft_tokens > 0
     if query.fail_on_no_slot == "1" and running >= limits.max_rows:
         raise EngineUnavailable(f"no slot is idle: {running} requests run, as many as may")
     return json_response(
         [
-            {"id": slot, "n_ctx": limits.max_len, "speculative": False, "is_processing": slot < running}
+            {"id": slot, "n_ctx": limits.max_len, "speculative": speculative, "is_processing": slot < running}
             for slot in range(limits.max_rows)
         ]
     )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 
 from penstock.text import Delta
@@ -25,6 +26,8 @@ class Timings(msgspec.Struct):
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
+    draft_n: int | UnsetType = UNSET  # these two only if something was drafted, once the answer is complete
+    draft_n_accepted: int | UnsetType = UNSET
 
 
 class Stopwatch:
@@ -68,7 +71,15 @@ class Stopwatch:
             generating_ms,
             _ratio(generating_ms, steps),
             _ratio(1e3, generating_ms) * steps,
+            *_drafted(report),
         )
+
+
+def _drafted(report: Report | None) -> tuple[int | UnsetType, int | UnsetType]:
+    """Returns how many tokens were drafted, and how many of them accepted."""
+    counts = () if report is None else report.drafts
+    drafted = sum(each.drafted for each in counts)
+    return (drafted, sum(each.accepted for each in counts)) if drafted else (UNSET, UNSET)
 
 
 def _ratio(amount: float, count: float) -> float:

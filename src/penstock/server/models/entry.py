@@ -12,7 +12,7 @@ from penstock.config import AdapterOption
 from penstock.server.models.ledger import Loaded
 from penstock.server.models.source import ModelSource
 from penstock.server.served_model import UNLISTED, ServedModel
-from penstock.types import AdapterInfo, AdapterUse
+from penstock.types import AdapterInfo, AdapterUse, WeightState
 
 FOR_EVER = float("inf")
 
@@ -33,7 +33,8 @@ class ModelEntry:
     state: ModelState = ModelState.STORED
     served: ServedModel | None = None  # while it is loaded
     error: str = ""  # why it could not be loaded the last time
-    bytes: int = 0  # that it takes now
+    reserved: int = 0  # bytes that it takes, or will when it is loaded, without its adapters
+    removed: bool = False  # its files are gone: so is it when it is unloaded
     host_bytes: int = 0  # pinned host memory that the weights of a sleeping model take, besides
     users: int = 0  # requests that use it or wait for it
     last_used: float = field(default_factory=time.monotonic)
@@ -42,6 +43,7 @@ class ModelEntry:
     loading: asyncio.Task[ServedModel] | None = None
     variants: dict[str, ServedModel] = field(default_factory=dict)  # those derived from it, by digest, while loaded
     kept_adapters: dict[str, AdapterOption] = field(init=False)  # that it has when it is loaded the next time
+    kept_weights: WeightState = field(default_factory=WeightState)  # the same of weights, and of a pause
     adapter_scales: dict[str, float] = field(default_factory=dict)  # of adapters that requests without any get
 
     def __post_init__(self) -> None:
@@ -50,6 +52,13 @@ class ModelEntry:
     @property
     def name(self) -> str:
         return self.source.name
+
+    @property
+    def bytes(self) -> int:
+        """Returns what it takes now: weights, KV cache and the adapters that are in memory. What is left while it
+        sleeps is known without its adapters."""
+        adapters = self.awake is not None and self.awake.client.stats.adapter_bytes
+        return self.reserved + adapters
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo | AdapterOption]:
@@ -89,7 +98,7 @@ class ModelEntry:
     def needed(self) -> int:
         """Returns the bytes that it takes once it is awake: what its engine has said, or what is expected."""
         hello = self.served.client.hello if self.served is not None else None
-        return (hello.limits.memory if hello is not None else 0) or self.source.bytes
+        return (hello.limits.memory if hello is not None else 0) or self.source.expected_bytes()
 
     @property
     def busy(self) -> bool:
@@ -97,6 +106,11 @@ class ModelEntry:
         if self.state in (ModelState.LOADING, ModelState.UNLOADING) or self.users:
             return True
         return self.served is not None and self.served.client.in_flight > 0
+
+    @property
+    def busy_or_loaded(self) -> bool:
+        """Returns whether it is loaded, or somebody waits for it to be."""
+        return self.busy or self.served is not None
 
     def loaded(self) -> Loaded:
         """Returns what the ledger needs to know of it."""

@@ -1,4 +1,7 @@
-"""Decides which loaded models make room for another one. It is pure: time and sizes come in as numbers."""
+"""Decides which loaded models make room for others. It is pure: time and sizes come in as numbers.
+
+What a model takes is one number: its weights, its KV cache, its adapters and whatever else its engine keeps.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,18 @@ def make_room(name: str, needed: int, loaded: Sequence[Loaded], budget: Budget) 
         if _fits(needed, [model for model in loaded if model not in leaving], budget):
             return Unload(tuple(model.name for model in leaving))
     return Wait(tuple(model.name for model in loaded if model.busy and not model.pinned))
+
+
+def excess(loaded: Sequence[Loaded], budget: Budget) -> tuple[str, ...]:
+    """Returns the idle models to unload because models have grown beyond the budget: those first that were not used for
+    the longest time, and never the one that was used last."""
+    over = sum(model.bytes for model in loaded) - budget.bytes
+    leaving = []
+    for model in sorted(loaded, key=lambda each: each.last_used)[:-1]:
+        if over > 0 and not model.busy and not model.pinned:
+            leaving.append(model.name)
+            over -= model.bytes
+    return tuple(leaving)
 
 
 def _fits(needed: int, staying: Sequence[Loaded], budget: Budget) -> bool:

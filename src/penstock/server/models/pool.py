@@ -13,16 +13,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from threading import Lock
 from typing import NamedTuple
 
 from penstock import store
-from penstock.errors import EngineUnavailable, PenstockError
+from penstock.errors import EngineUnavailable, ModelNotFound, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
-from penstock.server.models.ledger import Budget, Refuse, Unload, make_room
-from penstock.server.models.source import ModelSource
+from penstock.server.models.ledger import Budget, Refuse, Unload, excess, make_room
+from penstock.server.models.source import Discover, ModelSource
+from penstock.server.models.weights import restore_weights
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import CLIENTS_NAMES, ServedModel, unknown_model
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
@@ -38,12 +40,12 @@ class Alias(NamedTuple):
     """Gives a model further names: those that match the pattern."""
 
     pattern: str
-    model: str
+    model: str  # empty: the default one
 
 
-def client_aliases(model: str) -> tuple[Alias, ...]:
-    """Returns aliases for the names that clients insist on."""
-    return tuple(Alias(pattern, model) for pattern in CLIENTS_NAMES)
+def client_aliases() -> tuple[Alias, ...]:
+    """Returns aliases for the names that clients insist on: they mean the default model, whichever it is."""
+    return tuple(Alias(pattern, "") for pattern in CLIENTS_NAMES)
 
 
 class PoolSettings(NamedTuple):
@@ -66,11 +68,15 @@ class ModelPool:
         sources: Sequence[ModelSource],
         settings: PoolSettings = DEFAULT_SETTINGS,
         metric_sets: Sequence[str] = DEFAULT_SETS,
+        discover: Discover | None = None,
     ) -> None:
+        """Takes the models at first and, if they may change while the server runs, what finds them again."""
         self.created = int(time.time())
         self.settings = settings
         self.metrics = Metrics(self.clients, sources[0].name, metric_sets)
-        self._entries = {source.name: ModelEntry(source) for source in sources}
+        self._entries = {source.name: ModelEntry(source) for source in sources}  # replaced, never changed
+        self._discover = discover
+        self._refreshing = Lock()
         self._changed = asyncio.Event()  # the next change sets it; then there is a new one
         self._reaper: asyncio.Task[None] | None = None
 
@@ -84,7 +90,9 @@ class ModelPool:
     @property
     def default(self) -> ModelEntry:
         """Returns the model that is meant where none is named: the first one."""
-        return next(iter(self._entries.values()))
+        for entry in self._entries.values():
+            return entry
+        raise ModelNotFound("this server has no model left: pull one, or copy one into its folder")
 
     def clients(self) -> Iterator[tuple[str, EngineClient]]:
         """Yields the name and the client of every loaded model."""
@@ -94,10 +102,11 @@ class ModelPool:
 
     def listed(self) -> Iterator[tuple[str, ModelEntry]]:
         """Yields every name that a client may ask for, without those that only patterns describe, and its model."""
+        self.refresh()
         for entry in self._entries.values():
             yield entry.name, entry
         for pattern, model in self.settings.aliases:
-            if pattern not in CLIENTS_NAMES and not set(pattern) & set("*?["):
+            if pattern not in CLIENTS_NAMES and not set(pattern) & set("*?[") and model in self._entries:
                 yield pattern, self._entries[model]
         for entry in self._entries.values():
             for adapter in entry.listed_adapters:
@@ -116,7 +125,14 @@ class ModelPool:
 
     def find(self, name: str) -> ModelEntry | None:
         """Returns the model of this name, the one with an adapter so named, the one that the name stands for, or the
-        one that it is derived from."""
+        one that it is derived from. What is not loaded is looked for among the models that are there now."""
+        entry = self._find(name)
+        if entry is None or entry.served is None:
+            self.refresh()
+            entry = self._find(name)
+        return entry
+
+    def _find(self, name: str) -> ModelEntry | None:
         plain = name.removesuffix(":latest")
         for each in (name, plain):
             if each in self._entries:
@@ -128,8 +144,8 @@ class ModelPool:
             if entry.adapter_named(name):
                 return entry
         for pattern, model in self.settings.aliases:
-            if fnmatchcase(name, pattern):
-                return self._entries[model]
+            if fnmatchcase(name, pattern) and (not model or model in self._entries):
+                return self._entries[model] if model else self.default
         derived = store.derived_model(plain)
         return None if derived is None else base_of(self._entries.values(), derived)
 
@@ -140,11 +156,39 @@ class ModelPool:
             return entry
         raise unknown_model(name, get_close_matches(name, self._entries, n=3) or list(self._entries)[:3])
 
+    def refresh(self) -> None:
+        """Takes note of models that have come or gone. A loaded one that is gone stays until it is unloaded."""
+        if self._discover is None:
+            return
+        with self._refreshing:  # some routes look for models in threads
+            sources = self._discover()
+            if sources is None:
+                return
+            entries = dict(self._entries)
+            for source in sources:
+                entry = entries.setdefault(source.name, ModelEntry(source))
+                entry.source, entry.removed = source, False
+            for name in entries.keys() - {source.name for source in sources}:
+                entries[name].removed = True
+            self._entries = {
+                name: entry for name, entry in entries.items() if not entry.removed or entry.busy_or_loaded
+            }
+            for entry in self._entries.values():
+                if entry.served is not None:  # the default model may be another one
+                    entry.served = entry.served._replace(aliases=self._aliases_of(entry.name))
+                    entry.variants.clear()
+
+    def _forget_removed(self, entry: ModelEntry) -> None:
+        if entry.removed and not entry.busy_or_loaded:
+            self._entries = {name: each for name, each in self._entries.items() if each is not entry}
+
     # -- using -------------------------------------------------------------------------------------------------------
 
     async def use(self, name: str | None, context: RequestContext) -> ServedModel:
         """Returns a request's model, loaded; it stays so until the context ends. A name that no model has means the
         default one, if that is loaded: the dialect says what it thinks of the name."""
+        if not name and self.default.served is None:
+            self.refresh()
         entry = self.find(name) if name else self.default
         if entry is None:
             entry = self.default if self.default.awake else self.get(name or "")
@@ -176,6 +220,7 @@ class ModelPool:
 
     def _release(self, entry: ModelEntry, keep_alive: float | None) -> None:
         entry.users -= 1
+        self._forget_removed(entry)
         if keep_alive is not None:
             entry.pinned = keep_alive == FOR_EVER
         entry.keep(FOR_EVER if entry.pinned else self.settings.keep_alive if keep_alive is None else keep_alive)
@@ -206,6 +251,13 @@ class ModelPool:
             return False
         await self._unload(entry)
         return True
+
+    async def discard(self, name: str) -> None:
+        """Unloads a model whose files were deleted, unless it answers requests: then it stays until it is unloaded."""
+        self.refresh()
+        entry = self._entries.get(name)
+        if entry is not None and entry.removed and not entry.busy:
+            await self._unload(entry)
 
     async def sleep(self, name: str, keep_weights: bool = True) -> None:
         """Takes a model's memory away once its answers have ended. The next request wakes it. Its engine stays and
@@ -254,14 +306,15 @@ class ModelPool:
             if entry.served is not None:
                 await entry.served.client.wake()
             else:
-                client, text = await _open(entry)
+                others = any(each.busy for each in self._entries.values() if each is not entry)
+                client, text = await _open(entry, yielding=others)
                 entry.served = self._served(entry.source, client, text)
         except BaseException as error:
             entry.state = ModelState.STORED if entry.served is None else ModelState.ASLEEP
-            entry.bytes, entry.error = 0, str(error)
+            entry.reserved, entry.error = 0, str(error)
             raise
         else:
-            entry.state, entry.error, entry.bytes = ModelState.AWAKE, "", max(entry.needed, 1)
+            entry.state, entry.error, entry.reserved = ModelState.AWAKE, "", max(entry.needed, 1)
             return entry.served
         finally:
             entry.loading = None
@@ -281,48 +334,67 @@ class ModelPool:
             entry.state = ModelState.AWAKE  # nobody waits for it any more; it wakes for the next request
             self._notify()
             raise
-        entry.bytes, entry.host_bytes, entry.expires, entry.pinned = use.device, use.host, FOR_EVER, False
+        entry.reserved, entry.host_bytes, entry.expires, entry.pinned = use.device, use.host, FOR_EVER, False
         return True
 
     async def _make_room(self, entry: ModelEntry) -> None:
         """Waits until there is memory for a model and takes it. What must leave is unloaded."""
-        while (leaving := self._leaving(entry)) is None:
+        needed = entry.needed
+        while entry.state is ModelState.UNLOADING or (leaving := self._leaving(entry, needed)) is None:
             await self._change(POLL_SECONDS)
-        entry.state, entry.bytes = ModelState.LOADING, max(entry.needed, 1)
+        entry.state, entry.reserved = ModelState.LOADING, max(needed, 1)
         await asyncio.gather(*(self._unload(each) for each in leaving))
 
-    def _leaving(self, entry: ModelEntry) -> list[ModelEntry] | None:
-        """Returns the models that make room for this one; None: there is no room now. Raises if there will be none."""
-        if entry.state is ModelState.UNLOADING:
-            return None
+    def _leaving(self, entry: ModelEntry, needed: int) -> list[ModelEntry] | None:
+        """Returns the models that make room for one that needs so many bytes; None: there is no room now. Raises if
+        there will be none."""
         held = [each.loaded() for each in self._entries.values() if each.bytes and each is not entry]
-        decision = make_room(entry.name, entry.needed, held, self.settings.budget)
+        decision = make_room(entry.name, needed, held, self.settings.budget)
         if isinstance(decision, Refuse):
             raise EngineUnavailable(f"{decision.reason}: raise --memory, or unload a model")
         return [self._entries[name] for name in decision.names] if isinstance(decision, Unload) else None
 
+    async def make_room_for_adapter(self, entry: ModelEntry, needed: int) -> None:
+        """Has room for one more adapter of a loaded model in memory: idle models make room. Raises if there is none."""
+        leaving = self._leaving(entry, entry.reserved + max(needed, entry.bytes - entry.reserved))
+        if leaving is None:
+            raise EngineUnavailable(
+                f"the adapter needs {needed / 1e6:.1f} MB beside {entry.name}, and no other model is idle: try again "
+                "later, or raise --memory"
+            )
+        await asyncio.gather(*(self._unload(each) for each in leaving))
+
     def _served(self, source: ModelSource, client: EngineClient, text: Text) -> ServedModel:
-        aliases = tuple(pattern for pattern, model in self.settings.aliases if model == source.name)
-        trusted = self.settings.trust_templates
+        aliases, trusted = self._aliases_of(source.name), self.settings.trust_templates
         return ServedModel(client, text, source.name, self.created, self.metrics, source.path, aliases, trusted)
+
+    def _aliases_of(self, name: str) -> tuple[str, ...]:
+        names = (name, "") if name == self.default.name else (name,)
+        return tuple(pattern for pattern, model in self.settings.aliases if model in names)
 
     async def _unload(self, entry: ModelEntry) -> None:
         entry.kept_adapters = kept(entry)
+        if entry.served is not None:
+            entry.kept_weights = entry.served.client.weights
         served, entry.served, entry.state = entry.served, None, ModelState.UNLOADING
         entry.variants.clear()
         try:
             if served is not None:
                 await served.client.close()
         finally:
-            entry.state, entry.bytes, entry.host_bytes = ModelState.STORED, 0, 0
+            entry.state, entry.reserved, entry.host_bytes = ModelState.STORED, 0, 0
             entry.expires, entry.pinned = FOR_EVER, False
+            self._forget_removed(entry)
             self._notify()
 
     async def _reap(self) -> None:
-        """Unloads models that nobody has used for as long as they were to be kept."""
+        """Unloads models that nobody has used for as long as they were to be kept, and idle ones if models have grown
+        beyond the budget."""
         while True:
             now = time.monotonic()
-            expired = [entry for entry in self.entries if entry.served is not None and entry.expires <= now]
+            over = excess([entry.loaded() for entry in self.entries if entry.bytes], self.settings.budget)
+            leaving = [entry for entry in self.entries if entry.expires <= now or entry.name in over]
+            expired = [entry for entry in leaving if entry.served is not None]
             await asyncio.gather(*(self._unload(entry) for entry in expired if not entry.busy))
             nearest = min((entry.expires for entry in self.entries if entry.served is not None), default=FOR_EVER)
             await self._change(None if nearest == FOR_EVER else max(nearest - now, POLL_SECONDS))
@@ -339,13 +411,14 @@ class ModelPool:
         self._changed = asyncio.Event()
 
 
-async def _open(entry: ModelEntry) -> tuple[EngineClient, Text]:
-    """Starts a model's engine, and loads its tokenizer meanwhile."""
+async def _open(entry: ModelEntry, yielding: bool) -> tuple[EngineClient, Text]:
+    """Starts a model's engine, which yields to those of others if they compute, and loads its tokenizer meanwhile."""
     client = entry.source.make_client()
     loading = asyncio.create_task(asyncio.to_thread(entry.source.load_text))
     try:
-        await client.start()
+        await client.start(yielding=yielding)
         await restore(entry, client)
+        await restore_weights(entry, client)
         return client, await loading
     except BaseException:
         loading.cancel()

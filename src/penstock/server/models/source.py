@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,9 @@ from penstock.config import AdapterOption
 from penstock.ipc.client import EngineClient
 from penstock.store import DerivedModel
 from penstock.text import Text
+
+Discover = Callable[[], "Sequence[ModelSource] | None"]
+"""Returns all models that a server has now; None if they are the same as the last time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,5 +24,6 @@ class ModelSource:
     load_text: Callable[[], Text]
     path: Path | None = None  # of the model's files, if known
     derived: DerivedModel | None = None  # whose settings it has
-    bytes: int = 0  # that its weights and its KV cache are expected to take
+    expected_bytes: Callable[[], int] = lambda: 0  # that it will take when it is loaded, by its files as they are now
     adapters: tuple[AdapterOption, ...] = ()  # that its engine has when it starts
+    fixed: bool = True  # the server has it to its end; else it may go while the server runs

@@ -73,6 +73,7 @@ UPLOAD_BLOB = Operation("application/octet-stream", answers=None)
 
 async def create(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, CreateModel, CREATE_NO_EFFECT)
+    pool.refresh()
     steps = [await asyncio.to_thread(_create, pool, context, body), "writing manifest", "success"]
     if body.stream is False:
         return json_response({"status": steps[-1]})
@@ -81,6 +82,7 @@ async def create(pool: ModelPool, http: HttpRequest, context: RequestContext) ->
 
 async def copy(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, CopyModel, {})
+    pool.refresh()
     await asyncio.to_thread(_copy, pool, _plain(body.source), _plain(body.destination))
     return Response()
 
@@ -160,7 +162,8 @@ def _store(pool: ModelPool, derived: DerivedModel) -> None:
     if any(known.derived is None and known.name == derived.name for known in all_known(pool)):
         raise InvalidRequest(f"{derived.name!r} is a model that is not derived: choose another name", param="model")
     same = pool.find(derived.name)
-    if same is not None and same.name == derived.name and not serves(same.name, same.source.path, derived):
+    other = same is not None and same.name == derived.name and not serves(same.name, same.source.path, derived)
+    if other and same is not None and (same.source.fixed or same.served is not None):
         raise InvalidRequest(
             f"{derived.name!r} is being served, so its base cannot change: choose another name", param="model"
         )

@@ -24,6 +24,7 @@ from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.samplers import sampler_settings
 from penstock.server.served_model import ServedModel
+from penstock.server.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
 from penstock.types import Grammar, SamplingParams
 
 PENALTY_WINDOW = 64  # tokens, by default: Ollama's
@@ -41,7 +42,6 @@ GENERATE_NO_EFFECT: NoEffect = NO_EFFECT | {
 }
 MESSAGE_NO_EFFECT: NoEffect = {"images": ContentValues([[]])}
 OPTION_NO_EFFECT: NoEffect = {
-    "draft_num_predict": ANY_VALUE,
     "embedding_only": (False,),
     "f16_kv": ANY_VALUE,
     "logits_all": ANY_VALUE,
@@ -77,6 +77,7 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True):
     mirostat: int | None = None
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
+    draft_num_predict: DraftLimit | None = None  # Ollama's name of speculation
 
 
 class OllamaFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -89,6 +90,7 @@ class OllamaFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     think: bool | Literal["low", "medium", "high"] | None = None
     format: dict[str, Any] | Literal["", "json"] | None = None
     penstock: bool | None = None  # asks for a report of what happened to the answer
+    speculation: SpeculationWish | None = None  # the most tokens that a step drafts for the answer
 
 
 class OllamaChatBody(OllamaFields):
@@ -195,6 +197,7 @@ def read_options(served: ServedModel, context: RequestContext, body: OllamaField
     """Returns how to sample, and the limit on the answer's tokens; None: what the context has room for."""
     options = check_options(context, body.options or {})
     _limit_context(served, context, options)
+    limit_drafts(served, context, body.speculation, ("options.draft_num_predict", options.draft_num_predict))
     settings = _sampling_of(options)
     if settings.keys() & PENALTIES:
         settings.setdefault("penalty_window", PENALTY_WINDOW)

@@ -83,6 +83,8 @@ async def version(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Respons
 
 
 async def list_stored(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
+    pool.refresh()
+
     def look() -> list[dict[str, Any]]:
         return [_listed(known) | {"modified_at": known.modified} for known in all_known(pool)]
 
@@ -112,6 +114,7 @@ def _kept(entry: ModelEntry) -> dict[str, Any]:
 
 async def show(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     ref = (await _named(http, context)).ref
+    pool.refresh()
     known = {each.name for each in all_known(pool)}
     if ref not in known and (stands_for := pool.find(ref)) is not None:
         ref = stands_for.name
@@ -119,17 +122,22 @@ async def show(pool: ModelPool, http: HttpRequest, context: RequestContext) -> R
 
 
 async def delete(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
+    """Deletes a model. One that the server found in the store itself is unloaded, too, unless it answers requests: then
+    it stays until it is unloaded. One that the server was started with cannot be deleted."""
     ref = (await _named(http, context)).ref
+    pool.refresh()
 
-    def work() -> None:
+    def work() -> str:
         known = find_known(pool, ref)
-        if known.name == known.served or (known.served and _owns_files(known)):
+        own = _owns_files(known)
+        if known.served and (known.name == known.served or own) and (not own or pool.get(known.served).source.fixed):
             raise InvalidRequest(
                 f"{known.name!r} is being served and cannot be deleted: stop the server first", param="model"
             )
         (store.delete_derived if known.derived else store.remove)(known.name)
+        return known.served
 
-    await asyncio.to_thread(work)
+    await pool.discard(await asyncio.to_thread(work))
     return Response()
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, check_count
 from penstock.server.adapter_fields import choose_adapters
-from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, read_object
+from penstock.server.bodies import ContentValues, NoEffect, read_object
 from penstock.server.chat.chat_turn import ChatTurn, TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.logprobs import PromptLogprobs, TokenEntry, prompt_entries, token_entries
 from penstock.server.chat.stop_reason import stop_reason
@@ -52,7 +52,6 @@ from penstock.server.openai.chat_answer import (
 from penstock.server.openai.content import PART_NO_EFFECT, ChatRefusalPart, ChatTextPart, read_content
 from penstock.server.openai.fields import (
     NO_EFFECT,
-    CompletionTokensDetails,
     CompletionUsage,
     GenerationFields,
     TokenTally,
@@ -64,6 +63,7 @@ from penstock.server.openai.fields import (
     shown_special,
     truncate,
 )
+from penstock.server.openai.prediction import Prediction, draft_prediction
 from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
@@ -79,7 +79,6 @@ CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "prediction": ANY_VALUE,  # it could make the answer faster, never another
     "web_search_options": (),
 }
 MESSAGE_NO_EFFECT: NoEffect = {"annotations": ([],), "audio": ContentValues(), "function_call": ContentValues()}
@@ -107,6 +106,7 @@ class ChatBody(GenerationFields):
     thinking_budget: Annotated[int, Meta(ge=1)] | None = None  # tokens
     thinking: ThinkingWish | None = None
     reasoning: ThinkingWish | None = None
+    prediction: Prediction | None = None  # how the client expects the answer to go on: it is drafted
     verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
 
 
@@ -124,7 +124,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
-    body = await read_fields(http, context, ChatBody, CHAT_NO_EFFECT)
+    body = await read_fields(served, http, context, ChatBody, CHAT_NO_EFFECT)
     if not from_llamacpp(http):  # that serves one model, under whatever name
         served.check_model(body.model, context)
     choose_adapters(served, context, body.adapters, body.lora)
@@ -135,6 +135,7 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
     params = drawn_as_llamacpp(params) if from_llamacpp(http) and body.seed is not None else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
+    await draft_prediction(served, context, body.prediction)
     prompt = await _prompt(served, context, body, messages, use)
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
     params = (
@@ -360,8 +361,7 @@ class ChatWriter:
 
     def _final_usage(self) -> CompletionUsage:
         usage = self._tally.usage()
-        if self._turn.reasoning_tokens:
-            usage.completion_tokens_details = CompletionTokensDetails(self._turn.reasoning_tokens)
+        usage.completion_tokens_details = self._tally.details(self._turn.reasoning_tokens)
         return usage
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:

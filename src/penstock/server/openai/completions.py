@@ -71,7 +71,7 @@ class EncodedPrompt(NamedTuple):
 
 
 async def completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
-    body = await read_fields(http, context, CompletionBody, NO_EFFECT)
+    body = await read_fields(served, http, context, CompletionBody, NO_EFFECT)
     served.check_model(body.model, context)
     choose_adapters(served, context, body.adapters, body.lora)
     _check(body)

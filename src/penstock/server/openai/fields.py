@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, UnsetType, field
 from starlette.requests import Request as HttpRequest
 
 from penstock import __version__
@@ -18,15 +18,18 @@ from penstock.server.access.bounds import check_count, check_stops
 from penstock.server.adapter_fields import NamedAdapters, NumberedAdapters
 from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.chat.structured import Structured, grammar_of
+from penstock.server.openai.prediction import PredictionTally
 from penstock.server.request_context import RequestContext, new_request_id
 from penstock.server.samplers import LogitBias, logit_biases, sampler_settings
 from penstock.server.served_model import ServedModel
+from penstock.server.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
 from penstock.text import Delta, new_seed
 from penstock.types import Request, SamplerChain, SamplingParams
 
 FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
 ALL_THAT_FITS = -1  # a value of truncate_prompt_tokens
 NO_LIMIT = -1  # a value of max_tokens and n_predict
+N_MAX = "speculative.n_max"
 
 ANSWERED_TIERS = {"flex": "flex", "priority": "priority", "fast": "priority"}  # others are answered as "default"
 TIER_PRIORITIES = {"auto": 0, "default": 0, "scale": 0, "flex": 1, "priority": -1, "fast": -1}  # lower runs sooner
@@ -41,6 +44,8 @@ NO_EFFECT: NoEffect = {
     "user": ANY_VALUE,
     # llama.cpp's
     "id_slot": ANY_VALUE,  # a request finds the cached prefixes of all others
+    "speculative.n_min": (0,),
+    "speculative.p_min": (),
     # vLLM's
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
@@ -124,6 +129,8 @@ class GenerationFields(SamplingFields, kw_only=True):
     adapters: NamedAdapters | None = None  # LoRA, beside those that the model's name stands for; their updates add up
     lora: NumberedAdapters | None = None  # llama.cpp's way to name them
     penstock: bool | None = None  # asks for a report of what happened to the answer
+    speculation: SpeculationWish | None = None  # the most tokens that a step drafts for an answer
+    speculative_n_max: DraftLimit | None = field(default=None, name=N_MAX)  # llama.cpp's name of it
 
     @property
     def choices(self) -> int:
@@ -139,7 +146,9 @@ class GenerationFields(SamplingFields, kw_only=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-async def read_fields(http: HttpRequest, context: RequestContext, kind: type[F], no_effect: NoEffect) -> F:
+async def read_fields(
+    served: ServedModel, http: HttpRequest, context: RequestContext, kind: type[F], no_effect: NoEffect
+) -> F:
     """Returns the request's body, and takes over into the context what it says about the request as a whole."""
     fields = await read_body(http, context, kind, no_effect)
     if fields.stream_options is not None and not fields.stream:
@@ -149,6 +158,7 @@ async def read_fields(http: HttpRequest, context: RequestContext, kind: type[F],
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
         ignore_unsupported(context, "stream_options.include_obfuscation", True)
     _unify_limits(fields)
+    limit_drafts(served, context, fields.speculation, (N_MAX, fields.speculative_n_max))
     context.explain |= bool(fields.penstock)
     context.salt = fields.cache_salt or (new_request_id() if fields.cache_prompt is False else "")
     context.priority = TIER_PRIORITIES[fields.service_tier or "auto"] if fields.priority is None else fields.priority
@@ -252,6 +262,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET  # of the prediction, if there is one: in the answer or not
+    rejected_prediction_tokens: int | UnsetType = UNSET
 
 
 class CompletionUsage(msgspec.Struct):
@@ -270,10 +282,13 @@ class TokenTally:
         self.n = n
         self._generated = 0
         self._cached = [0] * len(requests)
+        self._predictions = [PredictionTally(each.prediction) if each.prediction else None for each in requests]
 
     def add(self, choice: int, delta: Delta) -> None:
         self._generated += len(delta.tokens)
         self._cached[choice] = max(self._cached[choice], delta.cached)
+        if (prediction := self._predictions[choice]) is not None:
+            prediction.add(delta.tokens)
 
     def usage(self) -> CompletionUsage:
         """Returns the usage. A prompt's cached tokens are those reused from earlier requests: the choice that reused
@@ -282,6 +297,14 @@ class TokenTally:
         prompt = sum(len(self._requests[first].prompt) for first in firsts)
         cached = sum(min(self._cached[first : first + self.n]) for first in firsts)
         return CompletionUsage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
+
+    def details(self, reasoning: int) -> CompletionTokensDetails | UnsetType:
+        """Returns what the generated tokens were, given how many were reasoning; UNSET if there is nothing to tell."""
+        predicted = [each for each in self._predictions if each is not None]
+        if not predicted:
+            return CompletionTokensDetails(reasoning) if reasoning else UNSET
+        accepted, rejected = sum(each.accepted for each in predicted), sum(each.rejected for each in predicted)
+        return CompletionTokensDetails(reasoning, accepted, rejected)
 
 
 def new_head(kind: str, model: str, tier: str | None = None, id: str | None = None) -> dict[str, Any]:

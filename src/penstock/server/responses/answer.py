@@ -134,10 +134,12 @@ class ResponseWriter:
             yield from self._write(part)
         if delta.finish == "length":
             self.response.incomplete_details = IncompleteDetails()
+        if delta.finish == "abort":
+            self.response.incomplete_details = IncompleteDetails("abort")
         if delta.finish:
             self._explanation.end(0, delta)
             self.response.penstock = self._explanation.report()
-            yield from self._end("incomplete" if delta.finish == "length" else "completed")
+            yield from self._end("completed" if delta.finish == "stop" else "incomplete")
 
     def _begin(self) -> Iterator[ResponseEvent]:
         self._begun = True

@@ -41,6 +41,7 @@ from penstock.server.responses.input import messages_of, read_items
 from penstock.server.responses.items import Item, ResponseObject, new_id
 from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.served_model import ServedModel
+from penstock.server.speculation_fields import limit_drafts
 from penstock.server.sse import StreamResponse, json_response, reply
 from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
@@ -65,6 +66,7 @@ class Responses:
     async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
         body = await read_response_body(http, context)
         served.check_model(body.model, context)
+        limit_drafts(served, context, body.speculation)
         settings, items = read_settings(context, body), read_items(context, body.input)
         scored = (body.top_logprobs or 0) if body.includes(LOGPROBS) else None
         params = sampling(served, body, logprobs=scored)

@@ -24,6 +24,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.responses.input import tools_in
 from penstock.server.responses.items import ReasoningSettings, TextFormat, TextSettings
 from penstock.server.responses.tools import AnyTool, ResponseTools, read_response_tools
+from penstock.server.speculation_fields import SpeculationWish
 
 MAX_METADATA = (16, 64, 512)  # pairs, characters of a key, characters of a value
 LOGPROBS = "message.output_text.logprobs"
@@ -95,6 +96,7 @@ class ResponsesBody(ResponsesConversation, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     user: str | None = None
     penstock: bool | None = None  # asks for a report of what happened to the answer
+    speculation: SpeculationWish | None = None  # the most tokens that a step drafts for the answer
 
     @property
     def stores(self) -> bool:

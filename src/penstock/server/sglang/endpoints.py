@@ -115,7 +115,7 @@ async def model_info(served: ServedModel, _: HttpRequest, __: RequestContext) ->
             "tokenizer_path": served.name,
             "is_generation": not served.encoder,
             "preferred_sampling_params": None,
-            "weight_version": "default",
+            "weight_version": served.client.weights.version,
             "has_image_understanding": False,
             "has_audio_understanding": False,
         }

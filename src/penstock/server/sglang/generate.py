@@ -30,6 +30,7 @@ from penstock.server.sglang.fields import (
     SglangSampling,
     read_sampling,
 )
+from penstock.server.speculation_fields import SpeculationWish
 from penstock.server.sse import encode, reply
 from penstock.text import Delta, Tokenizer
 from penstock.types import AdapterUse, Request, TokenLogprob
@@ -66,6 +67,7 @@ class SglangBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     lora_path: str | list[str | None] | None = None  # adapters that are loaded, by name
     priority: int | None = None  # lower runs sooner, as in every dialect here
+    speculation: SpeculationWish | None = None  # the most tokens that a step drafts for an answer
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
@@ -175,9 +177,10 @@ LogprobEntry = tuple[float | None, int, str | None]  # logprob, token id, text
 
 
 class SglangFinish(msgspec.Struct, omit_defaults=True):
-    type: str  # stop or length
+    type: str  # stop, length or abort
     matched: int | str | None = None  # the token or the stop string that ended it
     length: int | None = None
+    message: str | None = None
 
 
 class SglangMeta(msgspec.Struct):
@@ -186,6 +189,7 @@ class SglangMeta(msgspec.Struct):
     finish_reason: SglangFinish | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
+    weight_version: str | UnsetType = UNSET  # of the weights that computed its end; at the end
     e2e_latency: float | UnsetType = UNSET  # seconds; at the end
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
@@ -229,10 +233,14 @@ class SglangOutput:
         if delta.finish:
             meta.finish_reason = self._finish(delta)
             meta.e2e_latency = perf_counter() - self._began
+            if delta.report is not None and delta.report.weights:
+                meta.weight_version = delta.report.weights[-1].version
 
     def _finish(self, delta: Delta) -> SglangFinish:
         if delta.finish == "length":
             return SglangFinish("length", length=self.answer.meta_info.completion_tokens)
+        if delta.finish == "abort":
+            return SglangFinish("abort", message="all requests were aborted")
         return SglangFinish("stop", stop_token(delta) if delta.stop is None else delta.stop)
 
     def _unscored(self) -> list[LogprobEntry]:

@@ -13,6 +13,16 @@ from penstock.server.sglang.endpoints import (
     model_info,
     server_info,
 )
+from penstock.server.sglang.weights import (
+    CONTINUE,
+    PAUSE,
+    UPDATE,
+    VERSION,
+    continue_generation,
+    pause_generation,
+    update_from_disk,
+    weight_version,
+)
 
 ROUTES = (
     RouteEntry("POST", "/generate", generate, GENERATE),
@@ -24,6 +34,11 @@ ROUTES = (
     RouteEntry("GET", "/health_generate", health_generate, EMPTY),
     RouteEntry("GET", "/get_model_info", model_info),
     RouteEntry("GET", "/model_info", model_info),
+    ServerRouteEntry("POST", "/pause_generation", pause_generation, PAUSE),
+    ServerRouteEntry("POST", "/continue_generation", continue_generation, CONTINUE),
+    ServerRouteEntry("POST", "/update_weights_from_disk", update_from_disk, UPDATE),
+    RouteEntry("GET", "/weight_version", weight_version, VERSION),
+    RouteEntry("GET", "/get_weight_version", weight_version, VERSION),
     RouteEntry("GET", "/get_server_info", server_info),
     RouteEntry("GET", "/server_info", server_info),
 )

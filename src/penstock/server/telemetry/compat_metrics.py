@@ -6,9 +6,9 @@ missing figure is better than a wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from math import inf
-from time import monotonic
+from time import monotonic, time
 from typing import NamedTuple
 
 from prometheus_client.metrics_core import Metric
@@ -117,7 +117,10 @@ class CompatMetrics:
         self._throughput = Throughput()
 
     def collect(self) -> Iterator[Metric]:
-        for metric in (metric for source in self._sources for metric in source.collect()):
+        metrics = [metric for source in self._sources for metric in source.collect()]
+        if "vllm:".startswith(self._prefixes):
+            yield from lora_info({metric.name: metric for metric in metrics})
+        for metric in metrics:
             for name in RENAMED.get(metric.name, ()):
                 if name.startswith(self._prefixes):
                     yield self._renamed(metric, name)
@@ -175,6 +178,21 @@ def by_state(metric: Metric) -> dict[str, float]:
     return {sample.labels["state"]: sample.value for sample in metric.samples}
 
 
+def lora_info(metrics: Mapping[str, Metric]) -> Iterator[Metric]:
+    """Yields vLLM's metric about adapters: their names are its labels, and its value is the time."""
+    slots = metrics["penstock_adapter_slots"].samples[0].value
+    if not slots:  # no model is loaded
+        return
+    labels = {"max_lora": str(int(slots))}
+    for state in ("running", "waiting"):
+        named = metrics["penstock_adapter_requests"].samples
+        names = [sample.labels["adapter"] for sample in named if sample.labels["state"] == state and sample.value]
+        labels[f"{state}_lora_adapters"] = ",".join(names)
+    info = Metric("vllm:lora_requests_info", "Adapters that requests use and wait for", "gauge")
+    info.add_sample(info.name, labels, time())
+    yield info
+
+
 def of_requests(metric: Metric) -> Iterator[DerivedSample]:
     states = by_state(metric)
     for name in ("vllm:num_requests_running", "llamacpp:requests_processing", "sglang:num_running_reqs"):
@@ -230,10 +248,20 @@ def of_steps(metric: Metric) -> Iterator[DerivedSample]:
     yield DerivedSample("nv_inference_exec_count", metric.samples[0].value, "unknown")
 
 
+def of_drafts(metric: Metric) -> Iterator[DerivedSample]:
+    """Adds up all sources, which vLLM does not tell apart."""
+    yield DerivedSample(SPEC_DECODE[metric.name], sum(sample.value for sample in metric.samples), "counter")
+
+
 def total(metric: Metric) -> float:
     return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
 
 
+SPEC_DECODE = {  # ours: vLLM's
+    "penstock_drafts": "vllm:spec_decode_num_drafts_total",
+    "penstock_drafted_tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "penstock_accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+}
 FAILURES = {"error": "BACKEND", "abort": "CANCELED"}  # and Triton's reasons
 DERIVED: dict[str, Callable[[Metric], Iterator[DerivedSample]]] = {
     "penstock_requests": of_requests,
@@ -244,4 +272,5 @@ DERIVED: dict[str, Callable[[Metric], Iterator[DerivedSample]]] = {
     "penstock_request_seconds": of_duration,
     "penstock_request_queue_seconds": of_queue,
     "penstock_steps": of_steps,
+    **dict.fromkeys(SPEC_DECODE, of_drafts),
 }

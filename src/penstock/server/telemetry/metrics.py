@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -19,7 +19,7 @@ from penstock.ipc.client import EngineClient
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
-from penstock.types import STEP_SIZES, Report, Request, Stats
+from penstock.types import STEP_SIZES, DraftCounts, Report, Request, Stats, add_drafts
 
 # Bucket bounds in seconds: our own, and those of the dashboards that compat_metrics serves.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
@@ -158,6 +158,13 @@ class RequestTimer:
         self._metrics.end(self._context, finished)
 
 
+DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftCounts], int]], ...] = (
+    ("drafts", "Drafts that steps verified, by where they come from", lambda counts: counts.drafts),
+    ("drafted_tokens", "Tokens of drafts", lambda counts: counts.drafted),
+    ("accepted_tokens", "Tokens of drafts that turned out right", lambda counts: counts.accepted),
+)
+
+
 class EngineCollector:
     """Reports the latest statistics of all engines, added up. Counters start again with a new engine."""
 
@@ -176,6 +183,7 @@ class EngineCollector:
         requests.add_metric(["running"], stats.running)
         requests.add_metric(["waiting"], stats.waiting)
         yield requests
+        yield from _adapters(stats)
         up = bool(clients) and all(client.hello is not None for client in clients)
         yield GaugeMetricFamily("penstock_engine_up", "1 while every loaded model has an engine", up)
         for name, help, value in (
@@ -193,6 +201,11 @@ class EngineCollector:
             ("forced_tokens", "Generated tokens that grammars left no choice about", stats.forced_tokens),
         ):
             yield CounterMetricFamily(f"penstock_{name}", help, value)
+        for name, help, value_of in DRAFT_COUNTERS:
+            drafted = CounterMetricFamily(f"penstock_{name}", help, labels=["source"])
+            for counts in stats.drafts:
+                drafted.add_metric([counts.source], value_of(counts))
+            yield drafted
         yield histogram(
             "penstock_step_tokens", "Tokens computed in a step", STEP_SIZES, stats.step_sizes, stats.computed_tokens
         )
@@ -211,8 +224,26 @@ class EngineCollector:
         return info
 
 
+def _adapters(stats: Stats) -> Iterator[Metric]:
+    """Yields which adapters requests use and wait for, and the room that adapters have and take."""
+    requests = GaugeMetricFamily(
+        "penstock_adapter_requests",
+        "Requests by the adapter that they name; a waiting one's adapter has no slot yet",
+        labels=["adapter", "state"],
+    )
+    for name, running, waiting in stats.adapters:
+        requests.add_metric([name, "running"], running)
+        requests.add_metric([name, "waiting"], waiting)
+    yield requests
+    yield GaugeMetricFamily("penstock_adapter_slots", "Most adapters in memory at once", stats.adapter_slots)
+    yield GaugeMetricFamily("penstock_adapter_bytes", "Memory that adapters take", stats.adapter_bytes)
+
+
 def sum_stats(every: Sequence[Stats]) -> Stats:
     """Returns what several engines did, added up."""
     sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
-    names = [name for name in Stats._fields if name != "step_sizes"]
-    return Stats(**{name: sum(getattr(each, name) for each in every) for name in names}, step_sizes=sizes)
+    drafts = add_drafts(counts for each in every for counts in each.drafts)
+    adapters = tuple(chain.from_iterable(each.adapters for each in every))
+    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters", "drafts")]
+    added = {name: sum(getattr(each, name) for each in every) for name in names}
+    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts)

@@ -32,7 +32,7 @@ from penstock.text import Delta, Tokenizer
 from penstock.types import AdapterUse, Request, SamplerChain, SamplingParams, TokenLogprob
 
 DEFAULT_TOKENS = 100  # of Text Generation Inference
-FINISH_REASONS = {"length": "length", "stop": "eos_token"}
+FINISH_REASONS = {"length": "length", "stop": "eos_token", "abort": "length"}  # TGI has no word for an abort
 
 TGI = Framing(EVENT_STREAM, event, b"", TGI_ERRORS.encode)
 NO_EFFECT: NoEffect = {}

@@ -6,6 +6,22 @@ from penstock.server.endpoint import EMPTY, RouteEntry, ServerRouteEntry
 from penstock.server.vllm.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, load_adapter, unload_adapter
 from penstock.server.vllm.endpoints import POOLING, load, ping, pooling, tokenizer_info, version
 from penstock.server.vllm.sleeping import SLEEP, SLEEPING, WAKE_UP, is_sleeping, sleep, wake_up
+from penstock.server.vllm.weights import (
+    ABORT_REQUESTS,
+    IS_PAUSED,
+    PAUSE,
+    RESET,
+    RESUME,
+    UPDATE_WEIGHTS,
+    WEIGHT_INFO,
+    abort_requests,
+    is_paused,
+    pause,
+    reset_prefix_cache,
+    resume,
+    update,
+    weight_info,
+)
 
 ROUTES = (
     RouteEntry("POST", "/pooling", pooling, POOLING),
@@ -19,4 +35,11 @@ ROUTES = (
     ServerRouteEntry("POST", "/sleep", sleep, SLEEP),
     ServerRouteEntry("POST", "/wake_up", wake_up, WAKE_UP),
     ServerRouteEntry("GET", "/is_sleeping", is_sleeping, SLEEPING),
+    ServerRouteEntry("POST", "/pause", pause, PAUSE),
+    ServerRouteEntry("POST", "/resume", resume, RESUME),
+    ServerRouteEntry("GET", "/is_paused", is_paused, IS_PAUSED),
+    ServerRouteEntry("POST", "/update_weights", update, UPDATE_WEIGHTS),
+    ServerRouteEntry("GET", "/weight_info", weight_info, WEIGHT_INFO),
+    ServerRouteEntry("POST", "/abort_requests", abort_requests, ABORT_REQUESTS),
+    ServerRouteEntry("POST", "/reset_prefix_cache", reset_prefix_cache, RESET),
 )

@@ -54,6 +54,7 @@ class Cache {
   size_t bytes_per_token() const;  // in all layers
   size_t block_bytes() const;      // in the layers of one group
   std::string layout() const;      // two caches with equal layouts can exchange blocks
+  bool same_layers(const Cache& other) const { return type_.name == other.type_.name && shapes_ == other.shapes_; }
   size_t blocks() const { return blocks_; }
   size_t block_size() const { return block_size_; }
   size_t place(size_t position) const { return position / block_size_ * padded_size_ + position % block_size_; }

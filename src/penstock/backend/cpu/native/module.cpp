@@ -11,6 +11,7 @@
 
 #include "chain_hash.h"
 #include "dispatch.h"
+#include "packed_file.h"
 #include "program.h"
 #include "quantize.h"
 #include "require.h"
@@ -53,6 +54,25 @@ void fill_all(std::vector<std::tuple<Weight*, size_t, Array<const uint8_t, 1>>> 
   for (const auto& [weight, part, bytes] : parts) sources.push_back({weight, part, bytes.data(), bytes.size()});
   nb::gil_scoped_release release;
   fill_parts(sources, threads);
+}
+
+bool read_packed_weights(int file, uint64_t offset, const std::vector<Weight*>& weights, uint64_t expected,
+                         unsigned threads) {
+  nb::gil_scoped_release release;
+  return read_packed(file, offset, weights, expected, threads);
+}
+
+uint64_t checksum_of(Array<const uint8_t, 1> bytes) {
+  nb::gil_scoped_release release;
+  return checksum(std::as_bytes(flat(bytes)));
+}
+
+nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_bytes(const Weight& weight) {
+  using Bytes = std::shared_ptr<std::byte>;
+  auto bytes = std::make_unique<Bytes>(weight.packed());
+  const auto* data = reinterpret_cast<const uint8_t*>(bytes->get());
+  const nb::capsule owner(bytes.release(), [](void* held) noexcept { delete static_cast<Bytes*>(held); });
+  return {data, {weight.bytes()}, owner};
 }
 
 bool quantize_values(const std::string& from, Array<const uint8_t, 1> values, const std::string& to,
@@ -178,9 +198,11 @@ NB_MODULE(_native, m) {
       .def("set_bias", [](Weight& weight, Array<const float, 1> bias) { weight.set_bias(copied(bias)); },
            "bias"_a.noconvert())
       .def("set_factor", &Weight::set_factor, "part"_a, "factor"_a)
+      .def("exchange", &Weight::exchange, "other"_a)
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })
       .def_prop_ro("nbytes", &Weight::bytes)
+      .def_prop_ro("packed", packed_bytes, nb::rv_policy::automatic)
       .def_prop_ro("gateable", &Weight::gateable)
       .def_prop_ro("coded", &Weight::coded)
       .def_prop_ro("precise", &Weight::precise);
@@ -192,6 +214,9 @@ NB_MODULE(_native, m) {
 
   m.def("fill_parts", fill_all, "parts"_a, "threads"_a);
   m.def("packed_bits", packed_bits, "format"_a);
+  m.attr("PIECE_BYTES") = PIECE_BYTES;
+  m.def("checksum", checksum_of, "data"_a.noconvert());
+  m.def("read_packed", read_packed_weights, "file"_a, "offset"_a, "weights"_a, "checksum"_a, "threads"_a);
 
   nb::class_<Program>(m, "Program")
       .def(nb::init<const std::string&, unsigned, const std::string&, const Program*>(), "isa"_a, "threads"_a, "kv"_a,
@@ -335,6 +360,7 @@ NB_MODULE(_native, m) {
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
            "groups"_a = LayerGroups())
+      .def("take_over", &Program::take_over, "other"_a)
       .def("move_states",
            [](Program& program, const std::vector<std::tuple<size_t, int32_t, int32_t, int32_t>>& rows) {
              std::vector<StateMove> moves;

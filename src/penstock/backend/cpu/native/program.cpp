@@ -399,6 +399,19 @@ void Program::reserve_kv(size_t blocks, size_t block_size, size_t states, const 
   }
 }
 
+void Program::take_over(Program& other) {
+  const std::scoped_lock lock(running_, other.running_);
+  require(this != &other && answer_ >= 0 && pool_ == other.pool_, "a program takes over from another, beside it");
+  require(cache_.same_layers(other.cache_) && states_.same_layers(other.states_) && windows_ == other.windows_,
+          "a program takes over from one whose layers keep the same");
+  require(adaptable_ == other.adaptable_, "a program takes over from one that has the same weights");
+  std::swap(cache_, other.cache_);
+  std::swap(states_, other.states_);
+  std::swap(group_windows_, other.group_windows_);
+  std::swap(last_sampled_, other.last_sampled_);
+  std::swap(adapters_, other.adapters_);
+}
+
 void Program::copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
   const std::lock_guard lock(running_);
   cache_.copy(pairs);

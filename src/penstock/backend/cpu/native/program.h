@@ -101,6 +101,9 @@ class Program {
   void answer(int buffer);  // the result of a step; no op is added after it
 
   void reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups);
+  // Takes over the KV cache, recurrent states, last tokens and adapters of a program with the same layers and weights,
+  // which cannot run any more.
+  void take_over(Program& other);
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);
   void export_blocks(Blocks blocks, std::span<std::byte> out);
   void import_blocks(Blocks blocks, std::span<const std::byte> data);

@@ -33,6 +33,7 @@ class States {
   size_t layers() const { return floats_.size(); }
   size_t count() const { return count_; }
   size_t bytes() const;  // of one state
+  bool same_layers(const States& other) const { return floats_ == other.floats_; }
   float* at(size_t layer, int32_t state) const { return base_[layer] + size_t(state) * floats_[layer]; }
 
  private:

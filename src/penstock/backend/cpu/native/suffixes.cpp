@@ -41,7 +41,7 @@ size_t SuffixAutomaton::bytes() const {
 }
 
 int32_t SuffixAutomaton::add_state(int32_t length, int32_t end) {
-  states_.push_back({length, NONE, end, NONE, NONE, NONE});
+  states_.push_back({length, NONE, end, NONE, NONE, NONE, false});
   return int32_t(states_.size() - 1);
 }
 
@@ -95,7 +95,10 @@ void SuffixAutomaton::grow_table() {
 // then the end that counts is the one before.
 void SuffixAutomaton::refresh() {
   int32_t state = states_[last_].link;
-  for (int i = 0; i < REFRESHED && state > 0; ++i, state = states_[state].link) states_[state].end = int32_t(text_.size());
+  for (int i = 0; i < REFRESHED && state > 0; ++i, state = states_[state].link) {
+    states_[state].end = int32_t(text_.size());
+    states_[state].repeated = true;
+  }
 }
 
 void SuffixAutomaton::append(int32_t token) {
@@ -120,6 +123,7 @@ int32_t SuffixAutomaton::split(int32_t before, int32_t state, int32_t token) {
   states_[clone].link = states_[state].link;
   states_[clone].token = states_[state].token;
   states_[clone].target = states_[state].target;
+  states_[clone].repeated = states_[state].repeated;
   for (int32_t at = states_[state].more; at != NONE; at = transitions_[at].next) {
     const Transition copied = transitions_[at];
     add_transition(clone, copied.token, copied.target);
@@ -132,17 +136,25 @@ int32_t SuffixAutomaton::split(int32_t before, int32_t state, int32_t token) {
 }
 
 Continuation SuffixAutomaton::continuation(size_t most) const {
-  const int32_t match = last_ ? states_[last_].link : 0;
-  if (match == 0) return {};
-  const size_t end = size_t(states_[match].end), period = text_.size() - end;
-  std::vector<int32_t> found;
-  found.reserve(most);
+  const int32_t match = states_[last_].link;
+  return match > 0 ? followers(match, size_t(states_[match].length), most) : Continuation();
+}
+
+Continuation SuffixAutomaton::followers(int32_t state, size_t length, size_t most) const {
+  const size_t end = size_t(states_[state].end), period = text_.size() - end;
+  std::vector<int32_t> tokens;
+  std::vector<int> agreements;
   for (size_t i = 0; i < most; ++i) {
-    const int32_t token = i < period ? text_[end + i] : found[i - period];
+    const int32_t token = i < period ? text_[end + i] : tokens[i - period];
     if (token < 0) break;
-    found.push_back(token);
+    const bool known = state != NONE && states_[state].target != NONE;
+    agreements.push_back(!known || (states_[state].more == NONE && !states_[state].repeated) ? SINGLE
+                         : states_[state].more == NONE                                     ? ALIKE
+                                                                                           : DIFFERENT);
+    tokens.push_back(token);
+    state = known ? target(state, token) : NONE;
   }
-  return {std::move(found), size_t(states_[match].length)};
+  return {std::move(tokens), length, std::move(agreements)};
 }
 
 // Goes back to the beginning where the text has started anew, and to the shorter state where one has been split since.
@@ -176,10 +188,8 @@ Continuation SuffixCursor::continuation(size_t most) {
   int32_t state = state_;
   while (state && size_t(states[state].end) == text.size()) state = states[state].link;
   if (!state) return {};
-  std::vector<int32_t> found;
-  const size_t end = size_t(states[state].end);
-  for (size_t i = end; i < std::min(end + most, text.size()) && text[i] >= 0; ++i) found.push_back(text[i]);
-  return {std::move(found), size_t(std::min(length_, states[state].length))};
+  const size_t left = text.size() - size_t(states[state].end);
+  return automaton_->followers(state, size_t(std::min(length_, states[state].length)), std::min(most, left));
 }
 
 }  // namespace penstock

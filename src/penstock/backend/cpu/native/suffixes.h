@@ -5,13 +5,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 namespace penstock {
 
-// What follows an earlier occurrence, and how many tokens before it match.
-using Continuation = std::pair<std::vector<int32_t>, size_t>;
+// Agreement at a token: what stands before it occurred with different followers, once, or more often with the same.
+enum Agreement { DIFFERENT, SINGLE, ALIKE };
+
+// What followed an earlier occurrence, how many tokens before it match, and the agreement at each token.
+using Continuation = std::tuple<std::vector<int32_t>, size_t, std::vector<int>>;
 
 class SuffixAutomaton {
  public:
@@ -20,8 +23,8 @@ class SuffixAutomaton {
   // Appends tokens. A text that would become longer than the capacity starts anew, with none of the older tokens.
   void extend(std::span<const int32_t> tokens);
 
-  // What followed the latest known earlier occurrence of the longest suffix that has one. Where that runs into the end
-  // of the text it goes on periodically. A negative token ends it.
+  // What followed the latest known earlier occurrence of the longest suffix that has one. If that runs into the end of
+  // the text, it goes on periodically. A negative token ends it.
   Continuation continuation(size_t most) const;
 
   size_t size() const { return text_.size(); }
@@ -35,6 +38,7 @@ class SuffixAutomaton {
     int32_t length, link, end;  // of its longest string: its tokens, the state of its next shorter suffix, where it ended
     int32_t token, target;      // the first transition; most states have no other
     int32_t more;               // the last of the other transitions
+    bool repeated;              // it is known to have occurred more than once
   };
   struct Transition {
     int32_t state, token, target, next;
@@ -50,6 +54,7 @@ class SuffixAutomaton {
   size_t slot(int32_t state, int32_t token) const;
   int32_t split(int32_t before, int32_t state, int32_t token);
   void refresh();
+  Continuation followers(int32_t state, size_t length, size_t most) const;
 
   size_t capacity_;
   uint64_t epoch_ = 0;  // how often the text has started anew

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "half.h"
+#include "require.h"
 
 namespace penstock {
 
@@ -273,6 +274,17 @@ void Weight::set_bias(std::vector<float> bias) {
 void Weight::set_factor(size_t part, float factor) {
   if (part >= parts_.size() || !parts_[part].table) throw std::invalid_argument("only formats with a table have a factor");
   parts_[part].factor = packing_of(parts_[part].format).factor * factor;
+}
+
+bool Weight::same_layout(const Weight& other) const {
+  const auto same = [](const Part& one, const Part& two) { return one.format == two.format && one.rows == two.rows; };
+  return width_ == other.width_ && bias_.size() == other.bias_.size() &&
+         std::equal(parts_.begin(), parts_.end(), other.parts_.begin(), other.parts_.end(), same);
+}
+
+void Weight::exchange(Weight& other) {
+  require(same_layout(other), "only weights with the same shape, formats and biases can be exchanged");
+  std::swap(*this, other);
 }
 
 bool Weight::precise() const {

@@ -45,6 +45,7 @@ class Weight {
   void check(size_t part, size_t row, size_t rows, size_t size) const;  // throws where fill would
   void set_bias(std::vector<float> bias);
   void set_factor(size_t part, float factor);  // what all its values are multiplied with, in formats with a table
+  void exchange(Weight& other);  // swaps the values, scales and biases of two weights with equal layouts
 
   size_t row_bytes(size_t part) const;  // in a checkpoint
   size_t width() const { return width_; }
@@ -52,6 +53,7 @@ class Weight {
   size_t rows(size_t part) const { return parts_.at(part).rows; }
   size_t panels() const { return panels_; }
   size_t bytes() const { return bytes_; }
+  std::shared_ptr<std::byte> packed() const { return {slab_, parts_[0].data}; }  // all parts, one after the other
   bool coded() const { return coded_; }  // some part is multiplied with quantized activations
   bool bfloat() const { return bfloat_; }  // some part is BF16
   bool precise() const;                    // all parts are F32
@@ -61,6 +63,8 @@ class Weight {
   void read_row(size_t row, float* out) const;  // its values
 
  private:
+  bool same_layout(const Weight& other) const;
+
   size_t width_, rows_ = 0, panels_ = 0, bytes_ = 0;
   bool coded_ = false, bfloat_ = false;
   std::vector<Part> parts_;

@@ -1,0 +1,111 @@
+"""Says where the packed weights of a model are cached, what they depend on, and which files make room for others.
+
+<home>/packed/<model>/<options>.packed  packed weights: backend/cpu/packed_file.py
+<home>/packed/<model>/<options>.part    one that is being written, or what an interrupted write left
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from penstock import __version__
+from penstock.config import Config, Device, packed_folder, packed_home
+from penstock.errors import ConfigError
+from penstock.model.load import Checkpoint
+
+LAYOUT = 1  # of packed weights: a change of what any weight is packed into needs another number
+SUFFIX = ".packed"
+FREE = 1 << 30  # bytes that are left free on the disk
+
+
+class PackedCache(NamedTuple):
+    """Names the file for one model's packed weights."""
+
+    path: Path
+    key: str  # what the weights depend on
+    source: Path  # the model
+    limit: int  # bytes that all files may take together
+
+
+def packed_cache_of(config: Config, checkpoint: Checkpoint) -> PackedCache | None:
+    """Returns where the weights of a checkpoint are cached; None if they are not to be. The config's defaults are
+    resolved."""
+    if not config.packed_cache or Device.parse(config.device).kind != "cpu":
+        return None
+    options = json.dumps([config.quantize, *config.config])
+    try:
+        key = json.dumps([LAYOUT, __version__, options, [identity(file) for file in checkpoint.files]])
+        folder = packed_folder(checkpoint.path)
+    except (OSError, ConfigError):  # such as a user without a home folder
+        return None
+    name = blake2b(options.encode(), digest_size=8).hexdigest()
+    return PackedCache(folder / f"{name}{SUFFIX}", key, checkpoint.path, config.packed_cache)
+
+
+def identity(file: Path) -> tuple[str, int, int, int, int]:
+    """Returns what changes with a file's contents. Whoever sets back the time of its last change cannot set back that
+    of its inode, so it is as sure as a digest of the contents and costs nothing."""
+    found = file.stat()
+    return file.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+
+
+def make_room(cache: PackedCache, size: int) -> None:
+    """Deletes the files that were not used for the longest time, and what interrupted writes left, so that `size` more
+    bytes are within the limit. Raises OSError if there cannot be room."""
+    if size > cache.limit:
+        raise OSError(f"{size:,} bytes are beyond the limit of {cache.limit:,}")
+    packed_home().mkdir(parents=True, exist_ok=True)
+    files = sorted(found for found in packed_files() if found.path != cache.path)
+    total = size + sum(file.size for file in files)
+    for file in files:
+        if total <= cache.limit:
+            break
+        total -= file.size
+        delete(file.path)
+    for part in packed_home().glob("*/*.part"):
+        with suppress(OSError), locked(part):
+            delete(part)
+    disk = os.statvfs(packed_home())
+    if size + FREE > disk.f_bavail * disk.f_frsize:
+        raise OSError(f"the disk of {packed_home()} has no room for {size:,} bytes")
+
+
+class StoredFile(NamedTuple):
+    """Describes a file of packed weights; those that were not used for the longest time are the smallest."""
+
+    used: float
+    path: Path
+    size: int
+
+
+def packed_files() -> Iterator[StoredFile]:
+    """Finds all files of packed weights."""
+    for path in packed_home().glob(f"*/*{SUFFIX}"):
+        with suppress(FileNotFoundError):  # another process may delete it
+            found = path.stat()
+            yield StoredFile(found.st_mtime, path, found.st_size)
+
+
+def delete(file: Path) -> None:
+    """Deletes a file, and its folder if nothing else is in it."""
+    file.unlink(missing_ok=True)
+    with suppress(OSError):
+        file.parent.rmdir()
+
+
+@contextmanager
+def locked(part: Path) -> Iterator[BinaryIO]:
+    """Opens a part that nobody else writes; raises OSError if somebody does. Closing it unlocks it."""
+    import fcntl  # where there is no such thing, there is no CPU backend either
+
+    with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file.fileno()), part.stat()):  # another writer has just renamed it
+            raise FileExistsError(f"{part} was written by another process meanwhile")
+        yield file

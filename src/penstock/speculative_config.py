@@ -1,0 +1,67 @@
+"""Reads vLLM's speculative config, which `--speculative-config` takes as JSON and `LLM` as a dictionary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.errors import ConfigError
+
+DRAFT_FREE = ("ngram", "ngram_gpu", "suffix")  # methods that look up drafts in texts, which is done here in one way
+NO_EFFECT = (  # how matches are found and how many tokens pay is decided here in each step
+    "disable_by_batch_size",
+    "draft_sample_method",
+    "enforce_eager",
+    "num_speculative_tokens_per_batch_size",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "rejection_sample_method",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_min_token_prob",
+)
+KNOWN = ("method", "model", "num_speculative_tokens", *NO_EFFECT)
+NAME = "speculative_config"
+
+
+def speculation_in_json(text: str, warn: Callable[[str], None]) -> str:
+    """Returns the value of `--speculation` that a config in JSON means; see `speculation_in`."""
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{NAME} is not JSON: {error}; got {text[:200]!r}") from error
+    return speculation_in(given, warn)
+
+
+def speculation_in(given: Any, warn: Callable[[str], None]) -> str:
+    """Returns the value of `speculation` that a config means; `warn` gets a line about its fields that have no effect.
+    Raises ConfigError for methods and fields that are not known."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'{NAME} is an object such as {{"method": "ngram"}}; got {given!r:.200}')
+    if unknown := sorted(map(str, given.keys() - set(KNOWN))):
+        raise ConfigError(f"{NAME} has unknown fields: {', '.join(unknown)}; there are {', '.join(sorted(KNOWN))}")
+    stated = {name: value for name, value in given.items() if value is not None}
+    _check_method(stated)
+    if ignored := sorted(stated.keys() & set(NO_EFFECT)):
+        warn(f"warning: fields of {NAME} without effect here: {', '.join(ignored)}")
+    count = stated.get("num_speculative_tokens", "auto")
+    if count != "auto" and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ConfigError(f"num_speculative_tokens of {NAME} must be a whole number above 0; got {count!r}")
+    return str(count)
+
+
+def _check_method(stated: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless drafts are to be looked up in texts. vLLM also takes the method as the model's name."""
+    model = str(stated.get("model", "")).strip("[]")
+    method = stated.get("method", model if model in DRAFT_FREE else "draft_model" if model else None)
+    if method in DRAFT_FREE and model in ("", *DRAFT_FREE):
+        return
+    if method is None:
+        raise ConfigError(f"{NAME} names no method: use {', '.join(DRAFT_FREE)}, or leave it out")
+    named = f" ({model})" if model else ""
+    raise ConfigError(
+        f"{NAME} asks for drafts by {method!r}{named}, which is not supported: drafts are looked up in texts only. Use "
+        f"{', '.join(DRAFT_FREE)}, or leave it out: that is the default"
+    )
