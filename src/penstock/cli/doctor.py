@@ -19,12 +19,13 @@ from penstock.cli.machine_profile import COMMON_FORMATS, machine_profile
 from penstock.cli.terminal import note, print_json, readable_size
 from penstock.errors import ConfigError, PenstockError
 
-X86_KERNELS = {  # and what a CPU must report to run them, the fastest first
+KernelNeeds = dict[str, tuple[str, ...]]
+X86_KERNELS: KernelNeeds = {  # and what a CPU must report to run them, the fastest first
     "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"),
     "avx512vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
 }
-ARM_KERNELS = {"neon": ("asimddp",)}
+ARM_KERNELS: KernelNeeds = {"neon": ("asimddp",)}
 FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm")
 
 
@@ -122,7 +123,7 @@ def _native_backend() -> tuple[str, str]:
     return "ok", _chosen_kernels(CpuBackend(1).isa, kernels, set(_cpu_flags().split()))
 
 
-def _chosen_kernels(chosen: str, kernels: dict[str, tuple[str, ...]], flags: set[str]) -> str:
+def _chosen_kernels(chosen: str, kernels: KernelNeeds, flags: set[str]) -> str:
     """Returns which kernels were chosen, and what the CPU reports and lacks that decided it."""
     if not flags:
         return f"uses {chosen}"
