@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM
+from penstock.cli.doctor import X86_KERNELS, _chosen_kernels
 from penstock.cli.machine_profile import COMMON_FORMATS
 from penstock.cli.terminal import readable_size
 from penstock.config import Config, home
@@ -409,6 +410,26 @@ def doctor_checks() -> list[Callable[[], tuple[str, str]]]:
     from penstock.cli.doctor import CHECKS
 
     return list(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "flags", "told"),
+    [
+        (
+            "avx2",
+            "avx2 fma f16c avx512f amx_tile",
+            ["uses avx2: the CPU reports avx2 fma f16c", "not avx512vnni: no avx512bw"],
+        ),
+        ("avx2", " ".join(sum(X86_KERNELS.values(), ())), ["not amx: the system does not allow it"]),
+        ("generic", "sse2", ["uses generic; not amx: no amx_tile", "not avx2: no avx2 fma f16c"]),
+        ("amx", "amx_tile amx_int8 amx_bf16 avx512_bf16", ["uses amx: the CPU reports amx_tile"]),
+        ("generic", "", ["uses generic"]),
+    ],
+)
+def test_doctor_tells_why_kernels_were_chosen(chosen: str, flags: str, told: list[str]) -> None:
+    detail = _chosen_kernels(chosen, X86_KERNELS, set(flags.split()))
+    assert all(part in detail for part in told)
+    assert f"not {chosen}" not in detail
 
 
 def test_doctor_reports_a_store_that_cannot_be_written(

@@ -168,6 +168,25 @@ void test_shape(const Isa& isa, const Storage& stored, size_t columns, size_t wi
           what + ": not that of " + isas().front().name);
 }
 
+// The largest codes times the largest activations: no sum of integers may overflow.
+void test_extremes(const Isa& isa, const Storage& stored) {
+  constexpr size_t COLUMNS = 16, WIDTH = 256;
+  Random random(7);
+  for (float sign : {1.0f, -1.0f}) {
+    Weight weight(WIDTH, {{stored.format, COLUMNS}});
+    std::vector<uint8_t> bytes(COLUMNS * WIDTH / stored.values * stored.bytes, 0xff);
+    for (size_t at = 0; at < bytes.size(); at += stored.bytes)
+      for (size_t scale : stored.scales) stored.put(random, bytes.data() + at + scale);
+    weight.fill(0, 0, COLUMNS, bytes.data(), bytes.size());
+    weight.set_bias(std::vector<float>(COLUMNS));
+    Inputs x(*isa.kernels, weight, 5, false, random);
+    std::fill(x.floats.begin(), x.floats.end(), sign);
+    isa.kernels->quantize(x.floats.data(), x.floats.size(), false, x.codes.data());
+    check(all_near(product(*isa.kernels, weight, x, 0, x.rows), weight, x),
+          isa.name + " product " + stored.format + " of the largest values");
+  }
+}
+
 void test_gated(const Isa& isa, const Storage& stored, size_t hidden, size_t width) {
   Random random(hidden);
   Weight weight(width, {{stored.format, hidden}, {stored.format, hidden}});
@@ -195,6 +214,7 @@ void test_products(const Isa& isa) {
     test_shape(isa, stored, 48, stored.values == 256 ? 512 : 64);
     if (stored.values == 1) test_shape(isa, stored, 17, 37);
     test_gated(isa, stored, 40, 256);
+    if (stored.values > 1) test_extremes(isa, stored);
   }
 }
 

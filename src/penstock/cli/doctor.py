@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,13 @@ from penstock.cli.machine_profile import COMMON_FORMATS, machine_profile
 from penstock.cli.terminal import note, print_json, readable_size
 from penstock.errors import ConfigError, PenstockError
 
+KernelNeeds = dict[str, tuple[str, ...]]
+X86_KERNELS: KernelNeeds = {  # and what a CPU must report to run them, the fastest first
+    "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"),
+    "avx512vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
+    "avx2": ("avx2", "fma", "f16c"),
+}
+ARM_KERNELS: KernelNeeds = {"neon": ("asimddp",)}
 FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm")
 
 
@@ -111,7 +119,20 @@ def _disk() -> tuple[str, str]:
 def _native_backend() -> tuple[str, str]:
     from penstock.backend.cpu import CpuBackend
 
-    return "ok", f"uses {CpuBackend(1).isa}"
+    kernels = ARM_KERNELS if platform.machine() in ("aarch64", "arm64") else X86_KERNELS
+    return "ok", _chosen_kernels(CpuBackend(1).isa, kernels, set(_cpu_flags().split()))
+
+
+def _chosen_kernels(chosen: str, kernels: KernelNeeds, flags: set[str]) -> str:
+    """Returns which kernels were chosen, and what the CPU reports and lacks that decided it."""
+    if not flags:
+        return f"uses {chosen}"
+    needs = " ".join(kernels.get(chosen, ()))
+    parts = [f"uses {chosen}" + (f": the CPU reports {needs}" if needs else "")]
+    for name in takewhile(lambda name: name != chosen, kernels):
+        missing = [flag for flag in kernels[name] if flag not in flags]
+        parts.append(f"not {name}: " + (f"no {' '.join(missing)}" if missing else "the system does not allow it"))
+    return "; ".join(parts)
 
 
 def _pip() -> tuple[str, str]:

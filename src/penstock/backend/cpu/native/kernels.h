@@ -11,7 +11,7 @@ namespace penstock {
 inline constexpr size_t TILE = 16;    // positions whose keys are computed with at once
 inline constexpr size_t SPAN = 128;   // positions over which one softmax step runs
 
-inline constexpr size_t BAND = 96;  // rows for which panels are made ready at once
+inline constexpr size_t BAND = 96;  // rows of one product at most
 
 // y[r][0..columns] = x[r] . each row of consecutive packed panels (+ bias), for up to BAND rows r of x.
 // Given partners (of quantized formats, without bias): silu(x[r] . row of the panels) * (x[r] . row of the partners).
@@ -45,7 +45,7 @@ inline constexpr size_t KV_SCALES = 2 * TILE;  // floats before 8-bit keys and v
 // KV of one head and 16 positions, a tile of cache.h.
 struct KvKernels {
   void (*store)(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile);
-  // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart. The keys of `soon` are asked for meanwhile.
+  // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart. The tile `soon` is asked for meanwhile.
   void (*score)(const float* queries, size_t count, size_t dim, const void* tile, const void* soon, float* scores);
   // out[q] += sum over the first n positions of weights[q][j] * values[j]
   void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);

@@ -43,14 +43,45 @@ struct Cover {
 
 // ---- quantized formats: a tile product is the integer part of one block, or group of a block ----
 
+// One panel's block of 32 as tiles and the vector units behind them use it.
+template <class Q>
+struct Ready {
+  Codes codes[8];
+  F scale[Q::GROUPS];
+  F minimum[Q::MINIMA ? Q::GROUPS : 1];
+  F total;  // of scale * number: what a middle of x is multiplied by
+
+  template <int... GROUP>
+  INLINE void unpack(const std::byte* block, const int8_t* table, std::integer_sequence<int, GROUP...>) {
+    ((codes[GROUP] = codes_of<Q, GROUP>(block, table)), ...);
+  }
+
+  void prepare(const std::byte* panel, size_t b, const int8_t* table) {
+    using P = Packed<Q>;
+    const std::byte *head = panel + P::head(b), *block = panel + P::at(b);
+    unpack(block, table, std::make_integer_sequence<int, 8>{});
+    total = total_of<Q>(head, block, table);
+    UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
+      scale[h] = factor<Q>(head, block + P::SCALES, h);
+      if constexpr (Q::MINIMA) minimum[h] = factor<Q>(head + LANES * 2, block + P::MINIMA, h);
+    }
+  }
+};
+
+// Products of all rows with two panels, or with one and its partner. The panels are made ready a span of blocks at a
+// time, which fits the first-level cache; between spans the sums of a row are put aside.
 template <class Q>
 struct Tiled {
-  static constexpr size_t DEPTH = 10;
-  using Pair = Coded<Q, 2, DEPTH>;
-  using Span = typename Pair::Span;
+  static constexpr size_t DEPTH = 10;                 // blocks of a span
   static constexpr size_t BYTES = BLOCK / Q::GROUPS;  // of a row of x in one tile product
+  struct Span {
+    size_t first, last;
+    Ready<Q> ready[2][DEPTH];
+    F aside[BAND][2];
+  };
 
-  const Pair& pair;
+  const PanelProduct& p;
+  size_t panel;
   Cover cover;
 
   static TileShapes shapes(size_t height) {
@@ -63,23 +94,43 @@ struct Tiled {
     return shapes;
   }
 
+  const std::byte* data(size_t j) const {
+    if (j && p.partners) return p.partners + panel * p.panel_bytes;
+    return p.panels + (panel + j) * p.panel_bytes;
+  }
+
   void many_rows() const {
     const Shaped shaped(shapes(cover.height));
-    pair.by_spans([&](Span& span) {
+    const size_t blocks = p.width / BLOCK, spans = (blocks + DEPTH - 1) / DEPTH;
+    Span span;
+    for (size_t s = 0; s < spans; ++s) {
+      span.first = blocks * s / spans;
+      span.last = blocks * (s + 1) / spans;
+      for (size_t j = 0; j < 2; ++j)
+        for (size_t b = span.first; b < span.last; ++b) span.ready[j][b - span.first].prepare(data(j), b, p.table);
       for (size_t tile = 0; tile < cover.tiles; ++tile) add(cover.row(tile), cover.own(tile), span);
-    });
+    }
   }
 
   void add(size_t row, size_t own, Span& span) const {
     F sums[2][TILE_ROWS];
     for (size_t j = 0; j < 2; ++j) add_panel(row, span, j, sums[j]);
-    for (size_t i = 0; i < own; ++i) put(row + i, span, {{sums[0][i]}, {sums[1][i]}});
+    for (size_t i = 0; i < own; ++i) put(row + i, span, sums[0][i], sums[1][i]);
   }
 
-  void put(size_t row, Span& span, const F (&sums)[2][1]) const {
-    if (span.last == pair.p.width / BLOCK) return pair.finish_tile(row, sums);
-    for (size_t j = 0; j < 2; ++j) span.aside[row][j] = sums[j][0];
+  void put(size_t row, Span& span, F first, F second) const {
+    if (span.last < p.width / BLOCK) {
+      span.aside[row][0] = first;
+      span.aside[row][1] = second;
+    } else if (p.partners) {
+      finish(p, panel, row, mul(silu(whole(first)), whole(second)));
+    } else {
+      finish(p, panel, row, whole(first));
+      finish(p, panel + 1, row, whole(second));
+    }
   }
+
+  F whole(F sum) const { return Q::TABLED ? mul(sum, all(p.factor)) : sum; }
 
   // The tiles work on one product while the vector units still add up the one before.
   void add_panel(size_t row, Span& span, size_t j, F* out) const {
@@ -88,7 +139,7 @@ struct Tiled {
     F sums[TILE_ROWS];
     UNROLL for (size_t i = 0; i < TILE_ROWS; ++i) {
       const size_t at = row + at_most(i, cover.height - 1);
-      x[i] = (const CodeBlock*)(pair.p.x + at * pair.p.x_stride);
+      x[i] = (const CodeBlock*)(p.x + at * p.x_stride);
       sums[i] = span.first ? span.aside[at][j] : zero();
     }
     const size_t products = (span.last - span.first) * Q::GROUPS;
@@ -105,7 +156,7 @@ struct Tiled {
     const void* rows = x[span.first + b].q + h * BYTES;
 #define MULTIPLY(C, A, B)                 \
   _tile_zero(C);                          \
-  _tile_loadd(A, rows, pair.p.x_stride);  \
+  _tile_loadd(A, rows, p.x_stride);  \
   _tile_loadd(B, codes, 64);              \
   _tile_dpbsud(C, A, B);                  \
   _tile_stored(C, dots, 64)
@@ -127,7 +178,7 @@ struct Tiled {
       if constexpr (!Q::MINIMA) dot = penstock::add(dot, all(block.offset[whole]));
       sums[i] = fma(to_float(dot), mul(ready.scale[h], all(block.scale)), sums[i]);
       if constexpr (Q::MINIMA) sums[i] = fma(ready.minimum[h], all(block.sum[whole]), sums[i]);
-      if (pair.p.middles && h + 1 == Q::GROUPS) sums[i] = fma(ready.total, all(block.middle), sums[i]);
+      if (p.middles && h + 1 == Q::GROUPS) sums[i] = fma(ready.total, all(block.middle), sums[i]);
     }
   }
 };
@@ -135,13 +186,10 @@ struct Tiled {
 template <class Q, size_t FORMAT>
 void tiled_product(const PanelProduct& p) {
   const auto by_vectors = avx512vnni_kernels().product[FORMAT];
-  if (p.rows <= MOST_FEW) return by_vectors(p);
+  if (p.rows <= ROWS) return by_vectors(p);
   const size_t panels = (p.columns + LANES - 1) / LANES, step = p.partners ? 1 : 2;
   size_t panel = 0;
-  for (; panel + step <= panels; panel += step) {
-    const auto pair = pair_of<Q, Tiled<Q>::DEPTH>(p, panel);
-    Tiled<Q>{pair, Cover(p.rows)}.many_rows();
-  }
+  for (; panel + step <= panels; panel += step) Tiled<Q>{p, panel, Cover(p.rows)}.many_rows();
   if (panel == panels) return;
   PanelProduct last = p;
   last.panels += panel * p.panel_bytes;

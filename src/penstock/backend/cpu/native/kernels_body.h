@@ -248,11 +248,12 @@ struct Kv {
 
   template <size_t N>
   static void score_some(const float* queries, size_t dim, const void* tile, const void* soon, float* scores) {
-    const T *keys = Tile<T>::keys(tile), *next = Tile<T>::keys(soon);
+    const T *keys = Tile<T>::keys(tile), *next = Tile<T>::keys(soon);  // which values follow
     F even[N], odd[N];
     UNROLL for (size_t i = 0; i < N; ++i) even[i] = odd[i] = zero();
     for (size_t d = 0; d + 2 <= dim; d += 2) {
-      __builtin_prefetch(next + d * TILE);
+      __builtin_prefetch(next + d * TILE, 0, 2);
+      __builtin_prefetch(next + (dim + d) * TILE, 0, 2);
       const F k0 = load(keys + d * TILE), k1 = load(keys + (d + 1) * TILE);
       UNROLL for (size_t i = 0; i < N; ++i) {
         even[i] = fma(k0, all(queries[i * dim + d]), even[i]);

@@ -17,9 +17,7 @@ struct I {
   __m256i a, b;
 };
 #define UNROLLED
-constexpr size_t MOST_FEW = 2;              // rows for which panels are not made ready apart
-constexpr size_t ROWS = 2, LEAST_MANY = 1;  // of a tile of two panels; as many as registers hold
-constexpr size_t PLAIN_ROWS = 3;           // of a tile of floats
+constexpr size_t ROWS = 4, PLAIN_ROWS = 3;  // of a tile with codes and with floats; as many as registers hold
 constexpr size_t QUERIES = 3, MIXED = 3, WIDE = 2;  // queries scored and mixed in one pass, vectors of values per pass
 
 inline __m256i first(size_t n, int from) {
@@ -163,6 +161,25 @@ I dot(I sums, Codes codes, Four x) {
   if constexpr (SIGNED) return {dot_signed(sums.a, codes.a, x), dot_signed(sums.b, codes.b, x)};
   return {dot_unsigned(sums.a, codes.a, x), dot_unsigned(sums.b, codes.b, x)};
 }
+
+// Sums of pairs stay in 16 bits until all are added.
+template <bool SIGNED, bool SHORT>
+struct Dots;
+template <>
+struct Dots<false, true> {
+  I sums;
+  I pairs = all(0);
+
+  void add(Codes codes, Four x) {
+    pairs.a = _mm256_add_epi16(pairs.a, _mm256_maddubs_epi16(codes.a, x));
+    pairs.b = _mm256_add_epi16(pairs.b, _mm256_maddubs_epi16(codes.b, x));
+  }
+  I total() const {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(sums.a, _mm256_madd_epi16(pairs.a, ones)),
+            _mm256_add_epi32(sums.b, _mm256_madd_epi16(pairs.b, ones))};
+  }
+};
 
 }  // namespace
 }  // namespace penstock

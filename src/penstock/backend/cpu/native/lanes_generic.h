@@ -17,9 +17,7 @@ struct F {
 struct I {
   int32_t v[16];
 };
-constexpr size_t MOST_FEW = 2;              // rows for which panels are not made ready apart
-constexpr size_t ROWS = 2, LEAST_MANY = 1;  // of a tile of two panels
-constexpr size_t PLAIN_ROWS = 4;           // of a tile of floats
+constexpr size_t ROWS = 2, PLAIN_ROWS = 4;  // of a tile with codes and with floats; as many as registers hold
 constexpr size_t QUERIES = 4, MIXED = 4, WIDE = 1;  // queries scored and mixed in one pass, vectors of values per pass
 
 template <class V, class Lane>
