@@ -140,7 +140,8 @@ def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
     cost = StepCost(slope=0.5, shapes=(8, 16))
     cost.observe(1, 1, 1.0)
     cost.observe(1, 5, 2.0)
-    cost.observe(1, 20, 9.0)
+    for _ in range(60):
+        cost.observe(1, 20, 9.0)
     cost.observe(4, 4, 1.5)
     assert cost.curve(2, 2, 0)[0] == pytest.approx(1 + 0.5 / 3), "steps that only decode are measured apart"
     curve = cost.curve(1, 1, 18)
@@ -246,3 +247,14 @@ def test_one_stream_does_not_spoil_another() -> None:
         writes.observe(matched(3), 0, 0, True)
     assert survival_of(copies, 3)[3] > 0.7
     assert survival_of(writes, 3)[0] < 0.15
+
+
+def test_the_first_step_of_a_size_does_not_count_for_more_than_was_expected_of_it() -> None:
+    cost = StepCost(slope=0.02, shapes=(1, 2, 4, 8))
+    for _ in range(8):
+        cost.observe(1, 1, 0.004)
+    cost.observe(1, 8, 3.0)  # a device that has to get ready
+    assert cost.curve(1, 1, 7)[7] < 0.01
+    for _ in range(40):
+        cost.observe(1, 8, 0.012)
+    assert cost.curve(1, 1, 7)[7] > 0.011

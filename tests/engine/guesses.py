@@ -49,4 +49,7 @@ class RandomDrafting:
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
 
+    def room(self, rows: int) -> int:
+        return 8
+
     def index(self) -> None: ...

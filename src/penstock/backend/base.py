@@ -417,7 +417,7 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     name: str  # of the hardware, or of what takes its place
     device: str  # as a config names it: cpu, cuda:1, ref
     depth: int  # steps that it pays to have in flight while the next one is planned
-    padded_sizes: Sequence[int]  # the numbers of tokens that steps without prompts are padded to; empty: they are not
+    padded_sizes: Sequence[int]  # the numbers of tokens that steps with drafts are padded to; empty: to none
     kv: BlockMemory
     adapters: AdapterSlots
     sleeper: Sleeper | None  # None: memory comes back when the process ends

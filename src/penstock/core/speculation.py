@@ -175,12 +175,18 @@ class StepCost:
         """Learns from a step that took so many seconds."""
         decodes = tokens == rows and bool(self._shapes)
         key = (decodes, rows if decodes else self._size(tokens))
-        mean, count = self._means.get(key, seconds), self._counts.get(key, 0) + 1
+        mean, count = self._means.get(key, self._expected(rows, tokens, seconds)), self._counts.get(key, 0) + 1
         mean += max(self.WEIGHT, 1 / count) * (min(seconds, self.OUTLIER * mean) - mean)
         self._means[key], self._counts[key] = mean, count
         if abs(mean - self._used.get(key, 0.0)) > self.CHANGE * mean:
             self._used[key] = mean
             self._curves.clear()
+
+    def _expected(self, rows: int, tokens: int, seconds: float) -> float:
+        """Returns what the first step of a size was expected to take, because a device that pads steps has to get ready
+        for it; its own `seconds` if nothing is known yet."""
+        known = self._used and self._shapes
+        return self.curve(rows, rows, tokens - rows)[tokens - rows] if known else seconds
 
     def curve(self, rows: int, tokens: int, most: int) -> list[float]:
         """Returns the seconds of a step with `tokens` tokens and of steps with 1, 2, ... more, `most` at least."""

@@ -40,6 +40,8 @@ SLOPE, PADDED_SLOPE = 0.15, 0.02  # of a one-row step that one more token costs,
 
 PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
 
+MOST_TOKENS = 1 << 20  # of a step with drafts, where nothing is padded: as many as pay
+
 
 class RequestDrafter:
     """Proposes drafts for one request and learns from the tokens that it commits.
@@ -143,12 +145,13 @@ class RequestDrafter:
 
 class Drafting:
     """Makes drafters, and holds what they share: acceptance, the cost of steps, and an index of recent answers for each
-    scope. `shapes` are the numbers of tokens that a device pads a step to."""
+    scope. `shapes` are the numbers of tokens that a device pads a step with drafts to: no such step is larger."""
 
     def __init__(self, shapes: Sequence[int] = ()) -> None:
         self.acceptance = Acceptance()
         self.running = 0  # drafters that are open
         self._cost = StepCost(slope=PADDED_SLOPE if shapes else SLOPE, shapes=shapes)
+        self._most = max(shapes, default=MOST_TOKENS)  # tokens of a step with drafts
         self._exploration = Exploration()
         self.new_index, self.new_cursor = suffix_classes()
         self._recent: OrderedDict[Scope, StreamIndex] = OrderedDict()
@@ -173,7 +176,11 @@ class Drafting:
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
         """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
         most `budget` together."""
-        return draft_lengths(proposals, self._cost, rows, tokens, budget, self._exploration)
+        return draft_lengths(proposals, self._cost, rows, tokens, min(budget, self._most - tokens), self._exploration)
+
+    def room(self, rows: int) -> int:
+        """Returns how many tokens each of so many rows may draft in one step."""
+        return (self._most - rows) // rows
 
     def seconds(self, rows: int, tokens: int, most: int) -> list[float]:
         """Returns how long a step is expected to take that has so many rows and tokens without drafts, with 0, 1, ...

@@ -434,7 +434,7 @@ class Engine(WeightControl):
         waits for them."""
         speculation.append(event.seq, event.tokens)
         if self._depth and (seq := self._scheduler.sequences.get(event.seq)) is not None:
-            seq.awaits_drafts = speculation.is_worth_waiting(event.seq)
+            seq.awaits_drafts = speculation.is_worth_waiting(event.seq, len(self._scheduler.running))
 
     # -- constraints ---------------------------------------------------------------------------------------------
 

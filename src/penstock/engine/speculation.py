@@ -46,6 +46,9 @@ class Drafters(Protocol[D]):
         """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
         most `budget` together."""
 
+    def room(self, rows: int) -> int:
+        """Returns how many tokens each of so many rows may draft in one step."""
+
     def seconds(self, rows: int, tokens: int, most: int) -> Sequence[float]:
         """Returns how long a step is expected to take that has so many rows and tokens without drafts, with 0, 1, ...
         drafted tokens, up to `most` at least."""
@@ -151,11 +154,11 @@ class Speculation:
         asked = record.request.speculation
         return min(most, self._most, self._most if asked is None else asked)
 
-    def is_worth_waiting(self, id: int) -> bool:
-        """Returns whether a request's drafts are likely to yield more than the step that it misses when its next row
-        waits for them."""
-        record = self._records.get(id)
-        return record is not None and sum(self._propose(record, AHEAD).survival) > MISSED
+    def is_worth_waiting(self, id: int, rows: int) -> bool:
+        """Returns whether a request's drafts, in a step of so many rows, are likely to yield more than the step that it
+        misses when its next row waits for them."""
+        record, room = self._records.get(id), min(self._drafting.room(rows), AHEAD)
+        return record is not None and room > MISSED and sum(self._propose(record, room).survival) > MISSED
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
         """Returns what is copied for a request."""

@@ -41,7 +41,7 @@ from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded, padded_sizes
-from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.inputs import MOST_VERIFIED, AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
@@ -116,7 +116,7 @@ class CudaBackend:
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
-        self.padded_sizes: Sequence[int] = padded_sizes(rows) if self._capture else ()
+        self.padded_sizes: Sequence[int] = padded_sizes(min(rows, MOST_VERIFIED)) if self._capture else ()
         ints = {"dtype": torch.int32, "device": self._device}
         last, tokens = torch.zeros(rows + 1, **ints), torch.zeros(self._sizes.tokens, **ints)
         self._arena = arena or Arena.on(self._device)

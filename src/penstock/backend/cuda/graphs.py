@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape
+from penstock.backend.cuda.inputs import MOST_VERIFIED, SPARE_SPLITS, DeviceInputs, Shape
 from penstock.backend.cuda.program import CudaProgram
 from penstock.types import prefill_budget
 
@@ -81,7 +81,7 @@ def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
     yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
-    yield from (padded(Shape(size, size, size, size, 0, verifies=True)) for size in sizes if size > 1)
+    yield from (padded(Shape(size, size, size, size, 0, verifies=True)) for size in sizes if 1 < size <= MOST_VERIFIED)
 
 
 class Graphs:
