@@ -263,7 +263,10 @@ def expand(h: Any, width: int, rows: RowTiles, weight: AdaptedWeight, y: Any, ou
     tile."""
     count, tiles = len(y), len(rows.tiles)
     split = split_of(width, rows, weight.chunks)
-    layout = Layout(rows.size, rows.order is not None, MAX_SPLIT[rows.size], 0, gated=gated, aligned=weight.aligned)
+    most = triton.next_power_of_2(
+        split
+    )  # loads that find nothing cost time too, and each number is a kernel of its own
+    layout = Layout(rows.size, rows.order is not None, most, 0, gated=gated, aligned=weight.aligned)
     order = rows.tiles if rows.order is None else rows.order
     numbers = weight.records.shape[1], weight.number, count, out.shape[1], out.stride(0), weight.chunks, split
     blocks = triton.cdiv(out.shape[1], COLUMNS) if gated else weight.blocks
