@@ -149,16 +149,18 @@ class Speculation:
             if record.drafts.model is not None:
                 record.drafts.model.append(tokens)
 
+    def is_worth_waiting(self, id: int, rows: int) -> bool:
+        """Returns whether a request's drafts, in a step of so many rows, are likely to yield more than the step that it
+        misses when its next row waits for them."""
+        if (record := self._records.get(id)) is None:
+            return False
+        most = self._limit(record, min(self._drafting.room(rows), AHEAD))
+        return most > MISSED and sum(self._propose(record, most).survival) > MISSED
+
     def _limit(self, record: RequestRecord, most: int) -> int:
         """Returns how many tokens may be drafted for a request, in a row that has room for so many."""
         asked = record.request.speculation
         return min(most, self._most, self._most if asked is None else asked)
-
-    def is_worth_waiting(self, id: int, rows: int) -> bool:
-        """Returns whether a request's drafts, in a step of so many rows, are likely to yield more than the step that it
-        misses when its next row waits for them."""
-        record, room = self._records.get(id), min(self._drafting.room(rows), AHEAD)
-        return record is not None and room > MISSED and sum(self._propose(record, room).survival) > MISSED
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
         """Returns what is copied for a request."""

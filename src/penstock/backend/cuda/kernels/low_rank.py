@@ -263,9 +263,7 @@ def expand(h: Any, width: int, rows: RowTiles, weight: AdaptedWeight, y: Any, ou
     tile."""
     count, tiles = len(y), len(rows.tiles)
     split = split_of(width, rows, weight.chunks)
-    most = triton.next_power_of_2(
-        split
-    )  # loads that find nothing cost time, and each number is another kernel
+    most = triton.next_power_of_2(split)  # loads that find nothing cost time, and each number is another kernel
     layout = Layout(rows.size, rows.order is not None, most, 0, gated=gated, aligned=weight.aligned)
     order = rows.tiles if rows.order is None else rows.order
     numbers = weight.records.shape[1], weight.number, count, out.shape[1], out.stride(0), weight.chunks, split
