@@ -17,7 +17,18 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Delta
-from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Stats, TokenLogprob, Tokens
+from penstock.types import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    SamplingParams,
+    Stats,
+    TokenLogprob,
+    Tokens,
+    WeightState,
+)
 from tests.server import toys
 
 
@@ -28,6 +39,7 @@ class Script:
     restarts = 0
     unavailable_reason = ""
     stats = Stats()
+    weights = WeightState()
 
     def __init__(self, steps: list[list[Event]]) -> None:
         self.steps = steps
