@@ -98,3 +98,9 @@ def test_now_and_then_a_step_goes_without_the_model() -> None:
     chosen = [depths.choose([(0.9, 0.8)], [()], [1.0, 1.1, 1.2], 1, 8, [0]).depths[0] for _ in range(640)]
     assert chosen[: DraftDepths.PLAIN] == [0] * DraftDepths.PLAIN
     assert chosen.count(0) == DraftDepths.PLAIN + 10
+
+
+def test_a_step_without_room_has_the_model_draft_nothing() -> None:
+    depths = DraftDepths()
+    chosen = [depths.choose([(0.5,)], [()], [1.0], 1, 0, [100]).depths for _ in range(40)]
+    assert chosen == [[0]] * 40
