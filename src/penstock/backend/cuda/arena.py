@@ -166,14 +166,15 @@ class Arena:
         with one storage keep sharing it."""
         if self._driver is None:
             return
-        storages: dict[int, list[Any]] = {}
+        storages: dict[int, dict[int, Any]] = {}  # tensors by address and identity
         for tensor in tensors_in(owner):
             if tensor.device == self.device and tensor.untyped_storage().nbytes():
-                viewed = [] if tensor._base is None else [tensor._base]  # a view keeps what it was made of
-                storages.setdefault(tensor.untyped_storage().data_ptr(), []).extend([tensor, *viewed])
+                viewed = () if tensor._base is None else (tensor._base,)  # a view keeps what it was made of
+                sharing = storages.setdefault(tensor.untyped_storage().data_ptr(), {})
+                sharing.update({id(each): each for each in (tensor, *viewed)})
         moved = 0
         for address in [address for address in storages if not self._holds(address)]:
-            moved += self._move(storages.pop(address))
+            moved += self._move(list(storages.pop(address).values()))
             if moved > MOVED_BYTES:
                 release_cached(self.device)
                 moved = 0
