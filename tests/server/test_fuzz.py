@@ -110,7 +110,8 @@ def server(request: pytest.FixtureRequest, serve: Callable[..., Any], tmp_path_f
 
 
 def document(server: Any) -> dict[str, Any]:
-    """With the one model's name: others lead to a 404 and no further. Without the routes that pause the engine."""
+    """Returns the server's description of its routes, with the one model's name, since others lead to a 404 and no
+    further, and without the routes that pause the engine."""
     told = server.get("/openapi.json").json()
     for path in PAUSING:
         del told["paths"][path]
