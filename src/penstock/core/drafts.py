@@ -1,5 +1,5 @@
-"""Names what the scheduler asks of whoever proposes drafts: tokens with which a sequence may go on. They are computed
-in the same row as the last known token, and count as far as they are what is sampled."""
+"""Lets rows verify drafts: tokens with which a sequence may go on. They are computed in the same row as its last known
+token, and count as far as they are what is sampled."""
 
 from __future__ import annotations
 

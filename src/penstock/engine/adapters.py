@@ -265,9 +265,8 @@ class Adapters:
         let in, because its size in a slot is known only when it is read. Raises Overloaded if the machine's memory is
         too short even so."""
         while not self._free or (self.used and self.used + needed > self._memory) or self._short(needed):
-            unheld = next((lease for lease in self._leases.values() if lease.in_slot and not lease.holders), None)
-            if unheld is not None:
-                self._evict(unheld)
+            if unheld := self._unheld():
+                self._evict(unheld[0])
             elif len(self._free) < self.most:
                 return False
             else:
@@ -279,8 +278,12 @@ class Adapters:
 
     def evict_unheld(self) -> None:
         """Frees all slots that no request holds. Their adapters are read again when a request names them."""
-        for lease in [lease for lease in self._leases.values() if lease.in_slot and not lease.holders]:
+        for lease in self._unheld():
             self._evict(lease)
+
+    def _unheld(self) -> list[AdapterLease]:
+        """Returns the adapters in slots that no request holds, the least recently used first."""
+        return [lease for lease in self._leases.values() if lease.in_slot and not lease.holders]
 
     def _short(self, needed: int) -> bool:
         return READING * needed > self._available()
