@@ -154,12 +154,13 @@ def plan_attention(
 
 def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
     """Returns whether some rows of a step verify drafts, and all others decode: rows of several tokens that sample more
-    than one of them, and are not the beginning of a prompt. The step has at most `most` tokens."""
+    than one of them, and are not the beginning of a prompt. A row of two tokens counts as such a row: a draft model has
+    them after a draft that was wholly accepted. The step has at most `most` tokens."""
     several = counts > 1
     if not several.any() or len(batch.tokens) > most:
         return False
     begins = batch.positions[batch.row_start[:-1]] == 0
-    drafted = (counts <= MOST_VERIFIED) & (np.diff(batch.sample_start) > 1) & ~begins
+    drafted = (counts <= MOST_VERIFIED) & ((counts == 2) | (np.diff(batch.sample_start) > 1)) & ~begins
     return bool(drafted[several].all())
 
 
