@@ -12,7 +12,7 @@ import torch
 from penstock.backend.base import Batch, Bitmasks, SampleRows
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.pooling import read
-from penstock.backend.cuda.sampler import PendingLogprobs
+from penstock.backend.cuda.sampler import Pending
 from penstock.backend.pooling import with_pooled
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import with_chains
@@ -30,7 +30,7 @@ class Flight:
 
     batch: Batch
     tokens: Any  # [S] on the host
-    asked: list[PendingLogprobs]
+    asked: list[Pending]
     pooled: dict[int, Any]  # [dim] on the host, by row
     done: Any | None
     chained: list[Any]  # [n, vocab] on the host: the logits of the positions that have a chain
