@@ -314,7 +314,7 @@ class Runner(Protocol):
         `launch` does."""
 
     def wait(self, ticket: Ticket) -> StepResult:
-        """Returns the step's answer; every ticket is waited for once, in launch order."""
+        """Returns the step's answer; every ticket is waited for once, in launch order of its program's steps."""
 
     def close(self) -> None: ...
 

@@ -124,7 +124,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         drafting=None if most == 0 or not limits.generates else Drafting(backend.padded_sizes),
         draft_model=None
         if draft is None
-        else DraftModel(backend, limits, draft.spec.max_len, group=group_of(checkpoint)),
+        else DraftModel(backend, limits, draft.spec.max_len, group=group_of(checkpoint), depth=backend.depth),
         draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),
         classifier=checkpoint.classifier,
