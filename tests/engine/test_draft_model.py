@@ -107,8 +107,8 @@ class OftenRight(FakeBackend):
 def fake_engine(
     limits: Limits, share: float = 0.8, random: Random | None = None, depth: int = 0
 ) -> tuple[Engine, OftenRight]:
-    """Returns an engine that drafts what pays with fixed costs or, if `random` is given, at random. It has `depth` steps
-    in flight."""
+    """Returns an engine that drafts what pays with fixed costs or, if `random` is given, at random. It has `depth`
+    steps in flight."""
     backend = OftenRight(share, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
     depths, drafting = (RandomDepths(random), RandomLengths(random)) if random else (FixedDepths(), FixedCosts())

@@ -322,12 +322,16 @@ class DraftModel:
 
     def _answer(self, step: DraftStep, least: float) -> None:
         """Waits for a draft step; its rows take the tokens, unless their drafts have ended."""
-        answers = self._backend.wait(step.ticket).rows
+        answers = self._wait(step)
         began, self._answered = max(step.began, self._answered), time.perf_counter()
         self._depths.observe(len(step.rows), step.tokens, self._answered - began)
         for row, answer in zip(step.rows, answers, strict=True):
             if row.depth:
                 row.take(answer.tokens[-1], cell_of(answer), least)
+
+    def _wait(self, step: DraftStep) -> Sequence[RowResult]:
+        """Returns what a draft step answers to each of its rows."""
+        return self._backend.wait(step.ticket).rows
 
     def _catch_up(self, rows: Sequence[DraftingRow]) -> None:
         """Computes what is missing of prompts, at most as much as fits in a step beside others that decode. Rows that
