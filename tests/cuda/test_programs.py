@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,17 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.arena import Arena, tensors_in
 from penstock.backend.cuda.graphs import common_shapes, draft_shapes
-from penstock.types import RowResult
+from penstock.core.draft_depths import DepthPlan, DraftDepths
+from penstock.core.speculation import Proposal
+from penstock.engine.draft_model import DraftModel
+from penstock.engine.drafting import Drafting
+from penstock.engine.engine import Engine
+from penstock.types import DraftCounts, Limits, Request, RowResult, SamplingParams, Tokens
 from tests.cuda.device import DEVICE
 from tests.cuda.fake_driver import FakeDriver
-from tests.cuda.small import load_small
+from tests.cuda.small import load_small, spec_for
 from tests.engine import test_programs as programs
+from tests.engine.test_draft_model import model_counts
 
 BLOCK_SIZE = 4
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1])
@@ -124,6 +131,51 @@ def test_both_answer_after_sleep_as_before() -> None:
         prompt(backend, number)
     assert run(backend, step(0, 0), step(0, 1)) == before
     assert [dict(each.graphs._graphs) for each in backend._programs.values()] == graphs
+
+
+class TwoTokens(DraftDepths):
+    """Has two tokens drafted for each row in every step."""
+
+    def choose(self, chances: Sequence[Sequence[float]], *_: Any) -> DepthPlan:
+        return DepthPlan([min(len(chance), 2) for chance in chances])
+
+
+class AllVerified(Drafting):
+    """Has steps verify all that is proposed."""
+
+    def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
+        return [len(proposal.tokens) for proposal in proposals]
+
+
+def answers(draft: int | None) -> tuple[dict[int, list[int]], DraftCounts]:
+    """Returns what requests are answered, with drafts of a model of the given seed or without, and what it
+    drafted."""
+    backend = load_small(empty(), "F32", SEEDS[0])
+    if draft is not None:
+        load_small(backend, "F32", draft, 1)
+    limits = Limits(32, 4, 16, BLOCK_SIZE, 16, spec_for("F32").vocab)
+    backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
+    model = DraftModel(backend, limits, 32, depths=TwoTokens(), depth=backend.depth)
+    drafts: dict[str, Any] = {"drafting": AllVerified(), "draft_model": model} if draft is not None else {}
+    engine = Engine(backend, limits, depth=backend.depth, **drafts)
+    asked = PROMPTS if DEVICE == "cuda" else PROMPTS[1:]
+    for id, prompt in enumerate(asked):
+        engine.add(Request(id, tuple(prompt), SamplingParams(temperature=0.8, seed=7, ignore_eos=True), 5))
+    found: dict[int, list[int]] = {id: [] for id in range(len(asked))}
+    while not engine.idle:
+        for event in engine.step():
+            if isinstance(event, Tokens):
+                found[event.seq] += event.tokens
+    return found, model_counts(engine)
+
+
+@pytest.mark.parametrize("seed", [1, 0])
+def test_a_draft_model_changes_no_answer(seed: int) -> None:
+    """With the seed of the target, it is its target, and all of its drafts are accepted."""
+    (plain, _), (drafted, counts) = answers(None), answers(seed)
+    assert drafted == plain
+    assert counts.drafted > 1
+    assert counts.accepted == counts.drafted or seed != SEEDS[0]
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter captures nothing")
