@@ -64,7 +64,7 @@ def opened(kind: str, layers: int) -> CudaBackend:
 def drafting_rows(rows: int, more: int) -> list[DraftRow]:
     """Returns the rows of a draft step after so many others: their last token is on the device alone."""
     params, prompt = SamplingParams(temperature=0.0), (1,) * 8
-    blocks = np.random.default_rng(rows).permutation(BLOCKS).tolist()
+    blocks = np.random.default_rng(rows).permutation(BLOCKS).astype(np.int32)
     width = -(-2 * CONTEXT // BLOCK_SIZE)
     end = CONTEXT + more
     return [

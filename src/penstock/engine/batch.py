@@ -105,7 +105,7 @@ class DraftRow(NamedTuple):
     text: list[int]
     start: int
     stop: int
-    table: Line[int]
+    table: Ints
     sampler: Sampler | None
     slot: int = 0
 

@@ -106,6 +106,7 @@ class DraftingRow:
         self.request, self.constraint = task.record.request, task.record.constraint
         self.drafts = drafts
         self.table = table
+        self._blocks = np.array(table, np.int32)
         self.depth = depth
         self.asked = 0  # tokens that were asked for, of which the last may be unknown yet
         self.known = len(task.room.seq.tokens)
@@ -138,7 +139,7 @@ class DraftingRow:
     def step(self, stop: int, *, sample: bool) -> DraftRow:
         """Returns the row that computes the next tokens up to `stop`."""
         start, self.computed = self.computed, stop
-        return DraftRow(self.text, start, stop, self.table, self.sampler if sample else None, self.slot)
+        return DraftRow(self.text, start, stop, self._blocks, self.sampler if sample else None, self.slot)
 
     def take(self, token: int, cell: int, least: float) -> None:
         """Takes a token that was chosen. The draft ends before one that ends the answer or that the constraint does

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from penstock.backend.base import Batch
+from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.flight import IN_FLIGHT
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
@@ -18,6 +18,9 @@ from penstock.backend.cuda.staging import Event, Staging
 
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
+KEPT = 256  # shapes whose fields are remembered
+Fields = Callable[[Shape, int], DeviceInputs]
+StagedFields = Callable[[int, Shape, int], DeviceInputs]
 
 
 class InputBuffer:
@@ -47,13 +50,14 @@ class InputBuffer:
         """Queues the copy of a step's numbers to the device; returns where they will be. Rows that only pad the step
         write to the block after the last one and to the slot after the last one."""
         staged = self._staging.take()
+        turn, groups = self._staging.turn, len(batch.tables)
         scratch = self._block_size, self._blocks, self._sizes.rows
-        count = inputs.fill(staged.numpy(), batch, plan, *scratch)
+        count = inputs.fill(self._staged(turn, plan.shape, groups), batch, plan, *scratch)
         self._words[:count].copy_(staged[:count], non_blocking=True)
         if states:
-            states.send(batch, self._row_words[self._staging.turn])
+            states.send(batch, self._row_words[turn])
         self._staging.queued()
-        return self._fields(plan.shape, groups=len(batch.tables))
+        return self._fields(plan.shape, groups)
 
     def _reserve(self) -> None:
         if self._device.type == "cuda":
@@ -63,8 +67,22 @@ class InputBuffer:
         most = inputs.words(largest, self._groups) + self._table_words
         pinned = {"dtype": torch.int32, "pin_memory": self._device.type == "cuda"}
         self._words: Any = torch.zeros(most, dtype=torch.int32, device=self._device)
-        self._staging = Staging([torch.zeros(most, **pinned) for _ in range(IN_FLIGHT)], self._record)
+        staged = [torch.zeros(most, **pinned) for _ in range(IN_FLIGHT)]
+        self._staging = Staging(staged, self._record)
         self._row_words = [torch.zeros(words(r, t), **pinned) for _ in range(IN_FLIGHT)]
-        self._fields = lru_cache(256)(
-            partial(inputs.device_inputs, self._words, as_float=lambda view: view.view(torch.float32))
-        )
+        self._fields, self._staged = fields_of(self._words, [buffer.numpy() for buffer in staged])
+
+
+def fields_of(on_device: Any, staged: Sequence[Ints]) -> tuple[Fields, StagedFields]:
+    """Returns what finds the fields of a shape and a number of layer groups on the device, and in each host buffer. It
+    remembers them: steps have few shapes, and to make views takes time."""
+
+    @lru_cache(KEPT)
+    def fields(shape: Shape, groups: int) -> DeviceInputs:
+        return inputs.device_inputs(on_device, shape, lambda view: view.view(torch.float32), groups)
+
+    @lru_cache(KEPT * len(staged))
+    def staged_fields(turn: int, shape: Shape, groups: int) -> DeviceInputs:
+        return inputs.device_inputs(staged[turn], shape, inputs.as_floats, groups)
+
+    return fields, staged_fields
