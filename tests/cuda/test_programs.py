@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,15 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.arena import Arena, tensors_in
 from penstock.backend.cuda.graphs import common_shapes, draft_shapes
+from penstock.config import configure
 from penstock.core.draft_depths import DepthPlan, DraftDepths
 from penstock.core.speculation import Proposal
+from penstock.engine.build import open_engine
 from penstock.engine.draft_model import DraftModel
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import Engine
+from penstock.model.load import open_checkpoint
+from penstock.planning.memory_plan import footprint_of
 from penstock.types import DraftCounts, Limits, Request, RowResult, SamplingParams, Tokens
 from tests.cuda.device import DEVICE
 from tests.cuda.fake_driver import FakeDriver
@@ -27,6 +32,7 @@ from tests.cuda.small import load_small, spec_for
 from tests.engine import test_programs as programs
 from tests.engine.test_draft_model import model_counts
 
+GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 BLOCK_SIZE = 4
 PROMPTS = ([3, 1, 4, 1, 5, 9], [2, 7, 1])
 TABLES = ([2, 0, 4], [1, 5, 3])
@@ -190,6 +196,31 @@ def test_both_get_ready_in_idle() -> None:
         assert ready
         assert all(backend._programs[number].graphs.has(shape) for shape in ready)
     assert run(backend, step(0, 0), step(0, 1)) == wanted
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_an_engine_drafts_with_the_model_of_its_config() -> None:
+    options = {"device": "cuda", "max_len": 64, "max_rows": 4, "draft": str(GOLDENS / "llama3"), "kv_memory": 1 << 24}
+    engine = open_engine(configure(GOLDENS / "llama3", options))
+    engine.add(Request(1, (5, 9, 3, 7, 5, 2), SamplingParams(temperature=0.0), 50))
+    tokens: list[int] = []
+    while not engine.idle:
+        tokens += [token for event in engine.step() if isinstance(event, Tokens) for token in event.tokens]
+    counts = model_counts(engine)
+    engine.close()
+    assert len(tokens) == 50
+    assert counts.accepted > counts.drafted / 2 > 0
+
+
+def test_a_draft_model_takes_no_workspace_of_its_own() -> None:
+    target, draft = (open_checkpoint(GOLDENS / name) for name in ("untied", "llama3"))
+    backend = empty()
+    alone, other = (footprint_of(backend, each, None) for each in (target, draft))
+    both = footprint_of(backend, target, draft)
+    assert both.weights == alone.weights + other.weights == alone.weights + both.draft_weights
+    assert both.workspace == max(alone.workspace, other.workspace)
+    assert both.reserve == alone.reserve
+    assert both.kv_token == alone.kv_token + both.draft_token
 
 
 def test_draft_shapes_are_those_of_prompts_alone_and_of_answers() -> None:
