@@ -114,7 +114,7 @@ class CudaBackend:
         self._programs: dict[int, LoadedProgram] = {}
         self._blocks = CudaBlocks(self._programs, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
-        self._adapters = self._no_adapters()
+        self._adapters = self._new_adapters()
         self.adapters: AdapterSlots = self._adapters
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
@@ -145,13 +145,13 @@ class CudaBackend:
             return stacked_values([flat], self._dtype, self._workspace).view(heads, rows, width)
 
     def load(self, model: Model, program: int = 0) -> None:
-        adapters = self._no_adapters() if program else self._adapters
+        adapters = self._new_adapters() if program else self._adapters
         with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
             loaded = LoadedProgram(model, self._shared, adapters, capture=self._capture)
         self._programs[program] = loaded
         adapters.forget_graphs = loaded.graphs.forget_adapters
 
-    def _no_adapters(self) -> CudaAdapters:
+    def _new_adapters(self) -> CudaAdapters:
         sizes = self._sizes.rows, self._sizes.tokens
         return CudaAdapters(self._device, self._dtype, sizes, self._on_stream)
 
