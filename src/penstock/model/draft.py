@@ -1,4 +1,4 @@
-"""Opens the draft model that a config names, and refuses one that cannot draft for its target."""
+"""Opens the draft model or the head that a config names, and refuses one that cannot draft for its target."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import OFF, Config
+from penstock.config import MTP, OFF, Config
 from penstock.errors import ConfigError, PenstockError
+from penstock.model.heads import is_head, open_mtp
 from penstock.model.load import Checkpoint, open_checkpoint, text_of
 
 if TYPE_CHECKING:
@@ -17,13 +18,13 @@ SHOWN = 4  # differing tokens that an error names
 
 
 def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
-    """Opens the draft model of a config; returns None if it names none. Raises ConfigError if it cannot draft for
-    the target."""
+    """Opens the draft model or the head of a config; returns None if it names none. Raises ConfigError if it cannot
+    draft for the target."""
     if not config.draft:
         return None
     if config.speculation == OFF:
         raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
-    draft = open_checkpoint(Path(config.draft))
+    draft = open_mtp(target) if config.draft == MTP else open_checkpoint(Path(config.draft))
     for problem in _problems(draft, target):
         raise ConfigError(f"{draft.name} cannot draft for {target.name}: {problem}")
     return draft
@@ -46,7 +47,7 @@ def _problems(draft: Checkpoint, target: Checkpoint) -> Iterator[str]:
     sizes = draft.spec.vocab, target.spec.vocab
     if sizes[0] != sizes[1]:
         yield f"their vocabularies have {sizes[0]:,} and {sizes[1]:,} tokens and must be the same"
-    if found := _differing_tokens(draft, target):
+    if not is_head(draft) and (found := _differing_tokens(draft, target)):
         yield f"their vocabularies differ, so that a token has two meanings: {found}"
 
 

@@ -61,7 +61,7 @@ _PARTS = {
     Role.EMBEDDING: ("embed",),
     Role.POSITIONS: ("positions", "types"),
     Role.HEAD: ("head",),
-    Role.EMBEDDING_PROJECTION: ("project_in", "project_out"),
+    Role.EMBEDDING_PROJECTION: ("project_in", "project_out", "eh_proj"),
     Role.ATTENTION_IN: ("q", "k", "v", "qkv", "grouped_qkv", "q_a", "q_b", "kv_a", "latent", "k_rope"),
     Role.INDEX: ("index_q", "index_k", "index_weights"),
     Role.ATTENTION_OUT: ("o",),
@@ -89,7 +89,7 @@ _PARTS = {
     Role.SSM_NORM: ("ssm_norm",),
     Role.CONV: ("conv", "conv_q", "conv_k", "conv_v"),
     Role.NORM: (
-        *("norm", "embed_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
+        *("norm", "embed_norm", "hidden_norm", "attn_norm", "mlp_norm", "after_attn_norm", "after_mlp_norm"),
         *("q_norm", "k_norm", "kv_norm", "index_norm", "q_norm.*", "k_norm.*", "dt_norm", "b_norm", "c_norm"),
         *("per_layer_norm", "after_per_layer_norm", "laurel_norm", "stream_router_norm"),
         *("experts_norm", "after_dense_norm", "after_experts_norm"),

@@ -286,6 +286,12 @@ class ModelSpec:
     layer_hidden: tuple[int, ...] = ()  # of each layer's MLP, where they differ; `hidden` is the widest
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
+    stores_hidden: bool = False  # in KV blocks, after the last norm, for a head that drafts from them
+
+    @property
+    def hidden_values(self) -> int:
+        """Returns how many values of hidden states it stores of each token."""
+        return self.dim if self.stores_hidden else 0
 
     @property
     def encoder(self) -> bool:

@@ -24,6 +24,7 @@ ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
 SHORTEST_SPLIT = 64
 MOST_VERIFIED = 64  # tokens of a row that attend one by one
+FEW_TOKENS = 17  # of a row that attends so in any case
 ROW = 1  # the column of splits and of tiles that names a row of tables
 
 
@@ -155,13 +156,13 @@ def plan_attention(
 
 def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
     """Returns whether some rows of a step verify drafts, and all others decode: rows of several tokens that sample more
-    than one of them, and are not the beginning of a prompt. A row of two tokens counts as such a row: a draft model has
-    them after a draft that was wholly accepted. The step has at most `most` tokens."""
+    than one of them, and are not the beginning of a prompt. A row of few tokens counts as such a row: a draft model has
+    two after a draft that was wholly accepted, a head all that were accepted. The step has at most `most` tokens."""
     several = counts > 1
     if not several.any() or len(batch.tokens) > most:
         return False
     begins = batch.positions[batch.row_start[:-1]] == 0
-    drafted = (counts <= MOST_VERIFIED) & ((counts == 2) | (np.diff(batch.sample_start) > 1)) & ~begins
+    drafted = (counts <= MOST_VERIFIED) & ((counts <= FEW_TOKENS) | (np.diff(batch.sample_start) > 1)) & ~begins
     return bool(drafted[several].all())
 
 
