@@ -30,7 +30,7 @@ from penstock.backend.cuda.kernels.fp8 import empty_fp8, fp8_gemm_small, gather_
 from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.fp8_blocks import Fp8BlockWeight, fp8_block_gemm, gather_fp8_blocks
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
-from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
+from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens, scatter_rows
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
 from penstock.backend.cuda.kernels.low_rank import AdaptedWeight, RowTiles, expand, shrink
@@ -111,6 +111,7 @@ def quantized(name: str, rows: int, width: int) -> QuantizedWeight:
 def tokens_and_rows(tilings: Tilings) -> None:
     resolve_tokens(ints(8), ints(8), ints(8), ints(8))
     gather_rows(empty(VOCAB, DIM), ints(8), empty(8, DIM))
+    scatter_rows(empty(8, DIM), ints(8), empty(VOCAB, DIM))
 
 
 @case(plain=(None,), fp8=(FP8,))

@@ -127,6 +127,12 @@ class Program:
         return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op in RECURRENT}
 
     @property
+    def hidden_widths(self) -> dict[int, int]:
+        """Maps each kind of hidden states that it stores or loads to its width."""
+        rows = [((*n.inputs, *n.outputs)[0], n) for n in self.nodes if n.op in ("store_hidden", "load_hidden")]
+        return {node.attributes["number"]: value.width for value, node in rows}
+
+    @property
     def first_sampled(self) -> int:
         """Returns the index of the first node that computes sampled rows; all nodes before it compute tokens."""
         values = [(*node.outputs, *node.inputs)[0] for node in self.nodes]

@@ -40,6 +40,7 @@ from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import bucket_mixed_rows, common_shapes, draft_shapes, padded, padded_sizes
+from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
 from penstock.backend.cuda.inputs import MOST_VERIFIED, AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
@@ -108,11 +109,12 @@ class CudaBackend:
         self._tilings = Tilings.of(self._properties, tuned)
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
         tokens = torch.zeros(self._sizes.tokens, dtype=torch.int32, device=self._device)
-        about = self._tilings, self._arena, tokens, ActivationMemory(self._arena)
+        self._hidden = HiddenStates(dtype, self._arena)
+        about = self._tilings, self._arena, tokens, ActivationMemory(self._arena), self._hidden
         self._shared = SharedMemory(self._device, dtype, self._sizes, *about)
         self._inputs = InputBuffer(self._device, self._sizes, self._event)
         self._programs: dict[int, LoadedProgram] = {}
-        self._blocks = CudaBlocks(self._programs, self._device, self._on_stream)
+        self._blocks = CudaBlocks(self._programs, self._hidden, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
         self._adapters = self._new_adapters()
         self.adapters: AdapterSlots = self._adapters
@@ -168,14 +170,15 @@ class CudaBackend:
         unpacks = self._quantize == "int4" or any(tensor.format.name in STORED_BITS for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
         costs = sum(map(self._kv_layout.bytes_per_token, spec.cached_attention)), spec.state_bytes
+        hidden = spec.hidden_values * self._dtype.itemsize
         if self._stream is None:
-            return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs)
+            return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs).with_hidden(hidden)
         free, total = torch.cuda.mem_get_info(self._device)
-        return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs)
+        return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs).with_hidden(hidden)
 
     def memory_needs(self) -> MemoryNeeds:
         programs = self._programs.values()
-        kv = sum(program.bytes_per_token(self._kv_layout) for program in programs)
+        kv = sum(program.bytes_per_token(self._kv_layout) for program in programs) + self._hidden.bytes_per_token
         return MemoryNeeds(kv, sum(int(program.memory.states.bytes) for program in programs), self._free_for_kv())
 
     def _free_for_kv(self) -> int:
@@ -195,9 +198,10 @@ class CudaBackend:
         try:
             with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"):
                 self._inputs.reserve(num_blocks, block_size, max(len(groups), 1))
+                size, layout = (num_blocks + 1, block_size), self._kv_layout
                 for number, program in self._programs.items():
-                    size, layout = (num_blocks + 1, block_size), self._kv_layout
                     program.reserve_kv(layout, size, states, () if number else groups)
+                self._hidden.reserve(size)
         except OutOfMemory:
             self._free_kv(groups)
             raise
@@ -207,6 +211,7 @@ class CudaBackend:
             torch.cuda.synchronize(self._device)
 
     def _free_kv(self, groups: Sequence[KvGroup]) -> None:
+        self._hidden.free()
         for number, program in self._programs.items():
             program.free_kv(() if number else groups)
 
@@ -372,7 +377,7 @@ class CudaBackend:
             raise ValueError(f"the cache has {program.groups} layer groups; got block tables for {len(batch.tables)}")
         if self._inputs.grow(batch):
             self._forget_graphs()
-        return self._inputs.send(batch, work, program.memory.states)
+        return self._inputs.send(batch, work, program.memory)
 
     def _pad(self, shape: Shape) -> Shape:
         """Returns the shape of a graph that the shape fits in, or the shape itself."""

@@ -16,7 +16,7 @@ from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
-from penstock.backend.cuda.launchers import Memory
+from penstock.backend.cuda.launch_context import Memory
 from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.program import CudaProgram, SharedMemory
 from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
@@ -78,6 +78,7 @@ class LoadedProgram:
         memory.groups = dict.fromkeys(self.program.layers, 0) | {
             layer: number for number, group in enumerate(groups) for layer in group.layers
         }
+        memory.hidden_group = next((number for number, group in enumerate(groups) if not group.window), 0)
         memory.caches.clear()
         memory.planes.clear()
         memory.index_scores = None

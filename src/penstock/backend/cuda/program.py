@@ -16,9 +16,11 @@ import torch
 from penstock.backend.base import Model
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.hidden_states import HiddenPlaces, HiddenStates
 from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
-from penstock.backend.cuda.launchers import CAPABILITIES, Context, Memory, bind
+from penstock.backend.cuda.launch_context import Context, Memory
+from penstock.backend.cuda.launchers import CAPABILITIES, bind
 from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.model.program import record
 
@@ -65,6 +67,7 @@ class SharedMemory:
     arena: Arena
     tokens: Any  # [T] the step's tokens, all known
     activations: ActivationMemory
+    hidden: HiddenStates
 
 
 class CudaProgram:
@@ -76,6 +79,8 @@ class CudaProgram:
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
+        shared.hidden.declare(self.recorded.hidden_widths)
+        memory.hidden, memory.hidden_places = shared.hidden, HiddenPlaces(self.recorded, sizes.tokens, device)
         self._sampling = self.recorded.first_sampled
         memory.arena.adopt([node.attributes for node in self.recorded.nodes])
         context = Context(memory, device, shared.tilings)
