@@ -29,6 +29,7 @@ from random_weights import KINDS, RandomWeights
 from scripted import Recorded, Runner, ScriptedEngine, described
 
 from penstock.backend.cuda import CudaBackend
+from penstock.core.draft_depths import DraftDepths
 from penstock.engine.batch import DraftRow, draft_batch
 from penstock.engine.draft_model import DraftingRow, DraftModel, DraftStep
 from penstock.engine.drafting import Drafting
@@ -157,7 +158,8 @@ def unlike(count: int, length: int) -> list[Recorded]:
 
 def print_gains(backend: CudaBackend, rows: Sequence[int], acceptances: Sequence[float], given: Any) -> None:
     for acceptance in acceptances:
-        drafts = ScriptedDrafts(backend, LIMITS, LIMITS.max_len, depth=backend.depth)
+        depths = DraftDepths(backend.padded_sizes)
+        drafts = ScriptedDrafts(backend, LIMITS, LIMITS.max_len, depths=depths, depth=backend.depth)
         options = {"drafting": Drafting(backend.padded_sizes), "draft_model": drafts}
         engine = ScriptedEngine(backend, LIMITS, depth=backend.depth, **options)
         drafts.engine, drafts.acceptance = engine, acceptance

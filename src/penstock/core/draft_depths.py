@@ -5,6 +5,8 @@ Everything here is pure: it has no clock and no randomness. Times come in as arg
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -122,21 +124,30 @@ class DraftDepths:
     While that is none, it has one row drafted for now and then, so that survival is still learned. What this loses
     stays below a share of all time. The other way round, the first steps and now and then another are planned without
     the model, so that it is known what they cost. Before a draft step was measured, it counts as free: the first one
-    tells."""
+    tells. A device that pads steps to `shapes` has to get ready for each of them, so that the first steps of a shape
+    tell nothing."""
 
     PLAIN = 3  # first steps without the model
     EVERY = 64  # steps of which one is without it
     CHUNK = 128  # tokens of a prompt that are taken to be computed at once
+    UNREADY = 2  # first steps of a shape
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Sequence[int] = ()) -> None:
         self._steps = 0
-        self._cost = StepCost()
+        self._shapes = sorted(shapes)
+        self._seen: Counter[tuple[bool, int]] = Counter()  # steps by whether they only decode, and by shape
+        self._cost = StepCost(shapes=shapes)
         self._measured = False
         self._exploration = Exploration()
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Learns from a draft step that took so many seconds."""
-        self._measured = True
+        if self._shapes:
+            shape = rows == tokens, bisect_left(self._shapes, tokens)
+            self._seen[shape] += 1
+            if self._seen[shape] <= self.UNREADY:
+                return
+        self._measured = self._measured or not self._shapes or rows == tokens
         self._cost.observe(rows, tokens, seconds)
 
     def choose(

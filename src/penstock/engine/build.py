@@ -15,6 +15,7 @@ from penstock.backend.packed_cache import packed_cache_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
+from penstock.core.draft_depths import DraftDepths
 from penstock.engine.adapters import Adapters
 from penstock.engine.draft_model import MTP_HEAD, SMALL_MODEL, DraftModel
 from penstock.engine.drafting import Drafting
@@ -143,7 +144,8 @@ def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend
         return None
     kind = MTP_HEAD if is_head(draft) else SMALL_MODEL
     group, depth = group_of(target), backend.depth
-    return DraftModel(backend, limits, draft.spec.max_len, kind=kind, group=group, depth=depth)
+    depths = DraftDepths(backend.padded_sizes)
+    return DraftModel(backend, limits, draft.spec.max_len, depths=depths, kind=kind, group=group, depth=depth)
 
 
 def load_draft(

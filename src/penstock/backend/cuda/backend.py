@@ -321,7 +321,7 @@ class CudaBackend:
             return sampled.fetch(count), None
         with torch.cuda.stream(self._answering):
             self._answering.wait_event(event)
-            return sampled.fetch(count), self._event()
+            return sampled.fetch(count), self._answering.record_event()
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._flights.pop(ticket).wait()
@@ -388,8 +388,8 @@ class CudaBackend:
         return larger if fits else shape
 
     def _event(self) -> Any | None:
-        """Returns an event that happens when all that is queued now has."""
-        return torch.cuda.current_stream().record_event() if self._stream is not None else None
+        """Returns an event that happens when all that is queued now for steps has."""
+        return self._stream.record_event() if self._stream is not None else None
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         """Makes the backend's stream, and with it its device, the current one."""
