@@ -40,8 +40,8 @@ from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded, padded_sizes
-from penstock.backend.cuda.inputs import MOST_VERIFIED, AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded, verified_sizes
+from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
@@ -116,7 +116,7 @@ class CudaBackend:
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
-        self.padded_sizes: Sequence[int] = padded_sizes(min(rows, MOST_VERIFIED)) if self._capture else ()
+        self.padded_sizes: Sequence[int] = ()  # once a program is loaded: see `load`
         ints = {"dtype": torch.int32, "device": self._device}
         last, tokens = torch.zeros(rows + 1, **ints), torch.zeros(self._sizes.tokens, **ints)
         self._arena = arena or Arena.on(self._device)
@@ -170,6 +170,7 @@ class CudaBackend:
             self._reserve_inputs(TABLE_WORDS)
         layers = self._program.layers.values()
         self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
+        self.padded_sizes = verified_sizes(self._sizes.rows, self._program.run_sizes) if self._capture else ()
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
         packer = HostPacker(self._dtype, self._tilings, self._quantize)
@@ -271,7 +272,8 @@ class CudaBackend:
     def _prepare_shapes(self) -> Generator[bool, None, None]:
         if not self._capture:
             return
-        shapes = [shape for shape in common_shapes(*self._step_sizes) if shape == self._pad(shape)]
+        common = common_shapes(*self._step_sizes, self._program.run_sizes)
+        shapes = [shape for shape in common if shape == self._pad(shape)]
         with closing(Compiler()) as compiler:
             for shape in shapes:
                 with compiler.watching():
@@ -284,9 +286,10 @@ class CudaBackend:
                 self._rehearse(shape, graph=True)
                 yield True
 
-    def prepare(self, rows: int, prompts: int = 0) -> None:
-        """Captures the graph of steps of so many rows, and of so many tokens of prompts beside them."""
-        shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1))
+    def prepare(self, rows: int, prompts: int = 0, run: int = 0) -> None:
+        """Captures the graph of steps of so many rows, and of so many tokens of prompts beside them; of `rows` tokens
+        that attend in runs of at most `run`, if drafts are verified."""
+        shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1, run=run))
         for _ in range(2):
             self._rehearse(shape, graph=True)
 
@@ -415,7 +418,8 @@ class CudaBackend:
             yield logits, some, batch.sample.between(part.start, part.stop), first, chosen[part]
 
     def _plan(self, batch: Batch) -> AttentionPlan:
-        return inputs.plan_attention(batch, self._tile_tokens, self._pad, self._sizes.rows)
+        run_sizes = self._program.run_sizes
+        return inputs.plan_attention(batch, self._tile_tokens, self._pad, self._sizes.rows, run_sizes)
 
     def _check_program(self, batch: Batch) -> None:
         if batch.program:
