@@ -150,6 +150,18 @@ def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
     assert curve[16:19] == pytest.approx([curve[16], curve[17], 8.5], abs=1.0)
 
 
+def test_two_sizes_close_to_each_other_do_not_tell_what_larger_ones_cost() -> None:
+    """That a step has drafts at all costs as much here as many more of them do."""
+    cost = StepCost(slope=0.01, shapes=(64, 80, 96, 128, 256))
+    cost.observe(64, 64, 8.0)
+    cost.observe(64, 80, 12.0)
+    assert cost.curve(64, 64, 192)[192] == pytest.approx(12.0 + 176 * 0.08)
+    cost.observe(64, 96, 14.0)
+    assert cost.curve(64, 64, 192)[192] == pytest.approx(14.0 + 160 * 0.08)
+    cost.observe(64, 128, 15.0)
+    assert cost.curve(64, 64, 192)[192] == pytest.approx(15.0 + 128 * 3 / 48)
+
+
 def test_a_step_that_was_held_up_hardly_counts() -> None:
     cost = StepCost()
     for _ in range(16):

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.inputs import run_sizes_of
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv, streams
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, StateRows, causal_conv, store_conv_state
-from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
+from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention, queries_of
 from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net, sigmoid_mul
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.expert_gemm import (
@@ -292,6 +293,10 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     for rotation in (None, Rotation(frequencies, ints(8), 1.0, dims // 2, False)):
         common = tables, header, out, split_kv, rotation
         decode_attention(qkv, cache, ints(72, 8), *common, *about, **others, tiling=many)
+    for run in run_sizes_of(shared):
+        tiling = tilings.decode_attention(8, dims, 2, queries_of(shared, run))
+        common = tables, header, out, split_kv, None
+        decode_attention(qkv, cache, ints(72, 8), *common, *about, **others, run=run, tiling=tiling)
     alone = tables, header, out[:1], split_kv, rotation
     decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
 

@@ -220,7 +220,11 @@ def test_both_get_ready_in_idle() -> None:
     while backend.prepare_in_idle():
         pass
     for number, shapes in enumerate((common_shapes, draft_shapes)):
-        ready = [shape for shape in shapes(4, 256, 0) if shape == backend._pad(shape)]
+        ready = [
+            shape
+            for shape in shapes(4, 256, 0, backend._programs[number].program.run_sizes)
+            if shape == backend._pad(shape)
+        ]
         assert ready
         assert all(backend._programs[number].graphs.has(shape) for shape in ready)
     assert run(backend, step(0, 0), step(0, 1)) == wanted
@@ -252,11 +256,11 @@ def test_a_draft_model_takes_no_workspace_of_its_own() -> None:
 
 
 def test_draft_shapes_are_those_of_prompts_alone_and_of_answers() -> None:
-    shapes = set(draft_shapes(64, 2048, 384))
-    assert shapes < set(common_shapes(64, 2048, 384))
+    shapes = set(draft_shapes(64, 2048, 384, (4, 16)))
+    assert shapes < set(common_shapes(64, 2048, 384, (4, 16)))
     assert {bool(shape.tiles) for shape in shapes} == {False, True}
     assert not [shape for shape in shapes if shape.tiles and shape.decodes]
-    assert any(shape.verifies for shape in shapes)
+    assert any(shape.run for shape in shapes)
 
 
 def test_two_tokens_of_a_row_attend_as_drafts_do() -> None:
@@ -269,5 +273,5 @@ def test_two_tokens_of_a_row_attend_as_drafts_do() -> None:
         for slot, (p, token, table) in enumerate(zip(PROMPTS, tokens, TABLES, strict=True))
     ]
     batch = replace(greedy_batch(chunks, 5), program=1, sample=step(0, 1).sample)
-    assert backend._plan(backend._programs[1], batch).shape.verifies
+    assert backend._plan(backend._programs[1], batch).shape.run
     assert [row.tokens for row in run(backend, batch)[0]] == [row.tokens for row in wanted]

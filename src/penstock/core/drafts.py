@@ -3,7 +3,7 @@ token, and count as far as they are what is sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Line
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -27,6 +27,18 @@ class Drafts(Protocol):
     def propose(self, asked: Line[DraftRoom], rows: int, tokens: int, budget: int) -> Line[tuple[int, ...]]:
         """Returns a draft for each of the sequences, mostly an empty one, of at most `budget` tokens together. The step
         has so many rows and tokens without them. A draft holds no token that would end its sequence."""
+
+
+def holds_answers(running: Iterable[Sequence]) -> bool:
+    """Returns whether sequences that could go on at once should wait for those in flight whose drafts follow: where
+    those are as many, one step for all of them costs less than two."""
+    in_flight = ready = 0
+    for seq in running:
+        if seq.end - seq.planned == 1 and not seq.must_wait:
+            ready += 1
+        elif seq.end > len(seq.tokens) and (seq.drafted or seq.awaits_drafts):
+            in_flight += 1
+    return 0 < ready <= in_flight
 
 
 class DraftRows:

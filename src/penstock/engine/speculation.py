@@ -132,7 +132,6 @@ class Speculation:
 
     def verify(self, plan: StepPlan, result: StepResult, seconds: float) -> StepResult:
         """Returns the result of a step, which took so many seconds, without what was sampled after wrong drafts."""
-        self._drafting.index()
         drafted = sum(len(row.draft) for row in plan.rows)
         tokens = sum(row.count for row in plan.rows)
         if tokens - drafted == len(plan.rows):  # prompts cost more than their number of tokens tells
@@ -141,6 +140,10 @@ class Speculation:
             return result
         rows = [self._verify(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
         return StepResult(result.step, tuple(rows))
+
+    def prepare(self) -> None:
+        """Gets on with preparing drafts. Called once a step, when it is launched: a device computes meanwhile."""
+        self._drafting.index()
 
     def append(self, id: int, tokens: Sequence[int]) -> None:
         """Takes over tokens that were added to a request's answer."""

@@ -39,10 +39,10 @@ from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import bucket_mixed_rows, common_shapes, draft_shapes, padded, padded_sizes
+from penstock.backend.cuda.graphs import bucket_mixed_rows, common_shapes, draft_shapes, padded, verified_sizes
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
-from penstock.backend.cuda.inputs import MOST_VERIFIED, AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.loaded_program import LoadedProgram
@@ -104,7 +104,7 @@ class CudaBackend:
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
-        self.padded_sizes: Sequence[int] = padded_sizes(min(rows, MOST_VERIFIED)) if self._capture else ()
+        self.padded_sizes: Sequence[int] = ()  # once program 0 is loaded: see `load`
         self._arena = arena or Arena.on(self._device)
         self._tilings = Tilings.of(self._properties, tuned)
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
@@ -152,6 +152,8 @@ class CudaBackend:
             loaded = LoadedProgram(model, self._shared, adapters, capture=self._capture)
         self._programs[program] = loaded
         adapters.forget_graphs = loaded.graphs.forget_adapters
+        if program == 0 and self._capture:
+            self.padded_sizes = verified_sizes(self._sizes.rows, loaded.program.run_sizes)
 
     def _new_adapters(self) -> CudaAdapters:
         sizes = self._sizes.rows, self._sizes.tokens
@@ -246,7 +248,7 @@ class CudaBackend:
         work = [
             (program, shape)
             for number, program in self._programs.items()
-            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes)
+            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, program.program.run_sizes)
             if shape == self._pad(shape)
         ]
         with closing(Compiler()) as compiler:
@@ -261,9 +263,10 @@ class CudaBackend:
                 self._rehearse(program, shape, graph=True)
                 yield True
 
-    def prepare(self, rows: int, prompts: int = 0, program: int = 0) -> None:
-        """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them."""
-        shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1))
+    def prepare(self, rows: int, prompts: int = 0, run: int = 0, program: int = 0) -> None:
+        """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them; of `rows`
+        tokens that attend in runs of at most `run`, if drafts are verified."""
+        shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1, run=run))
         for _ in range(2):
             self._rehearse(self._programs[program], shape, graph=True)
 
@@ -366,7 +369,8 @@ class CudaBackend:
         return program.forward(batch, work.shape, self._send(program, batch, work))
 
     def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
-        return inputs.plan_attention(batch, program.tile_tokens, self._pad, self._sizes.rows)
+        run_sizes = program.program.run_sizes
+        return inputs.plan_attention(batch, program.tile_tokens, self._pad, self._sizes.rows, run_sizes)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
         """Queues the copy of the step's numbers to the device; returns where they will be."""

@@ -23,8 +23,13 @@ from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, Adapte
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
 SHORTEST_SPLIT = 64
-MOST_VERIFIED = 64  # tokens of a row that attend one by one
-FEW_TOKENS = 17  # of a row that attends so in any case
+MOST_VERIFIED = 65  # tokens of a row that verifies a draft: the longest draft, and the token before it
+FEW_TOKENS = 17  # of a row that attends as if it verified a draft, in any case
+RUNS = 4, 16  # tokens of such a row that attend together, at most: a few, or many where that spares enough reading
+RUN_QUERIES = 64  # pairs of token and head of a run, at most
+LONG_RUNS = 64  # runs of many tokens that a step has room for
+RUN_SPLITS = 16  # of one context: the more queries a run has, the longer it takes to join them
+SPARED = 16384  # positions that longer runs must spare reading: they take more registers, and more is joined
 ROW = 1  # the column of splits and of tiles that names a row of tables
 
 
@@ -33,11 +38,11 @@ class Shape(NamedTuple):
 
     tokens: int
     sampled: int
-    decodes: int  # tokens that attend one by one
+    decodes: int  # tokens that attend as decoding rows do
     splits: int  # pieces that their contexts are split into
     tiles: int  # runs of all other tokens
     adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
-    verifies: bool = False  # several of the tokens that attend one by one are of one row
+    run: int = 0  # tokens of a row that attend together, at most; 0: no row has several but in tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class DeviceInputs:
     sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
-    verifies: bool = False  # the step's KV is stored before anything attends: see Shape
+    run: int = 0  # above 0, the step's KV is stored before anything attends: see Shape
 
     def of(self, group: int) -> DeviceInputs:
         """Returns the inputs that the layers of one group read."""
@@ -111,7 +116,7 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
     for name in FLOATS:
         views[name] = as_float(views[name])
     views["tables"] = buffer[words(shape, groups) :]
-    stacked = DeviceInputs(**views, verifies=shape.verifies)
+    stacked = DeviceInputs(**views, run=shape.run)
     if groups == 1:
         return stacked
     each = tuple(
@@ -137,21 +142,26 @@ class AttentionPlan:
 
 
 def plan_attention(
-    batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape], most_decodes: int = 0
+    batch: Batch,
+    tile_tokens: int,
+    pad: Callable[[Shape], Shape],
+    most_decodes: int = 0,
+    run_sizes: Sequence[int] = (1,),
 ) -> AttentionPlan:
     """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
-    the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, each token
-    attends by itself."""
+    the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, they
+    attend in runs of one of the `run_sizes`."""
     counts = np.diff(batch.row_start)
     verifies = only_verifies(batch, counts, most_decodes)
-    alone = np.repeat(verifies | (counts == 1), counts)
-    tokens = np.flatnonzero(alone).astype(np.int32)
-    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[tokens]
-    splits = split_contexts(tokens, owners, batch.positions[tokens] + 1)
+    rows = np.flatnonzero((counts > 0) if verifies else counts == 1).astype(np.int32)
+    run = run_size(counts, batch.positions[batch.row_start[1:] - 1] + 1, run_sizes) if verifies else 0
+    first, owners, sizes = runs_of(batch, rows, max(run, 1))
+    most = RUN_SPLITS if run > 1 else SPARE_SPLITS
+    splits = split_contexts(first, owners, batch.positions[first + sizes - 1] + 1, sizes, most)
     tiles = tiles_of(batch, [] if verifies else np.flatnonzero(counts > 1).tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
-    sizes = len(batch.tokens), len(batch.sampled), len(tokens), len(splits), len(tiles), len(adapters.tiles)
-    return AttentionPlan(pad(Shape(*sizes, verifies)), splits, tiles, adapters)
+    total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
+    return AttentionPlan(pad(Shape(*total, run)), splits, tiles, adapters)
 
 
 def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
@@ -166,12 +176,50 @@ def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
     return bool(drafted[several].all())
 
 
-def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
-    """Returns splits of about the same size, at most SPARE_SPLITS more than rows. The last split of a context takes a
-    rest that would be less than half a split. The longest contexts come first, so that none is left for the end."""
+def run_sizes_of(group: int) -> tuple[int, ...]:
+    """Returns how many tokens of a row may attend together, where so many query heads share a KV head: few, and many if
+    there is room for more."""
+    few, many = (max(min(size, RUN_QUERIES // group), 1) for size in RUNS)
+    return (few, many) if many > few else (few,)
+
+
+def run_size(counts: Ints, lengths: Ints, sizes: Sequence[int]) -> int:
+    """Returns the size of runs for rows of so many tokens and contexts of these lengths."""
+    few, many = sizes[0], sizes[-1]
+    runs = -(-counts // many)
+    spared = ((-(-counts // few) - runs) * lengths).sum()
+    return many if spared >= SPARED and runs.sum() <= LONG_RUNS else few
+
+
+def most_runs(tokens: int, run: int) -> int:
+    """Returns how many runs a step of so many tokens has room for."""
+    return min(tokens, LONG_RUNS) if run > RUNS[0] else tokens
+
+
+def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
+    """Divides rows into runs of at most `size` tokens; returns their first tokens, their rows and their sizes."""
+    if size == 1 and len(rows) == len(batch.tokens):  # all decode
+        return batch.row_start[:-1], rows, np.ones_like(rows)
+    start, end = batch.row_start[rows], batch.row_start[rows + 1]
+    counts = -(-(end - start) // size)
+    of_row = np.repeat(np.arange(len(rows)), counts)
+    first = start[of_row] + (np.arange(len(of_row)) - (np.cumsum(counts) - counts)[of_row]) * size
+    return first, rows[of_row], np.minimum(end[of_row] - first, size)
+
+
+def split_lines(rows: int, run_sizes: Sequence[int]) -> int:
+    """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV."""
+    return max((most_runs(rows, run) + SPARE_SPLITS) * run for run in (1, *run_sizes))
+
+
+def split_contexts(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints, most: int) -> Ints:
+    """Returns splits of about the same size: of runs of `sizes` tokens, from `tokens` on, whose last sees `lengths`
+    positions. They are at most SPARE_SPLITS more than there are runs, and about `most` of the longest. The last split
+    of a context takes a rest that would be less than half a split. The longest contexts come first, so that none is
+    left for the end."""
     longest = np.argsort(-lengths, kind="stable")
-    tokens, rows, lengths = tokens[longest], rows[longest], lengths[longest]
-    size = max(SHORTEST_SPLIT, -(-int(lengths.sum()) // SPARE_SPLITS))
+    tokens, rows, lengths, sizes = tokens[longest], rows[longest], lengths[longest], sizes[longest]
+    size = max(SHORTEST_SPLIT, -(-int(lengths.sum()) // SPARE_SPLITS), -(-int(lengths[:1].sum()) // most))
     size = -(-size // SHORTEST_SPLIT) * SHORTEST_SPLIT
     counts = np.maximum((lengths + size // 2) // size, 1)  # [D]
     first = np.cumsum(counts) - counts
@@ -179,7 +227,7 @@ def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
     index = np.arange(len(owner)) - first[owner]
     begin = index * size
     end = np.where(index == counts[owner] - 1, lengths[owner], begin + size)
-    columns = [tokens[owner], rows[owner], begin, end, lengths[owner], counts[owner], first[owner], 0 * owner]
+    columns = [tokens[owner], rows[owner], begin, end, lengths[owner], counts[owner], first[owner], sizes[owner]]
     return np.stack(columns, axis=1).astype(np.int32)
 
 

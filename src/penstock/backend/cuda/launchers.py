@@ -23,7 +23,7 @@ from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels import select_positions as select
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
 from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
-from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
+from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention, queries_of
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
 from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens, scatter_rows
@@ -223,7 +223,7 @@ def attend(
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales, _), rotation = context.memory.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
-    if len(step.tiles) or step.verifies:
+    if len(step.tiles) or step.run:
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales, stores=not spec.shares_kv)
     else:
@@ -235,7 +235,10 @@ def attend(
         prefill_attention(qkv, cache, *places, out, spec.scale, **how)
     if len(step.splits):
         places = step.splits, step.tables, step.header
-        how = {"scales": scales, "tiling": tilings.decode_attention(len(out), *sizes), **options}
+        run = max(step.run, 1)
+        queries = queries_of(spec.heads // spec.kv_heads, run)
+        tiling = tilings.decode_attention(len(out), *sizes, queries, step.run > 1)
+        how = {"scales": scales, "tiling": tiling, "run": run, **options}
         decode_attention(qkv, cache, *places, out, context.memory.split_kv, rotation, spec.scale, **how)
 
 

@@ -17,7 +17,7 @@ from penstock.backend.base import Model
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.hidden_states import HiddenPlaces, HiddenStates
-from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs
+from penstock.backend.cuda.inputs import RUN_QUERIES, DeviceInputs, run_sizes_of, split_lines
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
 from penstock.backend.cuda.launch_context import Context, Memory
 from penstock.backend.cuda.launchers import CAPABILITIES, bind
@@ -96,12 +96,14 @@ class CudaProgram:
             ]
         )
         heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
-        splits = sizes.rows + SPARE_SPLITS
+        groups = [RUN_QUERIES if spec.v_dim else spec.heads // spec.kv_heads for spec in self.layers.values()]
+        self.run_sizes = run_sizes_of(max(groups, default=1))  # MLA attends token by token
+        lines = split_lines(sizes.rows, self.run_sizes)
         most_heads = max([h for h, _ in heads], default=1)
         memory.split_kv = SplitKV(
-            torch.empty(splits * max([h * d for h, d in heads], default=1), device=device),
-            torch.empty(splits * most_heads * 2, device=device),
-            torch.zeros(splits * most_heads, dtype=torch.int32, device=device),
+            torch.empty(lines * max([h * d for h, d in heads], default=1), device=device),
+            torch.empty(lines * most_heads * 2, device=device),
+            torch.zeros(lines * most_heads, dtype=torch.int32, device=device),
         )
 
     def run_tokens(self, step: DeviceInputs) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
+from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling
 from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
 
@@ -19,7 +20,7 @@ HOPPER_GEMM_ROWS = (
 )  # rows of 16 bits for which hopper_gemm.py is the fastest: where it makes the gate, or a matrix is tall
 TALL = 16384  # rows of a matrix
 WIDE_HEAD = 128  # dimensions of a head: beyond, shared memory and registers hold less
-QUERIES = 16  # of one KV head in decode attention, padded
+FEW_ROWS = 32  # tokens in runs whose programs leave multiprocessors idle
 SHORTEST_TILE = 16  # positions: the tensor cores take no fewer
 
 
@@ -86,10 +87,14 @@ def prefill_attention_tiling(device: DeviceProperties, queries: int, dims: int, 
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
-def decode_attention_tiling(device: DeviceProperties, rows: int, dims: int, itemsize: int) -> AttentionTiling:
-    """Returns the tiling for steps of so many rows; few warps have no registers for wide heads."""
-    tiling = AttentionTiling(64, 4 if rows == 1 or dims > WIDE_HEAD else 2, 2)
-    return fitting(device, tiling, QUERIES * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
+def decode_attention_tiling(
+    device: DeviceProperties, rows: int, dims: int, itemsize: int, queries: int, runs: bool
+) -> AttentionTiling:
+    """Returns the tiling for steps of so many rows, or tokens in `runs`, and programs of so many pairs of token and
+    head; few warps have no registers for wide heads or many queries."""
+    few = rows <= FEW_ROWS if runs else rows == 1
+    tiling = AttentionTiling(64, 4 if few or dims > WIDE_HEAD or queries > FEWEST_QUERIES else 2, 2)
+    return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
 def mla_prefill_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:
