@@ -220,13 +220,10 @@ def test_both_get_ready_in_idle() -> None:
     while backend.prepare_in_idle():
         pass
     for number, shapes in enumerate((common_shapes, draft_shapes)):
-        ready = [
-            shape
-            for shape in shapes(4, 256, 0, backend._programs[number].program.run_sizes)
-            if shape == backend._pad(shape)
-        ]
+        program = backend._programs[number]
+        ready = [shape for shape in shapes(4, 256, 0, program.program.run_sizes) if shape == backend._pad(shape)]
         assert ready
-        assert all(backend._programs[number].graphs.has(shape) for shape in ready)
+        assert all(program.graphs.has(shape) for shape in ready)
     assert run(backend, step(0, 0), step(0, 1)) == wanted
 
 

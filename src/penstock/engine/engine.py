@@ -364,8 +364,9 @@ class Engine(WeightControl):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
-        follows = self._goes_on and any(row.draft for row in plan.rows)
-        began = self._answered if follows else time.perf_counter()  # drafting costs what the device waits for it
+        began = time.perf_counter()
+        if self._speculation is not None and self._goes_on and any(row.draft for row in plan.rows):
+            began = self._answered + self._speculation.model_seconds  # drafting costs what the device waits for it
         try:
             self._in_flight.append((plan, self._launch_batch(plan), began))
             self._out_of_memory = False

@@ -141,6 +141,11 @@ class Speculation:
         rows = [self._verify(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
         return StepResult(result.step, tuple(rows))
 
+    @property
+    def model_seconds(self) -> float:
+        """Returns how long the draft model took for the last proposals. It counts that itself."""
+        return 0.0 if self._model is None else self._model.seconds
+
     def prepare(self) -> None:
         """Gets on with preparing drafts. Called once a step, when it is launched: a device computes meanwhile."""
         self._drafting.index()
