@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import Batch, Bitmasks
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, FakeHead, FakeHeadProgram, continuation
 from penstock.backend.ref import RefBackend
@@ -159,22 +161,45 @@ def toy_tensors(following: np.ndarray) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("make", [RefBackend, lambda: CpuBackend(1)], ids=["ref", "cpu"])
-def test_hidden_states_are_those_of_the_position_before(make: Callable[[], Any]) -> None:
-    backend, following = make(), np.random.default_rng(1).permutation(64)
-    pack = Packer(toy_tensors(following), backend)
-    model = llama.build(TOY, pack)
+MAKERS = pytest.mark.parametrize("make", [RefBackend, lambda: CpuBackend(1)], ids=["ref", "cpu"])
+FOLLOWING = np.random.default_rng(1).permutation(64)
+
+
+def with_toy(backend: Any, *, head: bool = True) -> Any:
+    """Returns a backend with the toy model and its head."""
+    spec = replace(TOY, stores_hidden=head)
+    pack = Packer(toy_tensors(FOLLOWING), backend)
+    model = llama.build(spec, pack)
     backend.load(model)
-    backend.load(mtp.build(head_spec(TOY), pack, ends_of(model)), 1)
-    backend.reserve_kv(TOY_LIMITS.num_blocks, TOY_LIMITS.block_size, 0, TOY.kv_groups)
-    random = Random(2)
+    if head:
+        backend.load(mtp.build(head_spec(spec), pack, ends_of(model)), 1)
+    backend.reserve_kv(TOY_LIMITS.num_blocks, TOY_LIMITS.block_size, 0, spec.kv_groups)
+    return backend
+
+
+@MAKERS
+def test_blocks_take_hidden_states_with_them(make: Callable[[], Any]) -> None:
+    here, there, plain = with_toy(make()), with_toy(make()), with_toy(make(), head=False)
+    tokens = list(range(30))
+    here.logits(greedy_batch([Chunk(tokens, 0, [5, 7])]))
+    there.kv.import_blocks([2, 3], here.kv.export_blocks([5, 7]))
+    there.kv.copy_blocks([(2, 9), (3, 1)])
+    rows = replace(greedy_batch([Chunk(tokens[1:], 0, [9, 1])]), program=1)
+    assert there.logits(rows).argmax(axis=1).tolist() == FOLLOWING[FOLLOWING[tokens[:-1]]].tolist()
+    assert here.kv.fingerprint() == there.kv.fingerprint() != plain.kv.fingerprint()
+    assert len(here.kv.export_blocks([0])) > len(plain.kv.export_blocks([0]))
+
+
+@MAKERS
+def test_hidden_states_are_those_of_the_position_before(make: Callable[[], Any]) -> None:
+    backend, random = with_toy(make()), Random(2)
     head = DraftModel(backend, TOY_LIMITS, 160, depths=RandomDepths(random), kind=MTP_HEAD)
     engine = Engine(backend, TOY_LIMITS, drafting=RandomLengths(random), draft_model=head)
     for id, length in enumerate((3, 40, 16, 17)):
         prompt = [random.randrange(64) for _ in range(length)]
         right = [prompt[-1]]
         while len(right) < 61:
-            right.append(int(following[right[-1]]))
+            right.append(int(FOLLOWING[right[-1]]))
         assert ask(engine, id, prompt, 60) == right[1:]
     counts = counts_of(engine)
     assert counts.accepted == counts.drafted > 100
