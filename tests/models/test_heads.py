@@ -16,7 +16,9 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.config import configure
+from penstock.core.draft_depths import DepthPlan, DraftDepths
 from penstock.engine.build import open_engine
+from penstock.engine.drafting import Drafting
 from penstock.engine.weight_messages import UpdateWeights
 from penstock.errors import ConfigError, MalformedFile
 from penstock.model import names
@@ -154,6 +156,14 @@ def answers(path: Path, **options: object) -> tuple[dict[int, list[int]], set[st
     return said, sources
 
 
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has all drafted and verified, whatever pays."""
+    monkeypatch.setattr(DraftDepths, "choose", lambda self, chances, *_: DepthPlan([len(each) for each in chances]))
+    monkeypatch.setattr(Drafting, "lengths", lambda self, proposals, *_: [len(each.tokens) for each in proposals])
+
+
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3next"])
 def test_an_engine_drafts_with_the_head_and_answers_as_without(name: str, tmp_path: Path) -> None:
     path = with_head(tmp_path / name, name)
@@ -163,6 +173,7 @@ def test_an_engine_drafts_with_the_head_and_answers_as_without(name: str, tmp_pa
     assert "mtp" in sources
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("device", ["cpu", "ref"])
 def test_a_head_stays_when_weights_are_exchanged(device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = with_head(tmp_path / "model", "glm4_moe")
@@ -170,9 +181,11 @@ def test_a_head_stays_when_weights_are_exchanged(device: str, tmp_path: Path, ca
     engine, fresh = real_engine(path, device, draft="mtp"), real_engine(other, device, speculation="off")
     prompt = (5, 9, 3, 7)
     scored(engine, 1, prompt, 20)
-    assert "mtp" in {each.source for each in engine.stats().drafts}
+    before = {each.source: each.drafted for each in engine.stats().drafts}
     assert not isinstance(last_of(drain(engine, UpdateWeights(2, str(other), "v2")), 2), Failed)
     same(scored(engine, 3, prompt, 50), scored(fresh, 3, prompt, 50), device)
+    after = {each.source: each.drafted for each in engine.stats().drafts}
+    assert after["mtp"] > before["mtp"] > 0
     assert not caplog.records  # such as that the head has failed
 
 
