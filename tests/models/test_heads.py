@@ -49,7 +49,9 @@ def with_head(folder: Path, name: str, head: str = "") -> Path:
     """Returns a folder with the model of a golden and a head of its own, or that of another model."""
     folder.mkdir()
     config = json.loads((GOLDENS / name / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    if "num_nextn_predict_layers" in config:  # Qwen3-Next says nothing of its head
+        config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
     shutil.copy(GOLDENS / name / "model.safetensors", folder / "model.safetensors")
     shutil.copy(HEADS / (head or name) / "head.safetensors", folder / "head.safetensors")
     files = ("model.safetensors", "head.safetensors")
