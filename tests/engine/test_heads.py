@@ -55,21 +55,25 @@ class OftenRightHead(FakeBackend):
         if not batch.program:
             return result
         self.tokens += len(batch.tokens)
-        wrong = [self._random.random() >= self._share for _ in result.rows]
-        rows = [
-            row._replace(tokens=tuple((token + off) % VOCAB for token in row.tokens))
-            for row, off in zip(result.rows, wrong, strict=True)
-        ]
+        rows = []
+        for slot, row in zip(batch.slots, result.rows, strict=True):
+            wrong = self._random.random() >= self._share
+            rows.append(row._replace(tokens=tuple((token + wrong) % VOCAB for token in row.tokens)))
+            self._programs[1]._last[slot] = rows[-1].tokens[-1] if row.tokens else -1
         return StepResult(result.step, tuple(rows))
 
 
-def engine_with_head(limits: Limits, share: float = 0.8, random: Random | None = None) -> tuple[Engine, OftenRightHead]:
-    """Returns an engine that drafts what pays with fixed costs or, if `random` is given, at random."""
+def engine_with_head(
+    limits: Limits, share: float = 0.8, random: Random | None = None, depth: int = 0
+) -> tuple[Engine, OftenRightHead]:
+    """Returns an engine that drafts what pays with fixed costs or, if `random` is given, at random. It has `depth`
+    steps in flight."""
     backend = OftenRightHead(share, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
     depths, drafting = (RandomDepths(random), RandomLengths(random)) if random else (FixedDepths(), FixedCosts())
-    head = DraftModel(backend, limits, limits.max_len, depths=depths, kind=MTP_HEAD, group=limits.windows.index(0))
-    return Engine(backend, limits, drafting=drafting, draft_model=head), backend
+    group = limits.windows.index(0)
+    head = DraftModel(backend, limits, limits.max_len, depths=depths, kind=MTP_HEAD, group=group, depth=depth)
+    return Engine(backend, limits, depth=depth, drafting=drafting, draft_model=head), backend
 
 
 def counts_of(engine: Engine) -> DraftCounts:
@@ -77,12 +81,16 @@ def counts_of(engine: Engine) -> DraftCounts:
     return next((each for each in engine.stats().drafts if each.source == "mtp"), DraftCounts("mtp"))
 
 
-@pytest.mark.parametrize("windows", [(0,), (6, 0)])
-@pytest.mark.parametrize("num_blocks", [44, 200])
-def test_answers_stay_under_preemption_sharing_stops_and_aborts(windows: tuple[int, ...], num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "windows", "depth"),
+    [(44, (0,), 0), (44, (6, 0), 0), (200, (6, 0), 0), (200, (0,), 0), (44, (0,), 1)],
+)
+def test_answers_stay_under_preemption_sharing_stops_and_aborts(
+    num_blocks: int, windows: tuple[int, ...], depth: int
+) -> None:
     random = Random(num_blocks)
     limits = LIMITS._replace(num_blocks=num_blocks * len(windows), windows=windows)
-    engine, backend = engine_with_head(limits, random=random)
+    engine, backend = engine_with_head(limits, random=random, depth=depth)
     answer_all(engine, random, windows)
     counts = counts_of(engine)
     assert counts.drafted > 100

@@ -24,8 +24,6 @@ def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
         return None
     if config.draft == MTP and Device.parse(config.device).kind == "cuda":
         raise ConfigError(f"--draft {MTP}: a GPU runs no head yet: leave it out, or use --device cpu")
-    if Device.parse(config.device).kind == "cuda":
-        raise ConfigError("--draft: a GPU runs no draft model yet: leave it out, or use --device cpu")
     if config.speculation == OFF:
         raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
     draft = open_mtp(target) if config.draft == MTP else open_checkpoint(Path(config.draft))
