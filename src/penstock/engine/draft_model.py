@@ -59,9 +59,7 @@ class DraftKind(NamedTuple):
 
 
 SMALL_MODEL = DraftKind("model", 0, 2)  # behind are the last token, and another one if a whole draft was accepted
-MTP_HEAD = DraftKind(
-    "mtp", 1, DEEPEST + 1
-)  # behind are the tokens of its last draft that were accepted, and the last one
+MTP_HEAD = DraftKind("mtp", 1, DEEPEST + 1)  # behind are what was accepted of its last draft, and the last token
 
 
 class ModelDrafts:
