@@ -23,9 +23,10 @@ from penstock.engine.weight_messages import UpdateWeights
 from penstock.errors import ConfigError, MalformedFile
 from penstock.model import names
 from penstock.model.draft import open_draft
+from penstock.model.families.mtp import MtpHead
 from penstock.model.gguf.reader import read_gguf
 from penstock.model.gguf.writer import PendingTensor, encoded, write_gguf
-from penstock.model.heads import FOLDER_PARTS, GGUF_PARTS, beside, load_head, open_mtp
+from penstock.model.heads import FOLDER_PARTS, GGUF_PARTS, beside, ends_of, load_head, open_mtp
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
 from penstock.model.registry import family
 from penstock.model.safetensors import read_safetensors
@@ -60,8 +61,8 @@ def with_head(folder: Path, name: str, head: str = "") -> Path:
     return folder
 
 
-def in_gguf(path: Path, name: str) -> Path:
-    """Writes the model of a golden and its head as a GGUF file."""
+def in_gguf(path: Path, name: str, without: str = "") -> Path:
+    """Writes the model of a golden and its head as a GGUF file, without one of its tensors if that is named."""
     golden = read_gguf(GOLDENS / name / "model.gguf")
     arch = golden.metadata["general.architecture"]
     kind, layer = family("glm4moe"), 2
@@ -73,6 +74,7 @@ def in_gguf(path: Path, name: str) -> Path:
         expert = ours.split(".")[3] if "*" in part else ""
         suffix = "" if part == "choice_bias" else ".bias" if part.endswith(".bias") else ".weight"
         tensors[f"blk.{layer}.{theirs[stem].replace('*', expert)}{suffix}"] = tensor
+    tensors.pop(f"blk.{layer}.{without}.weight", None)
     keys = {key: encoded(value) for key, value in golden.metadata.items()}
     keys |= {f"{arch}.block_count": encoded(layer + 1), f"{arch}.nextn_predict_layers": encoded(1)}
     pending = [PendingTensor(each, t.format, t.shape, lambda t=t: iter([t.data])) for each, t in tensors.items()]
@@ -131,6 +133,14 @@ def test_logits_are_those_of_transformers(name: str, kind: str, tmp_path: Path) 
 def test_a_gguf_file_holds_a_head_too(tmp_path: Path) -> None:
     backend = loaded(in_gguf(tmp_path / "model.gguf", "glm4_moe"), RefBackend())
     check_head(backend, "glm4_moe", 1e-4)
+
+
+def test_a_head_without_a_last_norm_has_the_models(tmp_path: Path) -> None:
+    target = open_checkpoint(in_gguf(tmp_path / "model.gguf", "glm4_moe", without="nextn.shared_head_norm"))
+    model = load_model(target, RefBackend())
+    head = load_head(open_mtp(target), model, RefBackend())
+    assert isinstance(head, MtpHead)
+    assert head.norm is head.ends.norm is ends_of(model).norm
 
 
 def test_the_goldens_are_all_there() -> None:
