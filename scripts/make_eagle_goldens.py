@@ -75,7 +75,7 @@ def make_target() -> Any:
     fill(model)
     model.bfloat16().save_pretrained(FOLDER / "target")
     (FOLDER / "target" / "generation_config.json").unlink(missing_ok=True)
-    return model.float().eval()
+    return AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32, attn_implementation="eager")
 
 
 def fill(module: Any) -> None:
