@@ -155,6 +155,14 @@ def test_vllms_speculative_config_of_a_draft_model(method: dict[str, str]) -> No
     assert configure("m", options).draft == "small"
 
 
+@pytest.mark.parametrize("given", [{"method": "mtp"}, {"method": "deepseek_mtp"}, {"model": "qwen3_next_mtp"}])
+def test_vllms_speculative_config_of_a_head(given: dict[str, str]) -> None:
+    options = speculation_in(given | {"num_speculative_tokens": 2}, pytest.fail)
+    assert options == {"speculation": "2", "draft": "mtp"}
+    found = configure("m", options)
+    assert (found.draft, found.draft_model) == ("mtp", "")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -168,6 +176,7 @@ def test_vllms_speculative_config_of_a_draft_model(method: dict[str, str]) -> No
             "speculative_config names no model: use ngram",
         ),
         ('{"method": "ngram", "model": "small"}', "drafts by 'ngram'"),
+        ('{"method": "mtp", "model": "small"}', r"drafts by 'mtp' \(small\)"),
         ('{"method": "ngram", "width": 3}', "unknown fields: width; there are "),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens .* above 0; got 0"),
         ('{"method": "ngram", "num_speculative_tokens": "4"}', "num_speculative_tokens .* above 0; got '4'"),

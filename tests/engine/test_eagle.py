@@ -69,7 +69,8 @@ def test_however_answers_are_sampled(name: str) -> None:
 
 def test_drafts_depend_on_the_text_alone() -> None:
     """What a head drafts after drafts were accepted or rejected, beside others and with shared blocks, is what it would
-    draft if the whole text were computed at once."""
+    draft if the whole text were computed at once. Texts that part at the end of a block are left out: what a head
+    computes of that position depends on the next token, and the last of them to compute it decides."""
     backend, head = loaded_pair("sglang", lambda: CpuBackend(1))
     seen = 0
 
@@ -92,8 +93,8 @@ def test_drafts_depend_on_the_text_alone() -> None:
             return found
 
     engine = with_head("sglang", Checked)
-    prompt = [5, 9, 3, 7, 5, 2, 8, 1, 4, 4, 6, 2]
-    asked = [Request(id, (*prompt[: 4 + 2 * id], id), SamplingParams(temperature=0.0), 24) for id in range(5)]
+    prompt = [5, 9, 3, 7, 5, 2, 8, 1, 4, 4, 6, 2, 3]
+    asked = [Request(id, (*prompt[: 5 + 2 * id], id + 20), SamplingParams(temperature=0.0), 24) for id in range(5)]
     run(engine, asked)
     run(engine, [request._replace(id=request.id + 10) for request in asked])
     assert seen > 100
@@ -177,7 +178,7 @@ def test_the_head_takes_its_part_of_the_memory() -> None:
         engine.close()
     head = open_eagle(FOLDER / "vllm")
     assert tokens[True] - tokens[False] == 2 * (head.spec.attn.kv_values + head.spec.dim)  # its KV, and what it sees
-    assert weights[True] - weights[False] == pytest.approx(
-        sum(np.prod(t.shape) * 2 for t in head.tensors.values()), 0.3
-    )
-    assert blocks[True][0] == blocks[True][1] < blocks[False][0]
+    size = sum(2 * int(np.prod(tensor.shape)) for tensor in (*head.tensors.values(), head.fuse))
+    assert weights[True] - weights[False] == pytest.approx(size, 0.05)
+    assert blocks[True][0] < blocks[False][0]
+    assert blocks[True][1] < blocks[False][1]

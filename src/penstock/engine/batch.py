@@ -99,13 +99,14 @@ def bitmasks(plan: StepPlan, batch: Batch, records: Mapping[int, RequestRecord])
 
 class DraftRow(NamedTuple):
     """Describes a row of a draft program's step: it computes text[start:stop], whose KV lies in the blocks of `table`,
-    and `sampler` chooses what comes next, if there is one."""
+    and `sampler` chooses what comes next, if there is one. Tokens stand `shift` positions before their own."""
 
     text: list[int]
     start: int
     stop: int
     table: Line[int]
     sampler: Sampler | None
+    shift: int = 0
 
 
 def draft_batch(rows: Line[DraftRow], block_size: int, program: int) -> Batch:
@@ -121,7 +122,7 @@ def draft_batch(rows: Line[DraftRow], block_size: int, program: int) -> Batch:
     return Batch(
         step=-1,
         tokens=np.array([token for row in rows for token in row.text[row.start : row.stop]], np.int32),
-        positions=np.array([at for row in rows for at in range(row.start, row.stop)], np.int32),
+        positions=np.array([at - row.shift for row in rows for at in range(row.start, row.stop)], np.int32),
         row_start=row_start,
         slots=np.arange(len(rows), dtype=np.int32),
         tables=tables,

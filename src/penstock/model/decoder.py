@@ -155,10 +155,15 @@ class Ends:
         """Returns the logits of the sampled rows, [S, vocab]; of an encoder, which has none, their hidden states."""
         x, _ = self.norm(ops, x, residual)
         ops.pool(x)
+        if self.spec.stores_hidden:
+            ops.store_hidden(0, x)
         if self.spec.encoder:
             return ops.take_sampled(x)
-        rows = scaled(ops, ops.take_sampled(x), self.spec.logit_scale)
-        logits = ops.linear(rows, self.head, precision="float32")
+        return self.logits(ops, ops.take_sampled(x))
+
+    def logits(self, ops: Ops[V], rows: V) -> V:
+        """Returns the logits of rows that were normed: [S, dim] -> [S, vocab]."""
+        logits = ops.linear(scaled(ops, rows, self.spec.logit_scale), self.head, precision="float32")
         return ops.soft_cap(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
 
 

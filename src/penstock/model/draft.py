@@ -1,4 +1,4 @@
-"""Opens the draft model or head that a config names, and refuses one that cannot draft for its target."""
+"""Opens the draft model or the head that a config names, and refuses one that cannot draft for its target."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import OFF, Config, Device
+from penstock.config import MTP, OFF, Config, Device
 from penstock.errors import ConfigError, PenstockError
 from penstock.model import eagle
 from penstock.model.eagle import EagleHead
+from penstock.model.heads import is_head, open_mtp
 from penstock.model.load import CONFIG, Checkpoint, open_checkpoint, text_of
 from penstock.model.open_files import read_json
 
@@ -20,15 +21,17 @@ SHOWN = 4  # differing tokens that an error names
 
 
 def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
-    """Opens the draft model of a config; returns None if it names none. The config's device is decided. Raises
-    ConfigError if it cannot draft for the target."""
+    """Opens the draft model or the head of a config; returns None if it names none. The config's device is decided.
+    Raises ConfigError if it cannot draft for the target."""
     if not config.draft:
         return None
+    if config.draft == MTP and Device.parse(config.device).kind == "cuda":
+        raise ConfigError(f"--draft {MTP}: a GPU runs no head yet: leave it out, or use --device cpu")
     if Device.parse(config.device).kind == "cuda":
         raise ConfigError("--draft: a GPU runs no draft model yet: leave it out, or use --device cpu")
     if config.speculation == OFF:
         raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
-    draft = _open(Path(config.draft))
+    draft = open_mtp(target) if config.draft == MTP else _open(Path(config.draft))
     for problem in _problems(draft, target):
         raise ConfigError(f"{draft.name} cannot draft for {target.name}: {problem}")
     return draft
@@ -64,7 +67,7 @@ def _problems(draft: Checkpoint, target: Checkpoint) -> Iterator[str]:
     sizes = draft.spec.vocab, target.spec.vocab
     if sizes[0] != sizes[1]:
         yield f"their vocabularies have {sizes[0]:,} and {sizes[1]:,} tokens and must be the same"
-    if found := _differing_tokens(draft, target):
+    if not is_head(draft) and (found := _differing_tokens(draft, target)):
         yield f"their vocabularies differ, so that a token has two meanings: {found}"
 
 

@@ -129,7 +129,8 @@ class Program:
     @property
     def first_sampled(self) -> int:
         """Returns the index of the first node that computes sampled rows; all nodes before it compute tokens."""
-        return next((i for i, node in enumerate(self.nodes) if node.outputs[0].symbol == "S"), len(self.nodes))
+        values = [(*node.outputs, *node.inputs)[0] for node in self.nodes]
+        return next((i for i, value in enumerate(values) if value.symbol == "S"), len(self.nodes))
 
 
 @dataclass(slots=True)
@@ -239,6 +240,12 @@ class Recorder:
 
     def pool(self, x: Value) -> None:
         self.pooled = x
+
+    def store_hidden(self, number: int, x: Value, ahead: int = 0) -> None:
+        self.nodes.append(OpNode("store_hidden", (x,), (), {"number": number, "ahead": ahead}))
+
+    def load_hidden(self, number: int, width: int) -> Value:
+        return self._add("load_hidden", (), self._value("T", width), number=number)
 
     def moe(self, x: Value, router_logits: Value, experts: ExpertWeights, spec: ExpertSpec) -> Value:
         return self._add("moe", (x, router_logits), self._value("T", x.width), experts=experts, spec=spec)

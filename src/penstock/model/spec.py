@@ -294,7 +294,15 @@ class ModelSpec:
     layer_hidden: tuple[int, ...] = ()  # of each layer's MLP, where they differ; `hidden` is the widest
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
-    observed: ObservedSpec | None = None  # by an EAGLE-3 head
+    stores_hidden: bool = False  # in KV blocks, after the last norm, for a head that drafts from them
+    observed: ObservedSpec | None = None  # stored in its place, for an EAGLE-3 head
+
+    @property
+    def hidden_values(self) -> int:
+        """Returns how many values of hidden states it stores of each token."""
+        if self.observed is not None:
+            return self.observed.width
+        return self.dim if self.stores_hidden else 0
 
     @property
     def encoder(self) -> bool:
