@@ -12,19 +12,25 @@ import numpy as np
 import pytest
 
 from penstock.backend.cpu import CpuBackend
+from penstock.backend.packed_cache import packed_cache_of
 from penstock.config import Config, configure
+from penstock.core.draft_depths import DepthPlan, DraftDepths
 from penstock.core.speculation import Proposal
 from penstock.engine.build import open_engine
 from penstock.engine.draft_model import EAGLE3_HEAD, DraftModel, DraftTask
+from penstock.engine.drafting import Drafting
 from penstock.engine.engine import Engine
+from penstock.engine.weight_messages import UpdateWeights
 from penstock.errors import ConfigError, PenstockError, UnsupportedModel
 from penstock.model.draft import open_draft
-from penstock.model.eagle import open_eagle
+from penstock.model.eagle import observed, open_eagle
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.forecast import make_forecasts
 from penstock.types import DraftCounts, Limits, Request, SamplingParams, Tokens
+from tests.engine.changed_weights import change_weights
 from tests.engine.test_draft_model import RandomDepths, RandomLengths
 from tests.engine.test_speculation import STEERED, requests, run, sorted_out
+from tests.engine.test_weights import UPDATE, ask, drain, tokens_of
 from tests.models.test_eagle import FOLDER, HEADS, changed, load_pair
 from tests.models.test_eagle import loaded as loaded_pair
 from tests.models.test_eagle import run as run_step
@@ -138,6 +144,20 @@ def test_a_head_is_no_model() -> None:
         open_checkpoint(FOLDER / "sglang")
 
 
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has engines draft two tokens and verify them, whatever that costs."""
+
+    def choose(_: Any, chances: Sequence[Sequence[float]], *rest: Any) -> DepthPlan:
+        return DepthPlan([min(len(chance), 2) for chance in chances], 0.0)
+
+    def lengths(_: Any, proposals: Sequence[Proposal], *rest: Any) -> list[int]:
+        return [len(proposal.tokens) for proposal in proposals]
+
+    monkeypatch.setattr(DraftDepths, "choose", choose)
+    monkeypatch.setattr(Drafting, "lengths", lengths)
+
+
 def answer(config: Config) -> tuple[list[int], list[str]]:
     """Returns an answer of the config's engine, and the sources of drafts in it."""
     engine = open_engine(config)
@@ -150,6 +170,7 @@ def answer(config: Config) -> tuple[list[int], list[str]]:
     return tokens, [counts.source for counts in drafts]
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("options", [{}, {"quantize": "q8_0"}])
 @pytest.mark.parametrize("name", HEADS)
 def test_an_engine_drafts_with_the_head_of_its_config(
@@ -182,3 +203,24 @@ def test_the_head_takes_its_part_of_the_memory() -> None:
     assert weights[True] - weights[False] == pytest.approx(size, 0.05)
     assert blocks[True][0] < blocks[False][0]
     assert blocks[True][1] < blocks[False][1]
+
+
+@pytest.mark.usefixtures("eager")
+def test_weights_are_exchanged_beside_a_head(tmp_path: Path) -> None:
+    other = change_weights(TARGET, tmp_path / "other")
+    engine, fresh = open_engine(config(FOLDER / "sglang")), open_engine(config("", other))
+    before = tokens_of(drain(engine, ask(1, max_tokens=40)), 1)
+    drain(engine, UpdateWeights(UPDATE, str(other)))
+    drafted = counts_of(engine).drafted
+    after = tokens_of(drain(engine, ask(2, max_tokens=40)), 2)
+    assert after == tokens_of(drain(fresh, ask(1, max_tokens=40)), 1) != before
+    assert counts_of(engine).drafted > drafted > 0
+
+
+def test_packed_weights_are_cached_for_each_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The projection is packed with the target, so that another head needs another file."""
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    target = open_checkpoint(TARGET)
+    targets = [target, *(observed(target, open_eagle(FOLDER / name)) for name in HEADS)]
+    caches = [packed_cache_of(config("", packed_cache=1 << 30), each) for each in targets]
+    assert len({cache.path for cache in caches if cache}) == len({cache.key for cache in caches if cache}) == 4
