@@ -17,6 +17,9 @@ namespace penstock {
 
 class HiddenRows {
  public:
+  HiddenRows() = default;
+  HiddenRows(const HiddenRows&) = delete;
+
   void declare(size_t number, size_t width);  // numbers come in order; one that is there already has the same width
   void reserve(size_t blocks, size_t block_size);
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);  // (source, target)
