@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.config import MTP
 from penstock.errors import ConfigError
 
 DRAFT_MODEL = "draft_model"
 NAMING_MODELS = (DRAFT_MODEL, "eagle3")  # methods that name a model or a head, which says itself what it is
+MTP = "mtp"  # what --draft calls the head in the model's own checkpoint
 MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 DRAFT_FREE = ("ngram", "ngram_gpu", "suffix")  # methods that look up drafts in texts, which is done here in one way
 NO_EFFECT = (  # how matches are found and how many tokens pay is decided here in each step

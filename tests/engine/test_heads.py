@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import Batch, Bitmasks
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, FakeHead, FakeHeadProgram, continuation
 from penstock.backend.ref import RefBackend
@@ -53,21 +55,25 @@ class OftenRightHead(FakeBackend):
         if not batch.program:
             return result
         self.tokens += len(batch.tokens)
-        wrong = [self._random.random() >= self._share for _ in result.rows]
-        rows = [
-            row._replace(tokens=tuple((token + off) % VOCAB for token in row.tokens))
-            for row, off in zip(result.rows, wrong, strict=True)
-        ]
+        rows = []
+        for slot, row in zip(batch.slots, result.rows, strict=True):
+            wrong = self._random.random() >= self._share
+            rows.append(row._replace(tokens=tuple((token + wrong) % VOCAB for token in row.tokens)))
+            self._programs[1]._last[slot] = rows[-1].tokens[-1] if row.tokens else -1
         return StepResult(result.step, tuple(rows))
 
 
-def engine_with_head(limits: Limits, share: float = 0.8, random: Random | None = None) -> tuple[Engine, OftenRightHead]:
-    """Returns an engine that drafts what pays with fixed costs or, if `random` is given, at random."""
+def engine_with_head(
+    limits: Limits, share: float = 0.8, random: Random | None = None, depth: int = 0
+) -> tuple[Engine, OftenRightHead]:
+    """Returns an engine that drafts what pays with fixed costs or, if `random` is given, at random. It has `depth`
+    steps in flight."""
     backend = OftenRightHead(share, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
     depths, drafting = (RandomDepths(random), RandomLengths(random)) if random else (FixedDepths(), FixedCosts())
-    head = DraftModel(backend, limits, limits.max_len, depths=depths, kind=MTP_HEAD, group=limits.windows.index(0))
-    return Engine(backend, limits, drafting=drafting, draft_model=head), backend
+    group = limits.windows.index(0)
+    head = DraftModel(backend, limits, limits.max_len, depths=depths, kind=MTP_HEAD, group=group, depth=depth)
+    return Engine(backend, limits, depth=depth, drafting=drafting, draft_model=head), backend
 
 
 def counts_of(engine: Engine) -> DraftCounts:
@@ -75,12 +81,16 @@ def counts_of(engine: Engine) -> DraftCounts:
     return next((each for each in engine.stats().drafts if each.source == "mtp"), DraftCounts("mtp"))
 
 
-@pytest.mark.parametrize("windows", [(0,), (6, 0)])
-@pytest.mark.parametrize("num_blocks", [44, 200])
-def test_answers_stay_under_preemption_sharing_stops_and_aborts(windows: tuple[int, ...], num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "windows", "depth"),
+    [(44, (0,), 0), (44, (6, 0), 0), (200, (6, 0), 0), (200, (0,), 0), (44, (0,), 1)],
+)
+def test_answers_stay_under_preemption_sharing_stops_and_aborts(
+    num_blocks: int, windows: tuple[int, ...], depth: int
+) -> None:
     random = Random(num_blocks)
     limits = LIMITS._replace(num_blocks=num_blocks * len(windows), windows=windows)
-    engine, backend = engine_with_head(limits, random=random)
+    engine, backend = engine_with_head(limits, random=random, depth=depth)
     answer_all(engine, random, windows)
     counts = counts_of(engine)
     assert counts.drafted > 100
@@ -159,22 +169,45 @@ def toy_tensors(following: np.ndarray) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("make", [RefBackend, lambda: CpuBackend(1)], ids=["ref", "cpu"])
-def test_hidden_states_are_those_of_the_position_before(make: Callable[[], Any]) -> None:
-    backend, following = make(), np.random.default_rng(1).permutation(64)
-    pack = Packer(toy_tensors(following), backend)
-    model = llama.build(TOY, pack)
+MAKERS = pytest.mark.parametrize("make", [RefBackend, lambda: CpuBackend(1)], ids=["ref", "cpu"])
+FOLLOWING = np.random.default_rng(1).permutation(64)
+
+
+def with_toy(backend: Any, *, head: bool = True) -> Any:
+    """Returns a backend with the toy model and its head."""
+    spec = replace(TOY, stores_hidden=head)
+    pack = Packer(toy_tensors(FOLLOWING), backend)
+    model = llama.build(spec, pack)
     backend.load(model)
-    backend.load(mtp.build(head_spec(TOY), pack, ends_of(model)), 1)
-    backend.reserve_kv(TOY_LIMITS.num_blocks, TOY_LIMITS.block_size, 0, TOY.kv_groups)
-    random = Random(2)
+    if head:
+        backend.load(mtp.build(head_spec(spec), pack, ends_of(model)), 1)
+    backend.reserve_kv(TOY_LIMITS.num_blocks, TOY_LIMITS.block_size, 0, spec.kv_groups)
+    return backend
+
+
+@MAKERS
+def test_blocks_take_hidden_states_with_them(make: Callable[[], Any]) -> None:
+    here, there, plain = with_toy(make()), with_toy(make()), with_toy(make(), head=False)
+    tokens = list(range(30))
+    here.logits(greedy_batch([Chunk(tokens, 0, [5, 7])]))
+    there.kv.import_blocks([2, 3], here.kv.export_blocks([5, 7]))
+    there.kv.copy_blocks([(2, 9), (3, 1)])
+    rows = replace(greedy_batch([Chunk(tokens[1:], 0, [9, 1])]), program=1)
+    assert there.logits(rows).argmax(axis=1).tolist() == FOLLOWING[FOLLOWING[tokens[:-1]]].tolist()
+    assert here.kv.fingerprint() == there.kv.fingerprint() != plain.kv.fingerprint()
+    assert len(here.kv.export_blocks([0])) > len(plain.kv.export_blocks([0]))
+
+
+@MAKERS
+def test_hidden_states_are_those_of_the_position_before(make: Callable[[], Any]) -> None:
+    backend, random = with_toy(make()), Random(2)
     head = DraftModel(backend, TOY_LIMITS, 160, depths=RandomDepths(random), kind=MTP_HEAD)
     engine = Engine(backend, TOY_LIMITS, drafting=RandomLengths(random), draft_model=head)
     for id, length in enumerate((3, 40, 16, 17)):
         prompt = [random.randrange(64) for _ in range(length)]
         right = [prompt[-1]]
         while len(right) < 61:
-            right.append(int(following[right[-1]]))
+            right.append(int(FOLLOWING[right[-1]]))
         assert ask(engine, id, prompt, 60) == right[1:]
     counts = counts_of(engine)
     assert counts.accepted == counts.drafted > 100

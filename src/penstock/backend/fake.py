@@ -263,12 +263,13 @@ class FakeHeadProgram(FakeProgram):
 
     def _run_row(self, batch: Batch, row: int, move: StateMove | None, allowed: Mapping[int, Ints]) -> RowResult:
         assert self.hidden is not None
-        table, size, result = batch.tables[0, row], self.kv.shape[1], RowResult()
+        table, size, slot, result = batch.tables[0, row], self.kv.shape[1], batch.slots[row], RowResult()
+        tokens = np.where(batch.tokens == LAST_SAMPLED, self._last[slot], batch.tokens)
         sampled = dict(zip(batch.sampled.tolist(), range(len(batch.sampled)), strict=True))
         for at in range(batch.row_start[row], batch.row_start[row + 1]):
             position = int(batch.positions[at])
             place, following = ((table[p // size], p % size) for p in (position, position + 1))
-            total = self.hidden[place] + terms(batch.tokens[at : at + 1].astype(np.int64), position + 1)[0]
+            total = self.hidden[place] + terms(tokens[at : at + 1], position + 1)[0]
             self.kv[place] = total
             if at not in sampled:
                 continue
@@ -280,6 +281,7 @@ class FakeHeadProgram(FakeProgram):
             if sampled[at] in allowed:
                 token = first_allowed(token, allowed[sampled[at]], self._vocab)
             result = answered(result, token, int(batch.sample.target[sampled[at]]))
+            self._last[slot] = result.tokens[-1]
         return result
 
 

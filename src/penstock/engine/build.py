@@ -32,7 +32,7 @@ from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, loa
 from penstock.model.low_rank import Placement
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
-from penstock.planning.memory_plan import adapter_memory, all_states, block_token, gigabytes, plan_memory
+from penstock.planning.memory_plan import adapter_memory, all_states, block_token, footprint_of, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
@@ -104,7 +104,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
-        has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
+        has = footprint_of(backend, checkpoint, draft and quantized(draft, config, silent))
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
     packer = KeepingPacker(backend)
@@ -145,7 +145,7 @@ def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend
     kind = MTP_HEAD if is_head(draft) else SMALL_MODEL
     if isinstance(draft, EagleHead):
         kind = EAGLE3_HEAD._replace(token_ids=draft.token_ids)
-    return DraftModel(backend, limits, draft.spec.max_len, kind=kind, group=group_of(target))
+    return DraftModel(backend, limits, draft.spec.max_len, kind=kind, group=group_of(target), depth=backend.depth)
 
 
 def load_draft(

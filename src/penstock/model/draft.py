@@ -25,13 +25,11 @@ def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
     Raises ConfigError if it cannot draft for the target."""
     if not config.draft:
         return None
-    if config.draft == MTP and Device.parse(config.device).kind == "cuda":
-        raise ConfigError(f"--draft {MTP}: a GPU runs no head yet: leave it out, or use --device cpu")
-    if Device.parse(config.device).kind == "cuda":
-        raise ConfigError("--draft: a GPU runs no draft model yet: leave it out, or use --device cpu")
     if config.speculation == OFF:
         raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
     draft = open_mtp(target) if config.draft == MTP else _open(Path(config.draft))
+    if is_head(draft) and Device.parse(config.device).kind == "cuda":
+        raise ConfigError(f"--draft {config.draft}: a GPU runs no head yet: leave it out, or use --device cpu")
     for problem in _problems(draft, target):
         raise ConfigError(f"{draft.name} cannot draft for {target.name}: {problem}")
     return draft
