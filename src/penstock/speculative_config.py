@@ -9,12 +9,14 @@ from typing import Any
 from penstock.errors import ConfigError
 
 DRAFT_MODEL = "draft_model"
+NAMING_MODELS = (DRAFT_MODEL, "eagle3")  # methods that name a model or a head, which says itself what it is
 MTP = "mtp"  # what --draft calls the head in the model's own checkpoint
 MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 DRAFT_FREE = ("ngram", "ngram_gpu", "suffix")  # methods that look up drafts in texts, which is done here in one way
 NO_EFFECT = (  # how matches are found and how many tokens pay is decided here in each step
     "disable_by_batch_size",
     "draft_sample_method",
+    "draft_tensor_parallel_size",
     "enforce_eager",
     "num_speculative_tokens_per_batch_size",
     "prompt_lookup_max",
@@ -65,16 +67,16 @@ def _draft_model(stated: Mapping[str, Any]) -> dict[str, str]:
         return {}
     if method in MTP_METHODS and model in ("", *MTP_METHODS):
         return {"draft": MTP}
-    if method == DRAFT_MODEL and model:
+    if method in NAMING_MODELS and model:
         return {"draft": model}
-    if method is None or method == DRAFT_MODEL:
+    naming = " or ".join(NAMING_MODELS)
+    if method is None or method in NAMING_MODELS:
         missing = "method" if method is None else "model"
         raise ConfigError(
-            f"{NAME} names no {missing}: use {', '.join((*DRAFT_FREE, MTP))}, or {DRAFT_MODEL} and a model, or leave "
-            "it out"
+            f"{NAME} names no {missing}: use {', '.join((*DRAFT_FREE, MTP))}, or {naming} and a model, or leave it out"
         )
     named = f" ({model})" if model else ""
     raise ConfigError(
-        f"{NAME} asks for drafts by {method!r}{named}, which is not supported. Use {DRAFT_MODEL} and a model, {MTP} "
-        f"for the model's own head, or {', '.join(DRAFT_FREE)}, or leave it out: then drafts are looked up in texts"
+        f"{NAME} asks for drafts by {method!r}{named}, which is not supported. Use {naming} and a model, {MTP} for "
+        f"the model's own head, or {', '.join(DRAFT_FREE)}, or leave it out: then drafts are looked up in texts"
     )

@@ -147,7 +147,7 @@ def test_vllms_speculative_config(given: dict[str, Any], means: str, ignored: st
     assert configure("m", {"speculation": means}).speculation == means
 
 
-@pytest.mark.parametrize("method", [{}, {"method": "draft_model"}])
+@pytest.mark.parametrize("method", [{}, {"method": "draft_model"}, {"method": "eagle3"}])
 def test_vllms_speculative_config_of_a_draft_model(method: dict[str, str]) -> None:
     given = {"model": "small", "num_speculative_tokens": 3, **method}
     options = speculation_in(given, pytest.fail)
@@ -169,7 +169,8 @@ def test_vllms_speculative_config_of_a_head(given: dict[str, str]) -> None:
         ("{", "speculative_config is not JSON"),
         ("[]", "speculative_config is an object"),
         ("{}", "speculative_config names no method: use ngram, ngram_gpu, suffix"),
-        ('{"method": "eagle3", "model": "some/head"}', r"drafts by 'eagle3' \(some/head\), which is not supported"),
+        ('{"method": "eagle", "model": "some/head"}', r"drafts by 'eagle' \(some/head\), which is not supported"),
+        ('{"method": "eagle3"}', "speculative_config names no model: use ngram"),
         (
             '{"method": "draft_model"}',
             "speculative_config names no model: use ngram",

@@ -17,7 +17,7 @@ from penstock.config import Config, Device, available_memory, draft_limit, parse
 from penstock.core import hashing
 from penstock.core.draft_depths import DraftDepths
 from penstock.engine.adapters import Adapters
-from penstock.engine.draft_model import MTP_HEAD, SMALL_MODEL, DraftModel
+from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, DraftModel
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
@@ -27,6 +27,7 @@ from penstock.errors import OutOfMemory, WeightsError
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
 from penstock.model.draft import group_of, open_draft
+from penstock.model.eagle import EagleHead
 from penstock.model.heads import beside, is_head, load_head
 from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.low_rank import Placement
@@ -132,7 +133,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
-        weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint)),
+        weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint, draft)),
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
     )
@@ -143,6 +144,8 @@ def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend
     if draft is None:
         return None
     kind = MTP_HEAD if is_head(draft) else SMALL_MODEL
+    if isinstance(draft, EagleHead):
+        kind = EAGLE3_HEAD._replace(token_ids=draft.token_ids)
     group, depth = group_of(target), backend.depth
     depths = DraftDepths(backend.padded_sizes)
     return DraftModel(backend, limits, draft.spec.max_len, depths=depths, kind=kind, group=group, depth=depth)
@@ -176,7 +179,7 @@ def _load_weights(
     return model, placements
 
 
-def open_update(config: Config, loaded: Checkpoint, path: Path) -> Checkpoint:
+def open_update(config: Config, loaded: Checkpoint, draft: Checkpoint | None, path: Path) -> Checkpoint:
     """Opens weights that are to take the place of a loaded model's, a folder or a GGUF file, as that was opened. A head
     keeps its own."""
     folder = loaded.path.is_dir()
@@ -184,8 +187,8 @@ def open_update(config: Config, loaded: Checkpoint, path: Path) -> Checkpoint:
         path = files[0]
     if path.is_dir() != folder:
         raise WeightsError(f"the loaded model is a {'folder' if folder else 'GGUF file'}, and this is none")
-    found = quantized(open_checkpoint(path, config.config, config.strict_config, config.max_len), config)
-    return replace(found, spec=replace(found.spec, stores_hidden=loaded.spec.stores_hidden))
+    found = open_checkpoint(path, config.config, config.strict_config, config.max_len)
+    return quantized(beside(found, draft), config)
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:

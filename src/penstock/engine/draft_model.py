@@ -51,6 +51,7 @@ class DraftKind(NamedTuple):
     source: str  # the source of its drafts
     shift: int  # tokens are computed so many positions before their own
     behind: int  # tokens that a row has not computed yet, normally, at most
+    token_ids: Sequence[int] = ()  # the target's token for each of its own, where it has fewer
 
     @property
     def is_head(self) -> bool:
@@ -60,6 +61,9 @@ class DraftKind(NamedTuple):
 
 SMALL_MODEL = DraftKind("model", 0, 2)  # behind are the last token, and another one if a whole draft was accepted
 MTP_HEAD = DraftKind("mtp", 1, DEEPEST + 1)  # behind are what was accepted of its last draft, and the last token
+
+
+EAGLE3_HEAD = MTP_HEAD._replace(source="eagle3")
 
 
 class ModelDrafts:
@@ -141,7 +145,7 @@ class DraftingRow:
         self.known = len(task.room.seq.tokens)
         self.text = list(task.room.seq.tokens)
         self.computed = drafts.computed
-        self.sampler = task.record.sampler.for_draft()
+        self.sampler = task.record.sampler.for_draft(own_vocab=bool(kind.token_ids))
         self.cells: tuple[int, ...] = ()  # of the tokens that were drafted
         self.survival: tuple[float, ...] = ()
         self.given_up = False
@@ -172,8 +176,10 @@ class DraftingRow:
         return DraftRow(self.text, start, stop, self._blocks, self.sampler if sample else None, slot, shift)
 
     def take(self, token: int, cell: int, least: float) -> None:
-        """Takes a token that was chosen. The draft ends before one that ends the answer or that the constraint does
-        not let it draft, and after one with which less than `least` of it survives."""
+        """Takes a token that was chosen, of the draft model's own vocabulary. The draft ends before one that ends the
+        answer or that the constraint does not let it draft, and after one with which less than `least` of it
+        survives."""
+        token = self.kind.token_ids[token] if self.kind.token_ids else token
         if not self._may_take(token):
             self.depth = 0
             return

@@ -102,11 +102,13 @@ class Sampler:
         forked._penalties, forked._dry = deepcopy(self._penalties), deepcopy(self._dry)
         return forked
 
-    def for_draft(self) -> Sampler:
+    def for_draft(self, own_vocab: bool = False) -> Sampler:
         """Returns a sampler for tokens that a draft model chooses: it chooses as this one does, and wants the logprob
-        of each and of no others."""
-        forked = copy(self.fork())
+        of each and of no others. One with a vocabulary of its own knows nothing of edits and allowed tokens."""
+        forked = copy(self if own_vocab else self.fork())
         forked.numbers = (*self.numbers[:-1], 0)
+        if own_vocab:
+            forked.edits, forked._allowed, forked._constraint = False, None, None
         return forked
 
     def edit(self, tokens: Sequence[int], position: int) -> LogitEdit | None:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 from penstock.config import MTP, OFF, Config
 from penstock.errors import ConfigError, PenstockError
+from penstock.model import eagle
+from penstock.model.eagle import EagleHead
 from penstock.model.heads import is_head, open_mtp
-from penstock.model.load import Checkpoint, open_checkpoint, text_of
+from penstock.model.load import CONFIG, Checkpoint, open_checkpoint, text_of
+from penstock.model.open_files import read_json
 
 if TYPE_CHECKING:
     from penstock.text import Tokenizer
@@ -24,10 +27,22 @@ def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
         return None
     if config.speculation == OFF:
         raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
-    draft = open_mtp(target) if config.draft == MTP else open_checkpoint(Path(config.draft))
+    draft = open_mtp(target) if config.draft == MTP else _open(Path(config.draft))
+    if is_head(draft) and Device.parse(config.device).kind == "cuda":
+        raise ConfigError(f"--draft {config.draft}: a GPU runs no head yet: leave it out, or use --device cpu")
     for problem in _problems(draft, target):
         raise ConfigError(f"{draft.name} cannot draft for {target.name}: {problem}")
     return draft
+
+
+def _open(path: Path) -> Checkpoint:
+    """Opens a draft model, or an EAGLE-3 head."""
+    if path.is_dir() and (path / CONFIG).exists():
+        values = read_json(path / CONFIG)
+        if eagle.is_eagle(values):
+            return eagle.open_eagle(path)
+        eagle.refuse_older(values, path.name)
+    return open_checkpoint(path)
 
 
 def group_of(target: Checkpoint) -> int:
@@ -44,6 +59,9 @@ def _problems(draft: Checkpoint, target: Checkpoint) -> Iterator[str]:
         yield f"{draft.name} has recurrent layers, whose state cannot go back to before a rejected draft"
     if 0 not in target.spec.windows:
         yield f"all layers of {target.name} have windows, so no KV block stays for as long as a draft model needs it"
+    if isinstance(draft, EagleHead):
+        yield from eagle.problems(draft, target)
+        return
     sizes = draft.spec.vocab, target.spec.vocab
     if sizes[0] != sizes[1]:
         yield f"their vocabularies have {sizes[0]:,} and {sizes[1]:,} tokens and must be the same"

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from penstock.config import MTP
 from penstock.errors import ConfigError
-from penstock.model import names
+from penstock.model import eagle, names
 from penstock.model.config_reader import ConfigReader
 from penstock.model.decoder import Decoder, Ends
+from penstock.model.eagle import EagleHead
 from penstock.model.families import mtp
 from penstock.model.families.mla import SparseDecoder
 from penstock.model.formats.checkpoint import weights_of
@@ -83,18 +84,21 @@ def head_spec(spec: ModelSpec) -> ModelSpec:
 
 def is_head(draft: Checkpoint) -> bool:
     """Returns whether what drafts is a head, which reads hidden states of its target."""
-    return draft.spec.arch == MTP
+    return draft.spec.arch == MTP or isinstance(draft, EagleHead)
 
 
 def beside(target: Checkpoint, draft: Checkpoint | None) -> Checkpoint:
     """Returns the target as it is loaded beside what drafts for it: for a head, it stores hidden states."""
+    if isinstance(draft, EagleHead):
+        return eagle.observed(target, draft)
     return replace(target, spec=replace(target.spec, stores_hidden=draft is not None and is_head(draft)))
 
 
 def load_head(head: Checkpoint, model: PackedModel, backend: Packs) -> PackedModel:
     """Builds a head with weights that the backend packs, and with the embeddings and the output head of its model."""
     pack = Packer(head.tensors, backend)
-    made = mtp.build(head.spec, pack, ends_of(model))
+    ends = ends_of(model)
+    made = eagle.build(head, pack, ends) if isinstance(head, EagleHead) else mtp.build(head.spec, pack, ends)
     pack.check_all_used()
     return made
 

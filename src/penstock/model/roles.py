@@ -97,7 +97,10 @@ _PARTS = {
     Role.PER_LAYER_EMBEDDING: ("per_layer_embed",),
     Role.PER_LAYER_IN: ("per_layer_in", "per_layer_gate"),
     Role.PER_LAYER_OUT: ("per_layer_out",),
-    Role.STREAM_PROJECTION: tuple(f"{end}{i}" for end in ("stream_in", "stream_out") for i in ("", *STREAMS)),
+    Role.STREAM_PROJECTION: (
+        *(f"{end}{i}" for end in ("stream_in", "stream_out") for i in ("", *STREAMS)),
+        "fuse",
+    ),
     Role.STREAM_COEFFICIENTS: ("stream_router", "stream_predict", "stream_correct"),
     Role.LAUREL: ("laurel_in", "laurel_out"),
     Role.SCALE: ("stream_scale", "layer_scale", "router_scale", "expert_scale"),
