@@ -145,7 +145,7 @@ class DraftingRow:
         self.known = len(task.room.seq.tokens)
         self.text = list(task.room.seq.tokens)
         self.computed = drafts.computed
-        self.sampler = task.record.sampler.for_draft(own_vocab=bool(kind.token_ids))
+        self.sampler = task.record.sampler.for_draft(own_vocab=bool(self.kind.token_ids))
         self.cells: tuple[int, ...] = ()  # of the tokens that were drafted
         self.survival: tuple[float, ...] = ()
         self.given_up = False
@@ -157,8 +157,9 @@ class DraftingRow:
 
     @property
     def needs_history(self) -> bool:
-        """Returns whether a token cannot be chosen before the one before it is known."""
-        return Sampler.needs_history(self.request) or self.sampler.constrained
+        """Returns whether a token cannot be chosen before the one before it is known. One of another vocabulary has
+        another number when it is read again."""
+        return bool(self.kind.token_ids) or Sampler.needs_history(self.request) or self.sampler.constrained
 
     def goes_on(self, least: float) -> bool:
         """Returns whether it is likely that the token that was asked for last does not end the draft."""
