@@ -317,9 +317,11 @@ class CudaBackend:
         for program in self._programs.values():
             program.graphs.forget()
 
-    def _fetch(self, sampled: SampledTokens, count: int) -> tuple[Any, Any | None]:
-        """Queues the copy of the sampled tokens to the host beside the next step, which need not wait for it."""
+    def _fetch(self, sampled: SampledTokens | None, count: int) -> tuple[Any, Any | None]:
+        """Queues the copy of sampled tokens to the host beside the next step, which need not wait for it."""
         event = self._event()
+        if sampled is None:
+            return None, event
         if event is None:
             return sampled.fetch(count), None
         with torch.cuda.stream(self._answering):
