@@ -368,6 +368,8 @@ class Engine(WeightControl):
         began = self._answered if follows else time.perf_counter()  # drafting costs what the device waits for it
         try:
             self._in_flight.append((plan, self._launch_batch(plan), began))
+            if follows and len(self._in_flight) == 1 and self._speculation is not None:
+                self._speculation.observe_gap(len(plan.rows), time.perf_counter() - began)
             self._out_of_memory = False
         except OutOfMemory as error:
             self._find_memory(plan, error)

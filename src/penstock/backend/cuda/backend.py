@@ -40,7 +40,7 @@ from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded, verified_sizes
+from penstock.backend.cuda.graphs import Graphs, common_shapes, padded, step_rows, verified_sizes
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
@@ -110,7 +110,7 @@ class CudaBackend:
         self._dtype = dtype
         self._quantize = quantize
         self._kv_layout = layout_of(kv, dtype)
-        rows = bucket_mixed_rows(max_rows)
+        rows = step_rows(max_rows)
         self._sizes = StepSizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
