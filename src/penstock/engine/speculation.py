@@ -108,6 +108,11 @@ class Speculation:
         self._most = most
         self.counts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
 
+    @property
+    def copies(self) -> bool:
+        """Returns whether all drafts are copied: a device has nothing to do until they are made."""
+        return self._model is None
+
     def open(self, record: RequestRecord) -> None:
         """Begins to draft for a request that may have drafts. With mirostat none has: its next choice depends on the
         last one."""
@@ -180,10 +185,13 @@ class Speculation:
         if (record := self._records.get(id)) is None:
             return False
         most = self._limit(record, min(self._drafting.room(rows), AHEAD))
-        if most <= MISSED:
+        if most > MISSED:
+            proposal = self._propose(record, self._limit(record, self._reach(rows)))  # what the next step may ask for
+            if sum(proposal.survival[:most]) > MISSED:
+                return True
+        if self._model is None or record.drafts is None or record.drafts.model is None or most < 1:
             return False
-        proposal = self._propose(record, self._limit(record, self._reach(rows)))  # all that the next step may ask for
-        return sum(proposal.survival[:most]) > MISSED
+        return self._model.is_worth_waiting(record.drafts.model, MISSED if rows > 1 else 0.0)
 
     def _reach(self, rows: int) -> int:
         """Returns how many tokens are proposed for one of so many rows, at most: more than its share of a step, since
