@@ -51,8 +51,8 @@ class DraftRows:
             elif seq.end - seq.planned == 1 and not seq.must_wait:
                 (drafting if seq.awaits_drafts else others).append(seq.id)
         if self._drafts.halves(waiting + len(drafting)):
-            return drafting[(waiting + len(drafting) + 1) // 2 :]
-        return [*drafting, *others] if waiting >= len(drafting) + len(others) else ()
+            return set(drafting[(waiting + len(drafting) + 1) // 2 :])
+        return {*drafting, *others} if waiting >= len(drafting) + len(others) else ()
 
     def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[Grown]:
         """Gives rows of a step their drafts, while so many sequences are running; returns the blocks that they took."""
