@@ -65,7 +65,7 @@ def opened(kind: str, layers: int, draft: str) -> CudaBackend:
     backend.warm_up()
     for number, program in backend._programs.items():  # as a server does while it is idle
         for size in PREPARED:
-            for run in (0, program.program.run_sizes[0]):
+            for run in (0, *program.program.run_sizes[:2]):
                 backend.prepare(size, run=run, program=number)
     return backend
 

@@ -34,7 +34,7 @@ def opened(kind: str, layers: int) -> ScriptedEngine:
     backend.warm_up()
     for rows in backend.padded_sizes:  # what a server does while it has nothing else to do
         backend.prepare(rows)
-        for run in backend._program.run_sizes:
+        for run in backend._programs[0].program.run_sizes:
             backend.prepare(rows, run=run)
     return ScriptedEngine(backend, limits, depth=backend.depth, drafting=Drafting(backend.padded_sizes))
 

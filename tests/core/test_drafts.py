@@ -5,16 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence as Line
 
 from penstock.core import Scheduler, Sequence, check
-from penstock.core.drafts import DraftRoom
+from penstock.core.drafts import DraftRoom, Drafts
 from penstock.types import RowResult, StepPlan, StepResult
 from tests.core.world import limits, step
 
 
-class Greedy:
+class Together:
+    """Has rows with drafts meet in one step."""
+
+    def halves(self, rows: int) -> bool:
+        return False
+
+
+class Greedy(Together):
     """Drafts as much as every sequence has room for."""
 
     def propose(self, asked: Line[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
         return [(7,) * room.most for room in asked]
+
+
+class Nothing(Together):
+    """Drafts nothing."""
+
+    def propose(self, asked: Line[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
+        return [()] * len(asked)
+
+
+class ByTurns(Nothing):
+    """Has rows with drafts computed in two steps by turns, if there are several."""
+
+    def halves(self, rows: int) -> bool:
+        return rows > 1
 
 
 def test_a_draft_for_which_others_have_left_no_blocks_is_not_verified() -> None:
@@ -36,20 +57,13 @@ def answer(scheduler: Scheduler, plan: StepPlan) -> None:
     check(scheduler)
 
 
-def answering(count: int) -> Scheduler:
+def answering(count: int, drafts: Drafts | None = None) -> Scheduler:
     """Returns a scheduler with sequences that have begun to answer."""
-    scheduler = Scheduler(limits(max_len=60, step_tokens=64, num_blocks=100, max_rows=8), drafts=Nothing())
+    scheduler = Scheduler(limits(max_len=60, step_tokens=64, num_blocks=100, max_rows=8), drafts=drafts or Nothing())
     for id in range(count):
         scheduler.add(Sequence(id, (id, 2, 3, 4), 50))
     step(scheduler)
     return scheduler
-
-
-class Nothing:
-    """Drafts nothing."""
-
-    def propose(self, asked: Line[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
-        return [()] * len(asked)
 
 
 def test_rows_that_wait_for_drafts_and_others_meet_in_one_step() -> None:
@@ -84,3 +98,20 @@ def test_prompts_go_on_while_answers_wait_for_drafts() -> None:
     assert [(row.seq, row.count) for row in second.rows] == [(9, 3)]
     answer(scheduler, first)
     answer(scheduler, second)
+
+
+def test_half_of_the_rows_with_drafts_are_computed_while_the_others_are_verified() -> None:
+    scheduler = answering(5, ByTurns())
+    for seq in scheduler.running:
+        seq.awaits_drafts = True
+    first, second = scheduler.plan(), scheduler.plan()
+    assert [row.seq for row in first.rows] == [0, 1, 2]
+    assert [row.seq for row in second.rows] == [3, 4]
+    assert scheduler.plan().rows == ()
+    answer(scheduler, first)
+    third = scheduler.plan()
+    assert [row.seq for row in third.rows] == [0, 1, 2]
+    scheduler.running[4].awaits_drafts = False  # it goes on at once
+    answer(scheduler, second)
+    assert [row.seq for row in scheduler.plan().rows] == [3, 4]
+    answer(scheduler, third)

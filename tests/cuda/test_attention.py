@@ -222,10 +222,10 @@ def test_a_long_context_is_cut_into_parts_and_joined() -> None:
 
 @given(st.tuples(*[st.integers(0, 5000)] * 5))
 def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int, ...]) -> None:
-    tokens, sampled, decodes, run, tiles = sizes
+    tokens, sampled, decodes, seed, tiles = sizes
     decodes, sampled = min(decodes, tokens), min(sampled, tokens)
     size = (tokens, sampled) if tiles else (decodes, min(sampled, decodes))
-    run = 0 if tiles else (0, *inputs.RUNS)[run % 3]
+    run = 0 if tiles else (0, *inputs.RUNS)[seed % 4]
     shape = inputs.Shape(*size, decodes, 0, tiles, run=run)
     larger = padded(shape)
     assert all(more >= least for more, least in zip(larger, shape, strict=True))
@@ -234,12 +234,11 @@ def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int,
     assert larger.splits >= runs + (inputs.SPARE_SPLITS if larger.decodes else 0) or larger == shape
 
 
-@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300), st.sampled_from([16, inputs.SPARE_SPLITS]))
-def test_parts_cover_every_context_once_and_fit(lengths: list[int], most: int) -> None:
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
+def test_parts_cover_every_context_once_and_fit(lengths: list[int]) -> None:
     rows = np.arange(len(lengths), dtype=np.int32)
-    splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32), rows % 5 + 1, most)
+    splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32), rows % 5 + 1)
     assert len(splits) <= bucket_decode_rows(len(lengths)) + inputs.SPARE_SPLITS
-    assert splits[:, 5].max() <= most
     for row, length in enumerate(lengths):
         own = splits[splits[:, 1] == row]
         first, count = own[0, 6], len(own)
@@ -249,6 +248,18 @@ def test_parts_cover_every_context_once_and_fit(lengths: list[int], most: int) -
         assert np.array_equal(own[1:, 2], own[:-1, 3])
         assert (own[:, 2] < own[:, 3]).all()
         assert (own[:, [0, 1, 4, 5, 6, 7]] == [row * 3, row, length, count, first, row % 5 + 1]).all()
+
+
+def test_longer_runs_are_taken_where_they_spare_much_reading() -> None:
+    def run(rows: int, tokens: int, length: int) -> int:
+        return inputs.run_size(np.full(rows, tokens), np.full(rows, length), inputs.run_sizes_of(4))
+
+    assert [run(1, tokens, 2200) for tokens in (2, 16, 32, 65)] == [1, 1, 4, 16]
+    assert [run(8, tokens, 2200) for tokens in (2, 4, 8)] == [1, 4, 16]
+    assert [run(64, tokens, 2200) for tokens in (2, 4, 6)] == [4, 4, 16]
+    assert run(100, 5, 2200) == 4, "there is room for 64 long runs"
+    assert run(64, 4, 50) == 1, "short contexts are read quickly"
+    assert [inputs.run_sizes_of(group) for group in (1, 8, 16, 40, 64)] == [(1, 4, 16), (1, 4, 8), (1, 4), (1,), (1,)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 65), st.integers(1, 3000)), min_size=1, max_size=40), st.integers(1, 32))

@@ -252,7 +252,6 @@ class DraftModel:
         self._program = program
         self._group = group
         self._depth = depth
-        self.seconds = 0.0  # that it took for its last proposals
         self._answered = 0.0  # when the last draft step's answer came
         self._numbers = itertools.count(-1, -1)  # of its steps; those of the target are not negative
         self._unread: list[Ticket] = []  # steps whose drafts had ended, so that nobody waited for them
@@ -270,15 +269,6 @@ class DraftModel:
     ) -> list[Proposal]:
         """Returns a proposal for each task: its own, or what is `copied` where that promises more. A step of `rows`
         rows verifies at most `budget` tokens of them. If the draft model fails, it drafts nothing from then on."""
-        began = time.perf_counter()
-        try:
-            return self._propose(tasks, copied, seconds, rows, budget)
-        finally:
-            self.seconds = time.perf_counter() - began
-
-    def _propose(
-        self, tasks: Sequence[DraftTask], copied: Sequence[Proposal], seconds: Seconds, rows: int, budget: int
-    ) -> list[Proposal]:
         chances = [self._chances(task) for task in tasks]
         if self._failed or not any(chances):
             return list(copied)

@@ -38,6 +38,8 @@ SEARCHING = 4  # poor streams that propose in a step
 
 SLOPE, PADDED_SLOPE = 0.15, 0.005  # of a one-row step that one more token costs, before that is measured
 
+GAP_ROWS = 8  # rows whose drafts take the host as long as what it does for any number of them
+
 PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
 
 MOST_TOKENS = 1 << 20  # of a step with drafts, where nothing is padded: as many as pay
@@ -62,6 +64,7 @@ class RequestDrafter:
         self._recent: StreamIndex | None = None
         self._read = 0  # tokens of the answer that all sources know
         self._followed, self._depth = NOTHING, 0
+        self._proposed, self._asked = NOTHING, 0  # last, and how many tokens it was asked for
         self._yield = 1.0  # running mean of the tokens of a proposal that were right
         self._rest = 0  # steps in which it proposes nothing
         if prediction:
@@ -72,6 +75,8 @@ class RequestDrafter:
     def propose(self, most: int) -> Proposal:
         """Returns at most `most` tokens that may come next, from the source that promises the most accepted ones. It
         is empty if none has any."""
+        if self._proposed.tokens and most <= self._asked:  # nothing was committed since
+            return self._proposed.first(most)
         if self._rest:
             self._rest -= 1
             return NOTHING
@@ -86,11 +91,13 @@ class RequestDrafter:
             self._followed, self._depth = best, 0
         if self._yield < POOR:
             self._rest = self._drafting.running // SEARCHING
+        self._proposed, self._asked = best, most
         return best
 
     def append(self, tokens: Sequence[int]) -> None:
         """Takes the tokens that were committed."""
         self.answer += tokens
+        self._proposed = NOTHING
         proposal, depth = self._followed, self._depth
         if not proposal.tokens:
             return
@@ -152,6 +159,7 @@ class Drafting:
         self.running = 0  # drafters that are open
         self._cost = StepCost(slope=PADDED_SLOPE if shapes else SLOPE, shapes=shapes)
         self._most = max(shapes, default=MOST_TOKENS)  # tokens of a step with drafts
+        self._gap = 0.0  # seconds that a device waits for the drafts of one row
         self._indexed = PADDED_INDEXED if shapes else INDEXED
         self._exploration = Exploration()
         self.new_index, self.new_cursor = suffix_classes()
@@ -191,6 +199,16 @@ class Drafting:
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Takes note of how long a step took that had nothing but answering rows."""
         self._cost.observe(rows, tokens, seconds)
+
+    def observe_gap(self, rows: int, seconds: float) -> None:
+        """Takes note of how long a device waited for a step with drafts of so many rows."""
+        each = seconds / (GAP_ROWS + rows)
+        self._gap += (min(each, 2 * self._gap) - self._gap) / 8 if self._gap else each
+
+    def halves(self, rows: int) -> bool:
+        """Returns whether a device waits longer for the drafts of so many rows than one more step takes, which reads
+        all weights again."""
+        return rows > 1 and (GAP_ROWS + rows) * self._gap > self._cost.least
 
     def index(self, most: int | None = None) -> None:
         """Indexes at most `most` of the tokens that wait for it, by default as many as cost a step little. Call it once

@@ -364,11 +364,13 @@ class Engine(WeightControl):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
-        began = time.perf_counter()
-        if self._speculation is not None and self._goes_on and any(row.draft for row in plan.rows):
-            began = self._answered + self._speculation.model_seconds  # drafting costs what the device waits for it
+        speculation = self._speculation if any(row.draft for row in plan.rows) and self._goes_on else None
+        follows = speculation is not None and speculation.copies  # drafting costs what the device waits for it
+        began = self._answered if follows else time.perf_counter()
         try:
             self._in_flight.append((plan, self._launch_batch(plan), began))
+            if speculation is not None and follows and len(self._in_flight) == 1:
+                speculation.observe_gap(len(plan.rows), time.perf_counter() - began)
             self._out_of_memory = False
         except OutOfMemory as error:
             self._find_memory(plan, error)

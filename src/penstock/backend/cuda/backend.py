@@ -39,7 +39,7 @@ from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import bucket_mixed_rows, common_shapes, draft_shapes, padded, verified_sizes
+from penstock.backend.cuda.graphs import common_shapes, draft_shapes, padded, step_rows, verified_sizes
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
@@ -98,7 +98,7 @@ class CudaBackend:
         self._dtype = dtype
         self._quantize = quantize
         self._kv_layout = layout_of(kv, dtype)
-        rows = bucket_mixed_rows(max_rows)
+        rows = step_rows(max_rows)
         self._sizes = StepSizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
@@ -263,7 +263,7 @@ class CudaBackend:
                 self._rehearse(program, shape, graph=True)
                 yield True
 
-    def prepare(self, rows: int, prompts: int = 0, run: int = 0, program: int = 0) -> None:
+    def prepare(self, rows: int, prompts: int = 0, program: int = 0, run: int = 0) -> None:
         """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them; of `rows`
         tokens that attend in runs of at most `run`, if drafts are verified."""
         shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1, run=run))
@@ -317,9 +317,11 @@ class CudaBackend:
         for program in self._programs.values():
             program.graphs.forget()
 
-    def _fetch(self, sampled: SampledTokens, count: int) -> tuple[Any, Any | None]:
-        """Queues the copy of the sampled tokens to the host beside the next step, which need not wait for it."""
+    def _fetch(self, sampled: SampledTokens | None, count: int) -> tuple[Any, Any | None]:
+        """Queues the copy of sampled tokens to the host beside the next step, which need not wait for it."""
         event = self._event()
+        if sampled is None:
+            return None, event
         if event is None:
             return sampled.fetch(count), None
         with torch.cuda.stream(self._answering):
@@ -369,8 +371,8 @@ class CudaBackend:
         return program.forward(batch, work.shape, self._send(program, batch, work))
 
     def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
-        run_sizes = program.program.run_sizes
-        return inputs.plan_attention(batch, program.tile_tokens, self._pad, self._sizes.rows, run_sizes)
+        sizes = self._sizes.rows, program.program.run_sizes
+        return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
         """Queues the copy of the step's numbers to the device; returns where they will be."""

@@ -114,10 +114,8 @@ class Tilings:
         return tilings.prefill_attention_tiling(self.device, queries, dims, itemsize)
 
     @remembered
-    def decode_attention(
-        self, rows: int, dims: int, itemsize: int, queries: int = FEWEST_QUERIES, runs: bool = False
-    ) -> AttentionTiling:
-        return tilings.decode_attention_tiling(self.device, rows, dims, itemsize, queries, runs)
+    def decode_attention(self, rows: int, dims: int, itemsize: int, queries: int = FEWEST_QUERIES) -> AttentionTiling:
+        return tilings.decode_attention_tiling(self.device, rows, dims, itemsize, queries)
 
     @remembered
     def mla_prefill(self, dims: int, itemsize: int) -> MlaTiling:

@@ -19,7 +19,7 @@ MAX_GRAPHS = 256
 CAPTURE_MEMORY = 64 << 20  # bytes that must be free: a capture that finds no memory leaves the stream unusable
 PROMPT_TOKENS = 128  # steps with prompts have a multiple: for sizes in between, cuBLAS picks slower kernels
 TOKENS_PER_TILE = 16  # decides how many tiles there is room for; full tiles hold more
-MOST_IN_RUNS, MOST_ALONE = 256, 64  # tokens of steps that verify drafts, where those of a row attend together, or not
+MOST_IN_RUNS, MOST_ALONE = 384, 64  # tokens of steps that verify drafts, where those of a row attend together, or not
 
 
 def bucket_decode_rows(rows: int) -> int:
@@ -27,7 +27,7 @@ def bucket_decode_rows(rows: int) -> int:
     for size in (1, 2, 4, 8, 16):
         if rows <= size:
             return size
-    return round_up(rows, 8 if rows <= 64 else 16)
+    return round_up(rows, 8 if rows <= 64 else 16 if rows <= 256 else 32)
 
 
 def padded_sizes(rows: int) -> list[int]:
@@ -62,6 +62,13 @@ def bucket_mixed_rows(rows: int) -> int:
     return 8 if rows <= 8 else round_up(rows, 64)
 
 
+def step_rows(rows: int) -> int:
+    """Returns how many positions are sampled at once, where steps have at most so many rows: room for drafts of many
+    rows, if there may be many."""
+    rows = bucket_mixed_rows(rows)
+    return rows if rows <= 8 else max(rows, min(4 * rows, MOST_IN_RUNS))
+
+
 def bucket_adapter_tiles(tiles: int, tokens: int) -> int:
     """Returns how many tiles of rows with one adapter a step has room for: a power of 4, so that graphs are few. Each
     token has one at most."""
@@ -89,14 +96,14 @@ def common_shapes(rows: int, tokens: int, budget: int, run_sizes: Sequence[int])
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
     yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
     for run in run_sizes:
-        drafted = verified_sizes(bucket_mixed_rows(rows), run_sizes)
-        yield from (padded(Shape(size, size, size, size, 0, run=run)) for size in drafted if size > 1)
+        drafted = verified_sizes(step_rows(rows), (run,))
+        yield from (padded(Shape(size, size, size, size, 0, run=run)) for size in drafted if size > run)
 
 
 def draft_shapes(rows: int, tokens: int, budget: int, run_sizes: Sequence[int]) -> Iterator[Shape]:
     """Yields the shapes that steps of a draft model have, as `common_shapes` does: it computes prompts by themselves,
     and drafts one token at a time, or two if all of a draft was accepted."""
-    common = common_shapes(rows, tokens, budget, run_sizes)
+    common = common_shapes(rows, tokens, budget, run_sizes[:2])
     yield from (shape for shape in common if not (shape.tiles and shape.decodes))
 
 

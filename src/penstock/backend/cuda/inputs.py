@@ -25,11 +25,10 @@ SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fi
 SHORTEST_SPLIT = 64
 MOST_VERIFIED = 65  # tokens of a row that verifies a draft: the longest draft, and the token before it
 FEW_TOKENS = 17  # of a row that attends as if it verified a draft, in any case
-RUNS = 4, 16  # tokens of such a row that attend together, at most: a few, or many where that spares enough reading
+RUNS = 1, 4, 16  # tokens of such a row that attend together, at most: more where that spares enough reading
 RUN_QUERIES = 64  # pairs of token and head of a run, at most
-LONG_RUNS = 64  # runs of many tokens that a step has room for
-RUN_SPLITS = 16  # of one context: the more queries a run has, the longer it takes to join them
-SPARED = 16384  # positions that longer runs must spare reading: they take more registers, and more is joined
+LONG_RUNS = 64  # runs of the largest size that a step has room for
+SPARED = 36864, 16384  # positions that longer runs must spare reading, because it takes longer to join their splits
 ROW = 1  # the column of splits and of tiles that names a row of tables
 
 
@@ -156,8 +155,7 @@ def plan_attention(
     rows = np.flatnonzero((counts > 0) if verifies else counts == 1).astype(np.int32)
     run = run_size(counts, batch.positions[batch.row_start[1:] - 1] + 1, run_sizes) if verifies else 0
     first, owners, sizes = runs_of(batch, rows, max(run, 1))
-    most = RUN_SPLITS if run > 1 else SPARE_SPLITS
-    splits = split_contexts(first, owners, batch.positions[first + sizes - 1] + 1, sizes, most)
+    splits = split_contexts(first, owners, batch.positions[first + sizes - 1] + 1, sizes)
     tiles = tiles_of(batch, [] if verifies else np.flatnonzero(counts > 1).tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
     total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
@@ -177,23 +175,25 @@ def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
 
 
 def run_sizes_of(group: int) -> tuple[int, ...]:
-    """Returns how many tokens of a row may attend together, where so many query heads share a KV head: few, and many if
-    there is room for more."""
-    few, many = (max(min(size, RUN_QUERIES // group), 1) for size in RUNS)
-    return (few, many) if many > few else (few,)
+    """Returns how many tokens of a row may attend together, where so many query heads share a KV head, in rising
+    order."""
+    return tuple(dict.fromkeys(max(min(size, RUN_QUERIES // group), 1) for size in RUNS))
 
 
 def run_size(counts: Ints, lengths: Ints, sizes: Sequence[int]) -> int:
     """Returns the size of runs for rows of so many tokens and contexts of these lengths."""
-    few, many = sizes[0], sizes[-1]
-    runs = -(-counts // many)
-    spared = ((-(-counts // few) - runs) * lengths).sum()
-    return many if spared >= SPARED and runs.sum() <= LONG_RUNS else few
+    best = sizes[0]
+    for size, least in zip(sizes[1:], SPARED, strict=False):
+        runs = -(-counts // size)
+        if ((-(-counts // best) - runs) * lengths).sum() < least or runs.sum() > most_runs(int(counts.sum()), size):
+            break
+        best = size
+    return best
 
 
-def most_runs(tokens: int, run: int) -> int:
-    """Returns how many runs a step of so many tokens has room for."""
-    return min(tokens, LONG_RUNS) if run > RUNS[0] else tokens
+def most_runs(rows: int, size: int) -> int:
+    """Returns how many runs of a size a step of at most so many tokens has room for."""
+    return min(rows, LONG_RUNS) if size > RUNS[1] else rows
 
 
 def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
@@ -209,17 +209,16 @@ def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
 
 def split_lines(rows: int, run_sizes: Sequence[int]) -> int:
     """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV."""
-    return max((most_runs(rows, run) + SPARE_SPLITS) * run for run in (1, *run_sizes))
+    return max((most_runs(rows, size) + SPARE_SPLITS) * size for size in run_sizes)
 
 
-def split_contexts(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints, most: int) -> Ints:
+def split_contexts(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints) -> Ints:
     """Returns splits of about the same size: of runs of `sizes` tokens, from `tokens` on, whose last sees `lengths`
-    positions. They are at most SPARE_SPLITS more than there are runs, and about `most` of the longest. The last split
-    of a context takes a rest that would be less than half a split. The longest contexts come first, so that none is
-    left for the end."""
+    positions. They are at most SPARE_SPLITS more than there are runs. The last split of a context takes a rest that
+    would be less than half a split. The longest contexts come first, so that none is left for the end."""
     longest = np.argsort(-lengths, kind="stable")
     tokens, rows, lengths, sizes = tokens[longest], rows[longest], lengths[longest], sizes[longest]
-    size = max(SHORTEST_SPLIT, -(-int(lengths.sum()) // SPARE_SPLITS), -(-int(lengths[:1].sum()) // most))
+    size = max(SHORTEST_SPLIT, -(-int(lengths.sum()) // SPARE_SPLITS))
     size = -(-size // SHORTEST_SPLIT) * SHORTEST_SPLIT
     counts = np.maximum((lengths + size // 2) // size, 1)  # [D]
     first = np.cumsum(counts) - counts

@@ -237,7 +237,7 @@ def attend(
         places = step.splits, step.tables, step.header
         run = max(step.run, 1)
         queries = queries_of(spec.heads // spec.kv_heads, run)
-        tiling = tilings.decode_attention(len(out), *sizes, queries, step.run > 1)
+        tiling = tilings.decode_attention(len(out), *sizes, queries)
         how = {"scales": scales, "tiling": tiling, "run": run, **options}
         decode_attention(qkv, cache, *places, out, context.memory.split_kv, rotation, spec.scale, **how)
 

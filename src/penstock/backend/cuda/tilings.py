@@ -20,7 +20,6 @@ HOPPER_GEMM_ROWS = (
 )  # rows of 16 bits for which hopper_gemm.py is the fastest: where it makes the gate, or a matrix is tall
 TALL = 16384  # rows of a matrix
 WIDE_HEAD = 128  # dimensions of a head: beyond, shared memory and registers hold less
-FEW_ROWS = 32  # tokens in runs whose programs leave multiprocessors idle
 SHORTEST_TILE = 16  # positions: the tensor cores take no fewer
 
 
@@ -88,12 +87,11 @@ def prefill_attention_tiling(device: DeviceProperties, queries: int, dims: int, 
 
 
 def decode_attention_tiling(
-    device: DeviceProperties, rows: int, dims: int, itemsize: int, queries: int, runs: bool
+    device: DeviceProperties, rows: int, dims: int, itemsize: int, queries: int
 ) -> AttentionTiling:
-    """Returns the tiling for steps of so many rows, or tokens in `runs`, and programs of so many pairs of token and
-    head; few warps have no registers for wide heads or many queries."""
-    few = rows <= FEW_ROWS if runs else rows == 1
-    tiling = AttentionTiling(64, 4 if few or dims > WIDE_HEAD or queries > FEWEST_QUERIES else 2, 2)
+    """Returns the tiling for steps of so many tokens and programs of so many pairs of token and head; few warps have no
+    registers for wide heads or many queries."""
+    tiling = AttentionTiling(64, 4 if rows == 1 or dims > WIDE_HEAD or queries > FEWEST_QUERIES else 2, 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
