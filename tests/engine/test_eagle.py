@@ -134,7 +134,7 @@ def test_a_head_of_another_model_is_refused(tmp_path: Path, target: Path, fields
 
 
 def test_a_gpu_runs_no_head() -> None:
-    with pytest.raises(ConfigError, match="a GPU runs no head yet: leave it out, or use --device cpu"):
+    with pytest.raises(ConfigError, match="no GPU runs an EAGLE-3 head yet: leave it out, or use --device cpu"):
         open_draft(config(FOLDER / "vllm", device="cuda"), open_checkpoint(TARGET))
 
 
