@@ -20,7 +20,7 @@ from transformers.modeling_layers import MtpModel
 
 HEADS = FOLDER.parent / "heads"
 MODULES = ("qwen3next", "qwen35")  # models whose head is a module of its own
-GOLDENS = ("deepseek_v3", "glm4_moe", *MODULES)
+GOLDENS = ("deepseek_v3", "deepseek_v32", "glm4_moe", *MODULES)
 OUTER = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
 MODULE_NAMES = {
     "enorm": "pre_fc_norm_embedding",
@@ -53,8 +53,10 @@ def random_head(model: PreTrainedModel, seed: int, unit_gains: bool) -> MtpModel
     """Returns a head for the model. `unit_gains`: its gains are less one."""
     torch.manual_seed(seed)
     model.config.num_mtp_layers = 1
-    model.config.mtp_layer_types = ["full_attention"]
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
+    model.config.mtp_layer_types, model.config.mtp_mlp_layer_types = kinds[-1:], ["sparse"]
     head = MtpModel(model, 1)
+    head.config.layer_types = ["full_attention"]  # MtpModel makes no other masks; indexed attention takes these
     filled(head.layers, stored(head.layers), lambda key, _: 1 if "norm" in key and not unit_gains else 0)
     return head
 

@@ -2,7 +2,7 @@
 of the model's own kind over a projection of the next token's embedding and the model's hidden state.
 
 The model and its head share embeddings and output head. What the head's last norm returns takes the place of the
-model's hidden state while it drafts further, as in vLLM, SGLang and transformers.
+model's hidden state while it drafts further, as in vLLM, SGLang, llama.cpp and transformers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class MtpHead:
 
 
 def build(spec: ModelSpec, pack: Packer, ends: Ends) -> MtpHead:
-    """Builds the head of a model that has these ends."""
+    """Builds the head of a model that has these ends. Some GGUF files have no last norm of their own for it: it is the
+    model's then."""
     mixer = mla.attention if spec.mla else decoder.attention
     norms = {name: decoder.rms_norm(spec, pack, f"{NAME}.{name}") for name in ("embed_norm", "hidden_norm")}
     return MtpHead(
@@ -53,6 +54,6 @@ def build(spec: ModelSpec, pack: Packer, ends: Ends) -> MtpHead:
             Block(mixer(spec, pack, 0), decoder.rms_norm(spec, pack, f"{NAME}.attn_norm"), None),
             Block(decoder.mlp_or_experts(spec, pack, 0), decoder.rms_norm(spec, pack, f"{NAME}.mlp_norm"), None),
         ),
-        norm=decoder.rms_norm(spec, pack, f"{NAME}.norm"),
+        norm=decoder.rms_norm(spec, pack, f"{NAME}.norm") if pack.has(f"{NAME}.norm") else ends.norm,
         **norms,
     )
