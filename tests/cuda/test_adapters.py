@@ -203,7 +203,7 @@ def test_every_token_is_in_one_tile_of_its_adapter() -> None:
     rng = np.random.default_rng(0)
     for size in (16, 64):
         counts, slots = rng.integers(1, 40, 12), rng.integers(-1, 4, 12)
-        tiles, order, sampled = adapter_tiles(step_of(counts.tolist(), slots.tolist()), size)
+        tiles, order, by_token, sampled = adapter_tiles(step_of(counts.tolist(), slots.tolist()), size)
         wanted = np.repeat(slots, counts)
         assert sorted(order) == list(range(len(wanted)))
         assert tiles[:, 2].sum() == len(wanted)
@@ -212,6 +212,9 @@ def test_every_token_is_in_one_tile_of_its_adapter() -> None:
         for slot, first, count, _ in tiles.tolist():
             assert (wanted[order[first : first + count]] == slot).all()
         np.testing.assert_array_equal(sampled, wanted)
+        np.testing.assert_array_equal(by_token, wanted)
+        in_use = sorted(set(wanted.tolist()) - {-1})
+        assert tiles[:, 3].tolist() == in_use + [-1] * (len(tiles) - len(in_use))
     assert len(adapter_tiles(step_of([3, 1], [-1, -1]), 16).tiles) == 0
 
 

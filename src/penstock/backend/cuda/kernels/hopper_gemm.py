@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates, find_updates, low_rank_sums
 from penstock.backend.cuda.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 
@@ -64,6 +65,15 @@ def _affine(total, line, item, rows, count, scales, item_scales, bias, SCALED: g
 
 
 @gluon.jit
+def _unscaled(total, top, rows, count, scales, item_scales):
+    """Returns what `_affine` turns into these sums by scales."""
+    LAYOUT: gl.constexpr = total.type.layout
+    line = top + gl.arange(0, total.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    item = gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    return total / (gl.load(scales + line, line < rows, 1.0) * gl.load(item_scales + item, item < count, 1.0))
+
+
+@gluon.jit
 def _keep(value, out, first, rows, count, out_stride, LAYOUT: gl.constexpr):
     """Stores a tile so that neighbours in a row of `out` are stored together."""
     value = gl.convert_layout(value.to(out.dtype.element_ty), LAYOUT)
@@ -72,7 +82,7 @@ def _keep(value, out, first, rows, count, out_stride, LAYOUT: gl.constexpr):
     gl.store(out + item.to(gl.int64) * out_stride + line, value, (line < rows) & (item < count))
 
 
-@gluon.jit(do_not_specialize=["count", "split", "lines"])
+@gluon.jit(do_not_specialize=["count", "split", "lines", "weights", "chunks", "depth", "room"])
 def _hopper_gemm(
     matrix,
     x,
@@ -88,6 +98,12 @@ def _hopper_gemm(
     split,
     lines,
     out_stride,
+    updates,
+    weights,
+    chunks,
+    depth,
+    room,
+    UPDATED: gl.constexpr,
     GATED: gl.constexpr,
     SCALED: gl.constexpr,
     BIAS: gl.constexpr,
@@ -120,14 +136,22 @@ def _hopper_gemm(
     share = steps // split * lines
     first = program * share
     last = gl.minimum(first + share, gl.cdiv(rows, HEIGHT) * steps)
-    for stage in gl.static_range(STAGES):
+    FILLED: gl.constexpr = STAGES - 1 if UPDATED else STAGES  # stages before the first turn: updates need one
+    for stage in gl.static_range(FILLED):
         at = first + stage
         line = at // steps * HEIGHT
         column = at % steps * WIDTH
         _fetch(matrix, left_tiles, right_tiles, ready, line, line + apart, column, stage, at < last, BYTES)
+    if UPDATED:
+        KIND: gl.constexpr = out.dtype.element_ty
+        LOW: gl.constexpr = gl.BlockedLayout([1, 4, 8], [16, 1, 2], [WARPS, 1, 1], [2, 1, 0])
+        tiles, slots, records, h = updates
+        known = (tiles, slots, records, h, weights, chunks, depth)
+        part = program % split
+        found = find_updates(known, room, first // steps, part, split, count, GATED, COUNT, LOW)
     if PDL:
         gdc_wait()
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(FILLED):
         at = first + stage
         tma.async_copy_global_to_shared(x, [0, at % steps * WIDTH], ready.index(stage), items.index(stage), at < last)
 
@@ -135,8 +159,22 @@ def _hopper_gemm(
     while begin < last:
         tile = begin // steps
         end = gl.minimum((tile + 1) * steps, last)
-        left = gl.zeros([ROWS, COUNT], gl.float32, SUMS)
-        right = gl.zeros([ROWS, COUNT], gl.float32, SUMS)
+        if UPDATED:  # and so a program has one line
+            TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+            left_b = left_tiles.index(STAGES - 1)._reinterpret(KIND, [ROWS, 64], TILE)
+            right_b = right_tiles.index(STAGES - 1)._reinterpret(KIND, [ROWS, 64], TILE)
+            left_h = items.index(STAGES - 1)._reinterpret(KIND, [COUNT, 64], TILE)
+            right_h = gl.allocate_shared_memory(KIND, [COUNT, 64], TILE) if GATED else left_h
+            room_of = (left_b, right_b, left_h, right_h)
+            left, right = low_rank_sums(known, found, room_of, part, split, count, GATED, COUNT)
+            if SCALED:
+                beside = scales + rows if GATED else scales
+                left = _unscaled(left, tile * HEIGHT, rows, count, scales, item_scales)
+                right = _unscaled(right, tile * HEIGHT + (0 if GATED else ROWS), rows, count, beside, item_scales)
+            left, right = gl.convert_layout(left, SUMS), gl.convert_layout(right, SUMS)
+        else:
+            left = gl.zeros([ROWS, COUNT], gl.float32, SUMS)
+            right = gl.zeros([ROWS, COUNT], gl.float32, SUMS)
         for at in range(begin, end):
             turn = at - first
             slot = turn % STAGES
@@ -149,7 +187,7 @@ def _hopper_gemm(
             line = ahead // steps * HEIGHT
             column = ahead % steps * WIDTH
             free = (turn + STAGES - 1) % STAGES
-            wanted = (turn > 0) & (ahead < last)
+            wanted = (turn > FILLED - STAGES) & (ahead < last)  # what is filled already, is not again
             _fetch(matrix, left_tiles, right_tiles, ready, line, line + apart, column, free, wanted, BYTES)
             tma.async_copy_global_to_shared(x, [0, column], ready.index(free), items.index(free), wanted)
         left, right = warpgroup_mma_wait(0, deps=[left, right])
@@ -205,9 +243,12 @@ def hopper_gemm(
     gated: bool = False,
     scales: Any | None = None,
     item_scales: Any | None = None,
+    updates: ProductUpdates | None = None,
 ) -> None:
     """Computes out [count, rows] = x [count, width] @ weight [rows, width].T (+ bias), for values of 16 bits, or of 8
-    with a scale for each row of both; gated: silu of its first half times its second, so out is half as wide."""
+    with a scale for each row of both; gated: silu of its first half times its second, so out is half as wide. Updates
+    of adapters are added to the product; then a program takes one line."""
+    assert not updates or tiling.lines == 1
     (count, width), rows = x.shape, out.shape[1]
     tiles = -(-rows // (HALF if gated else 2 * HALF))
     columns = LINE // weight.element_size()
@@ -226,6 +267,8 @@ def hopper_gemm(
         tiling.split,
         tiling.lines,
         out.stride(0),
+        *(updates_arguments(updates) if updates else ((), 0, 0, 0, 0)),
+        UPDATED=updates is not None,
         GATED=gated,
         SCALED=scales is not None,
         BIAS=bias is not None,
@@ -236,6 +279,11 @@ def hopper_gemm(
         WARPS=WARPS,
         **launch_options(WARPS, 1),
     )
+
+
+def updates_arguments(updates: ProductUpdates) -> tuple[Any, ...]:
+    """Returns what the kernel is told of updates: addresses, numbers, and how many adapters there is room for."""
+    return updates[:4], *updates[4:], len(updates.tiles)
 
 
 def described(tensor: Any, rows: int, columns: int) -> Any:

@@ -23,7 +23,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import silu
 
 RANKS = 16  # the least that tensor cores multiply
 COLUMNS = 128  # of the output, that one program changes
-MAX_SPLIT = {DECODE_ROWS: 16, PROMPT_ROWS: 8}  # programs that share the columns of A, by the size of a tile
+SPLIT = 8  # programs that share the columns of A: always in a step without prompts, at most in one with some
 PROGRAMS = 256  # that fill the device
 RECORD = 8  # words: the addresses of A, of B and of the blocks, how many chunks and blocks there are; three are spare
 BLOCK = 8  # words: first column, columns; then chunk of h, chunks, place in B, for the left half and for the right
@@ -56,6 +56,7 @@ class Layout(NamedTuple):
     ordered: bool
     max_split: int
     width: int  # columns of A at a time
+    batch: int = 1  # parts of these that are multiplied side by side: one product of all is a long chain of additions
     fp8: bool = False
     gated: bool = False
     aligned: bool = True
@@ -81,6 +82,26 @@ def rows_of(tiles, order, tile, LAYOUT: tl.constexpr):
 def address(word, DTYPE: tl.constexpr):
     """Returns the address, a multiple of 16, that a word of a record holds."""
     return tl.multiple_of(tl.load(word).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def crossed(lines, columns, LAYOUT: tl.constexpr):
+    """Returns numbers of lines and of columns in shapes that combine to a tile, with a batch of columns first if there
+    are several."""
+    if LAYOUT.batch > 1:
+        return lines[None, :, None], columns[:, None, :]
+    else:
+        return lines[:, None], columns[None, :]
+
+
+@triton.jit
+def columns_of(LAYOUT: tl.constexpr):
+    """Returns the columns of a tile: [batch, width / batch] if it has several batches."""
+    SPAN: tl.constexpr = LAYOUT.width // LAYOUT.batch
+    if LAYOUT.batch > 1:
+        return tl.arange(0, LAYOUT.batch)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    else:
+        return tl.arange(0, SPAN)
 
 
 @triton.jit
@@ -113,27 +134,30 @@ def _shrink(
     let_next_start(PDL)
     SIZE: tl.constexpr = LAYOUT.size
     WIDTH: tl.constexpr = LAYOUT.width
+    BATCH: tl.constexpr = LAYOUT.batch
     split, chunk = tl.program_id(0), tl.program_id(1)
     slot, row, there = rows_of(tiles, order, tl.program_id(2), LAYOUT)
     record = records + (tl.maximum(slot, 0).to(tl.int64) * weights + number) * 8
     known = (slot >= 0) & (chunk < tl.load(record + 3))
     a = address(record, DTYPE)
     rank = chunk * 16 + tl.arange(0, 16)
-    column = tl.arange(0, WIDTH)
-    lines = a + rank[:, None] * width
     begin = split * steps * WIDTH
     end = tl.minimum(begin + steps * WIDTH, width)
-    values = tl.load(lines + (begin + column)[None, :], known & (begin + column < end)[None, :], 0.0)
+    lines, column = crossed(rank * width, columns_of(LAYOUT), LAYOUT)
+    items, _ = crossed(row * width, columns_of(LAYOUT), LAYOUT)
+    present, _ = crossed(there, columns_of(LAYOUT), LAYOUT)
+    values = tl.load(a + lines + begin + column, known & (begin + column < end), 0.0)
     wait_for_previous(PDL)
     if known:
-        total = tl.zeros([SIZE, 16], tl.float32)
+        total = tl.zeros([BATCH, SIZE, 16] if BATCH > 1 else [SIZE, 16], tl.float32)
         for start in tl.range(begin, end, WIDTH):
             at = start + column
-            inside = there[:, None] & (at < end)[None, :]
-            items = tl.load(x + row[:, None] * width + at[None, :], inside, 0.0).to(DTYPE)
-            total = dot_ieee(items, tl.trans(values), total)
+            loaded = tl.load(x + items + at, present & (at < end), 0.0).to(DTYPE)
+            total = dot_ieee(loaded, tl.permute(values, (0, 2, 1) if BATCH > 1 else (1, 0)), total)
             ahead = at + WIDTH
-            values = tl.load(lines + ahead[None, :], (ahead < end)[None, :], 0.0)
+            values = tl.load(a + lines + ahead, ahead < end, 0.0)
+        if BATCH > 1:
+            total = tl.sum(total, 0)
         if LAYOUT.fp8:
             total *= tl.load(scales + row, there, 0.0)[:, None]
         place = (split * count + row)[:, None] * (most * 16) + rank[None, :]
@@ -231,12 +255,14 @@ def _expand(
 
 def split_of(width: int, rows: RowTiles, chunks: int) -> int:
     """Returns how many programs share the columns of A."""
-    return max(min(-(-width // 512), MAX_SPLIT[rows.size], -(-PROGRAMS // (len(rows.tiles) * chunks))), 1)
+    if rows.size == DECODE_ROWS:
+        return SPLIT
+    return max(min(-(-width // 512), SPLIT, -(-PROGRAMS // (len(rows.tiles) * chunks))), 1)
 
 
 def values_needed(rows: int, tokens: int, chunks: int) -> int:
     """Returns how many values of h steps can have: those of `rows` rows of one token, and those of `tokens` tokens."""
-    return max(MAX_SPLIT[DECODE_ROWS] * rows * chunks, PROMPT_ROWS * PROGRAMS + tokens * chunks) * RANKS
+    return max(SPLIT * rows * chunks, PROMPT_ROWS * PROGRAMS + tokens * chunks) * RANKS
 
 
 def shrink(x: Any, rows: RowTiles, weight: AdaptedWeight, h: Any) -> None:
@@ -244,17 +270,26 @@ def shrink(x: Any, rows: RowTiles, weight: AdaptedWeight, h: Any) -> None:
     values, scales = x if isinstance(x, Fp8Activations) else (x, x)
     (count, width), tiles = values.shape, len(rows.tiles)
     split = split_of(width, rows, weight.chunks)
-    at_once = 512 if rows.size == DECODE_ROWS else 128
-    steps = triton.cdiv(triton.cdiv(width, split), at_once)
-    layout = Layout(rows.size, rows.order is not None, 0, at_once, fp8=values is not x)
+    at_once, batch, stages = shrink_tiling(-(-width // split), rows.size, weight.dtype)
+    layout = Layout(rows.size, rows.order is not None, 0, at_once, batch, fp8=values is not x)
     order = rows.tiles if rows.order is None else rows.order
+    steps = triton.cdiv(triton.cdiv(width, split), at_once)
     numbers = weight.records.shape[1], weight.number, count, width, weight.chunks, steps
     _shrink[(split, weight.chunks, tiles)](
         *(values, scales, rows.tiles, order, weight.records, h, *numbers),
         LAYOUT=layout,
         DTYPE=TYPES[weight.dtype],
-        **launch_options(4, 1 if rows.size == DECODE_ROWS else 3),  # few steps have nothing to overlap
+        **launch_options(max(batch, 4), stages),
     )
+
+
+def shrink_tiling(share: int, size: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Returns how many columns of its `share` a program of `shrink` takes at a time, in how many batches, and its
+    stages. Few rows take all at once if they can, and so wait for memory once."""
+    if size != DECODE_ROWS:
+        return 128, 1, 3
+    at_once = min(max(triton.next_power_of_2(share), 64), 2048)
+    return (at_once, min(max(at_once // 128, 1), 8), 1) if dtype.itemsize == 2 else (min(at_once, 512), 1, 1)
 
 
 def expand(h: Any, width: int, rows: RowTiles, weight: AdaptedWeight, y: Any, out: Any, gated: bool = False) -> None:
