@@ -33,7 +33,7 @@ from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
-from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
+from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates, shrink_few
 from penstock.backend.cuda.kernels.low_rank import AdaptedWeight, RowTiles, expand, shrink
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
@@ -175,7 +175,10 @@ def updated_hopper_gemm(tilings: Tilings, dtype: torch.dtype, count: int, gated:
     tiling = tilings.hopper_gemm(count, HIDDEN, DIM, weight.element_size(), gated, True)
     scales = {"scales": empty(2 * HIDDEN, dtype=F32), "item_scales": empty(count, dtype=F32)} if dtype == FP8 else {}
     records = torch.empty(4, 8, 8, dtype=torch.int64)
-    how = {"updates": ProductUpdates(ints(16, 4), ints(count), records, empty(1 << 20, dtype=F32), 8, 3, 1), **scales}
+    rows, h = RowTiles(ints(16, 4), ints(count), 16), empty(1 << 20, dtype=F32)
+    x = empty(count, DIM) if dtype == BF16 else fp8_view(empty(count, DIM))
+    shrink_few(x, rows, AdaptedWeight(records, 3, 3, 24, True, BF16), h)
+    how = {"updates": ProductUpdates(ints(16, 4), ints(count), records, h, 8, 3, 1), **scales}
     hopper_gemm(empty(count, DIM, dtype=dtype), weight, None, out, tiling, scratch(), gated=gated, **how)
 
 

@@ -12,8 +12,8 @@ from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, adapter_tiles
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
-from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
-from penstock.backend.cuda.kernels.low_rank import RANKS, RECORD, SPLIT, AdaptedWeight, RowTiles, shrink
+from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates, shrink_few
+from penstock.backend.cuda.kernels.low_rank import RANKS, RECORD, SPLIT, AdaptedWeight, RowTiles
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_low_rank import UpdateSizes, pack_update
 from penstock.model.low_rank import LowRankPart, LowRankUpdate
@@ -66,13 +66,13 @@ class Updates:
         self.sizes = UpdateSizes(*map(max, self.sizes, packed.sizes))
 
     def of(self, x: Any, slots: list[int]) -> ProductUpdates:
-        """Returns the updates for rows with these slots, after `shrink`."""
+        """Returns the updates for rows with these slots, after `shrink_few`."""
         found = adapter_tiles(step_of([1] * len(slots), slots), DECODE_ROWS)
         tiles = torch.from_numpy(np.pad(found.tiles, ((0, 1), (0, 0)), constant_values=-1)[: len(slots)]).to(DEVICE)
         order = torch.from_numpy(found.order).to(DEVICE)
         h = torch.full((SPLIT * len(slots) * self.sizes.chunks * RANKS,), torch.nan, device=DEVICE)
         weight = AdaptedWeight(self.records, NUMBER, self.sizes.chunks, self.sizes.blocks, True, torch.bfloat16)
-        shrink(x, RowTiles(tiles, order, DECODE_ROWS), weight, h)
+        shrink_few(x, RowTiles(tiles, order, DECODE_ROWS), weight, h)
         rows = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
         sizes = self.sizes.chunks, self.sizes.depth
         return ProductUpdates(tiles, rows, self.records[:, NUMBER:], h, WEIGHTS, *sizes)

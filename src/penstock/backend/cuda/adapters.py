@@ -18,7 +18,7 @@ import torch
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
-from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
+from penstock.backend.cuda.kernels.hopper_low_rank import MAX_WIDTH, ProductUpdates, shrink_few
 from penstock.backend.cuda.kernels.low_rank import (
     RECORD,
     AdaptedWeight,
@@ -126,8 +126,8 @@ class CudaAdapters:
     def _compile_products(self, records: Any, nowhere: Any, h: Any) -> None:
         """Does the same for products that add updates themselves, once for all weights of a size. Scratch memory is not
         that of steps, which run meanwhile."""
-        sizes = {(known.weight.rows, known.weight.width): known for known in self._known if not known.sampled}
-        for (rows, width), known in sizes.items():
+        taken = [known for i, known in enumerate(self._known) if not known.sampled and self.takes_few(i)]
+        for (rows, width), known in {(known.weight.rows, known.weight.width): known for known in taken}.items():
             workspace = copy(known.weight.workspace)
             workspace.scratch = SplitKScratch.on(self._device)
             weight = replace(known.weight, workspace=workspace)
@@ -135,8 +135,10 @@ class CudaAdapters:
                 x = self._empty(count, width)
                 out = self._empty(count, rows // 2 if known.gated else rows)
                 slots = torch.full((count,), -1, dtype=torch.int32, device=self._device)
-                updates = ProductUpdates(nowhere, slots, records, h, 1, 1, 1)
-                weight.updated(fp8_view(x) if weight.takes_fp8(count) else x, out, updates, known.gated)
+                inputs = fp8_view(x) if weight.takes_fp8(count) else x
+                each = RowTiles(nowhere, slots, DECODE_ROWS), AdaptedWeight(records, 0, 1, 1, True, self._dtype)
+                shrink_few(inputs, *each, h)
+                weight.updated(inputs, out, ProductUpdates(nowhere, slots, records, h, 1, 1, 1), known.gated)
 
     def _empty(self, rows: int, width: int) -> Any:
         return torch.empty((rows, width), dtype=self._dtype, device=self._device)
@@ -241,6 +243,12 @@ class CudaAdapters:
         known = self._known[number]
         return AdaptedWeight(self._records, number, known.chunks, known.blocks, known.aligned, self._dtype)
 
+    def takes_few(self, number: int) -> bool:
+        """Returns whether the kernels that only Hopper runs take few rows of a product with a weight."""
+        weight = self._known[number].weight
+        fits = weight.width % 8 == 0 and weight.width <= MAX_WIDTH and self._dtype.itemsize == 2
+        return fits and bool(weight.workspace.has_hopper_gemm)
+
     def updates(self, number: int, step: DeviceInputs) -> ProductUpdates | None:
         """Returns the updates of a weight for a product that adds them itself, after `shrink`; None if none can."""
         known = self._known[number]
@@ -268,7 +276,9 @@ class AdaptedProduct:
         weight = self._adapters.weight(self._number)
         if not len(step.adapter_tiles) or not weight.chunks:
             return False
-        shrink(x, self._rows(step), weight, self._adapters.low_rank)
+        few = not (self._sampled or len(step.tiles)) and self._adapters.takes_few(self._number)
+        launch = shrink_few if few else shrink
+        launch(x, self._rows(step), weight, self._adapters.low_rank)
         return True
 
     def updates(self, step: DeviceInputs) -> ProductUpdates | None:

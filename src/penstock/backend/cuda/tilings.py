@@ -48,7 +48,13 @@ def skinny_stage(tiling: skinny_gemm.Tiling, count: int, itemsize: int, gated: b
 
 
 def hopper_gemm_tiling(
-    device: DeviceProperties, count: int, rows: int, width: int, itemsize: int, gated: bool = False, updated: bool = False
+    device: DeviceProperties,
+    count: int,
+    rows: int,
+    width: int,
+    itemsize: int,
+    gated: bool = False,
+    updated: bool = False,
 ) -> hopper_gemm.Tiling:
     """Returns a tiling with several programs for each line of tiles of a small matrix; for a large one, two on each
     multiprocessor, or one where a program needs more than half of the shared memory. Where adapters update the product,

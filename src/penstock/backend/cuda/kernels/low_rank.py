@@ -56,7 +56,6 @@ class Layout(NamedTuple):
     ordered: bool
     max_split: int
     width: int  # columns of A at a time
-    batch: int = 1  # parts of these that are multiplied side by side: one product of all is a long chain of additions
     fp8: bool = False
     gated: bool = False
     aligned: bool = True
@@ -85,26 +84,6 @@ def address(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def crossed(lines, columns, LAYOUT: tl.constexpr):
-    """Returns numbers of lines and of columns in shapes that combine to a tile, with a batch of columns first if there
-    are several."""
-    if LAYOUT.batch > 1:
-        return lines[None, :, None], columns[:, None, :]
-    else:
-        return lines[:, None], columns[None, :]
-
-
-@triton.jit
-def columns_of(LAYOUT: tl.constexpr):
-    """Returns the columns of a tile: [batch, width / batch] if it has several batches."""
-    SPAN: tl.constexpr = LAYOUT.width // LAYOUT.batch
-    if LAYOUT.batch > 1:
-        return tl.arange(0, LAYOUT.batch)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    else:
-        return tl.arange(0, SPAN)
-
-
-@triton.jit
 def dot_ieee(a, b, total):
     """Returns total + a @ b, without rounding float32 further."""
     if INTERPRETED:
@@ -113,7 +92,7 @@ def dot_ieee(a, b, total):
         return tl.dot(a, b, total, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["weights", "number", "count", "most", "steps"])
+@triton.jit(do_not_specialize=["weights", "number", "most", "steps"])
 def _shrink(
     x,
     scales,
@@ -123,7 +102,6 @@ def _shrink(
     h,
     weights,
     number,
-    count,
     width,
     most,
     steps,
@@ -134,33 +112,30 @@ def _shrink(
     let_next_start(PDL)
     SIZE: tl.constexpr = LAYOUT.size
     WIDTH: tl.constexpr = LAYOUT.width
-    BATCH: tl.constexpr = LAYOUT.batch
     split, chunk = tl.program_id(0), tl.program_id(1)
     slot, row, there = rows_of(tiles, order, tl.program_id(2), LAYOUT)
     record = records + (tl.maximum(slot, 0).to(tl.int64) * weights + number) * 8
     known = (slot >= 0) & (chunk < tl.load(record + 3))
     a = address(record, DTYPE)
     rank = chunk * 16 + tl.arange(0, 16)
+    column = tl.arange(0, WIDTH)
+    lines = a + rank[:, None] * width
     begin = split * steps * WIDTH
     end = tl.minimum(begin + steps * WIDTH, width)
-    lines, column = crossed(rank * width, columns_of(LAYOUT), LAYOUT)
-    items, _ = crossed(row * width, columns_of(LAYOUT), LAYOUT)
-    present, _ = crossed(there, columns_of(LAYOUT), LAYOUT)
-    values = tl.load(a + lines + begin + column, known & (begin + column < end), 0.0)
+    values = tl.load(lines + (begin + column)[None, :], known & (begin + column < end)[None, :], 0.0)
     wait_for_previous(PDL)
     if known:
-        total = tl.zeros([BATCH, SIZE, 16] if BATCH > 1 else [SIZE, 16], tl.float32)
+        total = tl.zeros([SIZE, 16], tl.float32)
         for start in tl.range(begin, end, WIDTH):
             at = start + column
-            loaded = tl.load(x + items + at, present & (at < end), 0.0).to(DTYPE)
-            total = dot_ieee(loaded, tl.permute(values, (0, 2, 1) if BATCH > 1 else (1, 0)), total)
+            inside = there[:, None] & (at < end)[None, :]
+            items = tl.load(x + row[:, None] * width + at[None, :], inside, 0.0).to(DTYPE)
+            total = dot_ieee(items, tl.trans(values), total)
             ahead = at + WIDTH
-            values = tl.load(a + lines + ahead, ahead < end, 0.0)
-        if BATCH > 1:
-            total = tl.sum(total, 0)
+            values = tl.load(lines + ahead[None, :], (ahead < end)[None, :], 0.0)
         if LAYOUT.fp8:
             total *= tl.load(scales + row, there, 0.0)[:, None]
-        place = (split * count + row)[:, None] * (most * 16) + rank[None, :]
+        place = ((row * most + chunk) * tl.num_programs(0) + split)[:, None] * 16 + tl.arange(0, 16)[None, :]
         tl.store(h + place, total, there[:, None])
 
 
@@ -175,30 +150,30 @@ def load_block(b, at, chunk, chunks):
 def load_side(words, b, known):
     """Returns what three words of a block say: where its ranks are in h, how many chunks it has and where they are in
     B; and the first of these."""
-    column = tl.load(words, known, 0) * 16
+    first = tl.load(words, known, 0)
     chunks = tl.load(words + 1, known, 0)
     at = tl.load(words + 2, known, 0)
-    return column, chunks, at, load_block(b, at, 0, chunks)
+    return first, chunks, at, load_block(b, at, 0, chunks)
 
 
 @triton.jit
-def expanded(h, there, apart, split, b, side, LAYOUT: tl.constexpr):
-    """Returns h @ B.T for one side of a block, from what `split` programs left of h, each `apart` from the next."""
+def expanded(h, there, split, b, side, LAYOUT: tl.constexpr):
+    """Returns h @ B.T for one side of a block, from what `split` programs left of h."""
     SIZE: tl.constexpr = LAYOUT.size
     SPLITS: tl.constexpr = LAYOUT.max_split
-    column, chunks, at, values = side
+    first, chunks, at, values = side
     total = tl.zeros([SIZE, 128], tl.float32)
     for chunk in range(0, chunks):
-        place = h + column + chunk * 16
+        place = h + (first + chunk) * split * 16
         low = tl.load(place, there[:, None], 0.0)
         for part in tl.static_range(1, SPLITS):
-            low += tl.load(place + part * apart, there[:, None] & (part < split), 0.0)
+            low += tl.load(place + part * 16, there[:, None] & (part < split), 0.0)
         total = dot_ieee(low.to(values.dtype), tl.trans(values), total)
         values = load_block(b, at, chunk + 1, chunks)
     return total
 
 
-@triton.jit(do_not_specialize=["weights", "number", "count", "most", "split"])
+@triton.jit(do_not_specialize=["weights", "number", "most", "split"])
 def _expand(
     h,
     tiles,
@@ -208,7 +183,6 @@ def _expand(
     out,
     weights,
     number,
-    count,
     width,
     stride,
     most,
@@ -225,8 +199,7 @@ def _expand(
     b = address(record + 1, DTYPE)
     entry = address(record + 2, tl.int32) + block * 8
     left = load_side(entry + 2, b, known)
-    low = h + row[:, None] * (most * 16) + tl.arange(0, 16)[None, :]
-    apart = count.to(tl.int64) * (most * 16)
+    low = h + row[:, None] * (most * split * 16) + tl.arange(0, 16)[None, :]
     if LAYOUT.gated:
         right = load_side(entry + 5, b, known)
         column = block * 128 + tl.arange(0, 128)
@@ -235,8 +208,8 @@ def _expand(
         place = row[:, None] * (2 * width) + column[None, :]
         gate = tl.load(y + place, inside, 0.0).to(tl.float32)
         value = tl.load(y + place + width, inside, 0.0).to(tl.float32)
-        gate += expanded(low, there, apart, split, b, left, LAYOUT)
-        value += expanded(low, there, apart, split, b, right, LAYOUT)
+        gate += expanded(low, there, split, b, left, LAYOUT)
+        value += expanded(low, there, split, b, right, LAYOUT)
         value = (silu(gate) * value).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * stride + column[None, :], value, inside)
     else:
@@ -249,7 +222,7 @@ def _expand(
         wait_for_previous(PDL)
         if known:
             total = tl.load(y + place, inside, 0.0).to(tl.float32)
-            total += expanded(low, there, apart, split, b, left, LAYOUT)
+            total += expanded(low, there, split, b, left, LAYOUT)
             tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
@@ -266,44 +239,34 @@ def values_needed(rows: int, tokens: int, chunks: int) -> int:
 
 
 def shrink(x: Any, rows: RowTiles, weight: AdaptedWeight, h: Any) -> None:
-    """Writes x @ A.T of each row's adapter to h [split, T, chunks * RANKS] float32."""
+    """Writes x @ A.T of each row's adapter to h [T, chunks, split, RANKS] float32."""
     values, scales = x if isinstance(x, Fp8Activations) else (x, x)
-    (count, width), tiles = values.shape, len(rows.tiles)
+    width, tiles = values.shape[1], len(rows.tiles)
     split = split_of(width, rows, weight.chunks)
-    at_once, batch, stages = shrink_tiling(-(-width // split), rows.size, weight.dtype)
-    layout = Layout(rows.size, rows.order is not None, 0, at_once, batch, fp8=values is not x)
-    order = rows.tiles if rows.order is None else rows.order
+    at_once = 512 if rows.size == DECODE_ROWS else 128
     steps = triton.cdiv(triton.cdiv(width, split), at_once)
-    numbers = weight.records.shape[1], weight.number, count, width, weight.chunks, steps
+    layout = Layout(rows.size, rows.order is not None, 0, at_once, fp8=values is not x)
+    order = rows.tiles if rows.order is None else rows.order
+    numbers = weight.records.shape[1], weight.number, width, weight.chunks, steps
     _shrink[(split, weight.chunks, tiles)](
         *(values, scales, rows.tiles, order, weight.records, h, *numbers),
         LAYOUT=layout,
         DTYPE=TYPES[weight.dtype],
-        **launch_options(max(batch, 4), stages),
+        **launch_options(4, 1 if rows.size == DECODE_ROWS else 3),  # few steps have nothing to overlap
     )
-
-
-def shrink_tiling(share: int, size: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Returns how many columns of its `share` a program of `shrink` takes at a time, in how many batches, and its
-    stages. Few rows take all at once if they can, and so wait for memory once."""
-    if size != DECODE_ROWS:
-        return 128, 1, 3
-    at_once = min(max(triton.next_power_of_2(share), 64), 2048)
-    return (at_once, min(max(at_once // 128, 1), 8), 1) if dtype.itemsize == 2 else (min(at_once, 512), 1, 1)
 
 
 def expand(h: Any, width: int, rows: RowTiles, weight: AdaptedWeight, y: Any, out: Any, gated: bool = False) -> None:
     """Adds h @ B.T of each row's adapter to y, for the h that `shrink` made of rows of this `width`; out is y itself.
     Gated: writes silu(left half of the sum) * right half to out, which may be y's left half, for every row that has a
     tile."""
-    count, tiles = len(y), len(rows.tiles)
     split = split_of(width, rows, weight.chunks)
     most = triton.next_power_of_2(split)  # loads that find nothing cost time, and each number is another kernel
     layout = Layout(rows.size, rows.order is not None, most, 0, gated=gated, aligned=weight.aligned)
     order = rows.tiles if rows.order is None else rows.order
-    numbers = weight.records.shape[1], weight.number, count, out.shape[1], out.stride(0), weight.chunks, split
+    numbers = weight.records.shape[1], weight.number, out.shape[1], out.stride(0), weight.chunks, split
     blocks = triton.cdiv(out.shape[1], COLUMNS) if gated else weight.blocks
-    _expand[(blocks, tiles)](
+    _expand[(blocks, len(rows.tiles))](
         *(h, rows.tiles, order, weight.records, y, out, *numbers),
         LAYOUT=layout,
         DTYPE=TYPES[weight.dtype],
