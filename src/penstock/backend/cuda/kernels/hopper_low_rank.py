@@ -162,8 +162,8 @@ def store_low_rank(tile, low, mine, LOW: gl.constexpr):
 
 @gluon.jit
 def low_rank_sums(updates, found, tiles, part, split, count, GATED: gl.constexpr, COUNT: gl.constexpr):
-    """Returns B @ h.T for both halves of a tile, of every `split`-th group of adapters from `part` on. `tiles` is shared
-    memory for B of both halves and for h of both, which are the same where there is no gate."""
+    """Returns B @ h.T for both halves of a tile, of every `split`-th group of adapters from `part` on. `tiles` is
+    shared memory for B of both halves and for h of both, which are the same where there is no gate."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     LOW: gl.constexpr = gl.BlockedLayout([1, 4, 8], [16, 1, 2], [4, 1, 1], [2, 1, 0])
     OWN: gl.constexpr = gl.SliceLayout(2, LOW)
@@ -207,7 +207,7 @@ def low_rank_sums(updates, found, tiles, part, split, count, GATED: gl.constexpr
 
 @gluon.jit
 def _columns_of(split, LAYOUT: gl.constexpr, WARPS: gl.constexpr, SPAN: gl.constexpr, AT: gl.constexpr):
-    """Returns the columns of A that a program multiplies, SPAN for each warp, where tensors have them at dimension AT."""
+    """Returns the columns of A that a program multiplies, SPAN for each warp; tensors have them at dimension AT."""
     AFTER: gl.constexpr = gl.SliceLayout(3 - AT, LAYOUT)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, AFTER))[:, None]
     column = (split * WARPS + warp) * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, AFTER))[None, :]
