@@ -34,6 +34,7 @@ from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens, scatter_rows
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates, shrink_few
 from penstock.backend.cuda.kernels.low_rank import AdaptedWeight, RowTiles, expand, shrink
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
@@ -169,6 +170,19 @@ def plain_hopper_gemm(tilings: Tilings, dtype: torch.dtype, count: int, gated: b
     if dtype == FP8:
         scales = {"scales": empty(HIDDEN, dtype=F32), "item_scales": empty(count, dtype=F32)}
     hopper_gemm(empty(count, DIM, dtype=dtype), weight, None, out, tiling, scratch(), gated=gated, **scales)
+
+
+@case(hopper=True, bf16=(BF16, 64, False), gated=(BF16, 64, True), fp8=(FP8, 64, True), few=(FP8, 8, False))
+def updated_hopper_gemm(tilings: Tilings, dtype: torch.dtype, count: int, gated: bool) -> None:
+    weight, out = empty(2 * HIDDEN if gated else HIDDEN, DIM, dtype=dtype), empty(count, HIDDEN)
+    tiling = tilings.hopper_gemm(count, HIDDEN, DIM, weight.element_size(), gated, True)
+    scales = {"scales": empty(2 * HIDDEN, dtype=F32), "item_scales": empty(count, dtype=F32)} if dtype == FP8 else {}
+    records = torch.empty(4, 8, 8, dtype=torch.int64)
+    rows, h = RowTiles(ints(16, 4), ints(count), 16), empty(1 << 20, dtype=F32)
+    x = empty(count, DIM) if dtype == BF16 else fp8_view(empty(count, DIM))
+    shrink_few(x, rows, AdaptedWeight(records, 3, 3, 24, True, BF16), h)
+    how = {"updates": ProductUpdates(ints(16, 4), ints(count), records, h, 8, 3, 1), **scales}
+    hopper_gemm(empty(count, DIM, dtype=dtype), weight, None, out, tiling, scratch(), gated=gated, **how)
 
 
 @case(**{name: (name,) for name in FORMATS})

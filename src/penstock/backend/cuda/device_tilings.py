@@ -75,8 +75,10 @@ class Tilings:
         return SkinnyTiling(*found) if usual and found else usual
 
     @remembered
-    def hopper_gemm(self, count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> HopperTiling:
-        return tilings.hopper_gemm_tiling(self.device, count, rows, width, itemsize, gated)
+    def hopper_gemm(
+        self, count: int, rows: int, width: int, itemsize: int, gated: bool = False, updated: bool = False
+    ) -> HopperTiling:
+        return tilings.hopper_gemm_tiling(self.device, count, rows, width, itemsize, gated, updated)
 
     @remembered
     def small_gemm(self, kind: str, count: int, rows: int, width: int, gated: bool = False) -> SmallGemmTiling:

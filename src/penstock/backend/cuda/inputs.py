@@ -65,6 +65,7 @@ class DeviceInputs:
     seeds: Any  # [S, 2] low word, high word
     adapter_tiles: Any  # [D, 4] see low_rank
     adapter_order: Any  # [T], or [0] without adapters
+    adapter_slots: Any  # [T] of each token, or [0] without adapters
     sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
@@ -87,7 +88,7 @@ def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, .
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
-    by_adapter = (d, 4), (min(t, d * t),), (min(s, d * s),)
+    by_adapter = (d, 4), (min(t, d * t),), (min(t, d * t),), (min(s, d * s),)
     sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter)
     found = []
     at = 0
@@ -264,6 +265,7 @@ def fill(
     fill_sampling(into, batch, scratch_slot)
     put(into.adapter_tiles, plan.adapters.tiles, -1)
     put(into.adapter_order, plan.adapters.order, 0)
+    put(into.adapter_slots, plan.adapters.slots, -1)
     put(into.sampled_adapters, plan.adapters.sampled, -1)
     count = int(batch.tables.size)
     into.tables[:count].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)

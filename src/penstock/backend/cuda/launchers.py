@@ -25,7 +25,7 @@ from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_stat
 from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
 from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention, queries_of
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
-from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens, scatter_rows
 from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
@@ -160,6 +160,8 @@ def linear(
 ) -> None:
     rows = (fp8_rows(weight, x) if prepared else None) or x
     has_updates = adapted.shrink(step, rows)
+    if has_updates and (updates := adapted.updates(step)) and weight.updated(rows, out, updates):
+        return
     weight.product(rows, out)
     if has_updates:
         adapted.expand(step, weight.width, out)
@@ -180,11 +182,16 @@ def gated_linear(
 ) -> None:
     assert act == "silu", "no kernel computes another gate together with its product"
     rows, fp8_out = (fp8_rows(weight, x) if prepared else None) or x, fp8_rows(consumer, out)
-    if adapted.shrink(step, rows):
+    if not adapted.shrink(step, rows):
+        weight.gated(rows, out, product, fp8_out)
+        return
+    gated = product.view(-1)[: out.numel()].view(out.shape) if fp8_out else out
+    if (updates := adapted.updates(step)) and weight.updated(rows, gated, updates, gated=True):
+        if fp8_out:
+            quantize_activations(gated, *fp8_out)
+    else:
         weight.product(rows, product)
         adapted.expand_gated(step, weight.width, product, out, fp8_out)
-    else:
-        weight.gated(rows, out, product, fp8_out)
 
 
 def per_head_linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Any, passthrough: int) -> None:

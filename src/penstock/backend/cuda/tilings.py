@@ -48,16 +48,23 @@ def skinny_stage(tiling: skinny_gemm.Tiling, count: int, itemsize: int, gated: b
 
 
 def hopper_gemm_tiling(
-    device: DeviceProperties, count: int, rows: int, width: int, itemsize: int, gated: bool = False
+    device: DeviceProperties,
+    count: int,
+    rows: int,
+    width: int,
+    itemsize: int,
+    gated: bool = False,
+    updated: bool = False,
 ) -> hopper_gemm.Tiling:
     """Returns a tiling with several programs for each line of tiles of a small matrix; for a large one, two on each
-    multiprocessor, or one where a program needs more than half of the shared memory."""
+    multiprocessor, or one where a program needs more than half of the shared memory. Where adapters update the product,
+    a program has one line."""
     tiles = -(-rows // (hopper_gemm.HALF if gated else 2 * hopper_gemm.HALF))
     steps = hopper_gemm.steps_of(width, itemsize)
     items = hopper_gemm.items_of(count)
     stage = (2 * hopper_gemm.HALF + items) * hopper_gemm.LINE
     split = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= device.sm_count and steps % s == 0))
-    lines = -(-tiles // device.sm_count) if items > 64 else 2 if tiles > 4 * device.sm_count else 1
+    lines = -(-tiles // device.sm_count) if items > 64 else 2 if tiles > 4 * device.sm_count and not updated else 1
     alone = -(-tiles // lines) * split <= device.sm_count
     return hopper_gemm.Tiling(
         split, lines, min(200_000 // stage, 8) if alone else (hopper_gemm.SHARED - 256 * items) // stage
