@@ -12,6 +12,7 @@ from typing import Any
 from penstock.backend.base import Backend, Sleeper, Ticket
 from penstock.core import Policy, Scheduler, hashing
 from penstock.core.refusal import refuse_impossible
+from penstock.core.requeue import requeue
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
@@ -387,7 +388,7 @@ class Engine(WeightControl):
         if self._out_of_memory:
             self._fail(plan, error)
         else:
-            self._scheduler.requeue(plan)
+            requeue(self._scheduler, plan)
         self._out_of_memory = not self._out_of_memory
 
     def _commit(self, plan: StepPlan, ticket: Ticket, began: float) -> None:
