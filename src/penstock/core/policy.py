@@ -10,7 +10,11 @@ from collections.abc import Sequence as Line
 from typing import Any, NamedTuple, Protocol
 
 from penstock.core.sequence import Sequence
-from penstock.types import Limits, prefill_budget
+from penstock.core.step_cost import CostModel, PromptCost
+from penstock.types import Limits, Row, prefill_budget
+
+AIMED = 0.9  # share of a target that steps are planned to take: some take longer than forecast
+LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
 
 
 class ServingLoad(NamedTuple):
@@ -32,21 +36,39 @@ class Room(NamedTuple):
 
 
 class StepBudget:
-    """Is what a step may still compute."""
+    """Is what a step may still compute: so many tokens and, if there is a target for its time, so many seconds of
+    prompts by what they are known to cost."""
 
-    __slots__ = ("tokens",)
+    __slots__ = ("_cost", "_seconds", "tokens")
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, seconds: float = 0.0, cost: PromptCost | None = None) -> None:
         self.tokens = tokens
+        self._seconds = seconds
+        self._cost = cost
 
     def share(self, wanted: int, behind: int = 0) -> int:
-        """Returns how many tokens a row gets that could use `wanted`: all but one for every running row behind it, so
-        that nobody's stream stands still."""
+        """Returns how many tokens an answer's row gets that could use `wanted`: all but one for every running row
+        behind it, so that nobody's stream stands still."""
         return min(wanted, self.tokens - behind)
 
+    def prompt_share(self, wanted: int, context: int) -> int:
+        """Returns how many tokens a prompt gets that could use `wanted` after `context` others: one at least."""
+        most = min(wanted, self.tokens)
+        if self._cost is not None:
+            most = min(most, max(self._cost.tokens_within(self._seconds, context), 1))
+        return most
+
     def spend(self, count: int) -> None:
-        """Takes off what a row computes."""
+        """Takes off what an answer's row computes."""
         self.tokens -= count
+
+    def spend_on_prompt(self, row: Row) -> None:
+        """Takes off what a prompt's row computes. When the time is used up, nothing is left."""
+        self.tokens -= row.count
+        if self._cost is not None:
+            self._seconds -= self._cost.seconds(row.count, row.count * (row.start + row.count / 2))
+            if self._seconds <= 0 or not self._cost.tokens_within(self._seconds, 0):
+                self.tokens = 0
 
 
 class Policy(Protocol):
@@ -80,8 +102,9 @@ class StandardPolicy:
     """Serves by priority, then shares the work among tenants, then goes by deadlines and order of arrival. Requests
     that may wait are kept in the background."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, costs: CostModel | None = None) -> None:
         self._limits = limits
+        self._costs = costs
         self._background_rows = max(1, limits.max_rows // 2)
         self._few = max(1, self._background_rows // 4)
 
@@ -115,13 +138,21 @@ class StandardPolicy:
         return self.victim(others) if others else None
 
     def budget(self, running: Line[Sequence]) -> StepBudget:
-        """Returns fewer tokens while rows decode: every token of a prompt delays them. The more rows there are, the
-        more one step yields and the longer it may take."""
+        """Returns fewer tokens while rows decode: every token of a prompt delays them. The tightest target of these
+        rows decides how many, if the cost of steps is known. Else the more rows there are, the more one step yields and
+        the longer it may take."""
         limits = self._limits
-        answering = sum(seq.end > seq.prompt_len for seq in running)
-        if not answering or not limits.prefill_budget:
+        answering = [seq for seq in running if seq.end > seq.prompt_len]
+        if not answering:
             return StepBudget(limits.step_tokens)
-        return StepBudget(min(max(prefill_budget(limits.prefill_budget, answering), len(running)), limits.step_tokens))
+        target = min([seq.claim.itl for seq in answering if seq.claim.itl is not None], default=None)
+        if target is not None and self._costs is not None and self._costs.known:
+            alone = self._costs.answer_seconds(len(answering), len(answering))
+            return StepBudget(limits.step_tokens, max(AIMED * target - alone, LEAST * alone), self._costs.prompts)
+        if not limits.prefill_budget:
+            return StepBudget(limits.step_tokens)
+        budget = prefill_budget(limits.prefill_budget, len(answering))
+        return StepBudget(min(max(budget, len(running)), limits.step_tokens))
 
     def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
         """Returns False for an encoder's prompt that the step cannot hold whole, and for a background request while

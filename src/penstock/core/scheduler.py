@@ -122,7 +122,8 @@ class Scheduler:
         rows: list[Row] = []
         preemptions = self._tally.preemptions
         budget, begun = self._plan_answers(rows)
-        self._plan_prompts(rows, budget, begun, preemptions)
+        if begun or self.tenants.waiting:
+            self._plan_prompts(rows, budget, begun, preemptions)
         rows = self.cache.states.assign_saves(rows, self.sequences)
         if self._drafts is not None:
             self._grown += self._drafts.extend(rows, self.sequences, len(self.running))
@@ -175,19 +176,16 @@ class Scheduler:
                 continue
             if seq.planned < seq.prompt_len or seq.planned < seq.times.lost:
                 begun.append(seq)
-            else:
-                self._extend(rows, seq, budget, behind)
+            elif count := self._fit(rows, seq, budget.share(wanted, behind)):
+                budget.spend(count)
+                rows.append(self._row(seq, count))
         return budget, begun
 
-    def _extend(self, rows: list[Row], seq: Sequence, budget: StepBudget, behind: int = 0) -> None:
-        """Adds a row for a running sequence, if step and cache have room."""
-        count = budget.share(seq.end - seq.planned, behind)
+    def _fit(self, rows: list[Row], seq: Sequence, count: int) -> int:
+        """Returns how many of `count` more positions a running sequence can have computed."""
         if count > 1:
             count = self.cache.states.clip(seq, count)
-        count = self._make_room(seq, count, rows)
-        if count:
-            budget.spend(count)
-            rows.append(self._row(seq, count))
+        return self._make_room(seq, count, rows)
 
     def _make_room(self, seq: Sequence, count: int, rows: list[Row]) -> int:
         """Preempts running sequences that come after this one and have no row yet, until `count` more positions fit;
@@ -227,7 +225,7 @@ class Scheduler:
     def _plan_prompts(self, rows: list[Row], budget: StepBudget, begun: list[Sequence], preemptions: int) -> None:
         """Gives what is left of a step to prompts, in turn: to those begun and to those that wait, until one does not
         fit. If there were more `preemptions` than this, none of those that wait may start."""
-        self._reserved = sum(map(self.cache.reserved, self.running)) if self.tenants.waiting else 0
+        self._reserved = sum(map(self.cache.reserved, self.running))
         turns = Turns(begun, self.tenants.in_line(), self.policy.turn)
         if preemptions != self._tally.preemptions:
             turns.close()
@@ -237,7 +235,10 @@ class Scheduler:
             if seq.waits:
                 fits = self.cache.must_wait(seq) or self._admit(seq, rows, budget)
             else:
-                self._extend(rows, seq, budget)
+                wanted = seq.end - seq.planned
+                if count := self._fit(rows, seq, budget.prompt_share(wanted, seq.planned)):
+                    rows.append(row := self._row(seq, count))
+                    budget.spend_on_prompt(row)
                 fits = preemptions == self._tally.preemptions
             if not fits:
                 turns.close()
@@ -259,7 +260,7 @@ class Scheduler:
             self._squeezed = seq
             return False
         rows.append(row := self._start(seq, known, matched, budget))
-        budget.spend(row.count)
+        budget.spend_on_prompt(row)
         self._reserved += self.cache.reserved(seq)
         return True
 
@@ -278,7 +279,8 @@ class Scheduler:
                 seq.times.nearest = self.recent.nearest(seq)
         waiting = islice(seq.tenant.line, COMPARED)
         begin = cache.states.begin(seq, matched, len(known), lambda: cache.divergence(seq, waiting))
-        count = min(budget.share(seq.end - seq.planned), cache.available // cache.groups * cache.block_size)
+        share = budget.prompt_share(seq.end - seq.planned, seq.planned)
+        count = min(share, cache.available // cache.groups * cache.block_size)
         return self._row(seq, cache.states.clip(seq, count), begin)
 
     # -- committing ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from heapq import heappush
 from typing import Any
 
 from penstock.core.policy import ServingLoad
@@ -45,6 +46,7 @@ class Tenants:
 
     def __init__(self, order: Callable[[Sequence], Any]) -> None:
         self.waiting = 0  # sequences in all lines
+        self.deadlines: list[tuple[float, int]] = []  # a heap: when they are, and of which sequence
         self.foreground = 0  # sequences that are not in the background, running and waiting
         self._running_background = 0
         self._order = order
@@ -80,6 +82,8 @@ class Tenants:
             others = [other.counter for other in self._active.values() if other.line]
             last = self._last.counter if self._last is not None else 0.0
             tenant.counter = max(tenant.counter, min(others, default=last))
+        if seq.claim.deadline is not None:
+            heappush(self.deadlines, (seq.times.arrived + seq.claim.deadline, seq.id))
         tenant.weight = seq.claim.weight
         seq.tenant = tenant
         self.foreground += not seq.background
