@@ -225,10 +225,14 @@ async def overload(model: str, seconds: float) -> None:
             with suppress(OSError):
                 done.append(await server.ask("a", 64, 32))
 
-        async with busy(one, 64):
-            await asyncio.sleep(10)
-        last = [sent for sent in done if sent.status == 200 and sent.sent > max(each.sent for each in done) - 6]
-        capacity = len(last) / 6
+        async def patient() -> None:
+            await one()
+            await asyncio.sleep(0 if done and done[-1].status == 200 else 0.5)
+
+        async with busy(patient, 32):
+            await asyncio.sleep(12)
+        ends = sorted(sent.tokens[-1] for sent in done if sent.tokens)
+        capacity = len(ends) / (ends[-1] - ends[0])
         done.clear()
         tasks: set[asyncio.Task[None]] = set()
         began, sizes = time.perf_counter(), []

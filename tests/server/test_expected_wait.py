@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import WaitTooLong
 from penstock.server.access.expected_wait import WaitForecast, allowed_wait
-from penstock.types import Claim, Request, SamplingParams
+from penstock.types import Claim, Request, SamplingParams, Stats
 
 
 def request(id: int, tenant: str = "", tokens: int = 50, background: bool = False, **claim: float) -> Request:
@@ -27,6 +27,7 @@ class Engine:
         self.retries: list[float] = []
         self.now = self._next = 0.0
         self._patience, self._step, self._ids = patience, 1 / rate, 0
+        self._prompts = 0  # tokens
         self._served: Counter[str] = Counter()
 
     @property
@@ -35,8 +36,10 @@ class Engine:
 
     def send(self, tenant: str = "", **stated: float) -> None:
         self._ids += 1
+        asked = request(self._ids, tenant, **stated)  # type: ignore[arg-type]
         try:
-            self.forecast.admit(request(self._ids, tenant, **stated), self._patience, self.now, self.waiting)
+            self.forecast.measure(Stats(in_line=self.waiting, busy_seconds=self.now, prompt_tokens=self._prompts))
+            self.forecast.admit(asked, self._patience, self.now)
         except WaitTooLong as error:
             self.refused[tenant] += 1
             self.retries.append(error.retry_after)
@@ -54,7 +57,8 @@ class Engine:
             self._served[tenant] += 1
             id, sent = self.lines[tenant].pop(0)
             self.waits.setdefault(tenant, []).append(self.now - sent)
-            self.forecast.answer(id, self.now, self.waiting)
+            self._prompts += 50
+            self.forecast.answer(id, self.now)
         self.now = until
 
 
@@ -102,8 +106,8 @@ def test_without_a_target_patience_decides_and_background_requests_wait() -> Non
         engine.run(0.02)
     assert engine.refused[""] > 300
     assert max(engine.waits[""]) < 10
-    engine.forecast.admit(request(5000, background=True), 0.001, engine.now, engine.waiting)
-    engine.forecast.answer(5000, engine.now, engine.waiting)
+    engine.forecast.admit(request(5000, background=True), 0.001, engine.now)
+    engine.forecast.answer(5000, engine.now)
     assert allowed_wait(Claim(), None) == float("inf")
     assert allowed_wait(Claim(deadline=3.0, ttft=5.0), 60.0) == 3.0
 
@@ -121,7 +125,7 @@ def test_a_prompt_that_alone_takes_longer_than_its_target_may_wait_a_little() ->
 
 def test_requests_that_end_without_a_token_wait_no_longer() -> None:
     forecast = WaitForecast()
-    forecast.admit(request(1, "one"), None, 0.0, 0)
+    forecast.admit(request(1, "one"), None, 0.0)
     forecast.end(1)
     forecast.end(1)
     assert not forecast._lines

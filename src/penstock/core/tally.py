@@ -37,4 +37,5 @@ class Tally:
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
             preemptions=self.preemptions,
+            in_line=waiting,
         )

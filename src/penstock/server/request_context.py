@@ -145,8 +145,9 @@ class RequestContext:
         self.priority = asked
 
     def claim(self) -> Claim:
-        """Returns what the request may claim of the engine. Time that has passed since its arrival is taken off. In the
-        background there are no targets but those that the request itself states."""
+        """Returns what the request may claim of the engine. Time that has passed since its arrival is taken off, of
+        which loading the model counts for a deadline only. In the background there are no targets but those that the
+        request itself states."""
         keys = NO_TARGETS if self.payer is None else self.payer.targets
         ttft, itl = self.targets if self.background else self.targets.over(keys).over(self.terms.targets)
         waited = monotonic() - self.arrived
@@ -154,7 +155,7 @@ class RequestContext:
             self.tenant,
             1.0 if self.payer is None else self.payer.weight,
             None if self.deadline is None else max(self.deadline - waited, 0.0),
-            None if ttft is None else max(ttft - waited, 0.0),
+            None if ttft is None else max(ttft - waited + self.loading_seconds, 0.0),
             itl,
         )
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 from penstock import store
-from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, WaitTooLong
 from penstock.ipc.client import EngineClient
 from penstock.server.access.expected_wait import WaitForecast
 from penstock.server.request_context import MAX_NAME, RequestContext
@@ -50,9 +50,15 @@ class ServedModel(NamedTuple):
         if waits is None:
             yield lambda: None
             return
-        waits.admit(request, context.terms.patience, perf_counter(), client.stats.waiting)
         try:
-            yield lambda: waits.answer(request.id, perf_counter(), client.stats.waiting)
+            waits.measure(client.stats)
+            waits.admit(request, context.terms.patience, perf_counter())
+        except WaitTooLong:
+            if context.payer is not None:
+                context.payer.refused["wait"] += 1
+            raise
+        try:
+            yield lambda: waits.answer(request.id, perf_counter())
         finally:
             waits.end(request.id)
 
