@@ -229,9 +229,11 @@ async def overload(model: str, seconds: float) -> None:
             await one()
             await asyncio.sleep(0 if done and done[-1].status == 200 else 0.5)
 
+        ends: list[float] = []
         async with busy(patient, 32):
-            await asyncio.sleep(12)
-        ends = sorted(sent.tokens[-1] for sent in done if sent.tokens)
+            while len(ends) < 100 or ends[-1] < ends[0] + 8:
+                await asyncio.sleep(1)
+                ends = sorted(sent.tokens[-1] for sent in done if sent.tokens)
         capacity = len(ends) / (ends[-1] - ends[0])
         done.clear()
         tasks: set[asyncio.Task[None]] = set()
