@@ -127,10 +127,11 @@ async def light(model: str, seconds: float) -> None:
         alone = [(await server.ask("b", 64, 4)).ttft for _ in range(20)]
         beside: list[float] = []
         gaps: list[float] = []
-        streams: deque[Sent] = deque(maxlen=64)
+        streams: deque[Sent] = deque(maxlen=512)
 
         async def greedy() -> None:
-            streams.append(await server.ask("a", 64, 64))
+            streams.append(sent := Sent(time.perf_counter()))
+            await server.ask("a", 64, 64, sent)
 
         async with busy(greedy, 256):
             await asyncio.sleep(min(seconds / 3, 8))

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Line
 
 from penstock.core import Scheduler, Sequence, StandardPolicy
 from penstock.core.policy import ServingLoad, StepBudget
+from penstock.core.tenants import Tenant
 from penstock.types import Finished
 from tests.core.world import counts, limits, run, step
 
@@ -71,6 +72,7 @@ def test_those_that_end_are_not_followed_while_others_are_served() -> None:
 def test_a_quarter_of_half_of_the_rows_is_never_none() -> None:
     policy = StandardPolicy(limits(max_rows=1))
     seq = background(1)
+    seq.tenant = Tenant("")
     assert policy.may_start(seq, StepBudget(1), ServingLoad(0, 0, 5))
     assert not policy.may_start(seq, StepBudget(1), ServingLoad(1, 1, 0))
     assert not policy.may_start(seq, StepBudget(0), ServingLoad(0, 0, 0))

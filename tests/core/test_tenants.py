@@ -129,6 +129,17 @@ def test_a_long_prompt_of_another_tenant_does_not_hold_up_a_short_one() -> None:
     assert counts(step(scheduler)[0]) == {2: 3, 1: 13}
 
 
+def test_a_first_prompt_shares_its_step_with_no_other_that_starts() -> None:
+    scheduler = Scheduler(limits(max_rows=8, step_tokens=64, num_blocks=64))
+    for id in range(3):
+        scheduler.add(Sequence(id, (id,) * 5, 9, claim=Claim("heavy")))
+    assert len(step(scheduler)[0].rows) == 3  # nobody else runs
+    for id, tenant in ((3, "heavy"), (4, "light"), (5, "other")):
+        scheduler.add(Sequence(id, (id,) * 5, 9, claim=Claim(tenant)))
+    assert set(counts(step(scheduler)[0])) == {0, 1, 2, 4, 5}
+    assert 3 in counts(step(scheduler)[0])
+
+
 def test_nobody_starves_beside_many_tenants_with_lower_weights_and_later_arrivals() -> None:
     world = Backlog(limits(max_rows=2, num_blocks=64), {}, {"busy": 8.0, "rare": 0.125}, depth=0)
     rare = world.add("rare", 4, 4)

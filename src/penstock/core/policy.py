@@ -39,10 +39,11 @@ class StepBudget:
     """Is what a step may still compute: so many tokens and, if there is a target for its time, so many seconds of
     prompts by what they are known to cost."""
 
-    __slots__ = ("_cost", "_seconds", "tokens")
+    __slots__ = ("_cost", "_seconds", "hurried", "tokens")
 
     def __init__(self, tokens: int, seconds: float = 0.0, cost: PromptCost | None = None) -> None:
         self.tokens = tokens
+        self.hurried = False  # a tenant's first prompt is in it, beside others: those can wait a step
         self._seconds = seconds
         self._cost = cost
 
@@ -155,8 +156,10 @@ class StandardPolicy:
         return StepBudget(min(max(budget, len(running)), limits.step_tokens))
 
     def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
-        """Returns False for an encoder's prompt that the step cannot hold whole, and for a background request while
-        there are enough of those."""
+        """Returns False for an encoder's prompt that the step cannot hold whole, for a background request while there
+        are enough of those, and for a tenant that runs some in a step with another's first."""
+        if budget.hurried and seq.tenant.running:
+            return False
         if seq.background and not self._background_may_start(load):
             return False
         return budget.tokens >= (seq.end if self._limits.encoder else 1)

@@ -261,6 +261,7 @@ class Scheduler:
             return False
         rows.append(row := self._start(seq, known, matched, budget))
         budget.spend_on_prompt(row)
+        budget.hurried |= seq.tenant.running == 1 < len(self.running)
         self._reserved += self.cache.reserved(seq)
         return True
 
