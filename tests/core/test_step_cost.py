@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from penstock.core import Scheduler, Sequence, StandardPolicy
-from penstock.core.policy import StepBudget
+from penstock.core.policy import CAUTIOUS, StepBudget
 from penstock.core.speculation import StepCost
 from penstock.core.step_cost import CostModel, PromptCost
 from penstock.types import Claim, Row
@@ -98,14 +98,14 @@ def test_a_target_never_stops_prompts_and_a_step_without_answers_takes_all_it_ca
     assert 1 <= counts(step(scheduler)[0])[2] < 64
 
 
-def test_without_a_target_or_a_known_cost_the_constant_holds() -> None:
+def test_without_a_target_the_constant_holds_and_without_a_known_cost_less() -> None:
     some = limits(max_len=500, step_tokens=200, num_blocks=200)._replace(prefill_budget=64)
-    for costs, target in ((learned(), None), (CostModel(), 0.05), (None, 0.05)):
+    for costs, target, tokens in ((learned(), None, 63), (CostModel(), 0.05, CAUTIOUS), (None, 0.05, 63)):
         scheduler = Scheduler(some, policy=StandardPolicy(some, costs))
         scheduler.add(Sequence(1, (1,), 9, claim=Claim(itl=target)))
         step(scheduler)
         scheduler.add(Sequence(2, (2,) * 300, 1))
-        assert counts(step(scheduler)[0]) == {1: 1, 2: 63}
+        assert counts(step(scheduler)[0]) == {1: 1, 2: tokens}
 
 
 def test_time_that_is_used_up_leaves_nothing() -> None:

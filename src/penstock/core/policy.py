@@ -14,6 +14,7 @@ from penstock.core.step_cost import CostModel, PromptCost
 from penstock.types import Limits, Row, prefill_budget
 
 AIMED = 0.9  # share of a target that steps are planned to take: some take longer than forecast
+CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
 LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
 
 
@@ -140,14 +141,16 @@ class StandardPolicy:
 
     def budget(self, running: Line[Sequence]) -> StepBudget:
         """Returns fewer tokens while rows decode: every token of a prompt delays them. The tightest target of these
-        rows decides how many, if the cost of steps is known. Else the more rows there are, the more one step yields and
-        the longer it may take."""
+        rows decides how many, by the cost of steps. Without a target, the more rows there are, the more one step yields
+        and the longer it may take."""
         limits = self._limits
         answering = [seq for seq in running if seq.end > seq.prompt_len]
         if not answering:
             return StepBudget(limits.step_tokens)
         target = min([seq.claim.itl for seq in answering if seq.claim.itl is not None], default=None)
-        if target is not None and self._costs is not None and self._costs.known:
+        if target is not None and self._costs is not None:
+            if not self._costs.known:
+                return StepBudget(min(len(running) + CAUTIOUS, limits.step_tokens))
             alone = self._costs.answer_seconds(len(answering), len(answering))
             return StepBudget(limits.step_tokens, max(AIMED * target - alone, LEAST * alone), self._costs.prompts)
         if not limits.prefill_budget:
