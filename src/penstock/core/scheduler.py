@@ -167,12 +167,12 @@ class Scheduler:
         """Adds a row for every running sequence that goes on with its answer. Returns what is left of the step, and
         the running sequences that have prompts to compute, or to compute again."""
         budget = self.policy.budget(self.running)
-        begun: list[Sequence] = []
-        behind = len(self.running)
+        begun, behind = list[Sequence](), len(self.running)
+        held = self._drafts.held(self.running) if self._drafts is not None else ()
         for seq in list(self.running):
             behind -= 1
             wanted = seq.end - seq.planned
-            if wanted == 0 or seq.must_wait or not seq.tables:  # or was preempted for one before it
+            if wanted == 0 or seq.must_wait or seq.id in held or not seq.tables:  # or it was just preempted
                 continue
             if seq.planned < seq.prompt_len or seq.planned < seq.times.lost:
                 begun.append(seq)
