@@ -10,6 +10,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── Unauthorized              a key is needed, and none or a wrong one was sent    HTTP 401
 ├── Forbidden                 the key is good, but not for this                   HTTP 403
 ├── RateLimited               the key's limit is met for now                      HTTP 429
+│   └── WaitTooLong           it would begin too late: others wait before it
 ├── NotFound                  there is nothing by that name                       HTTP 404
 │   ├── ModelNotFound         no such model, here or at its source
 │   └── AdapterNotFound       no adapter is registered by that name
@@ -93,6 +94,10 @@ class RateLimited(PenstockError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after  # seconds
+
+
+class WaitTooLong(RateLimited):
+    code = "wait_too_long"
 
 
 class NotFound(PenstockError):

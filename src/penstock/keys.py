@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import ConfigError
+from penstock.service_levels import Targets
 
 PREFIX = "sk-penstock-"  # by which people and secret scanners recognize a key
 
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}\Z"
 Name = Annotated[str, Meta(pattern=NAME)]
 Most = Annotated[int, Meta(ge=1, le=2**53)]
+Weight = Annotated[float, Meta(ge=0.001, le=1000)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=0)]
 Moment = Annotated[datetime, Meta(tz=True)]
 
 
@@ -40,8 +43,18 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     requests_per_minute: Most | None = None
     tokens_per_minute: Most | None = None
     concurrent: Most | None = None  # requests at once
+    weight: Weight = 1.0  # of its share of the engine: twice the weight, twice the work
+    priority: Priority = 0  # the lowest number, which is served first, that its requests may ask for
+    ttft_target_ms: Most | None = None  # of its requests, unless they say otherwise
+    itl_target_ms: Most | None = None
     models: tuple[str, ...] = ()  # that it may use; empty: all
     admin: bool = False  # may pull, create and delete models
+
+    @property
+    def targets(self) -> Targets:
+        """Returns the targets of latency of its requests."""
+        ttft, itl = (time and time / 1000 for time in (self.ttft_target_ms, self.itl_target_ms))
+        return Targets(ttft, itl)
 
     def expired(self) -> bool:
         return self.expires is not None and self.expires <= now()

@@ -10,6 +10,8 @@ from penstock.adapter_types import AdapterInfo as AdapterInfo
 from penstock.adapter_types import AdapterList as AdapterList
 from penstock.adapter_types import AdapterRequests as AdapterRequests
 from penstock.adapter_types import AdapterUse as AdapterUse
+from penstock.claim_types import NO_CLAIM as NO_CLAIM
+from penstock.claim_types import Claim as Claim
 from penstock.control_types import FIRST_VERSION as FIRST_VERSION
 from penstock.control_types import PAUSE_ABORT as PAUSE_ABORT
 from penstock.control_types import PAUSE_KEEP as PAUSE_KEEP
@@ -186,6 +188,7 @@ class Request(NamedTuple):
     adapters: tuple[AdapterUse, ...] = ()  # their updates add up
     prediction: tuple[int, ...] = ()  # how the client expects the answer to go on: it is drafted first
     speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: as many as pay
+    claim: Claim = NO_CLAIM  # whose share of the engine it uses, and how soon it is to be answered
 
 
 class Limits(NamedTuple):
@@ -440,6 +443,7 @@ class Stats(NamedTuple):
     adapter_bytes: int = 0  # that the adapters in memory take
     adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
     drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
+    in_line: int = 0  # requests that could run and find no room; others wait for a grammar or the end of a pause
 
 
 class Hello(NamedTuple):

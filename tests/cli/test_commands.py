@@ -390,7 +390,18 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     entry = keep("smollm2", bytes(1000))
     findings = {finding["check"]: finding["state"] for finding in json.loads(penstock("doctor", "--json")[1])}
     assert findings["default model"] == "ok"
-    assert set(findings) == {"python", "cpu", "cores", "memory", "disk", "pip", "store", "default model", "speed"}
+    assert set(findings) == {
+        "python",
+        "cpu",
+        "cores",
+        "memory",
+        "disk",
+        "pip",
+        "store",
+        "default model",
+        "profiles",
+        "speed",
+    }
 
     entry.path.write_bytes(b"x" * 1000)
     code, out, _ = penstock("doctor")

@@ -31,6 +31,15 @@ def test_a_key_is_printed_once_and_opens_what_its_hash_is_kept_for(penstock: Pen
     assert Keyring(settings).find([out.strip().encode()]) is None
 
 
+def test_a_share_of_the_engine_is_kept_and_listed(penstock: Penstock, settings: Path) -> None:
+    share = ("--weight", "3", "--priority", "-2", "--ttft-target", "500", "--itl-target", "40")
+    added = penstock("keys", "add", "app", *share)[1].strip()
+    key = Keyring(settings).find([added.encode()])
+    assert key is not None
+    assert (key.weight, key.priority, key.targets) == (3.0, -2, (0.5, 0.04))
+    assert "weight 3, priority from -2, TTFT target 500 ms" in penstock("keys", "list")[1]
+
+
 def test_as_json_and_in_a_file_of_ones_own(penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "own" / "k.json"
     added = json.loads(penstock("keys", "add", "ci", "--file", file, "--expires", "30d", "--json")[1])

@@ -52,7 +52,7 @@ def run_out_of_order(s: Scheduler) -> None:
 
 
 def hold_blocks_while_waiting(s: Scheduler) -> None:
-    s.waiting[0].nodes = s.running[0].nodes
+    next(iter(s.tenants)).line[0].nodes = s.running[0].nodes
 
 
 def lose_a_sequence(s: Scheduler) -> None:

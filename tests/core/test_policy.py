@@ -1,11 +1,13 @@
-"""Tests what the policy decides: an order that may change at any time, and requests that may wait."""
+"""Tests what the policy decides: who loses its memory, and when requests that may wait start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Line
+
 from penstock.core import Scheduler, Sequence, StandardPolicy
-from penstock.core.check import check
-from penstock.core.policy import ServingLoad
-from penstock.types import Finished, Limits
+from penstock.core.policy import ServingLoad, StepBudget
+from penstock.core.tenants import Tenant
+from penstock.types import Finished
 from tests.core.world import counts, limits, run, step
 
 
@@ -13,48 +15,10 @@ def prompt(length: int, first: int = 0) -> tuple[int, ...]:
     return (first, *range(1, length))
 
 
-class Deadlines(StandardPolicy):
-    """Serves those first that have least time left; who is past its deadline comes last."""
-
-    dynamic = True
-
-    def __init__(self, limits: Limits, deadlines: dict[int, float]) -> None:
-        super().__init__(limits)
-        self._deadlines = deadlines
-
-    def order(self, seq: Sequence, now: float) -> tuple[bool, int, int]:
-        late = now > self._deadlines[seq.id]
-        return (late, int(self._deadlines[seq.id]), seq.arrival)
-
-
-def test_an_order_that_time_changes_is_followed() -> None:
-    some = limits(max_rows=1)
-    scheduler = Scheduler(some, policy=Deadlines(some, {1: 10.0, 2: 20.0, 3: 15.0}))
-    for id in (1, 2, 3):
-        scheduler.add(Sequence(id, prompt(3), 1))
-    scheduler.now = 12.0  # too late for 1
-    ended = [event.seq for event in run(scheduler) if isinstance(event, Finished)]
-    assert ended == [3, 2, 1]
-
-
-def test_sequences_leave_wherever_they_stand_after_the_order_has_changed() -> None:
-    some = limits(max_rows=2, num_blocks=64)
-    deadlines = {id: 10.0 + id for id in range(6)}
-    scheduler = Scheduler(some, policy=Deadlines(some, deadlines))
-    for id in range(6):
-        scheduler.add(Sequence(id, prompt(5, first=id), 9))
-    step(scheduler)
-    deadlines.update({id: 10.0 - id for id in range(6)})
-    for id in (1, 3, 5, 0):
-        assert [event.seq for event in scheduler.abort(id)] == [id]
-        check(scheduler)
-    assert {event.seq for event in run(scheduler) if isinstance(event, Finished)} == {2, 4}
-
-
 def test_the_policy_chooses_who_loses_its_memory() -> None:
     class First(StandardPolicy):
-        def victim(self, running: object, first: int, now: float) -> Sequence:
-            return scheduler.running[first]
+        def victim(self, behind: Line[Sequence]) -> Sequence:
+            return behind[0]
 
     some = limits(num_blocks=8, max_len=32, max_rows=3)
     scheduler = Scheduler(some, policy=First(some))
@@ -108,6 +72,7 @@ def test_those_that_end_are_not_followed_while_others_are_served() -> None:
 def test_a_quarter_of_half_of_the_rows_is_never_none() -> None:
     policy = StandardPolicy(limits(max_rows=1))
     seq = background(1)
-    assert policy.may_start(seq, 1, ServingLoad(0, 0, 5), 0.0)
-    assert not policy.may_start(seq, 1, ServingLoad(1, 1, 0), 0.0)
-    assert not policy.may_start(seq, 0, ServingLoad(0, 0, 0), 0.0)
+    seq.tenant = Tenant("")
+    assert policy.may_start(seq, StepBudget(1), ServingLoad(0, 0, 5))
+    assert not policy.may_start(seq, StepBudget(1), ServingLoad(1, 1, 0))
+    assert not policy.may_start(seq, StepBudget(0), ServingLoad(0, 0, 0))

@@ -7,16 +7,20 @@ from __future__ import annotations
 from collections.abc import Sequence as Line
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
 from penstock.core import Policy, Sequence, StandardPolicy, check
+from penstock.core.policy import StepBudget
 from penstock.engine.engine import Engine
 from penstock.planning.memory_plan import all_states
 from penstock.types import (
+    NO_CLAIM,
     Aborted,
+    Claim,
     DraftCounts,
     Event,
     Finished,
@@ -46,6 +50,7 @@ class Arrival:
     background: bool
     abort_at: int | None
     speculation: int | None = None
+    claim: Claim = NO_CLAIM
 
 
 @dataclass
@@ -75,6 +80,7 @@ def arrivals(draw: st.DrawFn, max_len: int) -> Arrival:
         background=draw(st.sampled_from([False, False, True])),
         abort_at=draw(st.one_of(st.none(), st.none(), st.integers(0, 40))),
         speculation=draw(st.sampled_from([None, None, 0, 3])),
+        claim=draw(st.sampled_from([NO_CLAIM, NO_CLAIM, Claim("one"), Claim("two", 3.0)])),
     )
 
 
@@ -106,24 +112,29 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 class Shuffles(StandardPolicy):
-    """Changes the order of all sequences at random for some steps, and takes any of those allowed as a victim."""
-
-    dynamic = True
+    """Orders sequences at random, gives turns at random for some steps, and takes any of those allowed as a victim."""
 
     def __init__(self, limits: Limits, random: Random) -> None:
         super().__init__(limits)
         self.steps = 60
-        self._random = random
+        self._random = Random(random.randrange(2**32))  # draws too often for Hypothesis to choose each number
+        self._places: dict[int, int] = {}
 
-    def step_tokens(self, running: int, answering: int) -> int:
+    def budget(self, running: Line[Sequence]) -> StepBudget:
         self.steps -= 1
-        return super().step_tokens(running, answering)
+        return super().budget(running)
 
-    def order(self, seq: Sequence, now: float) -> tuple[bool, int, int]:
-        return (False, self._random.randrange(8), 0) if self.steps > 0 else super().order(seq, now)
+    def order(self, seq: Sequence) -> tuple[int, int]:
+        return (self._places.setdefault(seq.arrival, self._random.randrange(8)), seq.arrival)
 
-    def victim(self, running: Line[Sequence], first: int, now: float) -> Sequence:
-        return self._random.choice(running[first:])
+    def turn(self, seq: Sequence) -> Any:
+        return self._random.randrange(8) if self.steps > 0 else super().turn(seq)
+
+    def victim(self, behind: Line[Sequence]) -> Sequence:
+        return self._random.choice(behind)
+
+    def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
+        return self._random.choice([None, *running]) if self.steps > 0 else super().displaced(seq, running)
 
 
 def drive(
@@ -158,6 +169,7 @@ def drive(
                         request.pooling,
                         background=request.background,
                         speculation=request.speculation,
+                        claim=request.claim,
                     )
                 )
             if request.abort_at == step:

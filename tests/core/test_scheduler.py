@@ -6,6 +6,7 @@ import pytest
 
 from penstock.core import Scheduler, Sequence, StandardPolicy
 from penstock.core.check import check
+from penstock.core.requeue import requeue
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
 from penstock.types import Aborted, Failed, Finished, Report, RowResult, StepResult, Tokens
 from tests.core.world import answer, counts, limits, run, step
@@ -151,9 +152,9 @@ def test_a_plan_taken_back_is_made_again() -> None:
         each.add(Sequence(2, prompt(40, first=7), 3))
     expected = run(undisturbed)
     first = scheduler.plan()
-    scheduler.requeue(scheduler.plan())
+    requeue(scheduler, scheduler.plan())
     events = answer(scheduler, first)
-    scheduler.requeue(scheduler.plan())
+    requeue(scheduler, scheduler.plan())
     check(scheduler)
     events += run(scheduler)
     assert answers_of(events) == answers_of(expected)
@@ -219,7 +220,7 @@ def test_a_sequence_without_prefix_cache_that_was_preempted_starts_anew() -> Non
     step(scheduler)
     plan = scheduler.plan()
     assert plan.rows[0].start == 4
-    scheduler.requeue(plan)
+    requeue(scheduler, plan)
     assert scheduler.plan().rows[0].start == 0
 
 
@@ -227,7 +228,7 @@ def test_a_state_pooled_before_a_preemption_is_as_good_as_any() -> None:
     scheduler = Scheduler(limits())
     scheduler.add(Sequence(1, prompt(12), 0, prefix_cache=False))
     plan = scheduler.plan()
-    scheduler.requeue(plan)
+    requeue(scheduler, plan)
     ended = scheduler.commit(plan, StepResult(plan.step, (RowResult(pooled=b"state"),)))
     assert [event._replace(report=None) for event in ended] == [Finished(1, "pooled", None, b"state")]
     assert not scheduler.plan().rows
@@ -270,8 +271,11 @@ def test_prompts_take_smaller_steps_once_a_row_answers() -> None:
 )
 def test_a_step_grows_with_the_rows_that_answer(running: int, answering: int, tokens: int) -> None:
     some = limits(step_tokens=1000)._replace(prefill_budget=100)
-    assert StandardPolicy(some).step_tokens(running, answering) == tokens
-    assert StandardPolicy(some._replace(prefill_budget=0)).step_tokens(running, answering) == 1000
+    rows = [Sequence(id, prompt(3), 9) for id in range(running)]
+    for seq in rows[:answering]:
+        seq.end += 1
+    assert StandardPolicy(some).budget(rows).tokens == tokens
+    assert StandardPolicy(some._replace(prefill_budget=0)).budget(rows).tokens == 1000
 
 
 # -- preemption --------------------------------------------------------------------------------------------------
@@ -363,7 +367,7 @@ def test_an_encoder_plans_the_next_step_while_one_is_in_flight() -> None:
 def test_an_encoder_computes_again_in_one_piece_what_found_no_memory() -> None:
     scheduler = Scheduler(limits(max_len=16, encoder=True))
     scheduler.add(Sequence(1, prompt(12), 0, prefix_cache=False))
-    scheduler.requeue(scheduler.plan())
+    requeue(scheduler, scheduler.plan())
     check(scheduler)
     assert counts(step(scheduler)[0]) == {1: 12}
 

@@ -6,8 +6,10 @@ import pytest
 
 from penstock.core import Scheduler, Sequence
 from penstock.core.check import check
-from penstock.core.states import save_positions
-from penstock.types import StepPlan, Tokens
+from penstock.core.prefix import PrefixNode
+from penstock.core.requeue import requeue
+from penstock.core.states import SavedStates, save_positions
+from penstock.types import Row, StepPlan, Tokens
 from tests.core.world import answer, counts, limits, run, step
 
 SYSTEM = tuple(range(30))
@@ -151,7 +153,7 @@ def test_what_was_not_written_is_not_kept(how: str) -> None:
     elif how == "fail":
         scheduler.fail(plan, "oops", "it broke")
     else:
-        scheduler.requeue(plan)
+        requeue(scheduler, plan)
     check(scheduler)
     assert not scheduler.cache.states.pending
     assert not scheduler.cache.states.saved()
@@ -182,3 +184,21 @@ def test_nobody_stops_for_those_who_will_not_use_it() -> None:
     scheduler.add(Sequence(2, SYSTEM[:10], 0, prefix_cache=False))
     scheduler.add(Sequence(3, SYSTEM[:10], 1, score=True))
     assert counts(scheduler.plan()) == {1: 31, 2: 10, 3: 10}
+
+
+def test_a_place_that_was_read_and_then_written_before_a_draft_stays_with_the_draft() -> None:
+    states = SavedStates(1, 4, 16)
+    saved = Row(1, 0, 4, 0, save=0, at=4)
+    seq = Sequence(1, (1,) * 4, 9)
+    seq.nodes, seq.computed = [PrefixNode(None, (1,) * 4, [0], [0])], 4
+    states._take()
+    states.keep(seq, saved)
+    states.open_step()
+    reading = Row(2, 4, 1, 1, begin=states._read_state(seq.nodes[0]))
+    states.open_step()
+    drafted = states.with_draft(Row(3, 8, 1, 1), (5,))
+    assert drafted.save == reading.begin == 0
+    assert states.settle(Sequence(2, (1,) * 5, 9), reading, 0) == 5
+    assert states.pending == {0}
+    assert states.settle(Sequence(3, (1,) * 9, 9), drafted, 1) == 10
+    assert states.free() == [0]

@@ -17,14 +17,16 @@ LIBRARY = sys.stdlib_module_names
 # Imports point down only. A package may import those named after it, and itself.
 WAIST = {"types", "errors", "config"}
 MAY_IMPORT = {
-    "types": {"adapter_types", "control_types", "errors", "grammar_types", "sampler_types"},
+    "types": {"adapter_types", "claim_types", "control_types", "errors", "grammar_types", "sampler_types"},
     "adapter_types": set(),
+    "claim_types": set(),
     "grammar_types": {"errors"},
     "sampler_types": set(),
     "control_types": set(),
     "errors": set(),
     "config": {"types", "errors"},
-    "keys": {"errors"},
+    "keys": {"errors", "service_levels"},
+    "service_levels": set(),
     "speculative_config": {"errors"},
     "core": {"types", "errors"},
     "text": {"types", "errors"},
@@ -35,7 +37,7 @@ MAY_IMPORT = {
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
     "llm": {"ipc", "engine", "text", "model", "store", "speculative_config"} | WAIST,
-    "server": {"ipc", "keys", "model", "store", "text"} | WAIST,
+    "server": {"ipc", "keys", "model", "service_levels", "store", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}
 EXTRAS = {"torch", "triton", "ray"}

@@ -144,6 +144,12 @@ def _pip() -> tuple[str, str]:
         return "note", "not installed; needed for models from packages (pypi:...)"
 
 
+def _profiles() -> tuple[str, str]:
+    from penstock.service_levels import PROFILES
+
+    return "ok", "; ".join(f"{name}: {profile.described()}" for name, profile in PROFILES.items())
+
+
 def _store() -> tuple[str, str]:
     from penstock.store import entries, home, packed_size
 
@@ -192,4 +198,4 @@ def _tune_kernels() -> None:
     note(f"tilings are kept in {tune(report=note)}")
 
 
-CHECKS = (_python, _cpu, _cores, _memory, _disk, _native_backend, _pip, _store, _default_model)
+CHECKS = (_python, _cpu, _cores, _memory, _disk, _native_backend, _pip, _store, _default_model, _profiles)

@@ -6,10 +6,10 @@ import os
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli import options
-from penstock.cli.command import Argument, Option, UsageError
+from penstock.cli.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.terminal import note, print_json, print_table
 from penstock.errors import ConfigError
 
@@ -28,6 +28,35 @@ KeyModels = Annotated[
 ]
 
 
+class KeyShareOptions(NamedTuple):
+    """Declares what a key may claim of a busy engine."""
+
+    weight: Annotated[
+        float, Option(minimum=0.001, maximum=1000, help="Share of a busy engine: twice the weight, twice the work.")
+    ] = 1.0
+    priority: Annotated[
+        int,
+        Option(
+            maximum=0,
+            help="Lowest priority number that its requests may ask for; lower ones are served first, whatever the "
+            "shares.",
+        ),
+    ] = 0
+    ttft_target: Annotated[
+        int | None, Option(minimum=1, help="Target for the time to the first token of its requests, in milliseconds.")
+    ] = None
+    itl_target: Annotated[
+        int | None, Option(minimum=1, help="Target for the time between two tokens of its requests, in milliseconds.")
+    ] = None
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the options that differ from their defaults, as fields of the key file."""
+        given = {"weight": self.weight, "priority": self.priority}
+        targets = {"ttft_target_ms": self.ttft_target, "itl_target_ms": self.itl_target}
+        defaults = {"weight": 1.0, "priority": 0}
+        return {name: value for name, value in (given | targets).items() if value != defaults.get(name)}
+
+
 def add(
     name: KeyName,
     expires: Annotated[str, Option(help="When the key expires: 12h, 30d, or a date such as 2027-01-31 (UTC).")] = "",
@@ -40,11 +69,14 @@ def add(
     admin: Annotated[bool, Option(help="The key may also pull, create and delete models.")] = False,
     file: KeyFile = "",
     json: options.Json = False,
+    *,
+    share: Annotated[KeyShareOptions, OptionGroup()],
 ) -> None:
     """Create an API key and print it. The file keeps only its hash, so it cannot be shown again.
 
     penstock keys add alice
     penstock keys add ci --expires 30d --requests 60 --tokens 20000 --concurrent 4
+    penstock keys add app --weight 3 --priority -1 --ttft-target 500
     penstock serve --keys ~/.config/penstock/keys.json
 
     A running server accepts the key at once.
@@ -64,6 +96,7 @@ def add(
         concurrent=concurrent,
         models=tuple(models or ()),
         admin=admin,
+        **share.fields(),
     )
     with changing(path) as keys:
         if any(known.name == name for known in keys):
@@ -150,5 +183,8 @@ def _limits(key: Key) -> str:
         "concurrent requests": key.concurrent,
     }
     limits = [f"{limit} {what}" for what, limit in counts.items() if limit is not None]
+    limits += [f"weight {key.weight:g}"] * (key.weight != 1) + [f"priority from {key.priority}"] * bool(key.priority)
+    targets = {"TTFT": key.ttft_target_ms, "ITL": key.itl_target_ms}
+    limits += [f"{what} target {target} ms" for what, target in targets.items() if target is not None]
     limits += [f"only {', '.join(key.models)}"] * bool(key.models) + ["may change models"] * key.admin
     return ", ".join(limits)

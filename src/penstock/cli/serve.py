@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.server.models import Alias
     from penstock.server.models.ledger import Budget
     from penstock.server.telemetry.tracing import Traces
+    from penstock.service_levels import Profile, ServiceTerms
 
 SHARE_OF_MEMORY = 0.8  # of what is free, for models
 
@@ -109,8 +110,8 @@ class AccessOptions(NamedTuple):
     ] = False
     ignore_unknown_fields: Annotated[bool, Option(help="The default, kept for older scripts: see --strict.")] = False
 
-    def rules(self) -> Rules:
-        """Returns who may send what to the server."""
+    def rules(self, terms: ServiceTerms) -> Rules:
+        """Returns who may send what to the server, and by which terms its engines are shared."""
         from penstock.server.access.guard import Rules
 
         if self.strict and self.ignore_unknown_fields:
@@ -122,7 +123,76 @@ class AccessOptions(NamedTuple):
             tuple(self.cors or ()),
             self.max_waiting,
             lenient=not self.strict,
+            terms=terms,
         )
+
+
+class ShareOptions(NamedTuple):
+    profile: Annotated[
+        str, Option(help="Settings for a kind of use: chat, throughput, voice or batch. penstock doctor lists them.")
+    ] = ""
+    ttft_target: Annotated[
+        int,
+        Option(
+            minimum=0,
+            help="Target for the time to the first token, in milliseconds. Requests that would miss it by the "
+            "forecast, because others wait before them, are refused (429). 0: as the profile has it.",
+        ),
+    ] = 0
+    itl_target: Annotated[
+        int,
+        Option(
+            minimum=0,
+            help="Target for the time between two tokens, in milliseconds. Steps compute only as much of new prompts "
+            "as that allows. 0: as the profile has it.",
+        ),
+    ] = 0
+    max_wait: Annotated[
+        float | None,
+        Option(
+            minimum=0,
+            help="Most seconds that a request without a TTFT target may be expected to wait; others are refused (429). "
+            "0: no limit. By default as the profile has it, which without a profile is 60.",
+        ),
+    ] = None
+    tenant_header: Annotated[
+        str,
+        Option(
+            help="Header in which a trusted proxy names whose request it is, such as x-tenant. Tenants, or API keys, "
+            "share the engine fairly."
+        ),
+    ] = ""
+    share_prefixes: Annotated[
+        bool,
+        Option(
+            help="Let API keys and tenants reuse one another's cached prompts. The time of an answer then tells "
+            "whether another has sent the same prompt."
+        ),
+    ] = False
+
+    def find_profile(self) -> Profile:
+        """Returns the settings that the option names; raises if there are none."""
+        from penstock.service_levels import PROFILES
+
+        if (self.profile or "default") not in PROFILES:
+            raise UsageError(f"--profile takes {', '.join(PROFILES)}; got {self.profile!r}")
+        return PROFILES[self.profile or "default"]
+
+    def terms(self) -> ServiceTerms:
+        """Returns by which rules the engines are shared."""
+        from penstock.service_levels import ServiceTerms, Targets
+
+        profile = self.find_profile()
+        targets = Targets(self.ttft_target / 1000 or None, self.itl_target / 1000 or None)
+        patience = profile.patience if self.max_wait is None else self.max_wait or None
+        return ServiceTerms(targets.over(profile.targets), patience, self.tenant_header.lower(), self.share_prefixes)
+
+    def engine(self, given: Mapping[str, Any]) -> dict[str, int]:
+        """Returns the engine's options that the profile sets and `given` leaves open."""
+        budget = self.find_profile().prefill_budget
+        if not budget or given.get("prefill_budget"):
+            return {}
+        return {"prefill_budget": min(budget, given.get("step_tokens") or budget)}
 
 
 class TemplateOptions(NamedTuple):
@@ -259,6 +329,7 @@ def serve(
     pool: Annotated[PoolOptions, OptionGroup()],
     storage: Annotated[StorageOptions, OptionGroup()],
     access: Annotated[AccessOptions, OptionGroup()],
+    share: Annotated[ShareOptions, OptionGroup()],
     template: Annotated[TemplateOptions, OptionGroup()],
     telemetry: Annotated[TelemetryOptions, OptionGroup()],
     lora: Annotated[LoraOptions, OptionGroup()],
@@ -286,8 +357,8 @@ def serve(
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
     from penstock.server.telemetry.access_log import LogSettings
 
-    engine = engine | speculative.options(engine)
-    rules, budget = access.rules(), pool.budget()
+    engine = engine | speculative.options(engine) | share.engine(engine)
+    rules, budget = access.rules(share.terms()), pool.budget()
     aliases = _aliases(listen.alias or [], [each.name for each in finder.found])
     settings = PoolSettings(
         budget,

@@ -82,16 +82,30 @@ def _check_states(scheduler: Scheduler) -> None:
 
 
 def _check_queues(scheduler: Scheduler) -> None:
-    running, waiting, policy = scheduler.running, scheduler.waiting, scheduler.policy
-    for name, queue in (("running", running), ("waiting", waiting)):
-        order = [policy.order(seq, scheduler.now) for seq in queue]
-        assert policy.dynamic or order == sorted(order), f"{name} sequences are out of order"
+    running, tenants = scheduler.running, scheduler.tenants
+    waiting = [seq for tenant in tenants for seq in tenant.line]
+    for name, queue in (("running", running), *((f"waiting {tenant.name!r}", tenant.line) for tenant in tenants)):
+        order = [scheduler.policy.order(seq) for seq in queue]
+        assert order == sorted(order), f"{name} sequences are out of order"
+    _check_tenants(scheduler, waiting)
     assert {seq.id for seq in running + waiting} == scheduler.sequences.keys(), "a sequence is in no queue"
     assert len(running) + len(waiting) == len(scheduler.sequences), "a sequence is in two queues"
     assert all(seq.capacity for seq in running), "a running sequence has no blocks"
     assert not any(seq.tables or seq.nodes for seq in waiting), "a waiting sequence holds blocks"
     in_flight = set(scheduler.cache.in_flight.values())
     assert in_flight <= {seq.id for seq in running}, "a block is in flight for a sequence that is not running"
+
+
+def _check_tenants(scheduler: Scheduler, waiting: list[Sequence]) -> None:
+    tenants = scheduler.tenants
+    assert tenants.waiting == len(waiting), f"{tenants.waiting} sequences are counted as waiting, {len(waiting)} do"
+    running = Counter(seq.tenant.name for seq in scheduler.running)
+    for tenant in tenants:
+        found = running[tenant.name]
+        assert tenant.running == found, f"tenant {tenant.name!r}: {tenant.running} running, {found} found"
+        assert found or tenant.line, f"tenant {tenant.name!r} has no sequences"
+    foreground = sum(not seq.background for seq in scheduler.sequences.values())
+    assert tenants.foreground == foreground, f"{tenants.foreground} foreground sequences, {foreground} found"
 
 
 def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:

@@ -80,6 +80,10 @@ class KvCache:
             return None
         return self.states.awaited(ahead, matched, sequences[self.in_flight[ahead[0]]], self.in_flight)
 
+    def must_wait(self, seq: Sequence) -> bool:
+        """Returns whether a token of a waiting sequence, or a block that it can reuse, is still in flight."""
+        return seq.end > len(seq.tokens) or seq.awaited_hash in self.in_flight
+
     def divergence(self, seq: Sequence, others: Iterable[Sequence]) -> int:
         """Returns the position, at the end of a block, up to which most of these others share its prompt; 0: none."""
         counts = Counter(self._shared(seq, other) for other in others)

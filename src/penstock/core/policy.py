@@ -10,7 +10,12 @@ from collections.abc import Sequence as Line
 from typing import Any, NamedTuple, Protocol
 
 from penstock.core.sequence import Sequence
-from penstock.types import Limits, prefill_budget
+from penstock.core.step_cost import CostModel, PromptCost
+from penstock.types import Limits, Row, prefill_budget
+
+AIMED = 0.9  # share of a target that steps are planned to take: some take longer than forecast
+CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
+LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
 
 
 class ServingLoad(NamedTuple):
@@ -31,70 +36,136 @@ class Room(NamedTuple):
     groups: int  # blocks that a sequence takes when it grows: one for each layer group
 
 
+class StepBudget:
+    """Is what a step may still compute: so many tokens and, if there is a target for its time, so many seconds of
+    prompts by what they are known to cost."""
+
+    __slots__ = ("_cost", "_seconds", "hurried", "tokens")
+
+    def __init__(self, tokens: int, seconds: float = 0.0, cost: PromptCost | None = None) -> None:
+        self.tokens = tokens
+        self.hurried = False  # a tenant's first prompt is in it, beside others: those can wait a step
+        self._seconds = seconds
+        self._cost = cost
+
+    def share(self, wanted: int, behind: int = 0) -> int:
+        """Returns how many tokens an answer's row gets that could use `wanted`: all but one for every running row
+        behind it, so that nobody's stream stands still."""
+        return min(wanted, self.tokens - behind)
+
+    def prompt_share(self, wanted: int, context: int) -> int:
+        """Returns how many tokens a prompt gets that could use `wanted` after `context` others: one at least."""
+        most = min(wanted, self.tokens)
+        if self._cost is not None:
+            most = min(most, max(self._cost.tokens_within(self._seconds, context), 1))
+        return most
+
+    def spend(self, count: int) -> None:
+        """Takes off what an answer's row computes."""
+        self.tokens -= count
+
+    def spend_on_prompt(self, row: Row) -> None:
+        """Takes off what a prompt's row computes. When the time is used up, nothing is left."""
+        self.tokens -= row.count
+        if self._cost is not None:
+            self._seconds -= self._cost.seconds(row.count, row.count * (row.start + row.count / 2))
+            if self._seconds <= 0 or not self._cost.tokens_within(self._seconds, 0):
+                self.tokens = 0
+
+
 class Policy(Protocol):
     """Is asked by the scheduler whenever there is a choice."""
 
-    dynamic: bool  # the order of sequences may change while they wait or run: it is asked for before every plan
+    def order(self, seq: Sequence) -> Any:
+        """Returns what running sequences, and those in one tenant's line, are sorted by: they keep their memory in
+        this order. It is always the same for a sequence."""
 
-    def order(self, seq: Sequence, now: float) -> Any:
-        """Returns what sequences are sorted by: they run, wait and keep their memory in this order."""
+    def turn(self, seq: Sequence) -> Any:
+        """Returns what sequences of different tenants are compared by: whose prompt is least is computed next."""
 
-    def victim(self, running: Line[Sequence], first: int, now: float) -> Sequence:
-        """Returns which of running[first:] loses its blocks, so that one before them can go on."""
+    def victim(self, behind: Line[Sequence]) -> Sequence:
+        """Returns which of these loses its blocks, so that one before them can go on."""
 
-    def step_tokens(self, running: int, answering: int) -> int:
-        """Returns how many tokens a step may have beside `answering` of `running` rows that decode."""
+    def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
+        """Returns who gives way to a waiting sequence that is next in turn and finds no room, if anyone does."""
 
-    def share(self, wanted: int, budget: int, behind: int) -> int:
-        """Returns how many of the `budget` tokens left in a step a row gets that could use `wanted`, with so many
-        running rows `behind` it."""
+    def budget(self, running: Line[Sequence]) -> StepBudget:
+        """Returns what a step may compute while these are running."""
 
-    def may_start(self, seq: Sequence, budget: int, load: ServingLoad, now: float) -> bool:
-        """Returns whether a waiting sequence may start in a step with `budget` tokens left. If not, those after it
-        wait too."""
+    def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
+        """Returns whether a waiting sequence may start in a step that has so much left. If not, those after it wait
+        too."""
 
     def fits(self, room: Room) -> bool:
         """Returns whether there are enough blocks for a waiting sequence to start."""
 
 
 class StandardPolicy:
-    """Serves by priority, then first come, first served, and keeps requests that may wait in the background."""
+    """Serves by priority, then shares the work among tenants, then goes by deadlines and order of arrival. Requests
+    that may wait are kept in the background."""
 
-    dynamic = False
-
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, costs: CostModel | None = None) -> None:
         self._limits = limits
+        self._costs = costs
         self._background_rows = max(1, limits.max_rows // 2)
         self._few = max(1, self._background_rows // 4)
 
-    def order(self, seq: Sequence, now: float) -> tuple[bool, int, int]:
-        """Returns background requests after all others; within each class the lower priority number goes first, and
-        equals go in order of arrival."""
-        return (seq.background, seq.priority, seq.arrival)
+    def order(self, seq: Sequence) -> Any:
+        """Returns background requests after all others; within each class the lower priority number goes first, then
+        the earlier deadline, and equals go in order of arrival."""
+        return (seq.background, seq.priority, seq.due, seq.arrival)
 
-    def victim(self, running: Line[Sequence], first: int, now: float) -> Sequence:
-        """Returns the last in line."""
-        return running[-1]
+    def turn(self, seq: Sequence) -> Any:
+        """Returns the order within a line, but of equal priority the tenant that has had the least goes first. Of two
+        that have had the same, it is the one that runs less."""
+        tenant = seq.tenant
+        return (seq.background, seq.priority, tenant.counter, tenant.running, seq.due, seq.arrival)
 
-    def step_tokens(self, running: int, answering: int) -> int:
-        """Returns fewer tokens while rows decode: every token of a prompt delays them. The more rows there are, the
-        more one step yields and the longer it may take."""
+    def victim(self, behind: Line[Sequence]) -> Sequence:
+        """Returns the one of the tenant most over its share, of these the one that has least to compute again."""
+        return max(behind, key=_give_way)
+
+    def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
+        """Returns one of a tenant that has had more and has several running, if the tenant of `seq` has none running.
+        So a tenant's first request does not wait for another tenant's answers to end."""
+        if seq.tenant.running:
+            return None
+        others = [
+            each
+            for each in running
+            if each.tenant.running > 1
+            and each.tenant.counter >= seq.tenant.counter
+            and (each.background, each.priority) >= (seq.background, seq.priority)
+        ]
+        return self.victim(others) if others else None
+
+    def budget(self, running: Line[Sequence]) -> StepBudget:
+        """Returns fewer tokens while rows decode: every token of a prompt delays them. The tightest target of these
+        rows decides how many, by the cost of steps. Without a target, the more rows there are, the more one step yields
+        and the longer it may take."""
         limits = self._limits
-        if not answering or not limits.prefill_budget:
-            return limits.step_tokens
-        return min(max(prefill_budget(limits.prefill_budget, answering), running), limits.step_tokens)
+        answering = [seq for seq in running if seq.end > seq.prompt_len]
+        if not answering:
+            return StepBudget(limits.step_tokens)
+        target = min([seq.claim.itl for seq in answering if seq.claim.itl is not None], default=None)
+        if target is not None and self._costs is not None:
+            if not self._costs.known:
+                return StepBudget(min(len(running) + CAUTIOUS, limits.step_tokens))
+            alone = self._costs.answer_seconds(len(answering), len(answering))
+            return StepBudget(limits.step_tokens, max(AIMED * target - alone, LEAST * alone), self._costs.prompts)
+        if not limits.prefill_budget:
+            return StepBudget(limits.step_tokens)
+        budget = prefill_budget(limits.prefill_budget, len(answering))
+        return StepBudget(min(max(budget, len(running)), limits.step_tokens))
 
-    def share(self, wanted: int, budget: int, behind: int) -> int:
-        """Returns all that is wanted but one token for every running row behind, so that nobody's stream stands
-        still."""
-        return min(wanted, budget - behind)
-
-    def may_start(self, seq: Sequence, budget: int, load: ServingLoad, now: float) -> bool:
-        """Returns False for an encoder's prompt that the step cannot hold whole, and for a background request while
-        there are enough of those."""
+    def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
+        """Returns False for an encoder's prompt that the step cannot hold whole, for a background request while there
+        are enough of those, and for a tenant that runs some in a step with another's first."""
+        if budget.hurried and seq.tenant.running:
+            return False
         if seq.background and not self._background_may_start(load):
             return False
-        return budget >= (seq.end if self._limits.encoder else 1)
+        return budget.tokens >= (seq.end if self._limits.encoder else 1)
 
     def fits(self, room: Room) -> bool:
         """Returns whether every running sequence still finds the blocks for what it already has to compute and can
@@ -108,3 +179,8 @@ class StandardPolicy:
         if load.background >= self._background_rows:
             return False
         return load.background < self._few or not load.foreground
+
+
+def _give_way(seq: Sequence) -> Any:
+    """Returns what decides who loses its blocks: the greatest does."""
+    return (seq.background, seq.priority, seq.tenant.counter, -seq.computed, seq.arrival)

@@ -10,17 +10,18 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockEvents
 from penstock.core.drafts import DraftRows, Drafts
 from penstock.core.kvcache import KvCache
-from penstock.core.policy import Policy, Room, ServingLoad, StandardPolicy
+from penstock.core.policy import Policy, Room, StandardPolicy, StepBudget
 from penstock.core.prefix import PrefixNode
 from penstock.core.recent import RecentStreams
 from penstock.core.refusal import refuse_impossible, refuse_unworkable
 from penstock.core.sequence import Sequence
+from penstock.core.tally import Tally
+from penstock.core.tenants import PER_GENERATED, Tenants, Turns
 from penstock.errors import InvalidRequest
 from penstock.types import (
     Aborted,
@@ -63,17 +64,18 @@ class Scheduler:
         self.cache = KvCache(limits, chain, self._block_events)
         self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else None
         self.sequences: dict[int, Sequence] = {}
-        self.running: list[Sequence] = []  # in policy order, as is `waiting`
-        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []  # in policy order
+        self.tenants = Tenants(self.policy.order)  # with all who wait
         self.recent = RecentStreams()
         self.now = 0.0  # set before every call by whoever has a clock
         self._step = 0
         self._arrivals = 0
-        self._foreground = self._running_background = 0
+        self._reserved = 0  # blocks, while a step is planned: see Room
+        self._squeezed: Sequence | None = None  # was next in turn in the last plan and found too few blocks
         self._grown: list[Grown] = []
         self._dropped: list[int] = []
         self._copies: list[BlockCopy] = []
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._preemptions = 0
+        self._tally = Tally()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -83,11 +85,9 @@ class Scheduler:
             raise InvalidRequest(f"request id {seq.id} is already in use")
         refuse_impossible(seq, self.limits)
         self._arrivals += 1
-        seq.arrival = self._arrivals
-        seq.times.arrived = self.now
+        seq.arrive(self._arrivals, self.now)
         self.sequences[seq.id] = seq
-        self._foreground += not seq.background
-        insort(self.waiting, seq, key=self._order)
+        self.tenants.add(seq)
 
     def abort(self, id: int) -> list[Aborted]:
         """Ends a sequence wherever it stands; one that has already ended is left alone."""
@@ -101,15 +101,6 @@ class Scheduler:
         for seq in failed:
             self._end(seq)
         return [Failed(seq.id, code, message) for seq in failed]
-
-    def requeue(self, plan: StepPlan) -> None:
-        """Takes back the plan made last, whose step could not be computed: its sequences wait to be computed again."""
-        self.cache.states.give_back(*plan.rows)
-        for row in plan.rows:
-            seq = self.sequences[row.seq]
-            if row.sample and seq.end > len(seq.tokens):
-                seq.end -= 1  # the token that this row would have sampled
-            self.preempt(seq)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -127,14 +118,12 @@ class Scheduler:
         """Decides the next step. Every plan is to be carried out, also one without rows."""
         self._step += 1
         self.cache.states.open_step()
-        if self.policy.dynamic:
-            self.running.sort(key=self._order)
-            self.waiting.sort(key=self._order)
+        self._make_way()
         rows: list[Row] = []
-        preemptions = self._preemptions
-        budget = self._plan_running(rows)
-        if self.waiting and preemptions == self._preemptions:
-            self._admit(rows, budget)
+        preemptions = self._tally.preemptions
+        budget, begun = self._plan_answers(rows)
+        if begun or self.tenants.waiting:
+            self._plan_prompts(rows, budget, begun, preemptions)
         rows = self.cache.states.assign_saves(rows, self.sequences)
         if self._drafts is not None:
             self._grown += self._drafts.extend(rows, self.sequences, len(self.running))
@@ -160,55 +149,60 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Returns how many sequences and blocks there are, and what was counted so far."""
-        cached = self.cache.trie.idle_blocks
-        free = len(self.cache.pool)
-        return Stats(
-            running=len(self.running),
-            waiting=len(self.waiting),
-            blocks_free=free,
-            blocks_used=self.limits.num_blocks - free - cached,
-            blocks_cached=cached,
-            steps=self._step,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=self._preemptions,
-        )
+        return self._tally.stats(self.cache, self._step, len(self.running), self.tenants.waiting)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def _order(self, seq: Sequence) -> Any:
-        return self.policy.order(seq, self.now)
+    def _make_way(self) -> None:
+        """Preempts a sequence, if the policy says so, for one that is next in turn and finds no row or too few
+        blocks."""
+        seq = self.tenants.next(self.policy.turn) if len(self.tenants) > 1 else None
+        full = len(self.running) >= self.limits.max_rows or seq is self._squeezed
+        if seq is None or not full or self.cache.must_wait(seq):
+            return
+        if (victim := self.policy.displaced(seq, self.running)) is not None:
+            self.preempt(victim)
 
-    def _plan_running(self, rows: list[Row]) -> int:
-        """Adds a row for every running sequence that has something to compute; returns the tokens left over."""
-        answering = sum(seq.end > seq.prompt_len for seq in self.running)
-        budget = self.policy.step_tokens(len(self.running), answering)
-        index, held = 0, self._drafts.held(self.running) if self._drafts is not None else ()
-        while index < len(self.running):
-            seq = self.running[index]
-            index += 1
+    def _plan_answers(self, rows: list[Row]) -> tuple[StepBudget, list[Sequence]]:
+        """Adds a row for every running sequence that goes on with its answer. Returns what is left of the step, and
+        the running sequences that have prompts to compute, or to compute again."""
+        budget = self.policy.budget(self.running)
+        begun, behind = list[Sequence](), len(self.running)
+        held = self._drafts.held(self.running) if self._drafts is not None else ()
+        for seq in list(self.running):
+            behind -= 1
             wanted = seq.end - seq.planned
-            if wanted == 0 or seq.must_wait or seq.id in held:
+            if wanted == 0 or seq.must_wait or seq.id in held or not seq.tables:  # or it was just preempted
                 continue
-            count = self.policy.share(wanted, budget, len(self.running) - index)
-            if count > 1:
-                count = self.cache.states.clip(seq, count)
-            count = self._make_room(seq, count, index)
-            if count:
-                budget -= count
+            if seq.planned < seq.prompt_len or seq.planned < seq.times.lost:
+                begun.append(seq)
+            elif count := self._fit(rows, seq, budget.share(wanted, behind)):
+                budget.spend(count)
                 rows.append(self._row(seq, count))
-        return budget
+        return budget, begun
 
-    def _make_room(self, seq: Sequence, count: int, index: int) -> int:
-        """Preempts some of running[index:] until `count` more positions fit; returns how many do."""
+    def _fit(self, rows: list[Row], seq: Sequence, count: int) -> int:
+        """Returns how many of `count` more positions a running sequence can have computed."""
+        if count > 1:
+            count = self.cache.states.clip(seq, count)
+        return self._make_room(seq, count, rows)
+
+    def _make_room(self, seq: Sequence, count: int, rows: list[Row]) -> int:
+        """Preempts running sequences that come after this one and have no row yet, until `count` more positions fit;
+        returns how many do."""
         spare = seq.capacity - seq.planned
         if count <= spare:
             return count
         cache = self.cache
         missing = cache.blocks_for(count - spare) * cache.groups
-        while missing > cache.available and len(self.running) > index:
-            self.preempt(self.policy.victim(self.running, index, self.now))
+        if missing > cache.available:
+            planned = {row.seq for row in rows}
+            after = self.running[self.running.index(seq) + 1 :]
+            behind = [each for each in after if each.id not in planned]
+            while missing > cache.available and behind:
+                victim = self.policy.victim(behind)
+                behind.remove(victim)
+                self.preempt(victim)
         return min(count, spare + cache.available // cache.groups * cache.block_size)
 
     def _row(self, seq: Sequence, count: int, begin: int = -1) -> Row:
@@ -218,6 +212,8 @@ class Scheduler:
         if start + count > seq.capacity:
             self._grown += self.cache.grow(seq, start + count)
         seq.planned = start + count
+        if start < seq.prompt_len:
+            seq.tenant.charge(seq.new_prompt_work(start))
         sample = 0
         if seq.planned == seq.end and seq.end < seq.max_len:
             seq.end += 1
@@ -226,61 +222,67 @@ class Scheduler:
 
     # -- admission -----------------------------------------------------------------------------------------------
 
-    def _admit(self, rows: list[Row], budget: int) -> None:
-        """Lets waiting sequences in, in order, until one does not fit. One whose next block is just being computed
-        by another is passed over until it can reuse it."""
-        reserved = sum(map(self.cache.reserved, self.running))
-        index = 0
-        while budget > 0 and index < len(self.waiting) and len(self.running) < self.limits.max_rows:
-            seq = self.waiting[index]
-            if self._should_wait(seq):
-                index += 1
-                continue
-            load = ServingLoad(len(self.running), self._running_background, self._foreground)
-            if not self.policy.may_start(seq, budget, load, self.now):
+    def _plan_prompts(self, rows: list[Row], budget: StepBudget, begun: list[Sequence], preemptions: int) -> None:
+        """Gives what is left of a step to prompts, in turn: to those begun and to those that wait, until one does not
+        fit. If there were more `preemptions` than this, none of those that wait may start."""
+        self._reserved = sum(map(self.cache.reserved, self.running))
+        turns = Turns(begun, self.tenants.in_line(), self.policy.turn)
+        if preemptions != self._tally.preemptions:
+            turns.close()
+        for seq in turns:
+            if budget.tokens <= 0:
                 break
-            known = self.cache.match(seq)
-            matched = self.cache.usable(known)
-            seq.awaited_hash = self.cache.awaited(seq, len(matched), self.sequences)
-            if seq.awaited_hash is not None:
-                continue
-            needed, idle = self.cache.needed(seq, matched)
-            room = Room(self.cache.available - idle, needed, reserved, len(self.running), self.cache.groups)
-            if not self.policy.fits(room):
-                break
-            del self.waiting[index]
-            row = self._start(seq, known, matched, budget)
-            rows.append(row)
-            budget -= row.count
-            reserved += self.cache.reserved(seq)
+            if seq.waits:
+                fits = self.cache.must_wait(seq) or self._admit(seq, rows, budget)
+            else:
+                wanted = seq.end - seq.planned
+                if count := self._fit(rows, seq, budget.prompt_share(wanted, seq.planned)):
+                    rows.append(row := self._row(seq, count))
+                    budget.spend_on_prompt(row)
+                fits = preemptions == self._tally.preemptions
+            if not fits:
+                turns.close()
 
-    def _should_wait(self, seq: Sequence) -> bool:
-        """Returns whether a token of the sequence, or a block that it can reuse, is still in flight."""
-        return seq.end > len(seq.tokens) or seq.awaited_hash in self.cache.in_flight
+    def _admit(self, seq: Sequence, rows: list[Row], budget: StepBudget) -> bool:
+        """Lets a waiting sequence in; returns False if there is no room for it. One whose next block is just being
+        computed by another is passed over until it can reuse it."""
+        full = len(self.running) >= self.limits.max_rows
+        if full or not self.policy.may_start(seq, budget, self.tenants.load(len(self.running))):
+            return False
+        known = self.cache.match(seq)
+        matched = self.cache.usable(known)
+        seq.awaited_hash = self.cache.awaited(seq, len(matched), self.sequences)
+        if seq.awaited_hash is not None:
+            return True
+        needed, idle = self.cache.needed(seq, matched)
+        room = Room(self.cache.available - idle, needed, self._reserved, len(self.running), self.cache.groups)
+        if not self.policy.fits(room):
+            self._squeezed = seq
+            return False
+        rows.append(row := self._start(seq, known, matched, budget))
+        budget.spend_on_prompt(row)
+        budget.hurried |= seq.tenant.running == 1 < len(self.running)
+        self._reserved += self.cache.reserved(seq)
+        return True
 
-    def _start(self, seq: Sequence, known: list[PrefixNode], matched: list[PrefixNode], budget: int) -> Row:
+    def _start(self, seq: Sequence, known: list[PrefixNode], matched: list[PrefixNode], budget: StepBudget) -> Row:
         """Makes a waiting sequence run on its matched prefix; returns its first row."""
         cache = self.cache
+        self.tenants.start(seq)
         self._grown += cache.open(seq, matched, len(known))
-        insort(self.running, seq, key=self._order)
-        self._running_background += seq.background
+        insort(self.running, seq, key=self.policy.order)
         seq.computed = seq.planned = seq.capacity
         seq.admission_epoch = self._step
         seq.times.recomputed += max(seq.times.lost - seq.computed, 0)
         if seq.cached < 0:
-            self._note_first_admission(seq)
-        waiting = islice(self.waiting, COMPARED)
+            self._tally.admit(seq, self.now)
+            if seq.explain:
+                seq.times.nearest = self.recent.nearest(seq)
+        waiting = islice(seq.tenant.line, COMPARED)
         begin = cache.states.begin(seq, matched, len(known), lambda: cache.divergence(seq, waiting))
-        count = cache.states.clip(seq, self.policy.share(seq.end - seq.planned, budget, 0))
-        return self._row(seq, self._make_room(seq, count, len(self.running)), begin)
-
-    def _note_first_admission(self, seq: Sequence) -> None:
-        seq.cached = min(seq.computed, seq.prompt_len)
-        self._prompt_tokens += seq.prompt_len
-        self._cached_tokens += seq.cached
-        seq.times.admitted = self.now
-        if seq.explain:
-            seq.times.nearest = self.recent.nearest(seq)
+        share = budget.prompt_share(seq.end - seq.planned, seq.planned)
+        count = min(share, cache.available // cache.groups * cache.block_size)
+        return self._row(seq, cache.states.clip(seq, count), begin)
 
     # -- committing ----------------------------------------------------------------------------------------------
 
@@ -295,9 +297,7 @@ class Scheduler:
         self, seq: Sequence, row: Row, answer: RowResult, tokens: tuple[int, ...], stop: int | None
     ) -> Iterator[Event]:
         """Yields the events of an answer whose tokens were appended."""
-        if scores := answer.scores:  # scores[i] is of token start + 1 + i; a resumed prompt may bring some again
-            scores = scores[max(seq.scored - row.start - 1, 0) :]
-            seq.scored += len(scores)
+        scores = seq.new_scores(row.start, answer.scores)
         if tokens and seq.times.answered is None:
             seq.times.answered = self.now
         if tokens or scores:
@@ -315,36 +315,36 @@ class Scheduler:
         seq.tokens += tokens
         seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
         seq.drafted = False
-        self._generated_tokens += len(tokens)
+        self._tally.generated_tokens += len(tokens)
+        seq.tenant.charge(PER_GENERATED * len(tokens))
         return tokens, stop
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to wait: its blocks go, its tokens stay."""
-        self._preemptions += 1
+        self._tally.preemptions += 1
         seq.times.preemptions += 1
         seq.times.lost = seq.computed
         self._leave(seq)
         seq.computed = seq.planned = 0
         seq.admission_epoch = self._step
-        insort(self.waiting, seq, key=self._order)
+        self.tenants.wait(seq)
 
     def _end(self, seq: Sequence) -> Report:
         del self.sequences[seq.id]
-        self._foreground -= not seq.background
         self._leave(seq)
+        self.tenants.end(seq)
         self.recent.keep(seq)
         return seq.times.report(seq.cached, self.now)
 
     def _leave(self, seq: Sequence) -> None:
-        """Takes a sequence out of its queue, and its blocks and block tables from it. Only running ones have any. It is
-        found by identity, because its place in the order may have changed."""
-        if not seq.tables:
-            self.waiting.remove(seq)
+        """Takes a sequence out of its queue, and its blocks and block tables from it. Only running ones have any."""
+        if seq.waits:
+            self.tenants.take(seq)
             return
         self.running.remove(seq)
-        self._running_background -= seq.background
+        self.tenants.stop(seq)
         self.cache.release(seq)
         self._grown = [grown for grown in self._grown if grown.seq != seq.id]
         self._dropped.append(seq.id)

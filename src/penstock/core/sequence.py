@@ -3,8 +3,14 @@ its blocks, and the states its saves."""
 
 from __future__ import annotations
 
+from math import inf
+from typing import TYPE_CHECKING
+
 from penstock.core.prefix import PrefixNode
-from penstock.types import Nearest, Report
+from penstock.types import NO_CLAIM, Claim, Nearest, Report, TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.core.tenants import Tenant
 
 
 class RequestTimes:
@@ -52,8 +58,11 @@ class Sequence:
         "block_hashes",
         "cached",
         "capacity",
+        "charged",
+        "claim",
         "computed",
         "drafted",
+        "due",
         "end",
         "explain",
         "id",
@@ -75,6 +84,7 @@ class Sequence:
         "scored",
         "stop_ids",
         "tables",
+        "tenant",
         "times",
         "tokens",
         "window_starts",
@@ -95,6 +105,7 @@ class Sequence:
         owner: str = "",
         explain: bool = False,
         background: bool = False,
+        claim: Claim = NO_CLAIM,
     ) -> None:
         self.id = id
         self.tokens = list(prompt)
@@ -109,6 +120,10 @@ class Sequence:
         self.owner = owner
         self.explain = explain
         self.background = background
+        self.claim = claim
+        self.tenant: Tenant  # is set when it is added to a scheduler
+        self.due = inf  # when its first token is wanted
+        self.charged = 0  # prompt tokens that its tenant has paid for, or that it found in the cache
         self.times = RequestTimes()
         self.arrival = 0
         self.computed = 0
@@ -131,6 +146,21 @@ class Sequence:
         self.rolling: PrefixNode | None = None  # the node whose end its answer's recurrent state was saved at last
         self.restore = -1  # the place of the recurrent state that its next row begins with; -1: its own
 
+    def arrive(self, number: int, now: float) -> None:
+        """Takes note that it is the arrival with this number."""
+        self.arrival, self.times.arrived = number, now
+        self.due = now + min([time for time in (self.claim.deadline, self.claim.ttft) if time is not None], default=inf)
+
+    @property
+    def waits(self) -> bool:
+        """Returns whether it holds no blocks and waits to start."""
+        return not self.tables
+
+    def new_prompt_work(self, start: int) -> int:
+        """Returns how many prompt tokens from `start` on are planned for the first time, and counts them as charged."""
+        first, self.charged = max(start, self.charged), max(self.charged, min(self.planned, self.prompt_len))
+        return max(self.charged - first, 0)
+
     @property
     def must_wait(self) -> bool:
         """Returns whether its next row cannot be planned before the one in flight is committed."""
@@ -143,6 +173,13 @@ class Sequence:
             if token in self.stop_ids:
                 return tokens[:count], token
         return tokens, None
+
+    def new_scores(self, start: int, scores: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+        """Returns those of a row's scores that are news, and counts them: scores[i] is of token start + 1 + i, and a
+        resumed prompt may bring some again."""
+        scores = scores[max(self.scored - start - 1, 0) :] if scores else scores
+        self.scored += len(scores)
+        return scores
 
     @property
     def reuses_prefix(self) -> bool:

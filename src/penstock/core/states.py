@@ -97,7 +97,7 @@ class SavedStates(NoStates):
         self._free = list(range(places - 1, -1, -1))
         self._saved: OrderedDict[PrefixNode, int] = OrderedDict()  # the least recently used one comes first
         self._read: set[int] = set()  # places that rows of the step being planned begin with
-        self._restores: set[int] = set()  # places of states before drafts
+        self._restores: dict[int, tuple[int, int]] = {}  # places of states before drafts: their sequence and position
 
     def deepest(self, chain: Sequence[PrefixNode], count: int) -> int:
         return next((length for length in range(count, 0, -1) if chain[length - 1] in self._saved), 0)
@@ -140,17 +140,17 @@ class SavedStates(NoStates):
         place = self._take()
         if place is None:
             return row
-        self._restores.add(place)
+        self._restores[place] = (row.seq, row.start + row.count)
         return extended(row, draft)._replace(save=place, at=row.start + row.count)
 
     def settle(self, seq: TokenSequence, row: Row, accepted: int) -> int:
         """Returns the position before the draft if any of it was wrong: what was accepted is computed again from the
         state there."""
-        self._give_back_restore(row.begin)
+        self._give_back_restore(row.begin, row.seq, row.start)
         if not row.draft:
             return row.start + row.count
         if accepted == len(row.draft):
-            self._give_back_restore(row.save)
+            self._give_back_restore(row.save, row.seq, row.at)
             return row.start + row.count
         seq.restore = row.save
         return row.at
@@ -168,8 +168,8 @@ class SavedStates(NoStates):
 
     def give_back(self, *rows: Row) -> None:
         for row in rows:
-            self._give_back_restore(row.begin)
-            self._restores.discard(row.save)
+            self._give_back_restore(row.begin, row.seq, row.start)
+            self._restores.pop(row.save, None)
             if row.save >= 0:
                 self._give_back_place(row.save)
 
@@ -178,7 +178,7 @@ class SavedStates(NoStates):
             self._free.append(self._saved.pop(node))
 
     def leave(self, seq: TokenSequence) -> None:
-        self._give_back_restore(seq.restore)
+        self._give_back_restore(seq.restore, seq.id, seq.computed)
         seq.saving, seq.rolling, seq.restore = [], None, -1
 
     def saved(self) -> dict[PrefixNode, int]:
@@ -217,10 +217,11 @@ class SavedStates(NoStates):
             self._saved[node] = place
         self._saved.move_to_end(node)
 
-    def _give_back_restore(self, place: int) -> None:
-        """Frees a place if it holds the state before a draft."""
-        if place in self._restores:
-            self._restores.remove(place)
+    def _give_back_restore(self, place: int, seq: int, position: int) -> None:
+        """Frees a place if it holds the state of a sequence at a position before a draft. It may be another's by now:
+        a place that a step in flight reads may be written by the next."""
+        if self._restores.get(place) == (seq, position):
+            del self._restores[place]
             self._give_back_place(place)
 
     def _give_back_place(self, place: int) -> None:

@@ -16,6 +16,8 @@ from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
 from penstock.core.draft_depths import DraftDepths
+from penstock.core.speculation import StepCost
+from penstock.core.step_cost import CostModel
 from penstock.engine.adapters import Adapters
 from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, DraftModel
 from penstock.engine.drafting import Drafting
@@ -121,12 +123,14 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
     grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
     most = draft_limit(config.speculation)
+    drafting = None if most == 0 or not limits.generates else Drafting(backend.padded_sizes)
     return Engine(
         backend,
         limits,
         depth=backend.depth,
         grammars=grammars,
-        drafting=None if most == 0 or not limits.generates else Drafting(backend.padded_sizes),
+        costs=CostModel(StepCost(shapes=backend.padded_sizes) if drafting is None else drafting.cost),
+        drafting=drafting,
         draft_model=open_drafting(draft, checkpoint, backend, limits),
         draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),

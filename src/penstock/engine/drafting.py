@@ -157,7 +157,7 @@ class Drafting:
     def __init__(self, shapes: Sequence[int] = ()) -> None:
         self.acceptance = Acceptance()
         self.running = 0  # drafters that are open
-        self._cost = StepCost(slope=PADDED_SLOPE if shapes else SLOPE, shapes=shapes)
+        self.cost = StepCost(slope=PADDED_SLOPE if shapes else SLOPE, shapes=shapes)
         self._most = max(shapes, default=MOST_TOKENS)  # tokens of a step with drafts
         self._gap = 0.0  # seconds that a device waits for the drafts of one row
         self._indexed = PADDED_INDEXED if shapes else INDEXED
@@ -185,7 +185,7 @@ class Drafting:
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
         """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
         most `budget` together."""
-        return draft_lengths(proposals, self._cost, rows, tokens, min(budget, self._most - tokens), self._exploration)
+        return draft_lengths(proposals, self.cost, rows, tokens, min(budget, self._most - tokens), self._exploration)
 
     def room(self, rows: int) -> int:
         """Returns how many tokens each of so many rows may draft in one step."""
@@ -194,11 +194,11 @@ class Drafting:
     def seconds(self, rows: int, tokens: int, most: int) -> list[float]:
         """Returns how long a step is expected to take that has so many rows and tokens without drafts, with 0, 1, ...
         drafted tokens, up to `most` at least."""
-        return self._cost.curve(rows, tokens, most)
+        return self.cost.curve(rows, tokens, most)
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Takes note of how long a step took that had nothing but answering rows."""
-        self._cost.observe(rows, tokens, seconds)
+        self.cost.observe(rows, tokens, seconds)
 
     def observe_gap(self, rows: int, seconds: float) -> None:
         """Takes note of how long a device waited for a step with drafts of so many rows."""
@@ -208,7 +208,7 @@ class Drafting:
     def halves(self, rows: int) -> bool:
         """Returns whether a device waits longer for the drafts of so many rows than one more step takes, which reads
         all weights again."""
-        return rows > 1 and (GAP_ROWS + rows) * self._gap > self._cost.least
+        return rows > 1 and (GAP_ROWS + rows) * self._gap > self.cost.least
 
     def index(self, most: int | None = None) -> None:
         """Indexes at most `most` of the tokens that wait for it, by default as many as cost a step little. Call it once

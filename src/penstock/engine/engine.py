@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.backend.base import Backend, Sleeper, Ticket
-from penstock.core import Policy, Scheduler, hashing
+from penstock.core import Policy, Scheduler, StandardPolicy, hashing
+from penstock.core.deadlines import expire
 from penstock.core.refusal import refuse_impossible
+from penstock.core.requeue import requeue
+from penstock.core.step_cost import CostModel
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
@@ -62,12 +65,12 @@ NOTHING = StepPlan(0, ())  # is what a paused engine does
 
 class Engine(WeightControl):
     """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
-    flight while the next one is planned, `policy` decides where there is a choice, `drafting` proposes how answers may
-    go on, as does a `draft_model` (a step drafts at most `draft_tokens` tokens of a request), `chain` computes chain
-    hashes, `classifier` is the model's classification head, `dense` turns its pooled states into embeddings, `adapters`
-    are those that requests may name, `weights` reads others for the model, `unknown_fields` are those of its config
-    that nothing is known of, `sleeper` gives the backend's memory back, and with `block_events` it is recorded what
-    enters and leaves the prefix cache."""
+    flight while the next one is planned, `policy` decides where there is a choice, `costs` learns how long steps take,
+    `drafting` proposes how answers may go on, as does a `draft_model` (a step drafts at most `draft_tokens` tokens of a
+    request), `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
+    states into embeddings, `adapters` are those that requests may name, `weights` reads others for the model,
+    `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back, and
+    with `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class Engine(WeightControl):
         depth: int = 0,
         grammars: Grammars | None = None,
         policy: Policy | None = None,
+        costs: CostModel | None = None,
         drafting: Drafters[Any] | None = None,
         draft_model: DraftModel | None = None,
         draft_tokens: int = MOST_DRAFTED,
@@ -106,6 +110,8 @@ class Engine(WeightControl):
         self._speculation = (
             Speculation(drafting, self._records, self.draft_tokens, draft_model) if drafting is not None else None
         )
+        self._costs = costs or CostModel()
+        policy = policy or StandardPolicy(limits, self._costs)
         self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, epoch=epoch)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()
@@ -180,6 +186,7 @@ class Engine(WeightControl):
         if self._waiting_room:
             self._start_ready()
         began = self._scheduler.now = time.perf_counter()
+        self._emit(expire(self._scheduler))
         plan = NOTHING if self._pause.paused else self._scheduler.plan()
         self._batcher.apply(plan)
         if plan.copies:
@@ -394,7 +401,7 @@ class Engine(WeightControl):
         if self._out_of_memory:
             self._fail(plan, error)
         else:
-            self._scheduler.requeue(plan)
+            requeue(self._scheduler, plan)
         self._out_of_memory = not self._out_of_memory
 
     def _commit(self, plan: StepPlan, ticket: Ticket, began: float) -> None:
@@ -404,6 +411,7 @@ class Engine(WeightControl):
             self._fail(plan, error)
         else:
             began, self._answered = max(began, self._answered), time.perf_counter()
+            self._costs.observe(plan.rows, self._answered - began, answers=self._speculation is None)
             if self._speculation is not None:
                 result = self._speculation.verify(plan, result, self._answered - began)
             if self._mirostats:

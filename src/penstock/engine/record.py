@@ -100,6 +100,7 @@ class RequestRecord:
             owner=request.owner,
             explain=request.explain,
             background=request.background,
+            claim=request.claim,
         )
 
     def complete(self, event: Finished | Aborted | Failed) -> Event:

@@ -59,7 +59,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
     data, space, rules, traces, _ = setup
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, data or pool.default.name)
-    runner = BatchRunner(archive, pool, accounts, lenient=rules.lenient)
+    runner = BatchRunner(archive, pool, accounts, lenient=rules.lenient, terms=rules.terms)
     files, batches = Files(archive), Batches(archive, runner)
     responses = Responses()
 
@@ -87,7 +87,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
     )
     inner: ASGIApp = app if traces is None else traces.around(app, pool.metrics, pool.default.name)
     logged = AccessLog(guarded(inner, pool, rules, accounts), pool.metrics)
-    return ContextMiddleware(logged, lenient=rules.lenient)
+    return ContextMiddleware(logged, lenient=rules.lenient, terms=rules.terms)
 
 
 def serve(pool: ModelPool, host: str, port: int, setup: Setup = DEFAULT_SETUP) -> None:

@@ -12,15 +12,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from time import monotonic
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.accounts import Account
 from penstock.server.access.in_flight import Admission
-from penstock.types import AdapterUse, Request
+from penstock.service_levels import NO_TARGETS, STANDARD_TERMS, ServiceTerms, Targets
+from penstock.types import AdapterUse, Claim, Request
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import RequestSpan
@@ -33,6 +36,10 @@ CREDENTIALS = ("authorization", "x-api-key")
 MAX_IGNORED = 256  # fields
 MAX_NAME = 128  # characters of one
 NO = ("", "0", "false", "no")
+KNOWN = ("key ", "tenant ")  # owners that a key or a trusted proxy names begin so
+DEADLINE, TTFT, ITL = "x-request-deadline-ms", "x-request-ttft-target-ms", "x-request-itl-target-ms"
+LONGEST = 86_400_000  # milliseconds of a deadline or target
+MAX_TENANT = 256  # characters of a tenant's name that count
 
 
 async def _no_connection(_: Message) -> None:
@@ -69,6 +76,10 @@ class RequestContext:
     explain: bool = False  # the answer reports what happened to it
     background: bool = False  # its answers may wait behind those of every foreground request
     priority: int = 0  # lower runs sooner
+    terms: ServiceTerms = STANDARD_TERMS
+    arrived: float = field(default_factory=monotonic)
+    deadline: float | None = None  # seconds from its arrival
+    targets: Targets = NO_TARGETS  # that the request itself states
     salt: str = ""  # prompts share cached blocks only under the same salt
     adapters: tuple[AdapterUse, ...] = ()  # that the request is computed with
     prediction: tuple[int, ...] = ()  # how the client expects the answer to go on
@@ -103,6 +114,57 @@ class RequestContext:
         self.payer = account
         self.owner = owner_of_key(account.name)
 
+    @property
+    def tenant(self) -> str:
+        """Returns whose share of the engine the request uses. All who are not known by a key or by a trusted proxy's
+        header are one tenant."""
+        return self.owner if self.owner.startswith(KNOWN) else ""
+
+    def read_headers(self, headers: Headers) -> None:
+        """Takes over the deadline and the targets that the headers state."""
+        self.state_times(*((name, _whole_number(name, headers.get(name))) for name in (DEADLINE, TTFT, ITL)))
+
+    def state_times(self, *times: tuple[str, int | None]) -> None:
+        """Takes over the deadline and the targets for the first token and for those after it, which are given in this
+        order, in milliseconds and with their names; None: it stays as it is."""
+        for name, time in times:
+            if time is not None and not 1 <= time <= LONGEST:
+                raise InvalidRequest(f"{name} is in milliseconds, from 1 to {LONGEST}; got {time}", param=name)
+        deadline, ttft, itl = (None if time is None else time / 1000 for _, time in times)
+        self.deadline = self.deadline if deadline is None else deadline
+        self.targets = Targets(ttft, itl).over(self.targets)
+
+    def ask_priority(self, asked: int, param: str) -> None:
+        """Takes over the priority that a request asks for, as far as its key may use it: a lower number becomes the
+        lowest that the key has, and is listed as ignored or refused."""
+        if self.payer is not None and asked < self.payer.priority:
+            if not self.lenient:
+                raise self.payer.forbidden("priority", f"ask for {param} below {self.payer.priority}")
+            self.ignore(param)
+            asked = self.payer.priority
+        self.priority = asked
+
+    def claim(self) -> Claim:
+        """Returns what the request may claim of the engine. Time that has passed since its arrival is taken off, of
+        which loading the model counts for a deadline only. In the background there are no targets but those that the
+        request itself states."""
+        keys = NO_TARGETS if self.payer is None else self.payer.targets
+        ttft, itl = self.targets if self.background else self.targets.over(keys).over(self.terms.targets)
+        waited = monotonic() - self.arrived
+        return Claim(
+            self.tenant,
+            1.0 if self.payer is None else self.payer.weight,
+            None if self.deadline is None else max(self.deadline - waited, 0.0),
+            None if ttft is None else max(ttft - waited + self.loading_seconds, 0.0),
+            itl,
+        )
+
+    def cache_salt(self) -> str:
+        """Returns the salt under which the request shares cached prompts. Tenants share none with one another, unless
+        the server's terms say so."""
+        apart = (self.tenant or "\0" in self.salt) and not self.terms.share_prefixes
+        return f"{self.tenant}\0{self.salt}" if apart else self.salt
+
     def answer(self) -> AbstractContextManager[None]:
         """Holds a place for one answer; raises Overloaded if there is none."""
         return nullcontext() if self.admission is None else self.admission.answer()
@@ -134,12 +196,13 @@ class RequestContext:
         return request._replace(
             owner=self.owner,
             explain=self.explain,
-            salt=self.salt,
+            salt=self.cache_salt(),
             priority=self.priority,
             background=self.background,
             adapters=self.adapters,
             prediction=self.prediction,
             speculation=self.speculation,
+            claim=self.claim(),
         )
 
 
@@ -158,16 +221,18 @@ class ContextMiddleware:
     """Creates each HTTP request's context, and adds the context's headers to the answer. It is the outermost
     middleware: `send` is the HTTP server's own here."""
 
-    def __init__(self, app: ASGIApp, *, lenient: bool) -> None:
+    def __init__(self, app: ASGIApp, *, lenient: bool, terms: ServiceTerms = STANDARD_TERMS) -> None:
         self._app = app
         self._lenient = lenient
+        self._terms = terms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         http = HttpRequest(scope)
         explain = http.headers.get(EXPLAIN, "").lower() not in NO
-        context = RequestContext(send=send, owner=_owner(http), lenient=self._lenient, explain=explain)
+        owner = _owner(http, self._terms.tenant_header)
+        context = RequestContext(send=send, owner=owner, lenient=self._lenient, explain=explain, terms=self._terms)
         scope.setdefault("state", {})["context"] = context
 
         async def send_with_headers(message: Message) -> None:
@@ -187,8 +252,20 @@ def _header_text(text: str) -> bytes:
     return re.sub(r"[^ -~]", "?", kept).encode()
 
 
-def _owner(http: HttpRequest) -> str:
-    """Returns who sent a request as far as that is known without keys: the address and the credentials, hashed."""
+def _whole_number(name: str, text: str | None) -> int | None:
+    """Returns the number in a header, if there is one."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d{1,12}", text.strip(), re.ASCII):
+        raise InvalidRequest(f"{name} is a whole number of milliseconds; got {text[:MAX_NAME]!r}", param=name)
+    return int(text)
+
+
+def _owner(http: HttpRequest, tenant_header: str) -> str:
+    """Returns who sent a request as far as that is known without keys: the tenant that a trusted proxy names in a
+    header, or the address and the credentials, hashed."""
+    if tenant_header and (tenant := http.headers.get(tenant_header)):
+        return f"tenant {tenant[:MAX_TENANT]}"
     host = http.client.host if http.client else secrets.token_hex(8)
     given = [host, *(http.headers.get(name, "") for name in CREDENTIALS)]
     return blake2b("\n".join(given).encode(), digest_size=8).hexdigest()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 from penstock import store
-from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound
+from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, WaitTooLong
 from penstock.ipc.client import EngineClient
+from penstock.server.access.expected_wait import WaitForecast
 from penstock.server.request_context import MAX_NAME, RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel
@@ -37,6 +40,27 @@ class ServedModel(NamedTuple):
     trust_templates: bool = False  # chat templates in requests are rendered
     derived: DerivedModel | None = None  # whose settings it has, if that is another name for it
     adapters: tuple[AdapterUse, ...] = ()  # that its name stands for
+    waits: WaitForecast | None = None  # refuses what would wait too long; None: nothing is
+
+    @contextmanager
+    def expected(self, context: RequestContext, request: Request) -> Iterator[Callable[[], None]]:
+        """Holds a request's place among those that are forecast; yields what to call when tokens come. Raises
+        WaitTooLong if its first token would come too late."""
+        waits, client = self.waits, self.client
+        if waits is None:
+            yield lambda: None
+            return
+        try:
+            waits.measure(client.stats)
+            waits.admit(request, context.terms.patience, perf_counter())
+        except WaitTooLong:
+            if context.payer is not None:
+                context.payer.refused["wait"] += 1
+            raise
+        try:
+            yield lambda: waits.answer(request.id, perf_counter())
+        finally:
+            waits.end(request.id)
 
     @property
     def limits(self) -> Limits:

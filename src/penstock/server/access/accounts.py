@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from penstock.errors import Forbidden, RateLimited
 from penstock.keys import Key, Keyring
+from penstock.service_levels import NO_TARGETS, Targets
 
 MINUTE = 60.0
 
@@ -67,6 +68,21 @@ class Account:
     def models(self) -> tuple[str, ...]:
         """Returns the models that the key may use; none: all of them."""
         return () if self._key is None else tuple(self._key.models)
+
+    @property
+    def weight(self) -> float:
+        """Returns the weight of the key's share."""
+        return 1.0 if self._key is None else self._key.weight
+
+    @property
+    def priority(self) -> int:
+        """Returns the lowest priority number that the key's requests may have."""
+        return 0 if self._key is None else self._key.priority
+
+    @property
+    def targets(self) -> Targets:
+        """Returns the targets of latency of the key's requests."""
+        return NO_TARGETS if self._key is None else self._key.targets
 
     def may_use(self, model: str) -> bool:
         """Returns whether the key may use a model."""

@@ -22,6 +22,7 @@ from penstock.server.bodies import MAX_BODY
 from penstock.server.errors import error_response
 from penstock.server.models import ModelPool
 from penstock.server.request_context import context_of
+from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 
 MAX_URL = 8192  # bytes
 BODY_SECONDS = 20.0  # that any body may take, and one more second for every
@@ -36,6 +37,7 @@ class Rules(NamedTuple):
     origins: tuple[str, ...] = ()  # of web pages that may use it, beside its own
     max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
     lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
+    terms: ServiceTerms = STANDARD_TERMS  # by which engines are shared
 
 
 def check(rules: Rules, address: str) -> None:
@@ -79,9 +81,11 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        admission = context_of(scope).admission = Admission(self._in_flight)
+        context = context_of(scope)
+        admission = context.admission = Admission(self._in_flight)
         try:
             _check_url(scope)
+            context.read_headers(Request(scope).headers)
             if scope["method"] not in READING:
                 admission.open()
         except PenstockError as error:

@@ -39,6 +39,7 @@ from penstock.server.batch.records import (
 )
 from penstock.server.models import ModelPool
 from penstock.server.request_context import RequestContext
+from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 
 CHUNK = 100  # lines per transaction
 MAX_ATTEMPTS = 3  # at a line during which the engine dies
@@ -55,12 +56,19 @@ class BatchRunner:
     it. `lenient` is whether unknown fields of lines are ignored."""
 
     def __init__(
-        self, archive: Archive, pool: ModelPool, accounts: Accounts | None = None, *, lenient: bool = True
+        self,
+        archive: Archive,
+        pool: ModelPool,
+        accounts: Accounts | None = None,
+        *,
+        lenient: bool = True,
+        terms: ServiceTerms = STANDARD_TERMS,
     ) -> None:
         self._archive = archive
         self._pool = pool
         self._accounts = accounts
         self._lenient = lenient
+        self._terms = terms
         self._runs: dict[str, asyncio.Task[None]] = {}  # by batch
         self._works: dict[str, asyncio.Task[None]] = {}  # by batch: the part of its run that a cancel stops
 
@@ -190,7 +198,7 @@ class BatchRunner:
     def _context(self, ownership: Ownership) -> RequestContext:
         owner = ownership.owner or secrets.token_hex(8)  # unknown: nobody's
         payer = self._payer(ownership.payer)
-        return RequestContext(owner=owner, payer=payer, lenient=self._lenient, background=True)
+        return RequestContext(owner=owner, payer=payer, lenient=self._lenient, background=True, terms=self._terms)
 
     def _payer(self, name: str | None) -> Account | None:
         return None if name is None or self._accounts is None else self._accounts.named(name)

@@ -62,13 +62,18 @@ async def _run(
         shown=shown,
         include_stop=request.sampling.include_stop_str_in_output,
     )
-    with context.answer(), RequestTimer(served.metrics, context, request) as timer:
+    with (
+        context.answer(),
+        served.expected(context, request) as on_tokens,
+        RequestTimer(served.metrics, context, request) as timer,
+    ):
         async with aclosing(served.client.submit(request)) as steps:
             async for events in steps:
                 delta = read_step(text, events)
                 if ended is not None and ended() and not delta.finish:
                     delta = delta._replace(text="", finish="stop")
                 if delta.tokens:
+                    on_tokens()
                     timer.tokens(len(delta.tokens), delta.cached)
                 if delta.finish:
                     timer.reason = delta.finish

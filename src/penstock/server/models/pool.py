@@ -19,6 +19,7 @@ from typing import NamedTuple
 from penstock import store
 from penstock.errors import EngineUnavailable, ModelNotFound, PenstockError
 from penstock.ipc.client import EngineClient
+from penstock.server.access.expected_wait import WaitForecast
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
@@ -366,7 +367,8 @@ class ModelPool:
 
     def _served(self, source: ModelSource, client: EngineClient, text: Text) -> ServedModel:
         aliases, trusted = self._aliases_of(source.name), self.settings.trust_templates
-        return ServedModel(client, text, source.name, self.created, self.metrics, source.path, aliases, trusted)
+        named = client, text, source.name, self.created, self.metrics, source.path, aliases, trusted
+        return ServedModel(*named, waits=WaitForecast())
 
     def _aliases_of(self, name: str) -> tuple[str, ...]:
         names = (name, "") if name == self.default.name else (name,)

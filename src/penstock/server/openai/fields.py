@@ -126,6 +126,9 @@ class GenerationFields(SamplingFields, kw_only=True):
     cache_prompt: bool | None = None  # llama.cpp's; false: no block is shared with other requests
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is sooner
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    deadline_ms: int | None = None  # from the request's arrival: what cannot have begun by then is refused
+    ttft_target_ms: int | None = None  # for the time to the first token
+    itl_target_ms: int | None = None  # for the time between two tokens
     adapters: NamedAdapters | None = None  # LoRA, beside those that the model's name stands for; their updates add up
     lora: NumberedAdapters | None = None  # llama.cpp's way to name them
     penstock: bool | None = None  # asks for a report of what happened to the answer
@@ -161,8 +164,19 @@ async def read_fields(
     limit_drafts(served, context, fields.speculation, (N_MAX, fields.speculative_n_max))
     context.explain |= bool(fields.penstock)
     context.salt = fields.cache_salt or (new_request_id() if fields.cache_prompt is False else "")
-    context.priority = TIER_PRIORITIES[fields.service_tier or "auto"] if fields.priority is None else fields.priority
+    _take_priority(fields, context)
+    context.state_times(*((name, getattr(fields, name)) for name in ("deadline_ms", "ttft_target_ms", "itl_target_ms")))
     return fields
+
+
+def _take_priority(fields: GenerationFields, context: RequestContext) -> None:
+    """Takes over the priority. A tier that the request's key may not use is answered as the default one."""
+    if fields.priority is not None:
+        return context.ask_priority(fields.priority, "priority")
+    asked = TIER_PRIORITIES[fields.service_tier or "auto"]
+    context.ask_priority(asked, "service_tier")
+    if context.priority != asked:
+        fields.service_tier = "default"
 
 
 def _unify_limits(fields: GenerationFields) -> None:

@@ -85,7 +85,7 @@ class SglangPrompt(NamedTuple):
 
 
 async def answer(served: ServedModel, http: HttpRequest, context: RequestContext, body: SglangBody) -> Response:
-    context.priority = body.priority or 0
+    context.ask_priority(body.priority or 0, "priority")
     requests: list[Request] = []
     outputs: list[SglangOutput] = []
     running: list[Deltas] = []

@@ -1,0 +1,283 @@
+"""Measures fair shares, targets and overload over HTTP, on loopback, with a server that it starts for each part.
+
+    python bench/fairness.py                         all parts, about 6 minutes
+    python bench/fairness.py light itl --seconds 20  some of them, shorter
+
+Parts: light (a client beside one with 256 requests queued), shares (two busy keys, 1:1 and 3:1), throughput (two keys
+against one, which is first come, first served), itl (a 4,000-token prompt beside running streams), overload (three
+times what the server can do).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.bench.http import Connection
+from penstock.keys import Key, changing, digest, new_key, now
+
+WORDS = ("river", "stone", "paper", "cloud", "engine", "garden", "window", "silver", "number", "market", "winter")
+
+
+@dataclass
+class Sent:
+    """Records one request: when it was sent and when its tokens came, in seconds."""
+
+    sent: float
+    status: int = 0
+    answered: float = 0.0  # when the response's head came
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.sent if self.tokens else float("inf")
+
+
+class Server:
+    """Runs `penstock serve` with three keys: a and b, and heavy with three times their weight."""
+
+    def __init__(self, model: str, options: Sequence[str]) -> None:
+        self._model, self._options = model, options
+        self._folder = tempfile.TemporaryDirectory()
+        self.keys: dict[str, str] = {}
+
+    async def __aenter__(self) -> Server:
+        file = Path(self._folder.name) / "keys.json"
+        with changing(file) as keys:
+            for name, weight in (("a", 1.0), ("b", 1.0), ("heavy", 3.0)):
+                self.keys[name] = new_key()
+                keys.append(Key(name=name, sha256=digest(self.keys[name].encode()), created=now(), weight=weight))
+        command = [sys.executable, "-m", "penstock", "serve", self._model, "--port", "0", "--keys", str(file)]
+        self._process = subprocess.Popen(
+            [*command, "--log-level", "warning", *self._options], stderr=subprocess.PIPE, text=True
+        )
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if found := re.search(r"on (http://\S+) \(engine process (\d+)\)", line):
+                self.url, self._engine = found[1], int(found[2])
+                break
+        else:
+            raise SystemExit("the server did not start")
+        asyncio.get_running_loop().run_in_executor(None, self._process.stderr.read)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._process.terminate()
+        await asyncio.to_thread(self._process.wait)
+        self._folder.cleanup()
+
+    def megabytes(self) -> float:
+        """Returns the resident memory of the server and its engine."""
+        sizes = [Path(f"/proc/{pid}/statm").read_text().split()[1] for pid in (self._process.pid, self._engine)]
+        return sum(map(int, sizes)) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    async def ask(self, key: str, prompt: int, answer: int, sent: Sent | None = None) -> Sent:
+        """Sends a prompt of about so many tokens and reads so many tokens of its answer. What comes is recorded in
+        `sent` as it comes."""
+        words = " ".join(random.choice(WORDS) for _ in range(prompt - 1))
+        body = {"prompt": words, "max_tokens": answer, "ignore_eos": True, "stream": True, "temperature": 1}
+        sent = sent or Sent(time.perf_counter())
+        async with Connection(f"{self.url}/v1/completions", self.keys[key]) as connection:
+            response = await connection.ask("POST", body)
+            sent.status, sent.answered = response.status, time.perf_counter()
+            if response.status == 200:
+                async for event in response.events():
+                    if event["choices"]:
+                        sent.tokens.append(time.perf_counter())
+        return sent
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else float("nan")
+
+
+@asynccontextmanager
+async def busy(work: Callable[[], Awaitable[object]], count: int) -> AsyncIterator[None]:
+    """Keeps so many loops of `work` running."""
+
+    async def loop() -> None:
+        while True:
+            await work()
+
+    tasks = [asyncio.create_task(loop()) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def light(model: str, seconds: float) -> None:
+    """Compares the first tokens of a light client alone and beside one that always has 256 requests queued."""
+    async with Server(model, ["--max-wait", "0"]) as server:
+        await server.ask("a", 64, 8)
+        alone = [(await server.ask("b", 64, 4)).ttft for _ in range(20)]
+        beside: list[float] = []
+        gaps: list[float] = []
+        streams: deque[Sent] = deque(maxlen=512)
+
+        async def greedy() -> None:
+            streams.append(sent := Sent(time.perf_counter()))
+            await server.ask("a", 64, 64, sent)
+
+        async with busy(greedy, 256):
+            await asyncio.sleep(min(seconds / 3, 8))
+            until = time.perf_counter() + seconds
+            while time.perf_counter() < until and len(beside) < 60:
+                beside.append((await server.ask("b", 64, 4)).ttft)
+                await asyncio.sleep(random.random() / 2)
+            gaps = [one - other for sent in streams for one, other in zip(sent.tokens[1:], sent.tokens, strict=False)]
+        step = percentile(gaps, 0.5)
+        first, other = percentile(alone, 0.95), percentile(beside, 0.95)
+        print(f"light: TTFT p95 alone {first * 1e3:.0f} ms, beside 256 {other * 1e3:.0f} ms ({len(beside)} requests);")
+        print(f"       1.5 x alone + a step of {step * 1e3:.0f} ms = {(1.5 * first + step) * 1e3:.0f} ms")
+
+
+async def shares(model: str, seconds: float) -> None:
+    """Gives two keys more than the server can do, and looks at their work in any 10 seconds."""
+    async with Server(model, ["--max-wait", "0"]) as server:
+        for other, weight in (("b", 1.0), ("heavy", 3.0)):
+            work: list[tuple[float, str, int]] = []
+
+            async def one(key: str, work: list[tuple[float, str, int]] = work) -> None:
+                prompt = random.randint(32, 128)
+                sent = await server.ask(key, prompt, random.randint(16, 64))
+                work += [(at, key, 2) for at in sent.tokens]
+                work.append((sent.tokens[0], key, prompt))
+
+            async with busy(lambda: one("a"), 96), busy(lambda other=other: one(other), 96):  # type: ignore[misc]
+                await asyncio.sleep(seconds + 15)
+            end = max(at for at, _, _ in work) - 5
+            worst = 0.0
+            for start in range(int(end - seconds), int(end - 10)):
+                window = [(key, amount) for at, key, amount in work if start <= at < start + 10]
+                mine = sum(amount for key, amount in window if key == "a") / max(sum(w for _, w in window), 1)
+                worst = max(worst, abs(mine * (1 + weight) - 1))
+            print(f"shares 1:{weight:g}: over any 10 s the share of key a is within {worst:.1%} of its own")
+
+
+async def throughput(model: str, seconds: float) -> None:
+    """Compares the tokens per second of two keys in turn with those of one, which is served first come, first
+    served."""
+    async with Server(model, ["--max-wait", "0"]) as server:
+        rates: dict[str, list[float]] = {"one": [], "two": []}
+        for _ in range(2):
+            for case, keys in (("one", ("a", "a")), ("two", ("a", "b"))):
+                tokens: list[float] = []
+
+                async def ask(key: str, tokens: list[float] = tokens) -> None:
+                    tokens += (await server.ask(key, 64, 48)).tokens
+
+                async with busy(lambda key=keys[0]: ask(key), 48), busy(lambda key=keys[1]: ask(key), 48):  # type: ignore[misc]
+                    await asyncio.sleep(seconds / 2)
+                later = [at for at in tokens if at > min(tokens) + 2]
+                rates[case].append(len(later) / (max(later) - min(later)))
+        best = {case: max(found) for case, found in rates.items()}
+        print(
+            f"throughput: {best['two']:.0f} tokens/s with two keys, {best['one']:.0f} first come, first served: ",
+            end="",
+        )
+        print(f"{best['two'] / best['one']:.3f}")
+
+
+async def itl(model: str, seconds: float) -> None:
+    """Looks at the time between tokens of four streams while prompts of 4,000 tokens come, with a target and
+    without."""
+    for options in ([], ["--itl-target", "50"]):
+        async with Server(model, [*options, "--max-len", "8192"]) as server:
+            await server.ask("b", 1500, 64)
+            streams = [Sent(time.perf_counter()) for _ in range(4)]
+            tasks = [asyncio.create_task(server.ask("a", 32, 4000, sent)) for sent in streams]
+            await asyncio.sleep(2)
+            began, first = time.perf_counter(), []
+            while len(first) < 2 or time.perf_counter() < began + seconds / 4:
+                first.append((await server.ask("b", 4000, 4)).ttft)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            pairs = [pair for sent in streams for pair in zip(sent.tokens[1:], sent.tokens, strict=False)]
+            gaps = [one - other for one, other in pairs if one > began]
+            p50, p99 = percentile(gaps, 0.5) * 1e3, percentile(gaps, 0.99) * 1e3
+            name = " ".join(options) or "no target"
+            print(f"itl, {name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms, most {max(gaps) * 1e3:.1f} ms; ", end="")
+            print(f"TTFT of the prompts {percentile(first, 0.5):.2f} s", flush=True)
+
+
+async def overload(model: str, seconds: float) -> None:
+    """Sends three times what the server can do, at random times, and looks at what becomes of it."""
+    target = 2.0
+    async with Server(model, ["--ttft-target", f"{1000 * target:g}"]) as server:
+        done: list[Sent] = []
+
+        async def one() -> None:
+            with suppress(OSError):
+                done.append(await server.ask("a", 64, 32))
+
+        async def patient() -> None:
+            await one()
+            await asyncio.sleep(0 if done and done[-1].status == 200 else 0.5)
+
+        ends: list[float] = []
+        async with busy(patient, 32):
+            while len(ends) < 100 or ends[-1] < ends[0] + 8:
+                await asyncio.sleep(1)
+                ends = sorted(sent.tokens[-1] for sent in done if sent.tokens)
+        capacity = len(ends) / (ends[-1] - ends[0])
+        done.clear()
+        tasks: set[asyncio.Task[None]] = set()
+        began, sizes = time.perf_counter(), []
+        at = began
+        while at < began + seconds:
+            at += random.expovariate(3 * capacity)
+            await asyncio.sleep(max(at - time.perf_counter(), 0))
+            tasks.add(task := asyncio.create_task(one()))
+            task.add_done_callback(tasks.discard)
+            if len(sizes) < int(at - began):
+                sizes.append(server.megabytes())
+        await asyncio.gather(*tasks)
+        recovered = (await server.ask("a", 64, 4)).ttft
+        accepted = [sent for sent in done if sent.status == 200]
+        refused = [sent.answered - sent.sent for sent in done if sent.status in (429, 503)]
+        met = sum(sent.ttft <= target for sent in accepted) / max(len(accepted), 1)
+        early = sizes[min(20, len(sizes) // 3)]
+        print(
+            f"overload: capacity {capacity:.1f}/s, {len(done)} sent in {seconds:.0f} s, {len(accepted)} accepted, ",
+            end="",
+        )
+        print(f"{met:.1%} of them within {target:g} s (p95 {percentile([s.ttft for s in accepted], 0.95):.2f} s);")
+        print(f"          {len(refused)} refused, p50 {percentile(refused, 0.5) * 1e3:.1f} ms, p95 ", end="")
+        print(
+            f"{percentile(refused, 0.95) * 1e3:.1f} ms; memory {early:.0f} MB early, {sizes[-1]:.0f} MB at the end; ",
+            end="",
+        )
+        print(f"a request after it has its first token in {recovered * 1e3:.0f} ms")
+
+
+PARTS = {each.__name__: each for each in (light, shares, throughput, itl, overload)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=list(PARTS))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
+    args = parser.parse_args()
+    for part in args.parts:
+        asyncio.run(PARTS[part](args.model, args.seconds))
+
+
+if __name__ == "__main__":
+    main()

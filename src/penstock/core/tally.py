@@ -1,0 +1,41 @@
+"""Counts what a scheduler has done so far."""
+
+from __future__ import annotations
+
+from penstock.core.kvcache import KvCache
+from penstock.core.sequence import Sequence
+from penstock.types import Stats
+
+
+class Tally:
+    """Adds up tokens and preemptions."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.preemptions = 0
+
+    def admit(self, seq: Sequence, now: float) -> None:
+        """Counts the prompt of a sequence that starts for the first time."""
+        seq.times.admitted = now
+        seq.cached = min(seq.computed, seq.prompt_len)
+        self.prompt_tokens += seq.prompt_len
+        self.cached_tokens += seq.cached
+
+    def stats(self, cache: KvCache, steps: int, running: int, waiting: int) -> Stats:
+        """Returns how many sequences and blocks there are, and what was counted so far."""
+        cached, free = cache.trie.idle_blocks, len(cache.pool)
+        return Stats(
+            running=running,
+            waiting=waiting,
+            blocks_free=free,
+            blocks_used=cache.pool.total - free - cached,
+            blocks_cached=cached,
+            steps=steps,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            preemptions=self.preemptions,
+            in_line=waiting,
+        )

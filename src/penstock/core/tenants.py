@@ -1,0 +1,170 @@
+"""Shares the engine among tenants: each has a line of waiting sequences and a counter of the work it has had.
+
+The counters are those of VTC (virtual token counters): work divided by the tenant's weight. Whoever has the least goes
+next. A tenant that comes back counts as having had what the least of those who wait has had, so nobody saves up idle
+time. Work is the prompt tokens that were computed and twice the tokens that were generated; what was cached, or is
+computed again after a preemption, is free.
+
+Everything here is pure: it has no clock.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from heapq import heappush
+from typing import Any
+
+from penstock.core.policy import ServingLoad
+from penstock.core.sequence import Sequence
+
+PER_GENERATED = 2  # times the work of a prompt token that a generated one counts
+MOST_IDLE = 4096  # tenants without sequences whose counters are remembered
+
+
+class Tenant:
+    """Holds one tenant's line, in the policy's order, and its counter."""
+
+    __slots__ = ("counter", "line", "name", "running", "weight")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counter = 0.0  # work divided by the weight
+        self.weight = 1.0
+        self.line: list[Sequence] = []
+        self.running = 0  # sequences
+
+    def charge(self, work: float) -> None:
+        """Counts work that is done for the tenant."""
+        self.counter += work / self.weight
+
+
+class Tenants:
+    """Knows all tenants that have sequences, and the counters of those that had some lately. `order` is what the
+    sequences of a line are sorted by."""
+
+    def __init__(self, order: Callable[[Sequence], Any]) -> None:
+        self.waiting = 0  # sequences in all lines
+        self.deadlines: list[tuple[float, int]] = []  # a heap: when they are, and of which sequence
+        self.foreground = 0  # sequences that are not in the background, running and waiting
+        self._running_background = 0
+        self._order = order
+        self._active: dict[str, Tenant] = {}
+        self._idle: OrderedDict[str, Tenant] = OrderedDict()
+        self._last: Tenant | None = None  # whose line became empty last
+
+    def __len__(self) -> int:
+        """Returns how many tenants have sequences."""
+        return len(self._active)
+
+    def __iter__(self) -> Iterator[Tenant]:
+        """Yields the tenants that have sequences."""
+        return iter(self._active.values())
+
+    def load(self, running: int) -> ServingLoad:
+        """Returns who is being served while so many sequences are running."""
+        return ServingLoad(running, self._running_background, self.foreground)
+
+    def in_line(self) -> list[Tenant]:
+        """Returns the tenants that have sequences waiting."""
+        return [tenant for tenant in self._active.values() if tenant.line]
+
+    def next(self, turn: Callable[[Sequence], Any]) -> Sequence | None:
+        """Returns the waiting sequence that is least by `turn`, if any waits."""
+        return min((tenant.line[0] for tenant in self.in_line()), key=turn, default=None)
+
+    def add(self, seq: Sequence) -> None:
+        """Puts a sequence that has arrived in its tenant's line. If that was empty, the tenant's counter is lifted to
+        the least of those who wait, or to that of the tenant that waited last."""
+        tenant = self._find(seq.claim.tenant)
+        if not tenant.line:
+            others = [other.counter for other in self._active.values() if other.line]
+            last = self._last.counter if self._last is not None else 0.0
+            tenant.counter = max(tenant.counter, min(others, default=last))
+        if seq.claim.deadline is not None:
+            heappush(self.deadlines, (seq.times.arrived + seq.claim.deadline, seq.id))
+        tenant.weight = seq.claim.weight
+        seq.tenant = tenant
+        self.foreground += not seq.background
+        self.wait(seq)
+
+    def wait(self, seq: Sequence) -> None:
+        """Puts a sequence in its tenant's line."""
+        insort(seq.tenant.line, seq, key=self._order)
+        self.waiting += 1
+
+    def take(self, seq: Sequence) -> None:
+        """Takes a sequence out of its tenant's line."""
+        tenant = seq.tenant
+        tenant.line.remove(seq)
+        self.waiting -= 1
+        if not tenant.line:
+            self._last = tenant
+
+    def start(self, seq: Sequence) -> None:
+        """Lets a sequence run that was waiting."""
+        self.take(seq)
+        seq.tenant.running += 1
+        self._running_background += seq.background
+
+    def stop(self, seq: Sequence) -> None:
+        """Takes note that a sequence does not run any longer."""
+        seq.tenant.running -= 1
+        self._running_background -= seq.background
+
+    def end(self, seq: Sequence) -> None:
+        """Forgets a sequence that has ended and is in no line any more. The counters of tenants without sequences are
+        kept for those that had some last."""
+        tenant = seq.tenant
+        self.foreground -= not seq.background
+        if tenant.line or tenant.running:
+            return
+        del self._active[tenant.name]
+        self._idle[tenant.name] = tenant
+        if len(self._idle) > MOST_IDLE:
+            self._idle.popitem(last=False)
+
+    def _find(self, name: str) -> Tenant:
+        found = self._active.get(name)
+        if found is None:
+            found = self._idle.pop(name) if name in self._idle else Tenant(name)
+            self._active[name] = found
+        return found
+
+
+class Turns:
+    """Deals out what a step has left for prompts: to those that are begun and to those that wait, the least by `turn`
+    first. What `turn` returns may grow from one turn to the next. A waiting sequence that is passed over stays in its
+    line and has no other turn."""
+
+    def __init__(self, begun: list[Sequence], tenants: list[Tenant], turn: Callable[[Sequence], Any]) -> None:
+        self._begun = begun
+        self._heads = dict.fromkeys(tenants, 0)  # the place in its line of each tenant's next sequence
+        self._turn = turn
+        self._last: Sequence | None = None
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yields one sequence after the other."""
+        while found := [*self._begun, *self._next_in_line()]:
+            seq = min(found, key=self._turn) if len(found) > 1 else found[0]
+            if seq in self._begun:
+                self._begun.remove(seq)
+                if seq.waits:  # it was preempted for one that had its turn before
+                    continue
+            else:
+                self._last = seq
+            yield seq
+
+    def close(self) -> None:
+        """Lets nobody start any more that waits."""
+        self._heads = {}
+
+    def _next_in_line(self) -> Iterator[Sequence]:
+        if self._last is not None:
+            tenant, last, self._last = self._last.tenant, self._last, None
+            if tenant in self._heads and last.waits:
+                self._heads[tenant] += 1
+        for tenant, at in self._heads.items():
+            if at < len(tenant.line):
+                yield tenant.line[at]

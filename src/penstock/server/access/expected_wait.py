@@ -1,0 +1,123 @@
+"""Forecasts how long a request would wait for its first token, and refuses at once what would wait too long.
+
+The server decides this without asking the engine, which may be in the middle of a step. It knows which prompts of which
+tenants have no first token yet, and the engine's statistics tell how fast it starts prompts while some have to wait.
+Nothing is refused before that was measured, nor while nothing waits: a slow machine with one user refuses nobody.
+
+The forecast is pure: it has no clock. Times come in as arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, inf
+
+from penstock.errors import WaitTooLong
+from penstock.types import Claim, Request, Stats
+
+MEMORY = 4.0  # seconds with a line over which the rate is averaged
+MEASURED = 1.0  # seconds with a line after which the rate is used
+CERTAIN = 0.8  # share of the allowed time that a forecast may take: some forecasts are too low
+OWN_SHARE = 0.25  # of the allowed time that a prompt may wait which alone takes longer
+BIAS = (0.5, 3.0)  # bounds of how much longer than forecast waits turn out
+BIAS_WEIGHT = 0.1  # of each request
+WORTH_COMPARING = 0.2  # seconds: shorter waits tell nothing about the forecast
+
+
+@dataclass(slots=True)
+class WaitingLine:
+    """Adds up a tenant's requests that have no first token."""
+
+    weight: float = 1.0
+    requests: int = 0
+    tokens: int = 0  # of their prompts
+
+
+@dataclass(slots=True)
+class ExpectedRequest:
+    """Remembers when a request was sent to the engine, and what was forecast for it."""
+
+    request: Request
+    sent: float
+    by_rate: float
+
+
+class WaitForecast:
+    """Follows the requests of one engine."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, WaitingLine] = {}
+        self._expected: dict[int, ExpectedRequest] = {}
+        self._tokens = self._seconds = 0.0  # decayed: of prompts that were started, and of steps, while some waited
+        self._bias = 1.0
+        self._last = Stats()
+
+    def expect(self, request: Request) -> float:
+        """Returns the seconds to a request's first token, by the rate alone; 0 if no other waits for one, or nothing
+        was measured yet."""
+        if not self._lines or self._seconds < MEASURED or not self._tokens:
+            return 0.0
+        claim, size = request.claim, len(request.prompt)
+        own = self._lines.get(claim.tenant, WaitingLine())
+        others = sum(line.weight for name, line in self._lines.items() if name != claim.tenant)
+        share = claim.weight / (claim.weight + others)
+        all_tokens = sum(line.tokens for line in self._lines.values()) + size
+        return min((own.tokens + size) / share, all_tokens) * self._seconds / self._tokens
+
+    def admit(self, request: Request, patience: float | None, now: float) -> None:
+        """Counts a request that is sent to the engine; raises WaitTooLong if it would wait for longer than its claim
+        says or, without one, than `patience`. Background requests wait for as long as it takes."""
+        by_rate = 0.0 if request.background else self.expect(request)
+        forecast = self._bias * by_rate
+        allowed = allowed_wait(request.claim, patience)
+        alone = self._seconds * len(request.prompt) / self._tokens if self._tokens else 0.0
+        if forecast > max(CERTAIN * allowed, alone + OWN_SHARE * allowed):
+            retry = max(forecast - CERTAIN * allowed, 1.0)
+            raise WaitTooLong(
+                f"the first token would come after about {forecast:.1f} s, and {allowed:.3g} s are allowed: retry in "
+                f"{retry:.0f} s",
+                retry_after=retry,
+            )
+        self._expected[request.id] = ExpectedRequest(request, now, by_rate)
+        if not request.background:
+            line = self._lines.setdefault(request.claim.tenant, WaitingLine())
+            line.weight = request.claim.weight
+            line.requests += 1
+            line.tokens += len(request.prompt)
+
+    def answer(self, id: int, now: float) -> None:
+        """Takes note that a request got its first token. Further ones tell nothing."""
+        expected = self._leave(id)
+        if expected is not None and expected.by_rate > WORTH_COMPARING:
+            ratio = (now - expected.sent) / expected.by_rate
+            self._bias = min(max(self._bias + BIAS_WEIGHT * (ratio - self._bias), BIAS[0]), BIAS[1])
+
+    def end(self, id: int) -> None:
+        """Forgets a request that has ended, with or without a first token."""
+        self._leave(id)
+
+    def measure(self, stats: Stats) -> None:
+        """Learns from the engine's statistics. Only steps before which some waited tell how fast it is."""
+        last, self._last = self._last, stats
+        seconds, tokens = stats.busy_seconds - last.busy_seconds, stats.prompt_tokens - last.prompt_tokens
+        if last.in_line and seconds > 0 and tokens >= 0:  # counters start again with a new engine
+            kept = exp(-seconds / MEMORY)
+            self._tokens = kept * self._tokens + MEMORY * (1 - kept) * tokens / seconds
+            self._seconds = kept * self._seconds + MEMORY * (1 - kept)
+
+    def _leave(self, id: int) -> ExpectedRequest | None:
+        expected = self._expected.pop(id, None)
+        if expected is not None and not expected.request.background:
+            tenant = expected.request.claim.tenant
+            line = self._lines[tenant]
+            line.requests -= 1
+            line.tokens -= len(expected.request.prompt)
+            if not line.requests:
+                del self._lines[tenant]
+        return expected
+
+
+def allowed_wait(claim: Claim, patience: float | None) -> float:
+    """Returns the seconds that a request's first token may take: its deadline, its target, or else `patience`."""
+    stated = [time for time in (claim.deadline, claim.ttft) if time is not None]
+    return min(stated) if stated else inf if patience is None else patience

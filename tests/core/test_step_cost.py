@@ -1,0 +1,118 @@
+"""Tests the cost of steps: it is learned from what was measured, and the tightest target decides how much of a prompt a
+step computes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from penstock.core import Scheduler, Sequence, StandardPolicy
+from penstock.core.policy import CAUTIOUS, StepBudget
+from penstock.core.speculation import StepCost
+from penstock.core.step_cost import CostModel, PromptCost
+from penstock.types import Claim, Row
+from tests.core.world import counts, limits, step
+
+TOKEN, PAIR, ROW = 2e-4, 1e-7, 1e-3  # seconds of a machine
+
+
+def taken(rows: tuple[Row, ...]) -> float:
+    """Returns the seconds of a step on the machine of these tests."""
+    return 4e-3 + sum(
+        ROW if row.count == 1 else TOKEN * row.count + PAIR * row.count * (row.start + row.count / 2) for row in rows
+    )
+
+
+def learned(noise: float = 0.0) -> CostModel:
+    costs, random = CostModel(StepCost(slope=ROW / 4e-3)), Random(1)
+    for _ in range(60):
+        answers = tuple(Row(id, 100, 1, 1) for id in range(random.randint(1, 8)))
+        prompt = Row(9, random.randrange(4000), random.randint(16, 512), 0)
+        for rows in (answers, (*answers, prompt)):
+            costs.observe(rows, taken(rows) * random.uniform(1 - noise, 1 + noise), answers=True)
+    return costs
+
+
+def test_nothing_is_known_before_both_parts_were_measured() -> None:
+    costs = CostModel()
+    assert not costs.known
+    assert costs.answer_seconds(3, 3) == 0.0
+    costs.observe((Row(1, 0, 1, 1),), 0.01, answers=False)
+    for _ in range(PromptCost.FEW):
+        assert not costs.known
+        costs.observe((Row(1, 0, 8, 0),), 0.02, answers=False)
+    assert costs.known
+    assert learned().known
+
+
+def test_what_prompts_cost_is_found_from_steps_with_answers_and_noise() -> None:
+    prompts = learned(noise=0.05).prompts
+    for context in (0, 1000, 4000):
+        real = TOKEN * 100 + PAIR * 100 * (context + 50)
+        assert prompts.seconds(100, 100 * (context + 50)) == pytest.approx(real, rel=0.1)
+        assert prompts.tokens_within(real, context) == pytest.approx(100, rel=0.15)
+    assert prompts.tokens_within(0.0, 0) == 0
+
+
+def test_prompts_of_one_length_and_a_step_that_was_held_up() -> None:
+    prompts = PromptCost()
+    assert prompts.tokens_within(1.0, 0) == 0
+    for _ in range(9):
+        prompts.observe(100, 5000.0, 0.02)
+    assert prompts.seconds(100, 5000.0) == pytest.approx(0.02, rel=0.05)
+    prompts.observe(100, 5000.0, 9.0)
+    assert prompts.seconds(100, 5000.0) < 0.04
+    free = PromptCost()
+    for _ in range(9):
+        free.observe(100, 0.0, 0.02)
+    assert free.tokens_within(0.04, 1000) == 200
+    quick = PromptCost()
+    for size in (10, 100, 1000):
+        quick.observe(size, size * size / 2, 1e-9 * size * size)
+    assert quick.seconds(100, 5000.0) >= 0.0
+
+
+@pytest.mark.parametrize("target", [0.02, 0.05])
+def test_a_long_prompt_keeps_the_time_between_tokens_within_the_target(target: float) -> None:
+    some = limits(max_len=5000, step_tokens=2048, num_blocks=2000, max_rows=8)._replace(prefill_budget=512)
+    scheduler = Scheduler(some, policy=StandardPolicy(some, learned()))
+    for id in range(4):
+        scheduler.add(Sequence(id, (id, 1, 2), 4000, claim=Claim(itl=target)))
+    step(scheduler)
+    scheduler.add(Sequence(9, (9,) * 4000, 1))
+    seconds = [taken(step(scheduler)[0].rows)]
+    while 9 in scheduler.sequences:
+        seconds.append(taken(step(scheduler)[0].rows))
+    assert max(seconds) <= target
+    assert sum(seconds) / len(seconds) > 0.75 * target  # and no more steps than it takes
+
+
+def test_a_target_never_stops_prompts_and_a_step_without_answers_takes_all_it_can() -> None:
+    some = limits(max_len=5000, step_tokens=2048, num_blocks=2000)._replace(prefill_budget=64)
+    scheduler = Scheduler(some, policy=StandardPolicy(some, learned()))
+    scheduler.add(Sequence(1, (1,) * 3000, 2, claim=Claim(itl=0.001)))
+    assert counts(step(scheduler)[0]) == {1: 2048}
+    step(scheduler)
+    scheduler.add(Sequence(2, (2,) * 3000, 1))
+    assert 1 <= counts(step(scheduler)[0])[2] < 64
+
+
+def test_without_a_target_the_constant_holds_and_without_a_known_cost_less() -> None:
+    some = limits(max_len=500, step_tokens=200, num_blocks=200)._replace(prefill_budget=64)
+    for costs, target, tokens in ((learned(), None, 63), (CostModel(), 0.05, CAUTIOUS), (None, 0.05, 63)):
+        scheduler = Scheduler(some, policy=StandardPolicy(some, costs))
+        scheduler.add(Sequence(1, (1,), 9, claim=Claim(itl=target)))
+        step(scheduler)
+        scheduler.add(Sequence(2, (2,) * 300, 1))
+        assert counts(step(scheduler)[0]) == {1: 1, 2: tokens}
+
+
+def test_time_that_is_used_up_leaves_nothing() -> None:
+    prompts = learned().prompts
+    budget = StepBudget(2048, 0.02, prompts)
+    assert budget.prompt_share(10, 0) == 10
+    count = budget.prompt_share(2000, 0)
+    assert 80 < count < 110
+    budget.spend_on_prompt(Row(1, 0, count, 0))
+    assert budget.tokens <= 0
