@@ -30,7 +30,7 @@ from penstock.server.access.guard import Rules, check
 from penstock.server.access.in_flight import Admission, requests_in_flight
 from penstock.server.ollama import pulls
 from penstock.server.request_context import RequestContext
-from penstock.text.template import Template
+from penstock.templates.template import Template
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
 

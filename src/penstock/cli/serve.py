@@ -26,6 +26,14 @@ class ListenOptions(NamedTuple):
         "127.0.0.1"
     )
     port: Annotated[int, Option(minimum=0, maximum=65535, help="Port to listen on. 0: any free port.")] = 8000
+    drain_seconds: Annotated[
+        float,
+        Option(
+            minimum=0,
+            help="Seconds that answers in flight have to end when the server is told to stop. Then they end with an "
+            "error.",
+        ),
+    ] = 30
     name: Annotated[str, Option(help="Name of the first model for clients. By default, the name given here.")] = ""
     alias: Annotated[
         list[str] | None,
@@ -94,6 +102,13 @@ class AccessOptions(NamedTuple):
         list[str] | None,
         Option(help="Origin whose web pages may use the server, such as https://example.org. May be repeated."),
     ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        Option(
+            help="Further name in the Host header of requests that a server without keys accepts, beside addresses, "
+            "localhost, --host, the machine's name and names without a dot. May be repeated. '*': any."
+        ),
+    ] = None
     max_waiting: Annotated[
         int | None,
         Option(
@@ -109,8 +124,8 @@ class AccessOptions(NamedTuple):
     ] = False
     ignore_unknown_fields: Annotated[bool, Option(help="The default, kept for older scripts: see --strict.")] = False
 
-    def rules(self) -> Rules:
-        """Returns who may send what to the server."""
+    def rules(self, host: str) -> Rules:
+        """Returns who may send what to the server, which listens at `host`."""
         from penstock.server.access.guard import Rules
 
         if self.strict and self.ignore_unknown_fields:
@@ -121,6 +136,7 @@ class AccessOptions(NamedTuple):
             Path(self.keys).expanduser() if self.keys else None,
             tuple(self.cors or ()),
             self.max_waiting,
+            (host, *(self.allowed_host or ())),
             lenient=not self.strict,
         )
 
@@ -136,8 +152,8 @@ class TemplateOptions(NamedTuple):
     trust_request_chat_template: Annotated[
         bool,
         Option(
-            help="Render chat templates that come in requests (vLLM's chat_template). They are programs: one could use "
-            "up the server's memory."
+            help="Render chat templates that come in requests (vLLM's chat_template). They are programs, which run in "
+            "a process with limits."
         ),
     ] = False
     override_generation_config: Annotated[
@@ -287,7 +303,7 @@ def serve(
     from penstock.server.telemetry.access_log import LogSettings
 
     engine = engine | speculative.options(engine)
-    rules, budget = access.rules(), pool.budget()
+    rules, budget = access.rules(listen.host), pool.budget()
     aliases = _aliases(listen.alias or [], [each.name for each in finder.found])
     settings = PoolSettings(
         budget,
@@ -299,7 +315,7 @@ def serve(
     sources = ModelSources(finder, engine, adapters, TextChanges(template.source(), template.sampling()), budget)
     found_again = sources.find_again if finder.changes else None
     log = LogSettings(telemetry.log_level, telemetry.log_format)
-    setup = server.Setup(_data_name(finder.found), storage.space(), rules, traces, log)
+    setup = server.Setup(_data_name(finder.found), storage.space(), rules, traces, log, listen.drain_seconds)
     served = ModelPool(sources.first, settings, telemetry.metric_sets(), found_again)
     server.serve(served, listen.host, listen.port, setup)
 

@@ -62,8 +62,9 @@ async def _run(
         shown=shown,
         include_stop=request.sampling.include_stop_str_in_output,
     )
-    with context.answer(), RequestTimer(served.metrics, context, request) as timer:
+    with context.answer() as computed, RequestTimer(served.metrics, context, request) as timer:
         async with aclosing(served.client.submit(request)) as steps:
+            served.client.when_ended(request.id, computed)
             async for events in steps:
                 delta = read_step(text, events)
                 if ended is not None and ended() and not delta.finish:
