@@ -74,7 +74,7 @@ def post(body: bytes | str | dict[str, Any], version: str = "1.1", **headers: st
     """The bytes of a POST to the chat route."""
     body = json.dumps(body) if isinstance(body, dict) else body
     body = body.encode() if isinstance(body, str) else body
-    lines = {"host": "localhost", "content-length": str(len(body)), **headers}
+    lines = {"host": "localhost", "content_length": str(len(body)), **headers}
     head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in lines.items())
     return f"POST {CHAT} HTTP/{version}\r\n{head}\r\n".encode() + body
 

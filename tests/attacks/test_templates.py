@@ -18,7 +18,10 @@ from penstock.text import ChatTemplate
 from penstock.text.named_templates import TEMPLATES
 from tests.attacks.conftest import HELLO, WAIT, Attacked, serving
 
-SQUARES = "{% set ns = namespace(x=3**600) %}{% for i in range(40) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}"
+SQUARES = (
+    "{% set ns = namespace(x=12345678901234567890) %}{% for i in range(40) %}{% set ns.x = ns.x * ns.x %}{% endfor %}"
+    "{{ ns.x }}"
+)
 LISTS = "{% set l = [[1] * 100000] * 100000 %}{{ l | tojson }}"
 LARGE = (  # they want gigabytes at once
     "{{ ('\\t' * 4000000).expandtabs(4000000) }}",
