@@ -22,8 +22,7 @@ MAX_READ = 256 * 2**10  # bytes of one read
 IDLE_SECONDS = 20.0  # without a request: longer than clients keep a connection (httpx: 5), so that they close it first
 HEAD_SECONDS = 20.0  # from a request's first byte to the end of its headers
 STALLED_SECONDS = 30.0  # that a client may leave unread what is sent
-PROBE_SECONDS = 0.1  # until the first look whether a client that has sent all it will is still there
-PROBE_EVERY = 1.0  # seconds between further ones
+PROBE_SECONDS = 0.25  # between looks whether a client that has sent all it will is still there
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 max_connections = 2**20  # of one server; `penstock serve` sets it to what the limit on open files allows
@@ -84,14 +83,14 @@ class BoundedProtocol(HttpToolsProtocol):
             return None
         cycle.keep_alive = False
         if cycle.scope["http_version"] != "1.0":
-            self._probe_client(PROBE_SECONDS)
+            self._probe = self.loop.call_later(PROBE_SECONDS, self._probe_client)
         return True
 
-    def _probe_client(self, pause: float) -> None:
+    def _probe_client(self) -> None:
         if self.cycle.response_started or self.transport.is_closing():
             return
         self.transport.write(CONTINUE)
-        self._probe = self.loop.call_later(pause, self._probe_client, PROBE_EVERY)
+        self._probe = self.loop.call_later(PROBE_SECONDS, self._probe_client)
 
     def _stop_probing(self) -> None:
         if self._probe is not None:
