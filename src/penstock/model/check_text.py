@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.errors import MalformedFile, ModelError
 
-MEMORY = 768 * 2**20  # bytes: a vocabulary of 300,000 tokens takes a fifth of it, one of 3 million more
+MEMORY = 768 * 2**20  # bytes: Gemma's vocabulary of 262,144 tokens takes half of it, one of 3 million does not fit
 CPU_SECONDS = 20
 WALL_SECONDS = 120.0
 LAST_WORDS = 2000  # characters of what a process printed
