@@ -21,7 +21,8 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── ConfigError               settings that cannot work together or on this machine
 ├── KvLayoutMismatch          KV blocks of a cache that is laid out in another way
 ├── StepFailed                the step that computed a request failed             HTTP 500
-│   └── OutOfMemory           there was no memory for it
+│   ├── OutOfMemory           there was no memory for it
+│   └── NotFinite             what it computed are no finite numbers
 ├── Overloaded                as many wait already as may                         HTTP 503
 ├── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
 └── StorageFailed             files and batches cannot be read or kept            HTTP 500
@@ -144,6 +145,10 @@ class OutOfMemory(StepFailed):
     code = "out_of_memory"
 
 
+class NotFinite(StepFailed):
+    code = "non_finite_logits"
+
+
 class Overloaded(PenstockError):
     code = "overloaded"
 
@@ -169,4 +174,6 @@ def _tree(kind: type[PenstockError]) -> Iterator[type[PenstockError]]:
         yield from _tree(child)
 
 
-_KINDS = {kind.code: kind for kind in _tree(PenstockError)} | {"engine_died": EngineUnavailable}
+_KINDS = {kind.code: kind for kind in _tree(PenstockError)} | dict.fromkeys(
+    ("engine_died", "server_stopping"), EngineUnavailable
+)

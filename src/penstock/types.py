@@ -292,6 +292,7 @@ class StepResult(NamedTuple):
 
     step: int
     rows: tuple[RowResult, ...]  # parallel to the plan's rows
+    not_finite: tuple[int, ...] = ()  # indices of rows that have no answer, because it would not be made of numbers
 
 
 class Tokens(NamedTuple):

@@ -29,7 +29,8 @@ MAY_IMPORT = {
     "service_levels": set(),
     "speculative_config": {"errors"},
     "core": {"types", "errors"},
-    "text": {"types", "errors"},
+    "templates": {"errors"},
+    "text": {"templates", "types", "errors"},
     "model": {"text"} | WAIST,
     "backend": {"model"} | WAIST,
     "planning": {"backend", "model"} | WAIST,
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
     "llm": {"ipc", "engine", "text", "model", "store", "speculative_config"} | WAIST,
-    "server": {"ipc", "keys", "model", "service_levels", "store", "text"} | WAIST,
+    "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}
 EXTRAS = {"torch", "triton", "ray"}

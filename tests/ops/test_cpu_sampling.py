@@ -141,7 +141,19 @@ def test_the_first_of_equal_logits_is_the_most_likely():
 def test_logits_that_are_no_numbers_harm_nothing(value: float, temperature: float):
     logits = np.full((1, 100), value, np.float32)
     rows = replace(greedy(), temperature=np.array([temperature], np.float32), top_p=np.array([0.5], np.float32))
-    assert natively(logits, batch_of(rows)).rows[0].tokens == (0,)
+    for found in (natively(logits, batch_of(rows)), sample(logits, batch_of(rows))):
+        assert found.rows[0].tokens == (0,)
+        assert found.not_finite == (0,)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_logit_that_is_no_number_is_impossible(temperature: float):
+    logits = np.full((1, 100), -np.inf, np.float32)
+    logits[0, ::2], logits[0, 51] = np.nan, 3
+    rows = replace(greedy(), temperature=np.array([temperature], np.float32))
+    for found in (natively(logits, batch_of(rows)), sample(logits, batch_of(rows))):
+        assert found.rows[0].tokens == (51,)
+        assert found.not_finite == ()
 
 
 def greedy() -> SampleRows:

@@ -417,7 +417,7 @@ def test_a_batch_that_a_restarted_server_resumes_is_charged_to_its_key(tmp_path:
     done = done_lines(tmp_path / "data", id)
     assert done <= {f"n{number}" for number in range(4)}
     with server_process(tmp_path / "data", 0.0, file) as (_, url):
-        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=other, max_retries=0, timeout=WAIT)
+        sdk = openai.OpenAI(base_url=f"{url}/v1", api_key=secret, max_retries=0, timeout=WAIT)
         assert counts(ended(sdk, id)) == (30, 30, 0)
         text = httpx.get(f"{url}/metrics", headers={"x-api-key": other}).text
         generated = 26 * (len(said) + 1) + (4 - len(done)) * 3
@@ -437,7 +437,8 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
         records.save(db, batch)
         db.executescript(
             "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer;"
-            "ALTER TABLE batches RENAME COLUMN record TO told; PRAGMA user_version = 1;"
+            "ALTER TABLE batches RENAME COLUMN record TO told; ALTER TABLE files DROP COLUMN tenant;"
+            "PRAGMA user_version = 1;"
         )
     db.close()
     with serve(InProcessClient(toys.open_parrot), toy_text, MODEL, space=Space(tmp_path)) as server:
@@ -445,7 +446,7 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
         assert ended(server.sdk(), begin(server.sdk(), jsonl(line("three"))).id).status == "completed"
     with sqlite3.connect(tmp_path / "archive.db") as db:
         assert records.ownership(db, id) == records.Ownership()
-        assert db.execute("PRAGMA user_version").fetchone() == (2,)
+        assert db.execute("PRAGMA user_version").fetchone() == (3,)
     db.close()
 
 

@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from penstock.server.access.guard import Rules, check
 from penstock.server.access.in_flight import Admission, requests_in_flight
 from penstock.server.ollama import pulls
 from penstock.server.request_context import RequestContext
-from penstock.text.template import Template
+from penstock.templates.template import Template
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
 
@@ -331,6 +332,31 @@ def test_bodies_together_have_a_bound(parrot: Server, monkeypatch: pytest.Monkey
     assert parrot.post(CHAT, model=MODEL, messages=HELLO).status_code == 200
 
 
+def half(wire: socket.socket, size: int = 10) -> None:
+    """Sends the beginning of a body, and waits until it is there."""
+    wire.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n".encode() + b" " * size)
+    time.sleep(0.05)
+
+
+def test_one_body_too_many_costs_the_oldest_that_is_not_whole(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MAX_ARRIVING", 2)
+    with raw(parrot) as oldest, raw(parrot) as second, raw(parrot) as third:
+        for wire in (oldest, second, third):
+            half(wire)
+        said = told(oldest)
+        assert parrot.post(CHAT, model=MODEL, messages=HELLO).status_code == 200
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert b"others arrive" in said
+
+
+def test_bytes_of_bodies_that_are_not_whole_make_room(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MAX_BODIES", 20_000)
+    with raw(parrot) as hoarder:
+        half(hoarder, 19_000)
+        assert parrot.http.post(CHAT, content=b" " * 5000).status_code == 400  # it is read, and no JSON
+        assert told(hoarder).startswith(b"HTTP/1.1 408 ")
+
+
 def test_a_model_is_pulled_once_however_many_ask_and_few_at_once(
     parrot: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +414,16 @@ def shared() -> Iterator[Server]:
     rules = Rules(origins=("https://app.example", "http://localhost:3000"))
     with serving(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL, rules=rules) as server:
         yield server
+
+
+def test_a_server_answers_to_the_names_that_it_was_told_of() -> None:
+    rules = Rules(hosts=("api.example",), origins=("https://page.example",))
+    with serving(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL, rules=rules) as server:
+        asked = {
+            host: server.http.get("/v1/models", headers={"host": host}).status_code
+            for host in ("api.example", "API.example.:80", "page.example", "localhost", "other.example", "xapi.example")
+        }
+    assert asked == dict.fromkeys(asked, 200) | {"other.example": 403, "xapi.example": 403}
 
 
 def test_named_origins_may(shared: Server) -> None:

@@ -290,6 +290,7 @@ async def broken(server: Running, bodies: list[tuple[Malformed, bytes]]) -> Coun
                 writer.write(request)
                 writer.write_eof()
                 statuses = re.findall(rb"HTTP/1.1 (\d+)", await asyncio.wait_for(reader.read(), WAIT))
+                statuses = [status for status in statuses if status != b"100"]  # which clients skip
                 assert all(status.startswith(b"4") for status in statuses), (each, request, statuses)
                 told["answered"] += bool(statuses)
         told["broken"] += 1

@@ -55,7 +55,7 @@ def there(store: ResponseStore, *ids: str) -> list[str]:
     found = []
     for id in ids:
         try:
-            found.append(store.get(id).response.id)
+            found.append(store.get(id, None).response.id)
         except NotFound:
             continue
     return found
@@ -65,7 +65,7 @@ def test_the_longest_unused_gives_way() -> None:
     store = ResponseStore(max_responses=3)
     for id in "abc":
         store.put(kept(id))
-    store.get("a")
+    store.get("a", None)
     store.put(kept("d"))
     assert there(store, *"abcd") == ["a", "c", "d"]
 
@@ -79,7 +79,7 @@ def test_bytes_are_bounded_too_and_given_back() -> None:
     assert there(store, "a", "b") == ["a", "b"]
     store.put(kept("c", said="x" * 10_000))
     assert there(store, "a", "b", "c") == ["b", "c"]
-    store.remove("b")
+    store.remove("b", None)
     store.put(kept("d", said="x" * 10_000))
     assert there(store, "c", "d") == ["c", "d"]
     store.put(kept("e", said="x" * 100_000))
@@ -98,19 +98,19 @@ def test_a_conversation_is_used_as_a_whole() -> None:
     store = ResponseStore(max_responses=4)
     for id, previous in (("a", None), ("b", "a"), ("x", None), ("c", "b")):
         store.put(kept(id, previous))
-    assert [item.id for item in store.conversation("c")] == ["in a", "out a", "in b", "out b", "in c", "out c"]
+    assert [item.id for item in store.conversation("c", None)] == ["in a", "out a", "in b", "out b", "in c", "out c"]
     store.put(kept("y"))
     assert there(store, *"abcxy") == ["a", "b", "c", "y"]
-    assert store.conversation(None) == []
+    assert store.conversation(None, None) == []
 
 
 def test_a_conversation_with_a_gap_is_refused() -> None:
     store = ResponseStore()
     for id, previous in (("a", None), ("b", "a")):
         store.put(kept(id, previous))
-    store.remove("a")
+    store.remove("a", None)
     with pytest.raises(InvalidRequest, match="'a'") as caught:
-        store.conversation("b")
+        store.conversation("b", None)
     assert caught.value.code == "previous_response_not_found"
 
 
@@ -119,4 +119,4 @@ def test_only_what_has_ended_well_is_gone_on_with(status: str) -> None:
     store = ResponseStore()
     store.put(kept("a", status=status))
     with pytest.raises(InvalidRequest, match=f"is {status}"):
-        store.conversation("a")
+        store.conversation("a", None)

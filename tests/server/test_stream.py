@@ -45,6 +45,8 @@ class Script:
         self.steps = steps
         self.left = False
 
+    def when_ended(self, _: int, __: Any) -> None: ...
+
     async def submit(self, _: Request) -> AsyncGenerator[list[Event], None]:
         told = 0
         try:

@@ -6,9 +6,10 @@ from datetime import datetime
 import pytest
 
 from penstock.errors import ContextTooLong, InvalidRequest, MalformedFile
-from penstock.text import ChatTemplate, Text, template
+from penstock.templates import template
+from penstock.templates.call_arguments import CallArguments
+from penstock.text import ChatTemplate, Text
 from penstock.text.tool_formats import PLAIN
-from penstock.text.tools import CallArguments
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]

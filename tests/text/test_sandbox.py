@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidRequest
-from penstock.text import sandbox
-from penstock.text.template import Template
+from penstock.templates import sandbox
+from penstock.templates.template import Template
 
 
 def render(source: str, **given: Any) -> str:
@@ -79,7 +79,7 @@ LONG = "{% set ns = namespace(x='0123456789') %}{% for i in range(60) %}{% set n
     ],
 )
 def test_it_ends_and_stays_small(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(sandbox, "CPU_SECONDS", 0.05)
     with pytest.raises(InvalidRequest, match="chat template"):
         render(source)
 

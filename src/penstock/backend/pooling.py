@@ -39,8 +39,9 @@ class Pools:
 
 
 def with_pooled(result: StepResult, found: Mapping[int, Floats]) -> StepResult:
-    """Returns the result with the means that were `found`, by row."""
-    rows = list(result.rows)
+    """Returns the result with the means that were `found`, by row. A mean that is not finite is no answer."""
+    rows, broken = list(result.rows), list(result.not_finite)
     for row, mean in found.items():
         rows[row] = rows[row]._replace(pooled=mean.astype("<f4").tobytes())
-    return StepResult(result.step, tuple(rows))
+        broken += [] if np.isfinite(mean).all() else [row]
+    return StepResult(result.step, tuple(rows), tuple(broken))

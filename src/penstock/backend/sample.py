@@ -6,6 +6,9 @@ top_p, counted among those top_k and min_p left; min_p itself). What is left is 
 uniform number, which the seed alone decides. Ties at a threshold all stay. Logprobs are the model's own: before edits,
 temperature and cuts. What a chain of samplers chooses instead is defined in sampler_chain.py.
 
+A logit that is not a number (NaN) counts as impossible. If no logit, after edits, is finite or one is infinite, there
+is no token to choose: the position's token is NO_TOKEN, and its row is reported as not finite.
+
 Every sampler must choose the same token, so nothing depends on the order of a sum or on a library's exponential:
 weights follow from single-precision operations named here one by one, and masses are integers.
 """
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 from penstock.backend.base import Batch, Bitmasks, Floats, Ints, LogitEdit, SampleRows
 from penstock.types import RowResult, StepResult, TokenLogprob
 
+NO_TOKEN = -1
 MASS_OF_ONE = np.float32(2.0**40)  # the mass of the most likely token
 
 
@@ -29,13 +33,20 @@ def sample(logits: Floats, batch: Batch, masks: Bitmasks | None = None) -> StepR
     """Answers every row of the batch from its logits [S, vocab]; `masks` are those of its constrained positions."""
     tokens = choose(logits, batch.sample, masks).tolist()
     logprobs = [
-        token_logprob(logits[s], tokens[s], top) for s, top in enumerate(batch.sample.logprobs.tolist()) if top >= 0
+        token_logprob(logits[s], tokens[s], top) if tokens[s] != NO_TOKEN else TokenLogprob(0, 0.0, ())
+        for s, top in enumerate(batch.sample.logprobs.tolist())
+        if top >= 0
     ]
     return answers(batch, tokens, logprobs)
 
 
 def answers(batch: Batch, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> StepResult:
     """Returns a step's result from the token of each position [S] and the logprobs of those that asked for them."""
+    broken: tuple[int, ...] = ()
+    if tokens and min(tokens) < 0:
+        owners = np.searchsorted(batch.sample_start, np.flatnonzero(np.less(tokens, 0)), side="right") - 1
+        broken = tuple(sorted(set(owners.tolist())))
+        tokens = [max(token, 0) for token in tokens]
     known = [target >= 0 for target in batch.sample.target.tolist()]
     rows = []
     asked, left = batch.sample.logprobs.tolist() if logprobs else [], iter(logprobs)
@@ -47,11 +58,13 @@ def answers(batch: Batch, tokens: Sequence[int], logprobs: Sequence[TokenLogprob
         entries = [(known[s], next(left)) for s in range(first, last) if asked[s] >= 0]
         scores = tuple([entry for scored, entry in entries if scored])
         rows.append(RowResult(sampled, tuple([entry for scored, entry in entries if not scored]), scores))
-    return StepResult(batch.step, tuple(rows))
+    return StepResult(batch.step, tuple(rows), broken)
 
 
 def choose(logits: Floats, rows: SampleRows, masks: Bitmasks | None = None) -> NDArray[np.int64]:
     """Returns one token for each position [S]: the target where there is one, else a sampled one."""
+    if np.isnan(logits).any():
+        logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
     tokens = np.asarray(logits.argmax(axis=1)) if len(logits) else np.zeros(0, np.int64)
     edited = {int(s): apply_edit(logits[s], rows.edits.edit(e)) for e, s in enumerate(rows.edits.rows)}
     for s, words in zip(*masks, strict=True) if masks else ():
@@ -59,6 +72,8 @@ def choose(logits: Floats, rows: SampleRows, masks: Bitmasks | None = None) -> N
     for s in range(len(logits)):
         if rows.target[s] >= 0:
             tokens[s] = rows.target[s]
+        elif not np.isfinite(edited.get(s, logits[s]).max()):
+            tokens[s] = NO_TOKEN
         elif s in edited or rows.temperature[s] > 0:
             tokens[s] = _choose_one(edited.get(s, logits[s]), rows, s)
     return tokens
@@ -86,8 +101,6 @@ def _choose_one(logits: Floats, rows: SampleRows, s: int) -> int:
     weights = weigh(logits, rows.temperature[s])
     weights[weights < _threshold(weights, int(rows.top_k[s]), float(rows.top_p[s]), float(rows.min_p[s]))] = 0
     mass = _mass(weights).cumsum()
-    if mass[-1] == 0:  # nothing but infinities
-        return int(logits.argmax())
     uniform = int(rows.seed[s]) >> 11  # of 53 bits
     return int(np.searchsorted(mass, uniform * int(mass[-1]) >> 53, side="right"))
 

@@ -71,7 +71,7 @@ def with_chains(result: StepResult, batch: Batch, logits: Floats, masks: Bitmask
         chosen = choose_by_chain(edited, row, int(rows.seed[row.row]))
         owner, behind = sampled_place(batch, row.row)
         answers[owner] = _answered(answers[owner], behind, chosen, own, int(rows.logprobs[row.row]))
-    return StepResult(result.step, tuple(answers))
+    return result._replace(rows=tuple(answers))
 
 
 def chained_positions(batch: Batch) -> NDArray[np.int64]:
@@ -96,7 +96,9 @@ def _answered(answer: RowResult, behind: int, chosen: ChainChoice, logits: Float
 
 def choose_by_chain(logits: Floats, row: ChainRow, seed: int) -> ChainChoice:
     """Returns the token for one row of logits, to which edits and bitmask have been applied."""
-    if not np.isfinite(logits.max()):  # nothing is allowed, or a logit is no number
+    if np.isnan(logits.max()):
+        logits = np.where(np.isnan(logits), np.float32(-np.inf), logits)
+    if not np.isfinite(logits.max()):  # the row is not finite
         return ChainChoice(int(logits.argmax()), None)
     left = candidates(logits, row, seed)
     if row.temperature == 0:

@@ -27,6 +27,14 @@ class ListenOptions(NamedTuple):
         "127.0.0.1"
     )
     port: Annotated[int, Option(minimum=0, maximum=65535, help="Port to listen on. 0: any free port.")] = 8000
+    drain_seconds: Annotated[
+        float,
+        Option(
+            minimum=0,
+            help="Seconds that answers in flight have to end when the server is told to stop. Then they end with an "
+            "error.",
+        ),
+    ] = 30
     name: Annotated[str, Option(help="Name of the first model for clients. By default, the name given here.")] = ""
     alias: Annotated[
         list[str] | None,
@@ -95,6 +103,13 @@ class AccessOptions(NamedTuple):
         list[str] | None,
         Option(help="Origin whose web pages may use the server, such as https://example.org. May be repeated."),
     ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        Option(
+            help="Further name in the Host header of requests that a server without keys accepts, beside addresses, "
+            "localhost, --host, the machine's name and names without a dot. May be repeated. '*': any."
+        ),
+    ] = None
     max_waiting: Annotated[
         int | None,
         Option(
@@ -110,8 +125,9 @@ class AccessOptions(NamedTuple):
     ] = False
     ignore_unknown_fields: Annotated[bool, Option(help="The default, kept for older scripts: see --strict.")] = False
 
-    def rules(self, terms: ServiceTerms) -> Rules:
-        """Returns who may send what to the server, and by which terms its engines are shared."""
+    def rules(self, host: str, terms: ServiceTerms) -> Rules:
+        """Returns who may send what to the server, which listens at `host`, and by which terms its engines are
+        shared."""
         from penstock.server.access.guard import Rules
 
         if self.strict and self.ignore_unknown_fields:
@@ -122,6 +138,7 @@ class AccessOptions(NamedTuple):
             Path(self.keys).expanduser() if self.keys else None,
             tuple(self.cors or ()),
             self.max_waiting,
+            (host, *(self.allowed_host or ())),
             lenient=not self.strict,
             terms=terms,
         )
@@ -206,8 +223,8 @@ class TemplateOptions(NamedTuple):
     trust_request_chat_template: Annotated[
         bool,
         Option(
-            help="Render chat templates that come in requests (vLLM's chat_template). They are programs: one could use "
-            "up the server's memory."
+            help="Render chat templates that come in requests (vLLM's chat_template). They are programs, which run in "
+            "a process with limits."
         ),
     ] = False
     override_generation_config: Annotated[
@@ -358,7 +375,7 @@ def serve(
     from penstock.server.telemetry.access_log import LogSettings
 
     engine = engine | speculative.options(engine) | share.engine(engine)
-    rules, budget = access.rules(share.terms()), pool.budget()
+    rules, budget = access.rules(listen.host, share.terms()), pool.budget()
     aliases = _aliases(listen.alias or [], [each.name for each in finder.found])
     settings = PoolSettings(
         budget,
@@ -370,7 +387,7 @@ def serve(
     sources = ModelSources(finder, engine, adapters, TextChanges(template.source(), template.sampling()), budget)
     found_again = sources.find_again if finder.changes else None
     log = LogSettings(telemetry.log_level, telemetry.log_format)
-    setup = server.Setup(_data_name(finder.found), storage.space(), rules, traces, log)
+    setup = server.Setup(_data_name(finder.found), storage.space(), rules, traces, log, listen.drain_seconds)
     served = ModelPool(sources.first, settings, telemetry.metric_sets(), found_again)
     server.serve(served, listen.host, listen.port, setup)
 

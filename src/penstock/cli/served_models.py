@@ -274,10 +274,21 @@ def _load_text(found: FoundModel, fields: Sequence[str], changes: TextChanges) -
 
     text = load_text(found.path, fields).with_sampling(changes.sampling)
     if changes.template:
-        return text.with_template_text(changes.template)
+        return _isolated(text.with_template_text(changes.template))
     if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
         print(f"{found.name} has no chat template: chats are rendered as ChatML (see --chat-template)", file=sys.stderr)
-    return text
+    return _isolated(text)
+
+
+def _isolated(text: Text) -> Text:
+    """Returns the same with its templates in a process of their own, which is started if they need it."""
+    from penstock.templates.process import RenderProcess
+
+    process = RenderProcess()
+    isolated = text.isolated(process)
+    if isolated.template is not None and isolated.template.process is process:
+        process.warm_up()
+    return isolated
 
 
 def short_name(model: str, path: Path) -> str:

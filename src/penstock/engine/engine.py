@@ -32,6 +32,7 @@ from penstock.engine.weights import WeightReader
 from penstock.errors import (
     InvalidGrammar,
     InvalidRequest,
+    NotFinite,
     NotSupported,
     OutOfMemory,
     PenstockError,
@@ -412,6 +413,8 @@ class Engine(WeightControl):
         else:
             began, self._answered = max(began, self._answered), time.perf_counter()
             self._costs.observe(plan.rows, self._answered - began, answers=self._speculation is None)
+            if result.not_finite:
+                self._fail_rows(plan, result.not_finite)
             if self._speculation is not None:
                 result = self._speculation.verify(plan, result, self._answered - began)
             if self._mirostats:
@@ -432,6 +435,14 @@ class Engine(WeightControl):
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
         code = error.code if isinstance(error, StepFailed) else StepFailed.code
         self._emit(self._scheduler.fail(plan, code, message))
+
+    def _fail_rows(self, plan: StepPlan, indices: Sequence[int]) -> None:
+        """Fails the requests of rows that have no answer, and forgets cached prefixes: they may have theirs."""
+        for id in {plan.rows[index].seq for index in indices} & self._records.keys():
+            self._scheduler.abort(id)
+            message = f"request {id}: the model computed NaN or infinity instead of logits; check its weights"
+            self._emit([Failed(id, NotFinite.code, message)])
+        self.flush_cache()
 
     def _emit(self, events: Sequence[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Protocol
 
 from penstock.types import PAUSE_KEEP, AdapterInfo, Event, Hello, MemoryUse, Request, Stats, WeightState
@@ -44,6 +44,13 @@ class EngineClient(Protocol):
 
     def abort(self, id: int) -> None:
         """Ends a request now; its last event still arrives, with a report of what happened to it."""
+
+    def when_ended(self, id: int, call: Callable[[], None]) -> None:
+        """Has something called when the engine has ended a request that is about to be submitted, even if nobody reads
+        its events. It is not called for one that was left."""
+
+    def end_answers(self, reason: str) -> None:
+        """Ends every request in flight with an error, because the server stops."""
 
     def flush_cache(self) -> None:
         """Empties the prefix cache; running requests keep the blocks they hold."""

@@ -61,6 +61,7 @@ class RequestStreams:
 
     def __init__(self) -> None:
         self._boxes: dict[int, EventMailbox] = {}
+        self.endings: dict[int, Callable[[], None]] = {}  # called when a request has ended, read or not
 
     def __len__(self) -> int:
         return len(self._boxes)
@@ -77,6 +78,7 @@ class RequestStreams:
                 if not isinstance(events[-1], Tokens):
                     break
         finally:
+            self.endings.pop(request.id, None)
             if self._boxes.pop(request.id, None) is not None:
                 send(Abort(request.id))
 
@@ -101,6 +103,8 @@ class RequestStreams:
             box.put(share)
             if not isinstance(share[-1], Tokens):
                 del self._boxes[id]
+                if id in self.endings:
+                    self.endings.pop(id)()
 
     def fail(self, code: str, message: str) -> None:
         """Ends every request in flight."""
@@ -132,6 +136,12 @@ class RequestClient(ABC):
 
     def abort(self, id: int) -> None:
         self._send(Abort(id))
+
+    def when_ended(self, id: int, call: Callable[[], None]) -> None:
+        self._streams.endings[id] = call
+
+    def end_answers(self, reason: str) -> None:
+        self._streams.fail("server_stopping", reason)
 
     def flush_cache(self) -> None:
         self._send(FlushCache())

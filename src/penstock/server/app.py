@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
+from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
@@ -17,15 +18,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-import penstock.text.template  # noqa: F401  loads Jinja now, so that the first chat does not wait for it
+import penstock.templates.template  # noqa: F401  loads Jinja now, so that the first chat does not wait for it
 from penstock.errors import ConfigError, PenstockError
 from penstock.keys import Keyring
 from penstock.server.access.accounts import Accounts
 from penstock.server.access.guard import Rules, check, guarded
-from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol
+from penstock.server.access.open_files import FullTable, raise_limit
+from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol, limit_connections
 from penstock.server.batch.archive import SPACE, Archive, Space
 from penstock.server.batch.run import BatchRunner
-from penstock.server.errors import on_bug, on_client_left, on_error, on_http_error
+from penstock.server.errors import on_bug, on_client_left, on_error, on_http_error, on_missing_package
 from penstock.server.models import ModelPool
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
@@ -33,11 +35,15 @@ from penstock.server.request_context import ContextMiddleware
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
 from penstock.server.telemetry.access_log import AccessLog, LogSettings, set_up_logging
+from penstock.server.telemetry.http_responses import HttpResponses
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
 
-DRAIN_SECONDS = 30  # that answers in flight have when the server is asked to stop
+DRAIN_SECONDS = 30.0  # that answers in flight have when the server is asked to stop
+ACCEPTED_AT_ONCE = 16  # connections: much fewer than the files that are reserved
+BACKLOG = 2048  # connections that wait to be accepted
+CUT_SECONDS = 2.0  # that those which then end with an error have to be sent
 
 
 class Setup(NamedTuple):
@@ -48,6 +54,7 @@ class Setup(NamedTuple):
     rules: Rules = Rules()
     traces: Traces | None = None
     log: LogSettings = LogSettings()
+    drain: float = DRAIN_SECONDS
 
 
 DEFAULT_SETUP = Setup()
@@ -56,7 +63,7 @@ DEFAULT_SETUP = Setup()
 def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
     """Returns an application that serves the models of the pool. It starts the pool when it starts and closes it when
     it ends."""
-    data, space, rules, traces, _ = setup
+    data, space, rules, traces, *_ = setup
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, data or pool.default.name)
     runner = BatchRunner(archive, pool, accounts, lenient=rules.lenient, terms=rules.terms)
@@ -75,18 +82,22 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
             if traces is not None:
                 await asyncio.to_thread(traces.close)
 
+    routes = all_routes(pool, files, batches, responses)
+    counted = HttpResponses(routes)
+    pool.metrics.register(counted)
     app = Starlette(
-        routes=all_routes(pool, files, batches, responses),
+        routes=routes,
         exception_handlers={
             PenstockError: on_error,
             HTTPException: on_http_error,
             ClientDisconnect: on_client_left,
+            ModuleNotFoundError: on_missing_package,
             Exception: on_bug,
         },
         lifespan=lifespan,
     )
     inner: ASGIApp = app if traces is None else traces.around(app, pool.metrics, pool.default.name)
-    logged = AccessLog(guarded(inner, pool, rules, accounts), pool.metrics)
+    logged = AccessLog(guarded(inner, pool, rules, accounts), pool.metrics, counted)
     return ContextMiddleware(logged, lenient=rules.lenient, terms=rules.terms)
 
 
@@ -112,6 +123,8 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 async def _serve(pool: ModelPool, listener: socket.socket, setup: Setup) -> None:
     await pool.start()
     gc.collect()
+    limit_connections(raise_limit())
+    asyncio.get_running_loop().set_exception_handler(FullTable())
     gc.freeze()  # the tokenizer and all code stay: scanning them again took a sixteenth of a stream's time
     listener.listen()  # a client may connect as soon as it has read the line below
     app = create_app(pool, setup)
@@ -119,18 +132,44 @@ async def _serve(pool: ModelPool, listener: socket.socket, setup: Setup) -> None
         app,
         http=BoundedProtocol,
         ws="none",
+        backlog=ACCEPTED_AT_ONCE,
         log_config=None,
         access_log=False,
         timeout_keep_alive=int(IDLE_SECONDS),
-        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_graceful_shutdown=ceil(setup.drain + CUT_SECONDS),
     )
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     print(f"serving {_described(pool)} on http://{address}{_processes(pool)}", file=sys.stderr, flush=True)
     try:
-        await uvicorn.Server(config).serve([listener])
+        await DrainingServer(config, pool, setup.drain).serve([listener])
     finally:
         await pool.close()  # a second interrupt skips the application's own ending
+
+
+class DrainingServer(uvicorn.Server):
+    """Stops when the answers in flight have ended, or after `drain` seconds: those that are left then end with an error
+    in their dialect, so that their clients know that something is missing."""
+
+    def __init__(self, config: uvicorn.Config, pool: ModelPool, drain: float) -> None:
+        super().__init__(config)
+        self._pool = pool
+        self._drain = drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to accept. asyncio accepts as many connections in a row as may wait, before any of them can be
+        refused: that number is small, and then more may wait."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        reason = f"the server is stopping, and this answer took longer than {self._drain:g} seconds: send it again"
+        cutting = asyncio.get_running_loop().call_later(self._drain, self._pool.end_answers, reason)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting.cancel()
 
 
 def _described(pool: ModelPool) -> str:

@@ -20,7 +20,7 @@ from penstock.server.access.bounds import read_json
 from penstock.server.request_context import RequestContext
 
 MAX_BODY = 16 * 2**20  # bytes
-READ_ON = 4 * MAX_BODY  # bytes of a body that is too large, before its connection is given up
+MAX_DIGITS = 20  # of its announced length
 
 UNKNOWN_VALUE = "invalid_value"  # the code of a setting that has other values than the one given
 
@@ -146,19 +146,22 @@ async def model_named_in(http: HttpRequest, context: RequestContext) -> str | No
 
 
 async def _body(http: HttpRequest) -> bytes:
-    """Returns the body. One that is too long is not kept, but read on for a while, so that the client reads the
-    refusal."""
+    """Returns the body. One that is too long is refused as soon as that is known; the connection discards the rest, so
+    that the client can read the refusal."""
+    announced = http.headers.get("content-length", "")
+    _check_size(int(announced) if announced.isdecimal() and len(announced) < MAX_DIGITS else 0, "")
     body = bytearray()
-    size = 0
     async for chunk in http.stream():
-        size += len(chunk)
-        if size <= MAX_BODY:
-            body += chunk
-        elif size > READ_ON:
-            break
-    if size > MAX_BODY:
-        raise InvalidRequest(f"the body has {size} bytes; the limit is {MAX_BODY}: send less", code="request_too_large")
+        body += chunk
+        _check_size(len(body), "at least ")
     return bytes(body)
+
+
+def _check_size(size: int, bound: str) -> None:
+    if size > MAX_BODY:
+        raise InvalidRequest(
+            f"the body has {bound}{size} bytes; the limit is {MAX_BODY}: send less", code="request_too_large"
+        )
 
 
 def _json_object(body: bytes) -> dict[str, Any]:

@@ -263,5 +263,14 @@ async def on_bug(request: Request, _: Exception) -> Response:
     return respond(request, error, 500, headers)
 
 
+async def on_missing_package(request: Request, error: Exception) -> Response:
+    """Refuses what needs a package that is not installed."""
+    assert isinstance(error, ModuleNotFoundError)
+    return error_response(
+        request,
+        NotSupported(f"this needs the Python package {error.name!r}, which the server does not have: install it there"),
+    )
+
+
 async def on_client_left(_: Request, __: Exception) -> Response:
     return CLIENT_LEFT

@@ -23,6 +23,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.accounts import Account
 from penstock.server.access.in_flight import Admission
 from penstock.service_levels import NO_TARGETS, STANDARD_TERMS, ServiceTerms, Targets
+from penstock.store import DerivedModel
 from penstock.types import AdapterUse, Claim, Request
 
 if TYPE_CHECKING:
@@ -109,6 +110,19 @@ class RequestContext:
         if self.payer is not None and not self.payer.may_use(model):
             raise self.payer.forbidden("model", f"use {model!r}, only {', '.join(self.payer.models)}")
 
+    @property
+    def key_name(self) -> str | None:
+        """Returns the name of the API key that owns what this request stores, and whose things alone it finds; None:
+        the server has no keys, and everything is everyone's."""
+        return None if self.payer is None else self.payer.name
+
+    def may_see(self, derived: DerivedModel | None) -> bool:
+        """Returns whether a derived model exists for this request: it does for the key that made it, and for those
+        whose list of models names it. One that no key made is everyone's."""
+        if derived is None or self.payer is None or derived.key in ("", self.payer.name):
+            return True
+        return derived.name in self.payer.models
+
     def charge_to(self, account: Account) -> None:
         """Makes the account pay for this request and own it."""
         self.payer = account
@@ -165,9 +179,10 @@ class RequestContext:
         apart = (self.tenant or "\0" in self.salt) and not self.terms.share_prefixes
         return f"{self.tenant}\0{self.salt}" if apart else self.salt
 
-    def answer(self) -> AbstractContextManager[None]:
-        """Holds a place for one answer; raises Overloaded if there is none."""
-        return nullcontext() if self.admission is None else self.admission.answer()
+    def answer(self) -> AbstractContextManager[Callable[[], None]]:
+        """Holds a place for one answer, and yields what is to be called when the answer is computed; raises Overloaded
+        if there is no place."""
+        return nullcontext(lambda: None) if self.admission is None else self.admission.answer()
 
     def ignore(self, name: str) -> None:
         """Lists a field as ignored: once, in however many messages or tools it occurs."""

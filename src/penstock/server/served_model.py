@@ -7,16 +7,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import NamedTuple, TypeVar
 
 from penstock import store
-from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, WaitTooLong
+from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, Overloaded, WaitTooLong
 from penstock.ipc.client import EngineClient
 from penstock.server.access.expected_wait import WaitForecast
 from penstock.server.request_context import MAX_NAME, RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel
+from penstock.templates.process import RenderProcess
 from penstock.text import Text, check_answers, make_request
 from penstock.types import AdapterInfo, AdapterUse, Limits, Request, SamplingParams
 
@@ -26,6 +27,7 @@ CLIENTS_NAMES = (  # patterns of names that clients insist on; the last three ar
     "claude*", "gpt-*", "chatgpt*", "codex*", "o[0-9]*", "tgi", "dummy", "default",
 )  # fmt: skip
 UNLISTED = "file "  # begins the names of adapters that only a derived model's settings name
+RENDER_PATIENCE = 5.0  # seconds that a chat waits for others to be rendered: usually none
 OFF_LOOP = 4096  # characters: encoding more than this would hold up every other stream
 
 
@@ -145,6 +147,16 @@ def unknown_model(name: str, served: Sequence[str]) -> ModelNotFound:
     )
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Runs `work` on text of `size` characters: in a thread if the text is long."""
-    return work() if size <= OFF_LOOP else await asyncio.to_thread(work)
+async def off_loop(size: int, work: Callable[[], T], process: RenderProcess | None = None) -> T:
+    """Runs `work` on text of `size` characters: in a thread if the text is long, or if the work waits for the process
+    that renders its template. Raises Overloaded if others keep that process busy for too long."""
+    if process is None:
+        return work() if size <= OFF_LOOP else await asyncio.to_thread(work)
+    asked = monotonic()
+
+    def begin() -> T:
+        if monotonic() - asked > RENDER_PATIENCE:
+            raise Overloaded("Server is busy: other chats take long to render with this template. Retry after 1 s.")
+        return work()
+
+    return await asyncio.get_running_loop().run_in_executor(process.threads, begin)

@@ -12,6 +12,7 @@ from penstock.errors import EngineUnavailable
 from penstock.server.models import ModelPool
 from penstock.server.models.entry import ModelEntry
 from penstock.server.request_context import RequestContext
+from penstock.server.served_model import unknown_model
 from penstock.server.sse import json_response
 from penstock.server.vllm.endpoints import model_fields
 from penstock.types import Hello
@@ -34,6 +35,8 @@ async def show_model(pool: ModelPool, request: Request, context: RequestContext)
     name = request.path_params["id"]
     entry = pool.get(name)
     context.check_allowed(entry.name)
+    if not context.may_see(pool.derived(entry, name)):
+        raise unknown_model(name, [pool.default.name])
     if adapter := entry.adapter_named(name):
         return json_response(_model(pool, entry, adapter))
     if name != entry.name:
@@ -67,7 +70,7 @@ async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Respo
 
 
 def _may_see(context: RequestContext, entry: ModelEntry) -> bool:
-    return context.payer is None or context.payer.may_use(entry.name)
+    return context.payer is None or (context.payer.may_use(entry.name) and context.may_see(entry.source.derived))
 
 
 def _state(entry: ModelEntry) -> dict[str, Any]:

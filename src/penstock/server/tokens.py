@@ -107,7 +107,12 @@ async def apply_template(served: ServedModel, http: HttpRequest, context: Reques
     tools = read_tools(context, body.tools).tools
     kwargs = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
     messages = read_messages(context, body.messages)
-    return json_response({"prompt": served.text.render_chat(messages, tools=tools or None, **kwargs)})
+    size = sum(len(message["content"] or "") for message in messages)
+    text = served.text
+    prompt = await off_loop(
+        size, lambda: text.render_chat(messages, tools=tools or None, **kwargs), text.chat_template.process
+    )
+    return json_response({"prompt": prompt})
 
 
 async def count_chat_tokens(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
@@ -116,7 +121,8 @@ async def count_chat_tokens(served: ServedModel, http: HttpRequest, context: Req
     tools = read_tools(context, body.tools).tools
     messages = read_messages(context, body.messages)
     size = sum(len(message["content"] or "") for message in messages)
-    ids = await off_loop(size, lambda: served.text.encode_chat(messages, tools=tools or None))
+    text = served.text
+    ids = await off_loop(size, lambda: text.encode_chat(messages, tools=tools or None), text.chat_template.process)
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 

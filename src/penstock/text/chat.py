@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import InvalidRequest, MalformedFile
 from penstock.text.hf_tokenizer import read_json
+from penstock.text.named_templates import TEMPLATES
 from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format, reasoning_of
 from penstock.text.tools import MessageDict, calls_as_text, describe
 
 if TYPE_CHECKING:
-    from penstock.text.template import Template
+    from penstock.templates.process import RenderProcess
 
 XML_TOOLS = "xml_tools"  # SmolLM3's name for functions that are called in XML
 
@@ -35,7 +37,8 @@ class ChatTemplate:
         """Takes the name of the tool format as `family` where the markers in the template mislead."""
         self._sources = sources
         self._tokens = tokens
-        self._compiled: dict[str, Template] = {}
+        self._compiled: dict[str, Renderer] = {}
+        self.process: RenderProcess | None = None  # that renders; None: this one
         source = sources.get("tool_use", "") + sources.get("default", "")
         found = find_tool_format(source, family)
         if not (self.reads("tools") or self.reads(XML_TOOLS) or found.prompt):
@@ -68,6 +71,16 @@ class ChatTemplate:
                 return template.render({**given, "messages": messages})
         return template.render({**given, "messages": [_with_content(message) for message in messages]})
 
+    def isolated(self, process: RenderProcess) -> ChatTemplate:
+        """Returns the same, rendered in a process that can be killed. Templates that come with Penstock are rendered
+        here: each is a fixed text with one loop over the messages, so it costs no more than it writes. No other is
+        trusted: a proof that a program takes little would have to know every filter and method of Jinja's and Python's,
+        and the process costs a tenth of a millisecond."""
+        twin = copy(self)
+        if not set(self._sources.values()) <= set(TEMPLATES.values()):
+            twin.process, twin._compiled = process, {}
+        return twin
+
     @property
     def source(self) -> str:
         """Returns the Jinja text that renders chats without tools."""
@@ -85,13 +98,22 @@ class ChatTemplate:
         return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self._sources.values())
 
     def _template(self, name: str) -> Renderer:
-        from penstock.text.template import Template  # Jinja is slow to import, and plain prompts do not need it
-
         if name not in self._sources:
             raise InvalidRequest(f"the model has no default chat template; it has {', '.join(self._sources)}")
         if name not in self._compiled:
-            self._compiled[name] = Template(self._sources[name])
+            self._compiled[name] = _renderer(self._sources[name], self.process)
         return self._compiled[name]
+
+
+def _renderer(source: str, process: RenderProcess | None) -> Renderer:
+    """Returns what renders a template. Both ways are imported when they are needed: plain prompts need neither."""
+    if process is None:
+        from penstock.templates.template import Template
+
+        return Template(source)
+    from penstock.templates.process import IsolatedTemplate
+
+    return IsolatedTemplate(source, process)
 
 
 def _with_content(message: MessageDict) -> MessageDict:

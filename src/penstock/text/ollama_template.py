@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.templates.limits import MAX_CHARACTERS
 from penstock.text.chat import ChatTemplate
-from penstock.text.tokenizer import MAX_CHARACTERS
 from penstock.text.tools import MessageDict
 
 MAX_SOURCE = 2**16  # characters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from penstock.text.embedding import Vector
 from penstock.text.hf_tokenizer import read_json
 from penstock.text.tokenizer import PairTokens, Tokenizer
 from penstock.types import Limits, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.templates.process import RenderProcess
 
 NAMES = ("rerank", "reranker")  # of templates beside a chat template
 SLOTS = re.compile(r"\{(query|document|instruction)\}")
@@ -40,6 +43,10 @@ class PairTemplate(NamedTuple):
     def instructed(self) -> bool:
         """Returns whether an instruction has a place in the prompt."""
         return self.chat is not None or "{instruction}" in self.source
+
+    def isolated(self, process: RenderProcess) -> PairTemplate:
+        """Returns the same, with a template that has roles rendered in a process that can be killed."""
+        return self._replace(chat=self.chat and self.chat.isolated(process))
 
     def render(self, query: str, document: str, instruction: str = "") -> str:
         """Returns the prompt."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.named_templates import CHATML
@@ -16,6 +16,9 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_formats import AnswerFormat
 from penstock.text.tools import MessageDict
 from penstock.types import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.templates.process import RenderProcess
 
 
 class ChatPrompt(NamedTuple):
@@ -71,6 +74,11 @@ class Text:
         """Returns the model's text side with this Jinja template in place of its own. As with llama.cpp, for which such
         templates are written, thinking is on unless a request turns it off."""
         return self.with_template(ChatTemplate({"default": source}, {**self.tokenizer.names, "enable_thinking": True}))
+
+    def isolated(self, process: RenderProcess) -> Text:
+        """Returns the same, with templates rendered in a process that can be killed."""
+        pairs = self.pair_template and self.pair_template.isolated(process)
+        return replace(self, template=self.template and self.template.isolated(process), pair_template=pairs)
 
     @property
     def chat_template(self) -> ChatTemplate:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from penstock.errors import ContextTooLong
+from penstock.errors import ContextTooLong, MalformedFile
+from penstock.templates.limits import MAX_CHARACTERS
 from penstock.text.gguf_tokenizer import spec_from_gguf
 from penstock.text.hf_tokenizer import spec_from_folder
+from penstock.text.panics import panics_as, refusal
 from penstock.text.tokenizer_spec import TokenizerSpec
-
-MAX_CHARACTERS = 2**22  # in one text; the library's regular expressions fail not far above
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are encoded one by one: threads do not help
 
@@ -55,11 +55,13 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        return cls(spec_from_gguf(metadata))
+        with panics_as(MalformedFile, "the file's tokenizer cannot be read"):
+            return cls(spec_from_gguf(metadata))
 
     @classmethod
     def from_folder(cls, path: Path) -> Tokenizer:
-        return cls(spec_from_folder(path))
+        with panics_as(MalformedFile, f"the tokenizer in {path} cannot be read"):
+            return cls(spec_from_folder(path))
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
         """Returns the token ids of a text. With `special`, the text of a special token becomes that token. With `bos`,
@@ -67,7 +69,10 @@ class Tokenizer:
         The GIL is released meanwhile."""
         _check_length(text)
         library = self._parsing if special else self._literal
-        batch = library.encode_batch_fast([_well_formed(text)], add_special_tokens=False)  # encode would keep the GIL
+        try:
+            batch = library.encode_batch_fast([_well_formed(text)], add_special_tokens=False)  # encode keeps the GIL
+        except BaseException as error:
+            raise refusal(error) from None
         ids = list(batch[0].ids)
         if bos and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids[:0] = self.bos_id, *self._after_bos
@@ -80,7 +85,10 @@ class Tokenizer:
             _check_length(text)
         if self._literal.post_processor is not None:
             pairs = [(_well_formed(first), _well_formed(second))]
-            [found] = self._literal.encode_batch_fast(pairs, add_special_tokens=True)
+            try:
+                [found] = self._literal.encode_batch_fast(pairs, add_special_tokens=True)
+            except BaseException as error:
+                raise refusal(error) from None
             return PairTokens(found.ids, found.type_ids, found.sequence_ids)
         left, right, closing = self.encode(first, bos=True), self.encode(second), list(self.closing)
         before = len(left) - len(self.encode(first))

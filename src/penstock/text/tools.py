@@ -11,20 +11,6 @@ from penstock.text.tool_formats import ToolPrompt
 MessageDict = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
-class CallArguments(dict[str, Any]):
-    """Holds the arguments of a call. Some templates iterate over them or write them as JSON, others insert them as
-    text: as a text they are JSON."""
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-
 def describe(
     tools: Sequence[Mapping[str, Any]], messages: Sequence[MessageDict], prompt: ToolPrompt | None = None
 ) -> list[MessageDict]:

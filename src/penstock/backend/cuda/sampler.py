@@ -123,7 +123,7 @@ class DeviceSampler:
             logits, tokens = logits[index], tokens[index]
         norm = torch.logsumexp(logits, 1, keepdim=True)
         best, others = torch.topk(logits, max(tops), dim=1)
-        own = tokens.long()[:, None]
+        own = tokens.long()[:, None].clamp(min=0)
         values = torch.cat([logits.gather(1, own), best], 1) - norm
         return PendingLogprobs(tops, to_host(values), to_host(torch.cat([own, others], 1)))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -15,6 +17,7 @@ from penstock.keys import Key, Keyring
 from penstock.service_levels import NO_TARGETS, Targets
 
 MINUTE = 60.0
+RESERVE_SECONDS = 5.0  # between two looks at limits that may have changed
 
 
 class Allowance:
@@ -114,6 +117,26 @@ class Account:
         self.used[kind] += tokens
         if "tokens" in self._allowances:
             self._allowances["tokens"].take(tokens)
+
+    @asynccontextmanager
+    async def reserving(self, tokens: int) -> AsyncIterator[None]:
+        """Waits until the key has so many tokens left, or all that its limit allows, and sets them aside while the
+        block runs: work that can wait does not go into debt."""
+        while (wait := self._seconds_to(tokens)) > 0:
+            await asyncio.sleep(min(wait, RESERVE_SECONDS))
+        allowance = self._allowances.get("tokens")
+        aside = min(tokens, allowance.limit) if allowance else 0
+        if allowance:
+            allowance.take(aside)
+        try:
+            yield
+        finally:
+            if allowance:
+                allowance.take(-aside)
+
+    def _seconds_to(self, tokens: int) -> float:
+        allowance = self._allowances.get("tokens")
+        return allowance.seconds_to(min(tokens, allowance.limit)) if allowance else 0.0
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns what the limits leave, as the x-ratelimit headers that OpenAI's clients read."""

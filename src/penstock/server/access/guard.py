@@ -1,4 +1,8 @@
-"""Guards the application: limits the size, the speed and the number of requests."""
+"""Guards the application: limits the size, the speed and the number of requests.
+
+A request takes its place among those in flight when its body is whole, so that a client that sends slowly holds none.
+Bodies that are not whole have a limit of their own. What exceeds it costs the oldest of them, not the newest: a body
+takes milliseconds to arrive unless its client is slow on purpose."""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import ipaddress
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +33,7 @@ MAX_URL = 8192  # bytes
 BODY_SECONDS = 20.0  # that any body may take, and one more second for every
 BODY_RATE = 4096  # bytes of it
 MAX_BODIES = 32 * MAX_BODY  # bytes of all bodies that are kept in memory at once
+MAX_ARRIVING = 1024  # bodies that are not whole yet
 
 
 class Rules(NamedTuple):
@@ -36,6 +42,7 @@ class Rules(NamedTuple):
     keys: Path | None = None  # the key file; None: everyone may
     origins: tuple[str, ...] = ()  # of web pages that may use it, beside its own
     max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
+    hosts: tuple[str, ...] = ()  # names of the server beside those that nobody else can own; only without keys
     lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
     terms: ServiceTerms = STANDARD_TERMS  # by which engines are shared
 
@@ -66,7 +73,7 @@ def guarded(app: ASGIApp, pool: ModelPool, rules: Rules, accounts: Accounts | No
     if accounts is not None:
         pool.metrics.register(accounts)
         app = Authentication(app, accounts)
-    return Origins(app, rules.origins, keyless=accounts is None)
+    return Origins(app, rules.origins, rules.hosts, keyless=accounts is None)
 
 
 class Guard:
@@ -76,7 +83,7 @@ class Guard:
     def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
         self._app = app
         self._in_flight = in_flight
-        self._body_bytes = InFlight("bytes of request bodies", lambda: MAX_BODIES)
+        self._bodies = ArrivingBodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,16 +93,16 @@ class Guard:
         try:
             _check_url(scope)
             context.read_headers(Request(scope).headers)
-            if scope["method"] not in READING:
-                admission.open()
+            if takes_place := scope["method"] not in READING:
+                self._in_flight.check()  # refused at once, before its body comes
         except PenstockError as error:
             return await error_response(Request(scope), error)(scope, receive, send)
-        body = TimedBody(receive, self._body_bytes)
+        body = TimedBody(receive, self._bodies, admission.open if takes_place else None)
         try:
             await self._app(scope, body, send)
         finally:
             admission.close()
-            self._body_bytes.release(body.size)
+            body.close()
 
 
 def _check_url(scope: Scope) -> None:
@@ -104,32 +111,86 @@ def _check_url(scope: Scope) -> None:
         raise InvalidRequest(f"the URL has {size} bytes; the limit is {MAX_URL}: shorten it", code="uri_too_long")
 
 
-class TimedBody:
-    """Receives a request's body; raises if it arrives too slowly, or if all bodies together are too large."""
+class ArrivingBodies:
+    """Counts the bytes of all bodies in memory, and knows which of them are not whole yet."""
 
-    def __init__(self, receive: Receive, in_flight: InFlight) -> None:
-        self.size = 0  # bytes that count as in flight
+    def __init__(self) -> None:
+        self.bytes = InFlight("bytes of request bodies", lambda: MAX_BODIES)
+        self._partial: dict[TimedBody, None] = {}  # the oldest first
+
+    def begin(self, body: TimedBody) -> None:
+        """Counts a body as not whole. One too many costs the oldest."""
+        self._partial[body] = None
+        if len(self._partial) > MAX_ARRIVING:
+            self._give_up_oldest()
+
+    def end(self, body: TimedBody) -> None:
+        """Counts a body as whole, or as given up."""
+        self._partial.pop(body, None)
+
+    def take(self, count: int, body: TimedBody) -> None:
+        """Counts bytes of a body; raises Overloaded if there is no room, even without the bodies that are not whole."""
+        while self.bytes.full(count) and next(iter(self._partial), body) is not body:
+            self._give_up_oldest()
+        self.bytes.take(count)
+
+    def _give_up_oldest(self) -> None:
+        next(iter(self._partial)).give_up()
+
+
+class TimedBody:
+    """Receives a request's body; raises if it arrives too slowly, or if all bodies together are too large. Calls
+    `on_whole` when it is whole."""
+
+    def __init__(self, receive: Receive, bodies: ArrivingBodies, on_whole: Callable[[], None] | None) -> None:
         self._receive = receive
-        self._in_flight = in_flight
+        self._bodies = bodies
+        self._on_whole = on_whole
+        self._size = 0  # bytes that count as in memory
         self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
-        self._complete = False
+        self._timeout: asyncio.Timeout | None = None  # while it is waited for
+        self._begun = self._whole = self._given_up = False
 
     async def __call__(self) -> Message:
-        if self._complete:
+        if self._whole:
             return await self._receive()
+        if not self._begun:
+            self._begun = True
+            self._bodies.begin(self)
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self._deadline) as self._timeout:
                 message = await self._receive()
         except TimeoutError:
-            raise InvalidRequest(
-                f"the body arrives too slowly: it has {BODY_SECONDS:g} seconds and one more for every {BODY_RATE} "
-                "bytes; send it faster",
-                code="request_timeout",
-            ) from None
-        size = len(message.get("body", b""))
-        kept = min(size, MAX_BODY - self.size)  # nobody keeps more: what is longer is refused, or goes to a file
-        self._deadline += size / BODY_RATE
-        self._complete = not message.get("more_body")
-        self._in_flight.take(kept)
-        self.size += kept
+            raise self._too_slow() from None
+        self._count(len(message.get("body", b"")))
+        if not message.get("more_body"):
+            self._whole = True
+            self._bodies.end(self)
+            if self._on_whole is not None and message["type"] == "http.request":
+                self._on_whole()
         return message
+
+    def _count(self, size: int) -> None:
+        self._deadline += size / BODY_RATE
+        kept = min(size, MAX_BODY - self._size)  # nobody keeps more: what is longer is refused, or goes to a file
+        self._bodies.take(kept, self)
+        self._size += kept
+
+    def give_up(self) -> None:
+        """Frees its bytes and has whoever waits for it refused."""
+        self._given_up, self._deadline = True, 0.0
+        if self._timeout is not None:
+            self._timeout.reschedule(self._deadline)
+        self.close()
+
+    def close(self) -> None:
+        """Frees its bytes."""
+        self._bodies.end(self)
+        self._bodies.bytes.release(self._size)
+        self._size = 0
+
+    def _too_slow(self) -> InvalidRequest:
+        limit = f"it has {BODY_SECONDS:g} seconds and one more for every {BODY_RATE} bytes"
+        if self._given_up:
+            limit = f"others arrive, and {MAX_ARRIVING} of {MAX_BODIES} bytes together may do so at once"
+        return InvalidRequest(f"the body arrives too slowly: {limit}; send it faster", code="request_timeout")

@@ -16,16 +16,26 @@ class InFlight:
 
     def __init__(self, what: str, limit: Callable[[], float], advice: str = "") -> None:
         self.count = 0
+        self.unread = 0  # of these, what is computed and only waits for its client to read
         self._what = what
         self._limit = limit
         self._advice = advice
 
+    def full(self, count: int = 1) -> bool:
+        """Returns whether so many more exceed the limit. What only waits for its client does not count: clients that
+        do not read hold nobody up."""
+        return self.count - self.unread + count > self._limit()
+
     def take(self, count: int = 1) -> None:
         """Counts more in flight, or raises Overloaded and counts nothing."""
-        if self.count + count > self._limit():
+        self.check(count)
+        self.count += count
+
+    def check(self, count: int = 1) -> None:
+        """Raises Overloaded if so many more exceed the limit."""
+        if self.full(count):
             busy = f"{self.count} {self._what} in flight" if self.count else f"{count} {self._what} at once"
             raise Overloaded(f"Server is busy: {busy} (the limit is {self._limit():g}). Retry after 1 s{self._advice}.")
-        self.count += count
 
     def release(self, count: int = 1) -> None:
         self.count -= count
@@ -52,14 +62,23 @@ class Admission:
         self._open = False
 
     @contextmanager
-    def answer(self) -> Iterator[None]:
-        """Holds a place for one answer; raises Overloaded if there is none."""
+    def answer(self) -> Iterator[Callable[[], None]]:
+        """Holds a place for one answer, and yields what is to be called when the answer is computed; raises Overloaded
+        if there is no place."""
         if self._answers or not self._open:
             self._in_flight.take()
         self._answers += 1
+        computed = False
+
+        def note() -> None:
+            nonlocal computed
+            computed = True
+            self._in_flight.unread += 1
+
         try:
-            yield
+            yield note
         finally:
+            self._in_flight.unread -= computed
             self._answers -= 1
             if self._answers or not self._open:
                 self._in_flight.release()

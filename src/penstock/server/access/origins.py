@@ -2,8 +2,10 @@
 
 A browser sends a page's requests to every server that it can reach, on loopback too. It only hides the answer from the
 page unless the server allows it. With API keys that is enough: a page cannot guess a key. Without keys, requests from
-pages of other origins are refused. A matching Host header is not enough then: everyone can point a name of their own
-to this machine (DNS rebinding). So the host must be an address, or a name that nobody else can own.
+pages of other origins are refused. A page can also be of the server's own origin by name: everyone can point a name of
+their own to this machine (DNS rebinding), and browsers send no Origin with what such a page reads. So without keys, the
+Host header of every request must be an address, a name that nobody else can own, or one that the server was told of. A
+name without a dot is the local network's: a stranger cannot register one.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from urllib.parse import urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -29,21 +32,40 @@ EXPOSED = (
     "x-penstock-model",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
+MAX_HOST = 100  # characters of one in an error
 PREFLIGHT_SECONDS = 3600  # that a browser remembers what is allowed
 
 
 class Origins:
-    def __init__(self, app: ASGIApp, allowed: tuple[str, ...], *, keyless: bool) -> None:
+    """Refuses pages of other origins and requests for hosts of other names, unless there are keys."""
+
+    def __init__(self, app: ASGIApp, allowed: tuple[str, ...], hosts: tuple[str, ...] = (), *, keyless: bool) -> None:
+        """Takes the origins that are allowed, and the names of the server: those of allowed origins are its own."""
         check_origins(allowed)
         self._allowed = set(allowed)
+        self._hosts = {host.lower() for host in hosts} | {_without_port(urlsplit(each).netloc) for each in allowed}
+        self._any_host = "*" in {*allowed, *hosts}
         self._keyless = keyless
         self._app = _with_cors(app, allowed) if allowed else app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keyless and scope["type"] == "http" and (origin := self._foreign(Request(scope))):
-            error = Forbidden(f"pages of {origin} may not use this server: start it with --cors {origin} to allow them")
+        if self._keyless and scope["type"] == "http" and (error := self._refusal(Request(scope))):
             return await error_response(Request(scope), error)(scope, receive, send)
         await self._app(scope, receive, send)
+
+    def _refusal(self, request: Request) -> Forbidden | None:
+        if origin := self._foreign(request):
+            return Forbidden(f"pages of {origin} may not use this server: start it with --cors {origin} to allow them")
+        for host in map(_without_port, request.headers.getlist("host")):
+            if not self._is_ours(host):
+                return Forbidden(
+                    f"this server does not answer to the host {host[:MAX_HOST]!r}: use its address, or start it with "
+                    "--allowed-host NAME"
+                )
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        return self._any_host or host in self._hosts or "." not in host or _is_own(host)
 
     def _foreign(self, request: Request) -> str | None:
         """Returns the request's origin if it is a page that may not use the server."""
@@ -52,7 +74,7 @@ class Origins:
             return None
         host = request.headers.get("host", "")
         own = origin in (f"http://{host}", f"https://{host}")
-        return None if own and _is_own(re.sub(r":\d*$", "", host)) else origin
+        return None if own and _is_own(_without_port(host)) else origin
 
 
 def _with_cors(app: ASGIApp, allowed: tuple[str, ...]) -> ASGIApp:
@@ -71,6 +93,10 @@ def check_origins(given: tuple[str, ...]) -> None:
         if origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", origin):
             continue
         raise ConfigError(f"{origin!r} is not an origin: write it as https://example.org or http://localhost:3000")
+
+
+def _without_port(host: str) -> str:
+    return re.sub(r":\d*$", "", host).rstrip(".").lower()
 
 
 def _is_own(host: str) -> bool:

@@ -28,7 +28,7 @@ from penstock.store.paths import locked
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 2  # of the tables below
+VERSION = 3  # of the tables below
 WRITE_SIZE = 2**20  # bytes
 
 TABLES = """
@@ -39,7 +39,8 @@ CREATE TABLE IF NOT EXISTS files (
   created_at INTEGER NOT NULL,
   filename TEXT NOT NULL,
   purpose TEXT NOT NULL,
-  expires_at INTEGER
+  expires_at INTEGER,
+  tenant TEXT
 );
 CREATE TABLE IF NOT EXISTS batches (
   number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -67,6 +68,7 @@ UPGRADES = {  # from a version to the next
         "ALTER TABLE batches RENAME COLUMN told TO record;"
         "ALTER TABLE batches ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN payer TEXT;"
     ),
+    2: "ALTER TABLE files ADD COLUMN tenant TEXT;",
 }
 
 

@@ -1,4 +1,8 @@
-"""Reads and writes the records of files. Each function is a transaction of the archive, or part of one."""
+"""Reads and writes the records of files. Each function is a transaction of the archive, or part of one.
+
+A tenant is the name of an API key, which finds its own files and batches only. None finds those of all: the server has
+no keys, or asks for itself.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +46,16 @@ class ListPage(NamedTuple):
     order: Order = "desc"
 
 
-def add(db: Connection, file: FileRecord, space: Space | None = None) -> None:
-    """Adds a file; raises if that exceeds the limits of `space`. A batch's output has none."""
+OWN = "(? IS NULL OR {} = ?)"  # a condition that holds for what is a tenant's own
+
+
+def add(db: Connection, file: FileRecord, tenant: str | None, space: Space | None = None) -> None:
+    """Adds a tenant's file; raises if that exceeds the limits of `space`. A batch's output has none."""
     if space is not None:
         bytes, count = usage(db)
         check_space(space, bytes + file.bytes, count + 1)
-    values = (file.id, file.bytes, file.created_at, file.filename, file.purpose, file.expires_at)
-    db.execute(f"INSERT INTO files ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", values)
+    values = (file.id, file.bytes, file.created_at, file.filename, file.purpose, file.expires_at, tenant)
+    db.execute(f"INSERT INTO files ({COLUMNS}, tenant) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
 
 def usage(db: Connection) -> tuple[int, int]:
@@ -69,17 +76,17 @@ def check_space(space: Space, bytes: int, count: int) -> None:
         )
 
 
-def find(db: Connection, id: str) -> FileRecord | None:
-    row = db.execute(
-        f"SELECT {COLUMNS} FROM files WHERE id = ? AND (expires_at IS NULL OR expires_at > ?)", (id, time.time())
-    ).fetchone()
+def find(db: Connection, id: str, tenant: str | None) -> FileRecord | None:
+    where = f"id = ? AND (expires_at IS NULL OR expires_at > ?) AND {OWN.format('tenant')}"
+    row = db.execute(f"SELECT {COLUMNS} FROM files WHERE {where}", (id, time.time(), tenant, tenant)).fetchone()
     return None if row is None else _file(row)
 
 
-def listed(db: Connection, page: ListPage, purpose: str | None) -> list[FileRecord]:
+def listed(db: Connection, page: ListPage, purpose: str | None, tenant: str | None) -> list[FileRecord]:
     """Returns a page, and one more than its limit if there are more."""
-    where = "(expires_at IS NULL OR expires_at > ?) AND (? IS NULL OR purpose = ?)"
-    return [_file(row) for row in rows_of(db, "files", COLUMNS, page, where, (time.time(), purpose, purpose))]
+    where = f"(expires_at IS NULL OR expires_at > ?) AND (? IS NULL OR purpose = ?) AND {OWN.format('tenant')}"
+    values = (time.time(), purpose, purpose, tenant, tenant)
+    return [_file(row) for row in rows_of(db, "files", COLUMNS, page, where, values)]
 
 
 def rows_of(
@@ -87,7 +94,8 @@ def rows_of(
 ) -> list[tuple[Any, ...]]:
     """Returns a page of a table in the order its rows were added, and one row more if there are more."""
     if page.after is not None:
-        last = db.execute(f"SELECT number FROM {table} WHERE id = ?", (page.after,)).fetchone()
+        sql = f"SELECT number FROM {table} WHERE id = ? AND {where}"
+        last = db.execute(sql, (page.after, *values)).fetchone()
         if last is None:
             raise InvalidRequest(f"after: there is no {page.after!r}: send an id of the page before", param="after")
         where += f" AND number {'<' if page.order == 'desc' else '>'} ?"
@@ -96,8 +104,10 @@ def rows_of(
     return db.execute(sql, (*values, page.limit + 1)).fetchall()
 
 
-def drop(db: Connection, id: str) -> bool:
+def drop(db: Connection, id: str, tenant: str | None) -> bool:
     """Deletes a file's record and returns True, or False if there is none. Raises if a batch still reads the file."""
+    if not db.execute(f"SELECT 1 FROM files WHERE id = ? AND {OWN.format('tenant')}", (id, tenant, tenant)).fetchone():
+        return False
     reader = db.execute("SELECT id FROM batches WHERE input = ? AND open", (id,)).fetchone()
     if reader is not None:
         raise InvalidRequest(

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records
-from penstock.server.batch.file_records import ExpiresAfter, FileRecord, ListPage, rows_of
+from penstock.server.batch.file_records import OWN, ExpiresAfter, FileRecord, ListPage, rows_of
 from penstock.server.batch.lines import InputLine
 from penstock.server.request_context import RequestContext
 
@@ -139,20 +139,21 @@ def ownership(db: Connection, id: str) -> Ownership:
     return Ownership(*db.execute("SELECT owner, payer FROM batches WHERE id = ?", (id,)).fetchone())
 
 
-def find(db: Connection, id: str) -> BatchJob | None:
-    row = db.execute("SELECT record FROM batches WHERE id = ?", (id,)).fetchone()
+def find(db: Connection, id: str, tenant: str | None) -> BatchJob | None:
+    sql = f"SELECT record FROM batches WHERE id = ? AND {OWN.format('payer')}"
+    row = db.execute(sql, (id, tenant, tenant)).fetchone()
     return None if row is None else _batch(row)
 
 
 def get(db: Connection, id: str) -> BatchJob:
-    batch = find(db, id)
+    batch = find(db, id, None)
     assert batch is not None
     return batch
 
 
-def listed(db: Connection, page: ListPage) -> list[BatchJob]:
+def listed(db: Connection, page: ListPage, tenant: str | None) -> list[BatchJob]:
     """Returns a page, and one more than its limit if there are more."""
-    return [_batch(row) for row in rows_of(db, "batches", "record", page)]
+    return [_batch(row) for row in rows_of(db, "batches", "record", page, OWN.format("payer"), (tenant, tenant))]
 
 
 def open_ids(db: Connection) -> list[str]:
@@ -177,8 +178,8 @@ def expire(db: Connection, id: str) -> BatchJob:
     return batch
 
 
-def cancel(db: Connection, id: str) -> BatchJob | None:
-    batch = find(db, id)
+def cancel(db: Connection, id: str, tenant: str | None) -> BatchJob | None:
+    batch = find(db, id, tenant)
     if batch is not None and batch.status in ("validating", "in_progress"):
         batch.to("cancelling")
         save(db, batch)
@@ -197,7 +198,7 @@ def finish(db: Connection, id: str, output: FileRecord | None, errors: FileRecor
     batch = get(db, id)
     for file in (output, errors):
         if file is not None:
-            file_records.add(db, file)
+            file_records.add(db, file, ownership(db, id).payer)
     batch.output_file_id = None if output is None else output.id
     batch.error_file_id = None if errors is None else errors.id
     _end(db, batch, batch.ending)

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -44,6 +44,8 @@ from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 CHUNK = 100  # lines per transaction
 MAX_ATTEMPTS = 3  # at a line during which the engine dies
 LINES_WITHOUT_ENGINE = 8  # in flight at least: how many rows a model computes is only known once it is loaded
+BYTES_PER_TOKEN = 4  # of a line, about
+ANSWER_TOKENS = 256  # that an answer without a limit is expected to have
 RETRY_SECONDS = 1.0  # until the next try, without an engine or while another server uses the folder
 
 BROKEN = InvalidRequest("the server failed while it answered this line; its log has the details", code="internal_error")
@@ -203,12 +205,18 @@ class BatchRunner:
     def _payer(self, name: str | None) -> Account | None:
         return None if name is None or self._accounts is None else self._accounts.named(name)
 
+    def _reserving(self, ownership: Ownership, body: bytes) -> AbstractAsyncContextManager[None]:
+        """Waits until the key that pays for a line has tokens for it."""
+        payer = self._payer(ownership.payer)
+        return nullcontext() if payer is None else payer.reserving(expected_tokens(body))
+
     async def _answer(self, ownership: Ownership, endpoint: str, body: bytes) -> AppAnswer:
         """Returns the answer to a line. A line is retried if the engine is overloaded or dies, unless the engine dies
         of it MAX_ATTEMPTS times."""
         deaths = 0
         while True:
-            answer = await call_app(self._app, self._context(ownership), endpoint, body)
+            async with self._reserving(ownership, body):
+                answer = await call_app(self._app, self._context(ownership), endpoint, body)
             if answer.status not in (429, 503):
                 return answer
             deaths += b'"engine_died"' in answer.body
@@ -255,6 +263,25 @@ def _file(batch: BatchJob, draft: Draft, kind: str) -> FileRecord | None:
         purpose="batch_output",
         expires_at=None if expires_after is None else now + expires_after.seconds,
     )
+
+
+class LineLength(msgspec.Struct):
+    """Reads no more of a line than how long its answer may be, in each dialect that lines have."""
+
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+
+
+def expected_tokens(body: bytes) -> int:
+    """Returns about how many tokens a line takes: those of its text, and the most that its answer may have."""
+    try:
+        line = msgspec.json.decode(body, type=LineLength)
+    except msgspec.MsgspecError:
+        return 0  # it is refused, and takes none
+    limits = (line.max_completion_tokens, line.max_tokens, line.max_output_tokens)
+    answer = next((limit for limit in limits if isinstance(limit, int) and limit > 0), ANSWER_TOKENS)
+    return len(body) // BYTES_PER_TOKEN + answer
 
 
 class AnswerUsage(msgspec.Struct):

@@ -78,7 +78,7 @@ async def render_prompt(
                 raise
             return served.text.chat_prompt(late_system_as_user(messages), tools=use.tools, **fields)
 
-    return await off_loop(size, render)
+    return await off_loop(size, render, served.text.chat_template.process)
 
 
 async def render_continued(
@@ -100,7 +100,7 @@ async def render_continued(
         prompt = continue_last(whole, content)
         return ChatPrompt(text.encode_prompt(prompt), text.format.opened(prompt))
 
-    return await off_loop(size, render)
+    return await off_loop(size, render, served.text.chat_template.process)
 
 
 def late_system_as_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

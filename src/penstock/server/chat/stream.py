@@ -63,11 +63,12 @@ async def _run(
         include_stop=request.sampling.include_stop_str_in_output,
     )
     with (
-        context.answer(),
+        context.answer() as computed,
         served.expected(context, request) as on_tokens,
         RequestTimer(served.metrics, context, request) as timer,
     ):
         async with aclosing(served.client.submit(request)) as steps:
+            served.client.when_ended(request.id, computed)
             async for events in steps:
                 delta = read_step(text, events)
                 if ended is not None and ended() and not delta.finish:

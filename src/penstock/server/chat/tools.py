@@ -12,13 +12,13 @@ from penstock.server.access.bounds import check_count, read_json
 from penstock.server.bodies import leave_out, read_object, unsupported
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
+from penstock.templates.call_arguments import CallArguments
 from penstock.text import Text
 from penstock.text.call_grammar import call_grammar
 from penstock.text.closed_schema import close_objects
 from penstock.text.json_schema import check_enforced, is_plain, rewrite
 from penstock.text.parse import AnswerParser, schemas_of
 from penstock.text.tool_formats import AnswerFormat
-from penstock.text.tools import CallArguments
 from penstock.types import Grammar, SamplingParams
 
 MAX_TOOLS = 128

@@ -30,6 +30,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import CLIENTS_NAMES, ServedModel, unknown_model
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
+from penstock.store import DerivedModel
 from penstock.text import Text
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,11 @@ class ModelPool:
         for entry in self._entries.values():
             if entry.served is not None:
                 yield entry.name, entry.served.client
+
+    def end_answers(self, reason: str) -> None:
+        """Ends every answer in flight with an error."""
+        for _, client in self.clients():
+            client.end_answers(reason)
 
     def listed(self) -> Iterator[tuple[str, ModelEntry]]:
         """Yields every name that a client may ask for, without those that only patterns describe, and its model."""
@@ -194,6 +200,8 @@ class ModelPool:
         if entry is None:
             entry = self.default if self.default.awake else self.get(name or "")
         context.check_allowed(entry.name)
+        if not context.may_see(self.derived(entry, name)):
+            raise unknown_model(name or entry.name, [self.default.name])
         context.model = entry.name
         entry.users += 1
         context.on_end(lambda: self._release(entry, context.keep_alive))
@@ -207,12 +215,18 @@ class ModelPool:
         context.adapters = served.adapters or entry.default_adapters
         return served
 
+    def derived(self, entry: ModelEntry, name: str | None) -> DerivedModel | None:
+        """Returns the derived model that a name means, of those that the model is under another name; None: it means
+        the model itself."""
+        derived = store.derived_model((name or entry.name).removesuffix(":latest"))
+        if derived is None or not serves(entry.name, entry.source.path, derived):
+            return entry.source.derived
+        return derived
+
     def _variant(self, entry: ModelEntry, name: str | None) -> ServedModel:
         """Returns the loaded model as this name means it: with the settings of a derived model, if it is one's."""
         assert entry.awake is not None
-        derived = store.derived_model((name or entry.name).removesuffix(":latest"))
-        if derived is None or not serves(entry.name, entry.source.path, derived):
-            derived = entry.source.derived
+        derived = self.derived(entry, name)
         if derived is None:
             return entry.awake
         if derived.digest not in entry.variants:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from penstock import store
 from penstock.errors import InvalidRequest, ModelError
-from penstock.model.load import load_text
+from penstock.model.check_text import check_text
 from penstock.server.bodies import ContentValues, NoEffect, read_body
 from penstock.server.models import ModelPool
 from penstock.server.models.derived import base_of, serves
@@ -83,7 +83,7 @@ async def create(pool: ModelPool, http: HttpRequest, context: RequestContext) ->
 async def copy(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, CopyModel, {})
     pool.refresh()
-    await asyncio.to_thread(_copy, pool, _plain(body.source), _plain(body.destination))
+    await asyncio.to_thread(_copy, pool, context, _plain(body.source), _plain(body.destination))
     return Response()
 
 
@@ -91,13 +91,13 @@ def _create(pool: ModelPool, context: RequestContext, body: CreateModel) -> str:
     name = _plain(body.model or body.name or "")
     if not body.from_ and not body.files:
         raise InvalidRequest("a model is derived from another or from a file: send `from` or `files`", param="from")
-    root = _of_file(body) if body.files else _of_known(find_known(pool, _plain(body.from_ or "")))
-    _store(pool, replace(root, name=name, **_settings(pool, context, body, root)))
+    root = _of_file(body) if body.files else _of_known(find_known(pool, _plain(body.from_ or ""), context))
+    _store(pool, context, replace(root, name=name, **_settings(pool, context, body, root)))
     return "parsing GGUF" if body.files else f"using existing model {body.from_}"
 
 
-def _copy(pool: ModelPool, source: str, destination: str) -> None:
-    _store(pool, replace(_of_known(find_known(pool, source)), name=destination))
+def _copy(pool: ModelPool, context: RequestContext, source: str, destination: str) -> None:
+    _store(pool, context, replace(_of_known(find_known(pool, source, context)), name=destination))
 
 
 def _plain(name: str) -> str:
@@ -117,7 +117,7 @@ def _of_file(body: CreateModel) -> DerivedModel:
             f"files: {digest} does not exist here: upload it to /api/blobs/{digest} first", param="files"
         )
     try:
-        load_text(path)
+        check_text(path)
     except ModelError as error:
         raise InvalidRequest(f"files: {error}", param="files") from error
     return DerivedModel(name="", blob=digest)
@@ -157,9 +157,12 @@ def _template(pool: ModelPool, template: str, root: DerivedModel) -> str:
     return template
 
 
-def _store(pool: ModelPool, derived: DerivedModel) -> None:
+def _store(pool: ModelPool, context: RequestContext, derived: DerivedModel) -> None:
+    """Saves a derived model as the request's key's own; raises if its name is taken."""
     store.check_name(derived.name)
-    if any(known.derived is None and known.name == derived.name for known in all_known(pool)):
+    if not context.may_see(store.derived_model(derived.name)):
+        raise InvalidRequest(f"{derived.name!r} is taken: choose another name", param="model")
+    if any(known.derived is None and known.name == derived.name for known in all_known(pool, RequestContext())):
         raise InvalidRequest(f"{derived.name!r} is a model that is not derived: choose another name", param="model")
     same = pool.find(derived.name)
     other = same is not None and same.name == derived.name and not serves(same.name, same.source.path, derived)
@@ -167,7 +170,7 @@ def _store(pool: ModelPool, derived: DerivedModel) -> None:
         raise InvalidRequest(
             f"{derived.name!r} is being served, so its base cannot change: choose another name", param="model"
         )
-    store.save_derived(derived)
+    store.save_derived(replace(derived, key=context.key_name or ""))
 
 
 # -- files --------------------------------------------------------------------------------------------------------

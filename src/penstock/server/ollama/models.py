@@ -82,21 +82,21 @@ async def version(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Respons
     return json_response({"version": API_VERSION, "penstock": __version__})
 
 
-async def list_stored(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
+async def list_stored(pool: ModelPool, _: HttpRequest, context: RequestContext) -> Response:
     pool.refresh()
 
     def look() -> list[dict[str, Any]]:
-        return [_listed(known) | {"modified_at": known.modified} for known in all_known(pool)]
+        return [_listed(known) | {"modified_at": known.modified} for known in all_known(pool, context)]
 
     return json_response({"models": await asyncio.to_thread(look)})
 
 
-async def running(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
+async def running(pool: ModelPool, _: HttpRequest, context: RequestContext) -> Response:
     """Lists the loaded models and those derived from them. How much of a model is on a GPU is not known here."""
     loaded = {entry.name: entry for entry in pool.entries if entry.awake is not None}
 
     def look() -> list[dict[str, Any]]:
-        here = [(known, loaded[known.served]) for known in all_known(pool) if known.served in loaded]
+        here = [(known, loaded[known.served]) for known in all_known(pool, context) if known.served in loaded]
         return [_listed(known) | _kept(entry) for known, entry in here]
 
     return json_response({"models": await asyncio.to_thread(look)})
@@ -115,10 +115,10 @@ def _kept(entry: ModelEntry) -> dict[str, Any]:
 async def show(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     ref = (await _named(http, context)).ref
     pool.refresh()
-    known = {each.name for each in all_known(pool)}
-    if ref not in known and (stands_for := pool.find(ref)) is not None:
+    known = {each.name for each in all_known(pool, context)}
+    if ref not in known and not store.derived_model(ref) and (stands_for := pool.find(ref)) is not None:
         ref = stands_for.name
-    return json_response(await asyncio.to_thread(lambda: _shown(pool, find_known(pool, ref))))
+    return json_response(await asyncio.to_thread(lambda: _shown(pool, find_known(pool, ref, context))))
 
 
 async def delete(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
@@ -128,7 +128,7 @@ async def delete(pool: ModelPool, http: HttpRequest, context: RequestContext) ->
     pool.refresh()
 
     def work() -> str:
-        known = find_known(pool, ref)
+        known = find_known(pool, ref, context)
         own = _owns_files(known)
         if known.served and (known.name == known.served or own) and (not own or pool.get(known.served).source.fixed):
             raise InvalidRequest(
@@ -156,8 +156,8 @@ async def _named(http: HttpRequest, context: RequestContext) -> NamedModel:
 # -- what is here -------------------------------------------------------------------------------------------------
 
 
-def all_known(pool: ModelPool) -> list[KnownModel]:
-    """Returns all models, those of the server first."""
+def all_known(pool: ModelPool, context: RequestContext) -> list[KnownModel]:
+    """Returns all models that exist for a request, those of the server first."""
     stored: dict[Path | None, KnownModel] = {
         entry.path: KnownModel(entry.name, entry.path, entry.sha256, entry.fetched, stored=True)
         for entry in store.entries()
@@ -168,7 +168,7 @@ def all_known(pool: ModelPool) -> list[KnownModel]:
     others = [known for known in stored.values() if known.path not in paths and known.name not in names]
     taken = names | {known.name for known in others}
     derived = [_derived(pool, each) for each in store.derived_models() if each.name not in taken]
-    return [*served, *others, *derived]
+    return [known for known in (*served, *others, *derived) if context.may_see(known.derived)]
 
 
 def _served(entry: ModelEntry, same: KnownModel | None, began: str) -> KnownModel:
@@ -187,9 +187,9 @@ def _derived(pool: ModelPool, derived: DerivedModel) -> KnownModel:
     return KnownModel(derived.name, path, derived.digest, derived.made, bool(derived.blob), derived, served)
 
 
-def find_known(pool: ModelPool, name: str) -> KnownModel:
+def find_known(pool: ModelPool, name: str, context: RequestContext) -> KnownModel:
     """Returns the model of this name, or of the tag that it means in the catalogue; raises if there is none."""
-    known = {each.name: each for each in all_known(pool)}
+    known = {each.name: each for each in all_known(pool, context)}
     full = store.full_name(name)
     if name in known or full in known:
         return known[name if name in known else full]

@@ -60,7 +60,7 @@ class Files:
             try:
                 await self._receive(http, form, draft)
                 file = _file(context, draft, form)
-                await self._archive.keep([draft], file_records.add, file, self._archive.space)
+                await self._archive.keep([draft], file_records.add, file, context.key_name, self._archive.space)
             finally:
                 self._uploading -= draft.size
         return json_response(file)
@@ -68,14 +68,15 @@ class Files:
     async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_query(context, http, FilesQuery)
         page = ListPage(query.after, query.limit, query.order)
-        return page_response(await self._archive.do(file_records.listed, page, query.purpose), page)
+        found = await self._archive.do(file_records.listed, page, query.purpose, context.key_name)
+        return page_response(found, page)
 
-    async def show(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
-        return json_response(await self._find(http))
+    async def show(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
+        return json_response(await self._find(http, context))
 
-    async def content(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
+    async def content(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         """Returns the file as plain bytes, whatever they are, so that no browser shows them as a page."""
-        file = await self._find(http)
+        file = await self._find(http, context)
         path = self._archive.path(file.id)
         try:
             stat = await asyncio.to_thread(path.stat)
@@ -84,16 +85,16 @@ class Files:
         headers = {"x-content-type-options": "nosniff"}
         return FileResponse(path, 200, headers, "application/octet-stream", stat_result=stat)
 
-    async def delete(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
+    async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         id = http.path_params["id"]
-        if not await self._archive.do(file_records.drop, id):
+        if not await self._archive.do(file_records.drop, id, context.key_name):
             raise _missing(id)
         await self._archive.remove([id])
         return json_response({"id": id, "object": "file", "deleted": True})
 
-    async def _find(self, http: HttpRequest) -> FileRecord:
+    async def _find(self, http: HttpRequest, context: RequestContext) -> FileRecord:
         id = http.path_params["id"]
-        file = await self._archive.do(file_records.find, id)
+        file = await self._archive.do(file_records.find, id, context.key_name)
         if file is None:
             raise _missing(id)
         return file

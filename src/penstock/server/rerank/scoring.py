@@ -162,7 +162,8 @@ async def _encode_pairs(
         instruction=instruction,
     )
     size = sum(len(pair.first) + len(pair.second) for pair in pairs)
-    return await off_loop(size, lambda: [prompts.encode(*pair) for pair in pairs])
+    process = template.chat.process if template and template.chat else None
+    return await off_loop(size, lambda: [prompts.encode(*pair) for pair in pairs], process)
 
 
 async def _logits(

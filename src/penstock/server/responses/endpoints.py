@@ -13,6 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.accounts import Account
 from penstock.server.access.in_flight import InFlight
 from penstock.server.bodies import read_body
 from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
@@ -73,7 +74,7 @@ class Responses:
         prompt = await self._prompt(served, context, body, settings, items)
         options = TurnOptions("input", body.max_output_tokens)
         turn = begin_turn(served, context, prompt, settings.tools.use, params, options)
-        stored = StoredResponse(_response(served, body, settings, params[0]), items)
+        stored = StoredResponse(_response(served, body, settings, params[0]), items, tenant=context.key_name)
         writer = ResponseWriter(served, context, stored.response, turn, settings.tools, sealed=body.includes(SEALED))
         if body.background:
             return self._start(context, stored, writer, streamed=bool(body.stream))
@@ -89,7 +90,10 @@ class Responses:
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def retrieve(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
-        query, stored = read_query(context, http, RetrieveQuery), self._store.get(http.path_params["id"])
+        query, stored = (
+            read_query(context, http, RetrieveQuery),
+            self._store.get(http.path_params["id"], context.key_name),
+        )
         if not query.stream:
             if query.starting_after is not None:
                 raise InvalidRequest("starting_after needs stream=true", param="starting_after")
@@ -102,15 +106,15 @@ class Responses:
         after = -1 if query.starting_after is None else query.starting_after
         return StreamResponse(context, stored.job.follow(after), stored.job.framing)
 
-    async def delete(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> HttpResponse:
-        stored = self._store.get(http.path_params["id"])
+    async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        stored = self._store.get(http.path_params["id"], context.key_name)
         if stored.job is not None:
             await stored.job.cancel()
-        self._store.remove(stored.response.id)
+        self._store.remove(stored.response.id, context.key_name)
         return json_response({"id": stored.response.id, "object": "response", "deleted": True})
 
-    async def cancel(self, _: ModelPool, http: HttpRequest, __: RequestContext) -> HttpResponse:
-        stored = self._store.get(http.path_params["id"])
+    async def cancel(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
+        stored = self._store.get(http.path_params["id"], context.key_name)
         if stored.job is None:
             raise InvalidRequest("only a response that was made with background can be cancelled")
         await stored.job.cancel()
@@ -118,8 +122,8 @@ class Responses:
 
     async def input_items(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
         """Returns all items that the response was generated from, earlier ones of the conversation included."""
-        query, stored = read_query(context, http, ItemsQuery), self._store.get(http.path_params["id"])
-        items = [*self._store.conversation(stored.response.previous_response_id), *stored.input]
+        query, stored = read_query(context, http, ItemsQuery), self._store.get(http.path_params["id"], context.key_name)
+        items = [*self._store.conversation(stored.response.previous_response_id, context.key_name), *stored.input]
         return json_response(_page(items if query.order == "asc" else items[::-1], query))
 
     async def close(self) -> None:
@@ -134,7 +138,7 @@ class Responses:
         settings: ResponseSettings,
         items: list[Item],
     ) -> ChatPrompt:
-        before = self._store.conversation(body.previous_response_id)
+        before = self._store.conversation(body.previous_response_id, context.key_name)
         fields = (
             think_with_effort(context, served.text, settings.reasoning.effort, "reasoning.effort")
             | read_verbosity(context, served.text, settings.text.verbosity, "text.verbosity")
@@ -152,11 +156,20 @@ class Responses:
         self._store.put(stored)
         self._jobs.add(job)
         job.task.add_done_callback(lambda _: self._end(job))
+        if (payer := context.payer) is not None:
+            context.on_end(lambda: _count_until_done(payer, job))
         return StreamResponse(context, job.follow(), writer.framing) if streamed else json_response(stored.response)
 
     def _end(self, job: BackgroundResponse) -> None:
         self._jobs.discard(job)
         self._background.release()
+
+
+def _count_until_done(payer: Account, job: BackgroundResponse) -> None:
+    """Counts a response that goes on after its HTTP request among what its key has in flight."""
+    if not job.task.done():
+        payer.__enter__()
+        job.task.add_done_callback(lambda _: payer.__exit__(None, None, None))
 
 
 def _response(

@@ -23,6 +23,7 @@ class StoredResponse:
     response: ResponseObject
     input: list[Item]
     job: BackgroundResponse | None = None  # if it is generated in the background
+    tenant: str | None = None  # the API key that it belongs to; None: there are no keys
 
     @property
     def running(self) -> bool:
@@ -50,31 +51,32 @@ class ResponseStore:
         self._bytes += self._stored[stored.response.id][1]
         self._make_room(stored)
 
-    def get(self, id: str) -> StoredResponse:
-        if id not in self._stored:
+    def get(self, id: str, tenant: str | None) -> StoredResponse:
+        """Returns a tenant's response; raises NotFound if there is none, or if it is another's."""
+        if id not in self._stored or self._stored[id][0].tenant != tenant:
             raise NotFound(
                 f"there is no response {id!r} here: it was not stored, was deleted, or was dropped for newer ones"
             )
         self._stored.move_to_end(id)
         return self._stored[id][0]
 
-    def remove(self, id: str) -> None:
-        self.get(id)
+    def remove(self, id: str, tenant: str | None) -> None:
+        self.get(id, tenant)
         self._drop(id)
 
-    def conversation(self, id: str | None) -> list[Item]:
+    def conversation(self, id: str | None, tenant: str | None) -> list[Item]:
         """Returns all items of the conversation up to and including the response."""
         turns: list[StoredResponse] = []
         while id is not None:
-            turns.append(self._ended(id))
+            turns.append(self._ended(id, tenant))
             id = turns[-1].response.previous_response_id
         for turn in reversed(turns):
             self._stored.move_to_end(turn.response.id)
         return [item for turn in reversed(turns) for item in (*turn.input, *turn.response.output)]
 
-    def _ended(self, id: str) -> StoredResponse:
+    def _ended(self, id: str, tenant: str | None) -> StoredResponse:
         try:
-            stored = self.get(id)
+            stored = self.get(id, tenant)
         except NotFound as error:
             raise InvalidRequest(
                 f"previous_response_id: {error.message}",

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import ConfigError
 from penstock.server.errors import ANTHROPIC_OVERLOADED
 from penstock.server.request_context import Outcome, RequestContext, context_of
+from penstock.server.telemetry.http_responses import HttpResponses
 from penstock.server.telemetry.metrics import FinishedRequest, Metrics
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -85,11 +86,13 @@ def _one_line(text: str) -> str:
 
 
 class AccessLog:
-    """Logs each HTTP request of an application: method, path, status, seconds, tokens, request id and the name of its
-    API key. Requests that fail on our side are logged as errors, those that are refused for load as warnings."""
+    """Counts and logs each HTTP request of an application: method, path, status, seconds, tokens, request id and the
+    name of its API key. Requests that fail on our side are logged as errors, those that are refused for load as
+    warnings."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, responses: HttpResponses) -> None:
         self._app = app
+        self._responses = responses
         metrics.listeners.append(_count)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +110,9 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            _log(scope, context_of(scope), status, perf_counter() - began)
+            context = context_of(scope)
+            self._responses.count(scope, status, context.outcome.error)
+            _log(scope, context, status, perf_counter() - began)
 
 
 def _count(context: RequestContext, finished: FinishedRequest) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -11,11 +10,13 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import ignore_unsupported
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import ServedModel
+from penstock.server.served_model import ServedModel, off_loop
+from penstock.templates.process import RenderProcess
 from penstock.text import ChatPrompt, ChatTemplate, Text, Tokenizer
 from penstock.text.continuation import continue_last
 
 MAX_TEMPLATE = 2**16  # characters of a template in a request
+REQUESTED = RenderProcess()  # renders the templates that come in requests: not those of models
 
 
 class PromptFields(msgspec.Struct, kw_only=True):
@@ -39,8 +40,7 @@ async def render_chat(
     given: PromptFields,
     kwargs: dict[str, Any],
 ) -> ChatPrompt:
-    """Returns the prompt; `kwargs` are the template's other variables. It renders in a thread, because templates that
-    come in requests may be slow."""
+    """Returns the prompt; `kwargs` are the template's other variables."""
     text = served.text if given.template is None else _with_template(served, given.template)
     if given.continue_final_message and given.add_generation_prompt:
         raise InvalidRequest(
@@ -53,7 +53,9 @@ async def render_chat(
         else:
             ignore_unsupported(context, "documents", given.documents)
     begins = not given.continue_final_message if given.add_generation_prompt is None else given.add_generation_prompt
-    return await asyncio.to_thread(_render, served.text, text, messages, given, kwargs, begins)
+    render = partial(_render, served.text, text, messages, given, kwargs, begins)
+    size = sum(len(message["content"] or "") for message in messages)
+    return await off_loop(size, render, text.chat_template.process if given.template is None else REQUESTED)
 
 
 def _render(
@@ -77,7 +79,7 @@ def _with_template(served: ServedModel, source: str) -> Text:
     if not served.trust_templates:
         raise InvalidRequest(
             "chat_template: this server renders chats with its model's own template, because one in a request is a "
-            "program that could use up its memory; start it with --trust-request-chat-template to allow them",
+            "program; start it with --trust-request-chat-template to allow them",
             param="chat_template",
         )
     if len(source) > MAX_TEMPLATE:
@@ -91,4 +93,4 @@ def _with_template(served: ServedModel, source: str) -> Text:
 @lru_cache(maxsize=32)
 def _compiled(source: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Returns a template that came in a request. Clients send the same one with every request."""
-    return ChatTemplate({"default": source}, tokenizer.names)
+    return ChatTemplate({"default": source}, tokenizer.names).isolated(REQUESTED)

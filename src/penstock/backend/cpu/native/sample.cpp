@@ -16,6 +16,7 @@ constexpr size_t PART = 8192;             // tokens of the vocabulary that are l
 constexpr size_t GROUP = 64;              // tokens whose largest weight bounds the k-th largest of all
 constexpr float MASS_OF_ONE = 0x1p40f;    // of the most likely token: masses are integers, so sums have no order
 constexpr float MARGIN = 0.99f;           // more than the rounding of a bound
+constexpr int32_t NO_TOKEN = -1;          // of a row whose highest logit is not finite: the weights of its tokens are not either
 constexpr float BANNED = -std::numeric_limits<float>::infinity();
 
 int64_t mass(float weight) { return int64_t(weight * MASS_OF_ONE); }
@@ -270,10 +271,7 @@ std::vector<Phase> Sampler::phases(int logits) {
   const Phase pick = {
       [this](const Frame&) { return rows_; },
       [=, this](const Frame& frame, size_t row, unsigned worker) {
-        const int32_t target = draws_.target[row];
-        tokens_[row] = target >= 0  ? target
-                       : draws(row) ? draw(frame, of(frame), row, worker)
-                                    : most_likely(source(of(frame), row), row);
+        tokens_[row] = choose(frame, of(frame), row, worker);
         if (draws_.logprobs[row] >= 0) logprobs_[row] = logprob(frame, of(frame).row(row), row, weights_[worker]);
       },
   };
@@ -304,18 +302,22 @@ void Sampler::weigh(const Frame& frame, const Buffer& logits, size_t row, size_t
 
 // ---- one row ----
 
+int32_t Sampler::choose(const Frame& frame, const Buffer& logits, size_t row, unsigned worker) {
+  if (draws_.target[row] >= 0) return draws_.target[row];
+  if (!std::isfinite(highest(row))) return NO_TOKEN;
+  return draws(row) ? draw(frame, row, worker) : most_likely(source(logits, row), row);
+}
+
 int32_t Sampler::most_likely(const float* logits, size_t row) const {
   const float* parts = highest_.data() + row * parts_;
   const size_t part = size_t(std::max_element(parts, parts + parts_) - parts);
   const float* first = logits + part * PART;
-  const float* found = std::find(first, first + part_size(part), parts[part]);
-  return int32_t(found == first + part_size(part) ? 0 : found - logits);  // only NaN is nowhere
+  return int32_t(std::find(first, first + part_size(part), parts[part]) - logits);
 }
 
-int32_t Sampler::draw(const Frame& frame, const Buffer& logits, size_t row, unsigned worker) {
+int32_t Sampler::draw(const Frame& frame, size_t row, unsigned worker) {
   const int64_t* parts = mass_.data() + row * parts_;
   const int64_t total = std::accumulate(parts, parts + parts_, int64_t(0));
-  if (total == 0) return highest(row) == BANNED ? 0 : most_likely(logits.row(row), row);  // nothing but infinities
   const bool cut = draws_.min_p[row] > 0 || draws_.top_k[row] > 0 || draws_.top_p[row] < 1;
   return cut ? draw_cut(frame, row, total, worker) : draw_uncut(row, total);
 }
@@ -343,6 +345,7 @@ int32_t Sampler::draw_cut(const Frame& frame, size_t row, int64_t total, unsigne
 }
 
 Logprob Sampler::logprob(const Frame& frame, const float* logits, size_t row, std::vector<float>& weights) const {
+  if (tokens_[row] == NO_TOKEN) return {0, 0.0, {}};
   const float highest = frame.kernels.highest(logits, vocab_);
   grow(weights, PART);
   double sum = 0;

@@ -88,7 +88,8 @@ class Sampler {
   void apply(const Buffer& logits, const Edit& edit);
   void weigh(const Frame& frame, const Buffer& logits, size_t row, size_t part);
   int32_t most_likely(const float* logits, size_t row) const;
-  int32_t draw(const Frame& frame, const Buffer& logits, size_t row, unsigned worker);
+  int32_t choose(const Frame& frame, const Buffer& logits, size_t row, unsigned worker);
+  int32_t draw(const Frame& frame, size_t row, unsigned worker);
   int32_t draw_uncut(size_t row, int64_t total);
   int32_t draw_cut(const Frame& frame, size_t row, int64_t total, unsigned worker);
   Logprob logprob(const Frame& frame, const float* logits, size_t row, std::vector<float>& weights) const;

@@ -14,6 +14,7 @@ import triton.language as tl
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 CHUNK = 4096
+NO_TOKEN = tl.constexpr(-1)
 
 
 class ChunkScratch(NamedTuple):
@@ -70,6 +71,7 @@ def _chunk_maxima(logits, maxima, where, vocab, chunks, CHUNK: tl.constexpr, PDL
     chunk = tl.program_id(1)
     wait_for_previous(PDL)
     _, values = load_chunk(logits, row, chunk, vocab, CHUNK)
+    values = tl.where(values == values, values, -float("inf"))  # what is not a number is impossible
     highest, at = tl.max(values, 0, return_indices=True)
     tl.store(maxima + row * chunks + chunk, highest)
     tl.store(where + row * chunks + chunk, chunk * CHUNK + at)
@@ -135,9 +137,9 @@ def _draw(
             reached = before + tl.cumsum(own, 0) > wanted
             token = tl.min(tl.where(reached, index, vocab - 1), 0)
     known = tl.load(target + row)
-    token = tl.where(known >= 0, known, token)
-    tl.store(out + row, token)
-    tl.store(last + tl.load(slots + row), token)
+    finite = tl.abs(highest) < float("inf")
+    tl.store(out + row, tl.where(known >= 0, known, tl.where(finite, token, NO_TOKEN)))
+    tl.store(last + tl.load(slots + row), tl.where(known >= 0, known, token))  # the next step may read it already
 
 
 def sample_tokens(

@@ -28,7 +28,7 @@ def _token_logprobs(logits, tokens, out, vocab, CHUNK: tl.constexpr, PDL: tl.con
         highest = peak
     peak = tl.max(highest, 0)
     norm = peak + tl.log(tl.sum(total * tl.exp(highest - peak), 0))
-    token = tl.load(tokens + row)
+    token = tl.maximum(tl.load(tokens + row), 0)  # a row that is not finite has none
     logprob = tl.load(logits + row * vocab + token).to(tl.float32) - norm
     tl.store(out + row * 2, token)
     tl.store(out + row * 2 + 1, logprob.to(tl.int32, bitcast=True))

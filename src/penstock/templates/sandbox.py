@@ -2,7 +2,8 @@
 
 A template is a program that came with a model. Jinja's sandbox limits what it can access. This module also limits its
 time, because nested loops could run for years, and the size of its texts, because a text that a loop doubles fills any
-memory.
+memory. It cannot know of every operation that is slow or large: a server renders templates in a process with limits of
+its own (process.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_SECONDS = 5.0  # CPU time of one rendering, which usually takes a millisecond
+from penstock.templates.limits import CPU_SECONDS
+
 MAX_TEXT = 2**22  # characters
 MAX_ITEMS = 2**17  # in a list
 MAX_POWER = 2**10  # bits
@@ -39,6 +41,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._clock = threading.local()
+        del self.globals["lipsum"]  # text for typesetters, as much as a template asks for
         for name in ("center", "indent", "wordwrap", "batch", "slice"):
             self.filters[name] = _with_small_numbers(self.filters[name])
         self.filters |= {TICK: self._tick, CONCATENATED: _concatenated}
@@ -49,7 +52,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def begin(self) -> None:
         """Starts the clock of a rendering in this thread."""
         self._clock.ticks = 0
-        self._clock.end = thread_time() + MAX_SECONDS
+        self._clock.end = thread_time() + CPU_SECONDS
 
     @pass_context
     def _tick(self, *_: Any) -> None:
@@ -57,7 +60,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         clock = self._clock
         clock.ticks += 1
         if clock.ticks % 16 == 0 and thread_time() > clock.end:
-            raise SecurityError(f"it takes longer than {MAX_SECONDS:g} seconds, the limit")
+            raise SecurityError(f"it takes longer than {CPU_SECONDS:g} seconds, the limit")
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Ticking().visit(super()._parse(source, name, filename))
@@ -130,6 +133,8 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
             _check_size(right, left * len(right))
         elif isinstance(right, int) and isinstance(left, SIZED):
             _check_size(left, right * len(left))
+        elif _number(left).bit_length() + _number(right).bit_length() > MAX_POWER:
+            raise SecurityError("a product is too large a number")
     elif isinstance(left, str):
         _check_format(left)
     elif operator == "**" and _number(left).bit_length() * _number(right) > MAX_POWER:

@@ -13,8 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.text.sandbox import BoundedEnvironment
-from penstock.text.tokenizer import MAX_CHARACTERS
+from penstock.templates.limits import MAX_CHARACTERS
+from penstock.templates.sandbox import BoundedEnvironment
 
 MAX_INDENT = 64  # of JSON: a larger one could fill any memory
 
@@ -35,6 +35,10 @@ class Template:
             raise InvalidRequest(f"the model's chat template refused the messages: {error}", param="messages") from None
         except InvalidRequest:
             raise
+        except MemoryError:
+            raise InvalidRequest(
+                "the model's chat template needs more memory than it may have", param="messages"
+            ) from None
         except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest(
                 f"the model's chat template fails on these messages: {type(error).__name__}: {error}", param="messages"

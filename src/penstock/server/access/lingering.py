@@ -1,0 +1,77 @@
+"""Closes a connection so that the client can still read its answer, and sends answers to clients of HTTP/1.0."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+LINGER_SECONDS = 5.0  # that a client has to read a refusal while it still sends
+LINGER_BYTES = 64 * 2**20  # that it may send meanwhile
+
+
+class Sender(Protocol):
+    """Says whether a client may still be sending."""
+
+    @property
+    def unread(self) -> bool: ...
+
+
+class LingeringTransport:
+    """Wraps a transport. The kernel resets a connection that is closed while data arrives, and a reset takes away the
+    answer that the client has not read yet. So `close` then ends only our side, and what still comes is discarded
+    until the client has ended its side, or for long enough."""
+
+    def __init__(self, transport: asyncio.Transport, sender: Sender) -> None:
+        self._transport = transport
+        self._sender = sender
+        self._discarded = 0
+        self._lingering: asyncio.TimerHandle | None = None
+        self.write = transport.write  # as fast as without this class
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._lingering is not None or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not (self._sender.unread and self._transport.can_write_eof()):
+            return self._transport.close()
+        self._transport.resume_reading()
+        self._transport.write_eof()
+        self._lingering = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.abort)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def discards(self, count: int) -> bool:
+        """Returns whether so many bytes that were read are of no use any more."""
+        if self._lingering is None:
+            return False
+        self._discarded += count
+        if self._discarded > LINGER_BYTES:
+            self._transport.abort()
+        return True
+
+    def ended(self) -> None:
+        """Forgets the timer of a connection that is closed."""
+        if self._lingering is not None:
+            self._lingering.cancel()
+
+
+class AnyLength(int):
+    """Stands for the length of an answer that is known only at its end. uvicorn compares what is sent with the length
+    that was announced; this one equals all."""
+
+    def __lt__(self, _: int) -> bool:
+        return False
+
+    def __sub__(self, _: int) -> AnyLength:
+        return self
+
+    def __ne__(self, _: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__

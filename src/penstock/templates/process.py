@@ -1,0 +1,130 @@
+"""Renders templates in a process of its own, which is killed when a template takes too much, and started again."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.templates import child
+from penstock.templates.limits import CPU_SECONDS, WALL_SECONDS
+
+COMMAND = (sys.executable, "-m", child.__name__)
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH")
+ATTEMPTS = 2  # if something other than the template may have ended the process
+THREADS = 4  # in which callers wait: what they do beside waiting, such as encoding, overlaps
+
+
+class RenderProcess:
+    """Renders templates one after the other, in a child that is started when it is first needed. `threads` is where
+    callers on an event loop can wait for it: those of one process do not hold up those of another."""
+
+    def __init__(self) -> None:
+        self.threads = ThreadPoolExecutor(THREADS, "penstock-render")
+        self._lock = Lock()
+        self._child: _Child | None = None
+
+    def warm_up(self) -> None:
+        """Starts the child, so that the first chat does not wait for its imports."""
+        with self._lock:
+            self._child = self._child or _Child()
+
+    def render(self, source: str, given: Mapping[str, Any]) -> str:
+        """Returns what the template writes; raises InvalidRequest if it fails or takes too much."""
+        message = pickle.dumps((source, given), pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            for _ in range(ATTEMPTS):
+                self._child = self._child or _Child()
+                try:
+                    return _text(*self._child.ask(message))
+                except _Ended as ending:
+                    self._child = None
+                    if ending.too_slow:
+                        raise _refusal(f"it takes longer than {CPU_SECONDS:g} seconds, the limit") from None
+        raise _refusal("it ended the process that rendered it")
+
+
+class IsolatedTemplate:
+    """Renders one template in a process of its own."""
+
+    def __init__(self, source: str, process: RenderProcess) -> None:
+        self._source = source
+        self._process = process
+
+    def render(self, given: Mapping[str, Any]) -> str:
+        return self._process.render(self._source, given)
+
+
+class _Ended(Exception):
+    """Says that the child has ended, or had to be killed."""
+
+    def __init__(self, *, too_slow: bool) -> None:
+        self.too_slow = too_slow
+
+
+class _Child:
+    """Represents a running child. It ends with this object, or with this process: both close its standard input."""
+
+    def __init__(self) -> None:
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(WALL_SECONDS)
+        kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=kept, start_new_session=True
+            )
+        self._end = weakref.finalize(self, _end, self._process, self._link)
+
+    def ask(self, message: bytes) -> tuple[int, bytearray]:
+        """Returns the answer to a message; raises _Ended if there is none."""
+        try:
+            child.send(self._link, child.REQUEST, message)
+            answer = child.receive(self._link)
+        except OSError as error:
+            answer, too_slow = None, isinstance(error, TimeoutError)
+        else:
+            too_slow = False
+        if answer is not None:
+            return answer
+        if not too_slow:
+            too_slow = _exit_code(self._process) == -signal.SIGPROF
+        self._end()
+        raise _Ended(too_slow=too_slow)
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    link.close()
+    process.kill()
+    process.wait()
+
+
+def _text(kind: int, body: bytearray) -> str:
+    text = body.decode("utf-8", "surrogatepass")
+    match kind:
+        case child.TEXT:
+            return text
+        case child.TOO_LONG:
+            raise ContextTooLong(text, param="messages")
+        case child.WRONG_TEMPLATE:
+            raise InvalidRequest(text)
+    raise InvalidRequest(text, param="messages")
+
+
+def _refusal(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"the model's chat template was stopped on these messages: {reason}", param="messages")
