@@ -29,3 +29,16 @@ def test_a_draft_for_which_others_have_left_no_blocks_is_not_verified() -> None:
     scheduler.commit(plan, StepResult(plan.step, answers))
     check(scheduler)
     assert [len(seq.tokens) for seq in scheduler.running] == [5 + 20, 5 + 1]
+
+
+def test_a_sequence_waits_for_its_draft_while_an_earlier_chunk_of_it_is_committed() -> None:
+    scheduler = Scheduler(limits(step_tokens=8), drafts=Greedy())
+    scheduler.add(Sequence(1, (1, 2, 3), 30, generated=(4, 5, 6, 7, 8, 9)))
+    chunk, drafted = scheduler.plan(), scheduler.plan()
+    assert [row.draft for row in chunk.rows] == [()]
+    assert [bool(row.draft) for row in drafted.rows] == [True]
+    scheduler.commit(chunk, StepResult(chunk.step, (RowResult(),)))
+    assert not scheduler.plan().rows
+    scheduler.commit(drafted, StepResult(drafted.step, (RowResult((7, 8), accepted=1),)))
+    check(scheduler)
+    assert scheduler.sequences[1].tokens[-4:] == [8, 9, 7, 8]

@@ -21,6 +21,7 @@ from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.reading import Reading
 from penstock.engine.record import RequestRecord
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
+from penstock.engine.resuming import Decided, append_decided
 from penstock.engine.sleep_state import SleepState
 from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
@@ -229,7 +230,8 @@ class Engine(WeightControl):
     # -- starting ------------------------------------------------------------------------------------------------
 
     def _start(self, record: RequestRecord) -> None:
-        """Queues a request, or lets it wait for the end of a pause."""
+        """Queues a request, or lets it wait for the end of a pause. Of an answer that is resumed, what was decided
+        already is told first."""
         request = record.request
         self._scheduler.now = time.perf_counter()
         sequence = record.sequence(record.pooling != "mean" and not self.limits.encoder, self._weight_state)
@@ -238,12 +240,25 @@ class Engine(WeightControl):
             self._records[request.id] = record
             self._pause.hold(record, self._scheduler.now)
             return
+        decided = append_decided(sequence, record.owed)
+        if decided.ended:
+            return self._end_resumed(record, decided)
         self._scheduler.add(sequence)
         self._records[request.id] = record
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat
         if self._speculation is not None:
             self._speculation.open(record)
+            self._speculation.append(request.id, request.generated)
+        self._emit(decided.events(request.id))
+
+    def _end_resumed(self, record: RequestRecord, decided: Decided) -> None:
+        """Ends a resumed request that has nothing left to compute."""
+        self._records.pop(record.request.id, None)
+        self._release(record)
+        *told, last = decided.events(record.request.id)
+        assert isinstance(last, Finished)
+        self._emit([*told, record.complete(last)])
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
@@ -422,6 +437,8 @@ class Engine(WeightControl):
         for event in events:
             if isinstance(event, Tokens) and self._speculation is not None:
                 self._draft_after(event, self._speculation)
+            if isinstance(event, Tokens) and self._mirostats and self._records[event.seq].mirostat:
+                event = event._replace(mirostat_mu=self._records[event.seq].sampler.mu)
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat

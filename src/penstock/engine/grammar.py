@@ -256,6 +256,16 @@ class Constraint:
             self._take_one(token, force=False, last=False)
         return self._take_one(tokens[-1], force=force, last=True)
 
+    def resume(self, tokens: Sequence[int], *, force: bool) -> tuple[int, ...]:
+        """Goes on by all tokens of an answer that another engine has generated, as `take` does step by step. Returns
+        what must follow the last of them: it is not empty where that engine ended within a step's tokens."""
+        owed: tuple[int, ...] = ()
+        for token in tokens:
+            if owed and token != owed[0]:
+                raise InvalidGrammar(f"the answer cannot be resumed: token {token} stands where {owed[0]} must")
+            owed = owed[1:] if owed else self._take_one(token, force=force, last=True)
+        return owed
+
     def _take_one(self, token: int, *, force: bool, last: bool) -> tuple[int, ...]:
         if (ending := self._thinking.take(token, last=last)) is not None:
             self.forced += len(ending)

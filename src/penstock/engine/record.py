@@ -21,7 +21,18 @@ class RequestRecord:
     """Belongs to one request: how its tokens are sampled, what constrains and what drafts them, and what it had to wait
     for."""
 
-    __slots__ = ("classifier", "constraint", "dense", "drafts", "lease", "request", "sampler", "waited", "weights")
+    __slots__ = (
+        "classifier",
+        "constraint",
+        "dense",
+        "drafts",
+        "lease",
+        "owed",
+        "request",
+        "sampler",
+        "waited",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -39,6 +50,7 @@ class RequestRecord:
         self.lease: AdapterLease | None = None  # of the adapters that it is computed with
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
         self.weights: list[WeightSpan] = []  # that compute it
+        self.owed: tuple[int, ...] = ()  # tokens that its constraint forces next, if its answer is resumed there
 
     @property
     def mirostat(self) -> bool:
@@ -47,9 +59,11 @@ class RequestRecord:
         return chain is not None and chain.mirostat > 0
 
     def constrain(self, constraint: Constraint) -> None:
-        """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends."""
+        """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends. What was
+        generated before it was resumed, the constraint follows again."""
         self.request = self.request._replace(stop_ids=self.request.stop_ids | constraint.ends)
         self.constraint = constraint
+        self.owed = constraint.resume(self.request.generated, force=self.request.sampling.logprobs is None)
         self.sampler = Sampler(self.request, constraint)
 
     def adapt(self) -> None:
@@ -100,6 +114,8 @@ class RequestRecord:
             owner=request.owner,
             explain=request.explain,
             background=request.background,
+            generated=request.generated,
+            scored=request.scored,
         )
 
     def complete(self, event: Finished | Aborted | Failed) -> Event:
