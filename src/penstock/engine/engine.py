@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.backend.base import Backend, Sleeper, Ticket
+from penstock.backend.synchronous import SynchronousBackend
 from penstock.core import Policy, Scheduler, hashing
 from penstock.core.refusal import refuse_impossible
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.draft_model import DraftModel
+from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.reading import Reading
@@ -120,6 +122,7 @@ class Engine(WeightControl):
         self._out_of_memory = False  # the last step found too little memory
         self._computed = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self.recorder = FlightRecorder()
 
     @property
     def idle(self) -> bool:
@@ -131,6 +134,12 @@ class Engine(WeightControl):
     def _computing(self) -> bool:
         may_run = self._scheduler.sequences and not self._pause.paused
         return bool(may_run or self._in_flight or self._events)
+
+    @property
+    def slow(self) -> bool:
+        """Returns whether what is done next may take long and be no step: weights are exchanged, or memory is given
+        back or taken again."""
+        return bool(self._update or self._sleep.asked or self._sleep.asleep)
 
     @property
     def can_sleep(self) -> bool:
@@ -157,6 +166,10 @@ class Engine(WeightControl):
         except PenstockError:
             self._release(record)
             raise
+
+    def record_flight(self, memory: Memory) -> None:
+        """Records what it does in memory that outlives it. Devices may compile kernels for a step of a new size."""
+        self.recorder = FlightRecorder(memory, slow_first=not isinstance(self._backend, SynchronousBackend))
 
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step returns the event. Unknown ids have ended already."""
@@ -230,8 +243,7 @@ class Engine(WeightControl):
     # -- starting ------------------------------------------------------------------------------------------------
 
     def _start(self, record: RequestRecord) -> None:
-        """Queues a request, or lets it wait for the end of a pause. Of an answer that is resumed, what was decided
-        already is told first."""
+        """Queues a request, or lets it wait for the end of a pause."""
         request = record.request
         self._scheduler.now = time.perf_counter()
         sequence = record.sequence(record.pooling != "mean" and not self.limits.encoder, self._weight_state)
@@ -249,8 +261,8 @@ class Engine(WeightControl):
         self._mirostats += record.mirostat
         if self._speculation is not None:
             self._speculation.open(record)
-            self._speculation.append(request.id, request.generated)
-        self._emit(decided.events(request.id))
+            self._speculation.append(request.id, request.generated + decided.tokens)
+        record.owed = decided.tokens
 
     def _end_resumed(self, record: RequestRecord, decided: Decided) -> None:
         """Ends a resumed request that has nothing left to compute."""
@@ -267,6 +279,7 @@ class Engine(WeightControl):
             return
         self._records[record.request.id] = record
         self._waiting_room.enter(record, needs, time.perf_counter())
+        self.recorder.hold(self._waiting_room.ids)
 
     def _needs(self, record: RequestRecord) -> list[Need]:
         """Returns what a request needs before it can run, and has it prepared."""
@@ -301,6 +314,7 @@ class Engine(WeightControl):
                 self._begin(record, others)
             except PenstockError as error:
                 self._emit([Failed(record.request.id, error.code, error.message)])
+        self.recorder.hold(self._waiting_room.ids)
 
     def _release(self, record: RequestRecord) -> None:
         """Gives back what a request that has ended has held."""
@@ -377,6 +391,7 @@ class Engine(WeightControl):
 
     def _launch(self, plan: StepPlan) -> None:
         began = time.perf_counter()
+        self.recorder.launch(plan)
         try:
             self._in_flight.append((plan, self._launch_batch(plan), began))
             self._out_of_memory = False
@@ -412,6 +427,7 @@ class Engine(WeightControl):
             self._fail(plan, error)
         else:
             began, self._answered = max(began, self._answered), time.perf_counter()
+            self.recorder.commit(plan, self._answered - began)
             if self._speculation is not None:
                 result = self._speculation.verify(plan, result, self._answered - began)
             if self._mirostats:
@@ -437,8 +453,8 @@ class Engine(WeightControl):
         for event in events:
             if isinstance(event, Tokens) and self._speculation is not None:
                 self._draft_after(event, self._speculation)
-            if isinstance(event, Tokens) and self._mirostats and self._records[event.seq].mirostat:
-                event = event._replace(mirostat_mu=self._records[event.seq].sampler.mu)
+            if isinstance(event, Tokens) and (record := self._records.get(event.seq)):
+                event = record.complete_tokens(event)
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat

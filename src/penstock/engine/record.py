@@ -9,7 +9,7 @@ from penstock.engine.adapters import AdapterLease
 from penstock.engine.grammar import Constraint
 from penstock.engine.sampling import Sampler
 from penstock.model.classifier import ClassifierHead, DenseHead
-from penstock.types import Aborted, Event, Failed, Finished, Request, WeightSpan, WeightState
+from penstock.types import Aborted, Event, Failed, Finished, Request, Tokens, WeightSpan, WeightState
 
 FIRST_WEIGHTS = WeightState()
 
@@ -117,6 +117,13 @@ class RequestRecord:
             generated=request.generated,
             scored=request.scored,
         )
+
+    def complete_tokens(self, event: Tokens) -> Tokens:
+        """Returns the event with the tokens that were decided before it, and with what mirostat has learned."""
+        if self.owed:
+            event = event._replace(tokens=self.owed + event.tokens)
+            self.owed = ()
+        return event._replace(mirostat_mu=self.sampler.mu) if self.mirostat else event
 
     def complete(self, event: Finished | Aborted | Failed) -> Event:
         """Returns the request's last event with the logits of its labels, or its embedding, and with what the engine

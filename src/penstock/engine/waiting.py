@@ -49,6 +49,11 @@ class WaitingRoom:
         """Returns whether the request with this id waits."""
         return id in self._waiting
 
+    @property
+    def ids(self) -> list[int]:
+        """Returns the ids of the requests that wait."""
+        return list(self._waiting)
+
     def enter(self, record: RequestRecord, needs: Sequence[Need], now: float) -> None:
         """Lets a request wait for what it needs: at least one thing."""
         self._waiting[record.request.id] = Waiting(record, tuple(needs), now)
