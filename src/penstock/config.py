@@ -136,6 +136,7 @@ class Config:
     model: str  # a GGUF file or a Hugging Face folder
     name: str = ""  # what clients call it; empty: from the file
     yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
+    grammars_wait: bool = False  # requests with grammars wait for this engine
     device: str = option(
         "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
     )

@@ -279,7 +279,7 @@ class Engine(WeightControl):
             return
         self._records[record.request.id] = record
         self._waiting_room.enter(record, needs, time.perf_counter())
-        self.recorder.hold(self._waiting_room.ids)
+        self.recorder.hold(self._waiting_room.worked_on)
 
     def _needs(self, record: RequestRecord) -> list[Need]:
         """Returns what a request needs before it can run, and has it prepared."""
@@ -314,7 +314,7 @@ class Engine(WeightControl):
                 self._begin(record, others)
             except PenstockError as error:
                 self._emit([Failed(record.request.id, error.code, error.message)])
-        self.recorder.hold(self._waiting_room.ids)
+        self.recorder.hold(self._waiting_room.worked_on)
 
     def _release(self, record: RequestRecord) -> None:
         """Gives back what a request that has ended has held."""

@@ -114,7 +114,7 @@ class Grammars:
             compiling = self._queue.get()
             began = time.perf_counter()
             try:
-                compiling.finish(self._compile(compiling.grammar))
+                compiling.finish(self._compile(compiling))
             except PenstockError as error:
                 compiling.fail(error)
             except BaseException as error:  # the library's panics are no Exceptions
@@ -122,8 +122,14 @@ class Grammars:
             self.costs.grammars += 1
             self.costs.grammar_seconds += time.perf_counter() - began
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def warm_up(self) -> None:
+        """Reads the vocabulary in a thread, so that the first grammar does not wait for that."""
+        threading.Thread(target=self._load, name="penstock-grammars", daemon=True).start()
+
+    def _compile(self, compiling: Compiling) -> Compiled:
         tokenizer = self._load()
+        compiling.begun = True
+        grammar = compiling.grammar
         return Compiled(_matcher(tokenizer, grammar, self._special), compile_patterns(grammar.trigger_patterns))
 
     def _load(self) -> LLTokenizer:
@@ -149,6 +155,7 @@ class Compiling:
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
+        self.begun = False
         self._deadline = time.monotonic() + COMPILE_SECONDS
         self._done = threading.Event()
         self._compiled: Compiled | None = None

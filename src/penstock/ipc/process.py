@@ -102,6 +102,11 @@ class EngineProcess:
                 task.cancel()
         return self._hang or self._ending()
 
+    @property
+    def crashed(self) -> bool:
+        """Returns whether it ended for a reason of its own, as far as that can be known: SIGKILL comes from outside."""
+        return bool(self._hang) or self._process.returncode != -signal.SIGKILL
+
     def last_flight(self) -> FlightRecord:
         """Returns what the engine was doing when its process ended."""
         return read_record(self._link.flight)

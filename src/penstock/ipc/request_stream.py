@@ -67,7 +67,7 @@ class RequestStream:
         self.answered = False  # by this engine
         self.settling = False  # it is trusted, since a lost engine had answered it; this one has not yet
         self.doubted = False  # it may be why an engine died, and no engine has answered it since
-        self.blamed = 0  # deaths of which it alone can be the reason
+        self.blamed = 0  # for deaths of which it alone can be the reason, see RequestStreams
         self.aborting = False
 
     @property

@@ -83,7 +83,7 @@ class ProcessClient(RequestClient):
         self._streams.deliver(step.events())
 
     async def _launch(self, yielding: bool = False) -> None:
-        config = replace(self._config, yielding=yielding)
+        config = replace(self._config, yielding=yielding, grammars_wait=self._streams.with_grammars)
         self._engine = await EngineProcess.launch(self._launcher, config, self._flight.times)
         self.hello = self._engine.hello
         self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters
@@ -110,7 +110,7 @@ class ProcessClient(RequestClient):
         if self._restoring is not None:
             self._restoring.cancel()
         self._flight = engine.last_flight()
-        self._streams.lose_engine(self._flight.suspects, reason)
+        self._streams.lose_engine(self._flight.suspects, reason, crashed=engine.crashed)
         await engine.end(GRACE)
 
     async def _restart(self, reason: str) -> None:

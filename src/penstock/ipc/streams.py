@@ -39,7 +39,8 @@ from penstock.types import (
     WeightState,
 )
 
-MOST_BLAMED = 2, 3, 8  # deaths without a token of a request in between, after 0, 1, and more unexplained ones
+CRASH, KILL = 2, 1  # how much a request is blamed for a death; a token of it clears it
+MOST_BLAMED = 4, 6, 16  # before it fails, after 0, 1 and more unexplained deaths
 REMEMBERED = 60.0  # seconds, of an unexplained death
 TRIAL = 2.0  # seconds that others wait at most while a doubted request runs
 POISONED = 64  # requests that are remembered as the reason of deaths
@@ -52,8 +53,8 @@ class RequestStreams:
     Engines die because of what they work on, or for no fault of any request. After a death, requests that were worked
     on and that the engine had not answered yet are doubted; if it is only one, it is blamed. The next engine gets a
     blamed request alone. Then it gets those that its predecessor had answered, then the doubted ones, each when the one
-    before was answered, and then all others. A request that is blamed for two deaths in a row is poisoned, and fails;
-    it takes more while engines also die without a request that could be the reason."""
+    before was answered, and then all others. A request that is blamed for two crashes in a row is poisoned, and fails;
+    it takes more if engines are killed, or also die without a request that could be the reason."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self.held = False
@@ -133,16 +134,22 @@ class RequestStreams:
 
     # -- when an engine is lost ----------------------------------------------------------------------------------
 
-    def lose_engine(self, suspects: Collection[int], reason: str) -> None:
-        """Keeps all requests for the next engine. The lost one was working on the `suspects`. What can be the reason of
-        a second death fails, and so do control messages."""
+    @property
+    def with_grammars(self) -> bool:
+        """Returns whether a request in flight has a grammar."""
+        return any(stream.request.sampling.grammar is not None for stream in self._streams.values())
+
+    def lose_engine(self, suspects: Collection[int], reason: str, *, crashed: bool) -> None:
+        """Keeps all requests for the next engine. The lost one was working on the `suspects`; if it has not `crashed`,
+        it was killed from outside, perhaps for lack of memory. What was blamed too often fails, and so do control
+        messages."""
         self.held = True
         lost = [stream for stream in self._streams.values() if stream.sent]
         doubted = [stream for stream in lost if stream.id in suspects and not stream.answered]
         if not doubted and not any(stream.answered for stream in lost):
             doubted = lost  # it died before it could note whom it worked on
         if len(doubted) == 1:
-            doubted[0].blamed += 1
+            doubted[0].blamed += CRASH if crashed else KILL
         if lost and not doubted:
             self._unexplained.append(time.monotonic())
         self._unsent += len(lost)
