@@ -54,8 +54,11 @@ host(open)
 COUNT = 150
 
 
-def mortal(model: str = "fake") -> ProcessClient:
-    return ProcessClient(Config(model=model), SpawnLauncher((sys.executable, "-c", HOST)), (0.0, 0.01, 0.05))
+def mortal(
+    model: str = "fake", post_mortem: str = "off", pauses: tuple[float, ...] = (0.0, 0.01, 0.05)
+) -> ProcessClient:
+    config = Config(model=model, post_mortem=post_mortem)
+    return ProcessClient(config, SpawnLauncher((sys.executable, "-c", HOST)), pauses)
 
 
 def request(client: Any, prompt: list[int], max_tokens: int = COUNT) -> Request:

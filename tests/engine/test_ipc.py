@@ -92,7 +92,9 @@ def in_process() -> InProcessClient:
 
 
 def in_its_own(model: str = "fake", pauses: tuple[float, ...] = (0.01, 0.01)) -> ProcessClient:
-    return ProcessClient(Config(model=model), SpawnLauncher((sys.executable, "-c", FAKE_HOST)), pauses)
+    return ProcessClient(
+        Config(model=model, post_mortem="off"), SpawnLauncher((sys.executable, "-c", FAKE_HOST)), pauses
+    )
 
 
 @asynccontextmanager

@@ -76,9 +76,12 @@ class RequestStream:
 
     @property
     def request(self) -> Request:
-        """Returns the request for what is left of its answer."""
-        if self._waited is None:
-            return self._request
+        """Returns the request as it is sent to an engine: for what is left of its answer."""
+        return self._request if self._waited is None else self.so_far
+
+    @property
+    def so_far(self) -> Request:
+        """Returns the request with what was delivered of its answer."""
         return self._request._replace(generated=tuple(self._tokens), scored=self._scored, mirostat_mu=self._mu)
 
     def lose_engine(self, *, doubted: bool) -> None:

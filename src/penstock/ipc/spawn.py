@@ -10,12 +10,12 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from penstock.config import Config, parse_adapter
+from penstock.config import OFF, Config, parse_adapter
 from penstock.engine.adapter_messages import RegisterAdapter
 from penstock.engine.flight_recorder import FlightRecord
 from penstock.engine.loop import Message, Sleep
 from penstock.errors import EngineUnavailable, PenstockError
-from penstock.ipc import wire
+from penstock.ipc import post_mortem, wire
 from penstock.ipc.client import EngineState
 from penstock.ipc.launchers import Launcher, SpawnLauncher
 from penstock.ipc.process import EngineProcess
@@ -45,6 +45,7 @@ class ProcessClient(RequestClient):
         self._flight = FlightRecord()  # of the engine that was lost last
         self._keeper: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None  # about the last death
         self._unrestored: WeightState | None = None  # the weights and the pause of an engine that was lost
 
     async def start(self, *, yielding: bool = False) -> Hello:
@@ -62,6 +63,8 @@ class ProcessClient(RequestClient):
             if task is not None:
                 task.cancel()
                 await asyncio.wait({task})
+        if self._writing is not None:
+            await self._writing
         engine, self._engine = self._engine, None
         self._refuse("the engine is closed")
         if engine is not None:
@@ -110,6 +113,9 @@ class ProcessClient(RequestClient):
         if self._restoring is not None:
             self._restoring.cancel()
         self._flight = engine.last_flight()
+        if self._config.post_mortem != OFF:
+            about = self._config, engine.hello, reason, engine.last_stack(), self._flight, self._streams.requests
+            self._writing = asyncio.create_task(asyncio.to_thread(post_mortem.write_about, *about))
         self._streams.lose_engine(self._flight.suspects, reason, crashed=engine.crashed)
         await engine.end(GRACE)
 

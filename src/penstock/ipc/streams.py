@@ -135,6 +135,11 @@ class RequestStreams:
     # -- when an engine is lost ----------------------------------------------------------------------------------
 
     @property
+    def requests(self) -> list[Request]:
+        """Returns the requests that the engine has, with what was delivered of their answers."""
+        return [stream.so_far for stream in self._streams.values() if stream.sent]
+
+    @property
     def with_grammars(self) -> bool:
         """Returns whether a request in flight has a grammar."""
         return any(stream.request.sampling.grammar is not None for stream in self._streams.values())
