@@ -47,7 +47,9 @@ class ScriptedEngine(Engine):
         return ticket
 
     def _wait(self, ticket: Ticket) -> Any:
-        result, plan = self._waited(ticket), self._plans.pop(ticket)
+        result, plan = self._waited(ticket), self._plans.pop(ticket, None)
+        if plan is None:  # a draft model's step
+            return result
         rows = tuple(map(self._scripted, plan.rows, result.rows))
         return result._replace(rows=rows)
 

@@ -260,7 +260,7 @@ def replaced(work: Any, step: int) -> Any:
 
 
 def graph_ms(backend: CudaBackend, rows: int) -> float:
-    graphs, padded = backend._graphs._graphs, bucket_decode_rows(rows)
+    graphs, padded = backend._programs[0].graphs._graphs, bucket_decode_rows(rows)
     graph = next(graph for shape, graph in graphs.items() if not shape.tiles and shape.decodes == padded)
     with torch.cuda.stream(backend._stream):
         return seconds(graph.replay, 20) * 1e3
@@ -282,13 +282,13 @@ def without_programmatic_launch(backend: CudaBackend, work: Any, rows: int) -> f
     before = pdl.enabled
     try:
         pdl.enabled = False
-        backend._graphs.forget()
+        backend._programs[0].graphs.forget()
         for turn in range(2):
             backend.wait(backend.launch(replaced(work, turn)))
         return graph_ms(backend, rows)
     finally:
         pdl.enabled = before
-        backend._graphs.forget()
+        backend._programs[0].graphs.forget()
 
 
 def profile(bench: Bench) -> Figures:

@@ -93,7 +93,7 @@ def run(kind: str, layers: int, kv: float, times: int) -> None:
     print(f"{kind}: {kept / GB:.2f} GB of weights, {cache / GB:.2f} GB of KV cache, loaded in {spent:.1f} s")
     for _ in range(3):  # compiled, captured, replayed
         wanted = answer(backend)
-    graphs = dict(backend._graphs._graphs)
+    graphs = dict(backend._programs[0].graphs._graphs)
     print(f"  awake: {taken(before)} taken, {len(graphs)} graphs")
     calls = timed(arena._driver)
     for turn in range(times):
@@ -103,7 +103,7 @@ def run(kind: str, layers: int, kv: float, times: int) -> None:
         calls.clear()
         woken = seconds(sleeper.wake)
         first = seconds(lambda: answer(backend))
-        same = answer(backend) == wanted and backend._graphs._graphs == graphs
+        same = answer(backend) == wanted and backend._programs[0].graphs._graphs == graphs
         print(f"  wake  {turn + 1}: {woken:.3f} s, {kept / GB / woken:.1f} GB/s, {taken(before)} taken; {where(calls)}")
         print(f"    then {ANSWER} tokens in {first:.3f} s; tokens and graphs are {'the same' if same else 'OTHERS'}")
     backend.close()

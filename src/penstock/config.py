@@ -217,7 +217,7 @@ class Config:
     draft: str = option(
         "",
         "Model that drafts (speculative decoding): a small one with the vocabulary of the model itself, named as that "
-        "is. Answers stay the same. CPU only. A server of several models gives it to the first.",
+        "is. Answers stay the same. A server of several models gives it to the first.",
     )
 
 

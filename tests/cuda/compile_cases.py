@@ -47,6 +47,7 @@ from penstock.backend.cuda.kernels.selective_scan import selective_scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
+from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
 from penstock.model.ops import DeltaInputs, DeltaWeights, Mamba2Weights, ScanWeights
 from penstock.model.recurrence import DeltaSpec, Mamba2Spec, ScanSpec
@@ -393,4 +394,5 @@ def sampling(tilings: Tilings) -> None:
     sampling_threshold(logits, maxima, room, floats, whole, floats, floats, floats)
     arrays = floats, floats, ints(4, 2), whole, whole, whole, whole, (maxima, where, masses)
     sample_tokens(logits, *arrays, draws=True)
+    token_logprobs(logits, whole, ints(4, 2))
     apply_bitmask(logits, whole, ints(4, -(-VOCAB // 32)))

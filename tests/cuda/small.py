@@ -26,11 +26,11 @@ def spec_for(format: str) -> ModelSpec:
     return WIDE if format.endswith("_K") else SMALL
 
 
-def load_small(backend: Any, format: str, seed: int = 0) -> Any:
+def load_small(backend: Any, format: str, seed: int = 0, program: int = 0) -> Any:
     """The same model for every backend."""
     spec = spec_for(format)
     rng = np.random.default_rng(seed)
-    backend.load(build(spec, Packer(tensors(rng, spec, format), backend)))
+    backend.load(build(spec, Packer(tensors(rng, spec, format), backend)), program)
     return backend
 
 

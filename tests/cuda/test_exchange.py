@@ -31,7 +31,7 @@ def loaded(path: Path, dtype: torch.dtype, quantize: str) -> tuple[CudaBackend, 
 
 
 def answer(backend: CudaBackend, count: int = 2) -> list[TokenLogprob]:
-    vocab = backend._program.answer.width
+    vocab = backend._programs[0].program.answer.width
     engine = Engine(backend, Limits(60, 4, 32, 8, num_blocks=16, vocab=vocab, states=4), depth=backend.depth)
     engine.add(Request(1, PROMPT, SamplingParams(temperature=0, logprobs=3), count))
     events: list[Any] = []

@@ -197,7 +197,7 @@ def test_bytes_are_those_of_the_cache(kind: str, line: int) -> None:
     backend = loaded("tied", kind)
     backend.reserve_kv(3, BLOCK_SIZE)
     assert backend.memory_needs().kv_bytes_per_token == 2 * 2 * 2 * line  # layers, keys and values, heads
-    splits = [part for cache in backend._memory.caches.values() for part in cache if part is not None]
+    splits = [part for cache in backend._programs[0].memory.caches.values() for part in cache if part is not None]
     assert sum(part.nbytes for part in splits) == 4 * BLOCK_SIZE * backend.memory_needs().kv_bytes_per_token
 
 

@@ -48,7 +48,7 @@ def test_workspace_is_about_what_a_program_takes(name: str) -> None:
     checkpoint = open_checkpoint(GOLDENS / name)
     told = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
     backend.load(load_model(checkpoint, backend))
-    taken = sum(buffer.numel() * buffer.element_size() for buffer in backend._program._buffers)
+    taken = sum(buffer.numel() * buffer.element_size() for buffer in backend._programs[0].program._buffers)
     assert taken <= told.workspace <= 4 * taken
     assert told.kv_token == backend.memory_needs().kv_bytes_per_token
 
@@ -79,7 +79,7 @@ def test_rehearsals_leave_no_trace() -> None:
     tokens = [5, 6, 7, 8, 9]
     before = backend.logits(greedy_batch([Chunk(tokens, 0, range(4))]))
     for shape in common_shapes(8, 256, 64):
-        backend._rehearse(backend._pad(shape), sampling=True)
+        backend._rehearse(backend._programs[0], backend._pad(shape), sampling=True)
     after = backend.logits(greedy_batch([Chunk([10], 5, range(4))]))
     backend.reserve_kv(64, 4)
     whole = backend.logits(greedy_batch([Chunk([*tokens, 10], 0, range(4))]))
@@ -91,7 +91,8 @@ def test_a_step_without_memory_is_computed_again(monkeypatch: pytest.MonkeyPatch
     backend.reserve_kv(32, 4)
     limits = Limits(64, 8, 64, 4, 32, 64)
     alone = answers(backend, limits)
-    sample, calls = backend._sampler.sample, []
+    sampler = backend._programs[0].sampler
+    sample, calls = sampler.sample, []
 
     def scarce(*args: Any) -> Any:
         calls.append(1)
@@ -100,7 +101,7 @@ def test_a_step_without_memory_is_computed_again(monkeypatch: pytest.MonkeyPatch
             raise torch.cuda.OutOfMemoryError("no memory")
         return answer
 
-    monkeypatch.setattr(type(backend._sampler), "sample", lambda self, *args: scarce(*args))
+    monkeypatch.setattr(type(sampler), "sample", lambda self, *args: scarce(*args))
     assert answers(backend, limits) == alone
     assert len(calls) > 3
 
@@ -130,7 +131,9 @@ def test_first_answers_wait_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiled == []
     while backend.prepare_in_idle():
         pass
-    assert all(backend._graphs.has(shape) for shape in common_shapes(8, 256, 64) if shape == backend._pad(shape))
+    assert all(
+        backend._programs[0].graphs.has(shape) for shape in common_shapes(8, 256, 64) if shape == backend._pad(shape)
+    )
     compiled.clear()
     assert answers(backend, limits, {1: (3, 4, 5)}) == before
     answers(backend, limits, {id: (3, 4, id) for id in range(1, 7)})

@@ -119,6 +119,19 @@ def test_what_a_grammar_forbids_is_never_chosen(vocab: int, temperature: float) 
     assert all(allowed[s, token] for s, token in enumerate(tokens) if s != 3)
 
 
+@pytest.mark.parametrize("vocab", [40, 9001])
+def test_logprobs_of_the_tokens_alone(vocab: int) -> None:
+    logits = random_logits(4, vocab)
+    logits[2, ::2] = -np.inf
+    rows = replace(rows_of(4, 5, temperature=1.0), logprobs=np.array([0, -1, 0, 0], np.int32))
+    batch = replace(greedy_batch([Chunk([0], 0, [0], slot) for slot in range(4)]), sample=rows)
+    wanted = [entry for row in sample.sample(logits, batch).rows for entry in row.logprobs]
+    tokens, found = chosen(logits, rows)
+    assert [entry.token for entry in found] == [entry.token for entry in wanted] == [*tokens[:1], *tokens[2:]]
+    assert np.allclose([entry.logprob for entry in found], [entry.logprob for entry in wanted], atol=1e-5)
+    assert all(entry.top == () for entry in found)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_edits_and_logprobs(temperature: float) -> None:
     logits = random_logits(3, 300)

@@ -57,7 +57,7 @@ def test_steps_after_sleep_are_those_before_to_the_bit(format: str, quantize: st
 
     for _ in range(3 if DEVICE == "cuda" else 1):  # launched, captured, replayed
         before = logits()
-    graphs = dict(backend._graphs._graphs)
+    graphs = dict(backend._programs[0].graphs._graphs)
     assert np.isfinite(before).all()
     assert graphs or DEVICE == "cpu"
     for _ in range(2 if DEVICE == "cuda" else 1):
@@ -65,7 +65,7 @@ def test_steps_after_sleep_are_those_before_to_the_bit(format: str, quantize: st
         assert backend.sleeper is not None
         backend.sleeper.wake()
         assert np.array_equal(logits(), before)
-    assert backend._graphs._graphs == graphs, "no graph was captured again"
+    assert backend._programs[0].graphs._graphs == graphs, "no graph was captured again"
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "deepseek_v3", "jamba", "gemma3n", "qwen3next", "gpt_oss"])
@@ -73,7 +73,9 @@ def test_all_weights_leave_the_device(name: str) -> None:
     backend = backend_of()
     backend.load(load_model(open_checkpoint(GOLDENS / name), backend))
     backend._workspace.transfer.finish()
-    weights = [t for t in tensors_in([node.attributes for node in backend._program.recorded.nodes]) if t.nbytes]
+    weights = [
+        t for t in tensors_in([node.attributes for node in backend._programs[0].program.recorded.nodes]) if t.nbytes
+    ]
     assert len(weights) > 5
     assert all(backend._arena._holds(weight.data_ptr()) for weight in weights)
 
@@ -83,7 +85,7 @@ def test_an_engine_answers_as_before() -> None:
     """Its recurrent states are gone, and what was cached of the prompt."""
     backend = backend_of(dtype=torch.float32)
     backend.load(load_model(open_checkpoint(GOLDENS / "lfm2"), backend))
-    limits = Limits(64, 4, 32, BLOCK_SIZE, 40, backend._program.answer.width, states=4)
+    limits = Limits(64, 4, 32, BLOCK_SIZE, 40, backend._programs[0].program.answer.width, states=4)
     backend.reserve_kv(limits.num_blocks, limits.block_size, limits.max_rows + limits.states)
     engine = Engine(backend, limits, depth=backend.depth, sleeper=backend.sleeper)
     params = SamplingParams(temperature=0.0, ignore_eos=True)

@@ -95,21 +95,25 @@ class OftenRight(FakeBackend):
             return result
         self.prompt_tokens += len(batch.tokens) - len(batch.slots)
         rows = []
-        for row in result.rows:
+        for slot, row in zip(batch.slots, result.rows, strict=True):
             right = self._random.random() < self._share
             self.drafted += len(row.tokens)
             self.right += right and len(row.tokens)
             rows.append(row._replace(tokens=tuple((token - right) % VOCAB for token in row.tokens)))
+            self._programs[1]._last[slot] = rows[-1].tokens[-1] if row.tokens else -1
         return StepResult(result.step, tuple(rows))
 
 
-def fake_engine(limits: Limits, share: float = 0.8, random: Random | None = None) -> tuple[Engine, OftenRight]:
-    """Returns an engine that drafts what pays with fixed costs or, if `random` is given, at random."""
+def fake_engine(
+    limits: Limits, share: float = 0.8, random: Random | None = None, depth: int = 0
+) -> tuple[Engine, OftenRight]:
+    """Returns an engine that drafts what pays with fixed costs or, if `random` is given, at random. It has `depth`
+    steps in flight."""
     backend = OftenRight(share, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
     depths, drafting = (RandomDepths(random), RandomLengths(random)) if random else (FixedDepths(), FixedCosts())
-    model = DraftModel(backend, limits, limits.max_len, depths=depths, group=limits.windows.index(0))
-    return Engine(backend, limits, drafting=drafting, draft_model=model), backend
+    model = DraftModel(backend, limits, limits.max_len, depths=depths, group=limits.windows.index(0), depth=depth)
+    return Engine(backend, limits, depth=depth, drafting=drafting, draft_model=model), backend
 
 
 def prompts(random: Random, count: int) -> list[list[int]]:
@@ -121,12 +125,16 @@ def prompts(random: Random, count: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("windows", [(0,), (6, 0)])
-@pytest.mark.parametrize("num_blocks", [44, 200])
-def test_answers_stay_under_preemption_sharing_stops_and_aborts(windows: tuple[int, ...], num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "windows", "depth"),
+    [(44, (0,), 0), (44, (6, 0), 0), (200, (6, 0), 0), (200, (0,), 0), (44, (0,), 1)],
+)
+def test_answers_stay_under_preemption_sharing_stops_and_aborts(
+    num_blocks: int, windows: tuple[int, ...], depth: int
+) -> None:
     random = Random(num_blocks)
     limits = LIMITS._replace(num_blocks=num_blocks * len(windows), windows=windows)
-    engine, backend = fake_engine(limits, random=random)
+    engine, backend = fake_engine(limits, random=random, depth=depth)
     asked = {}
     for id, prompt in enumerate(prompts(random, 40)):
         count = random.randint(1, 60)
@@ -177,21 +185,23 @@ def model_counts(engine: Engine) -> DraftCounts:
     return next((each for each in engine.stats().drafts if each.source == "model"), DraftCounts("model"))
 
 
-def test_a_draft_model_that_is_right_saves_steps() -> None:
-    engine, _ = fake_engine(LIMITS, share=1.0)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_draft_model_that_is_right_saves_steps(depth: int) -> None:
+    engine, _ = fake_engine(LIMITS, share=1.0, depth=depth)
     assert ask(engine, 1, range(20), 100) == continuation(range(20), 100, VOCAB)
     counts = model_counts(engine)
     assert counts.accepted == counts.drafted > 60
     assert engine.stats().steps < 50
 
 
-def test_a_draft_model_that_is_wrong_is_hardly_asked() -> None:
-    engine, backend = fake_engine(LIMITS._replace(max_len=600, num_blocks=300), share=0.0)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_draft_model_that_is_wrong_is_hardly_asked(depth: int) -> None:
+    engine, backend = fake_engine(LIMITS._replace(max_len=600, num_blocks=300), share=0.0, depth=depth)
     assert ask(engine, 1, range(20), 300) == continuation(range(20), 300, VOCAB)
     first = backend.drafted
     assert ask(engine, 2, range(30), 500) == continuation(range(30), 500, VOCAB)
     assert 0 < backend.drafted - first < 60
-    assert 10 < first < 60
+    assert 10 < first < 60 + 20 * depth
 
 
 def test_a_shared_prefix_is_computed_once_for_all_who_share_it() -> None:

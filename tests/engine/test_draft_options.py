@@ -40,7 +40,6 @@ def opened(draft: Path, target: Path = TARGET, **options: object) -> Checkpoint 
         ("qwen3", "llama3", {}, "their vocabularies have 48 and 64 tokens and must be the same"),
         ("qwen3next", "qwen3", {}, "has recurrent layers, whose state cannot go back to before a rejected draft"),
         ("llama3", "mistral", {}, "all layers of .* have windows"),
-        ("llama3", "llama3", {"device": "cuda"}, "a GPU runs no draft model yet: leave it out, or use --device cpu"),
         ("llama3", "llama3", {"speculation": "off"}, "--draft is of no use with --speculation off"),
     ],
 )

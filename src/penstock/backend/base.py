@@ -228,13 +228,15 @@ class Footprint(NamedTuple):
     state: int = 0  # one sequence's recurrent state, besides its tokens
     draft_weights: int = 0  # of `weights`, those of a draft model
     draft_token: int = 0  # of `kv_token`, the draft model's part
+    reserve_share: float = 0.0  # of what weights leave, the part that is counted in `reserve`
 
     def with_draft(self, draft: Footprint) -> Footprint:
-        """Returns the footprint of a model on the host with a draft model beside it. Of what is reserved there, three
-        quarters of the draft model's weights are taken."""
+        """Returns the footprint of a model with a draft model beside it. Their steps run one after the other in the
+        same workspace."""
         return self._replace(
             weights=self.weights + draft.weights,
-            reserve=max(self.reserve - draft.weights * 3 // 4, 0),
+            workspace=max(self.workspace, draft.workspace),
+            reserve=max(self.reserve - int(self.reserve_share * draft.weights), 0),
             kv_token=self.kv_token + draft.kv_token,
             draft_weights=draft.weights,
             draft_token=draft.kv_token,
@@ -244,8 +246,9 @@ class Footprint(NamedTuple):
     def on_host(cls, weights: int, kv_token: int, state: int = 0) -> Footprint:
         """Returns the footprint in this machine's own memory, of which the cache takes a quarter of what weights
         leave."""
-        free = available_memory()
-        return cls("this machine", total_memory(), free, weights, 0, max(free - weights, 0) * 3 // 4, kv_token, state)
+        free, share = available_memory(), 3 / 4
+        reserve = int(max(free - weights, 0) * share)
+        return cls("this machine", total_memory(), free, weights, 0, reserve, kv_token, state, reserve_share=share)
 
 
 class MemoryNeeds(NamedTuple):
@@ -311,7 +314,7 @@ class Runner(Protocol):
         `launch` does."""
 
     def wait(self, ticket: Ticket) -> StepResult:
-        """Returns the step's answer; every ticket is waited for once, in launch order."""
+        """Returns the step's answer; every ticket is waited for once, in launch order of its program's steps."""
 
     def close(self) -> None: ...
 

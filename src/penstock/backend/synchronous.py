@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from penstock.backend.base import Batch, Bitmasks, Ints, Sleeper, Ticket
@@ -21,6 +21,7 @@ class HostProgram(Protocol):
 
 
 P = TypeVar("P", bound=HostProgram)
+T = TypeVar("T")
 
 
 class SynchronousBackend(Generic[P]):
@@ -55,10 +56,7 @@ class SynchronousBackend(Generic[P]):
         return self._program_of(batch).run(batch, masks)
 
     def _program_of(self, batch: Batch) -> P:
-        if batch.program not in self._programs:
-            loaded = ", ".join(map(str, self._programs)) or "none"
-            raise ValueError(f"program {batch.program} is not loaded: a batch runs one of those that are ({loaded})")
-        return self._programs[batch.program]
+        return program_of(self._programs, batch)
 
     def warm_up(self) -> None: ...
 
@@ -69,6 +67,14 @@ class SynchronousBackend(Generic[P]):
 
     def time_step(self, batch: Batch, times: int) -> float:
         return time_step(self.launch, self.wait, batch, times)
+
+
+def program_of(programs: Mapping[int, T], batch: Batch) -> T:
+    """Returns the program that a batch runs. Raises ValueError if it is not loaded."""
+    if batch.program not in programs:
+        loaded = ", ".join(map(str, programs)) or "none"
+        raise ValueError(f"program {batch.program} is not loaded: a batch runs one of those that are ({loaded})")
+    return programs[batch.program]
 
 
 def time_step(launch: Launch, wait: Wait, batch: Batch, times: int) -> float:

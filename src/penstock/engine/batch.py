@@ -99,17 +99,25 @@ def bitmasks(plan: StepPlan, batch: Batch, records: Mapping[int, RequestRecord])
 
 class DraftRow(NamedTuple):
     """Describes a row of a draft program's step: it computes text[start:stop], whose KV lies in the blocks of `table`,
-    and `sampler` chooses what comes next, if there is one."""
+    and `sampler` chooses what comes next, if there is one. Of a text that is too short, the last token is the one that
+    its slot sampled last."""
 
     text: list[int]
     start: int
     stop: int
-    table: Line[int]
+    table: Ints
     sampler: Sampler | None
+    slot: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Returns the tokens that it computes."""
+        known = self.text[self.start : self.stop]
+        return known + [LAST_SAMPLED] * (self.stop - self.start - len(known))
 
 
-def draft_batch(rows: Line[DraftRow], block_size: int, program: int) -> Batch:
-    """Returns the batch of a draft program's step. It keeps nothing by slot, so slots are numbered by row."""
+def draft_batch(rows: Line[DraftRow], block_size: int, program: int, step: int) -> Batch:
+    """Returns the batch of a draft program's step."""
     counts = [row.stop - row.start for row in rows]
     row_start = np.cumsum([0, *counts], dtype=np.int32)
     wanted = [Wanted(row.sampler, row.text, row.stop - 1) for row in rows if row.sampler is not None]
@@ -119,11 +127,11 @@ def draft_batch(rows: Line[DraftRow], block_size: int, program: int) -> Batch:
         blocks = row.table[: -(-row.stop // block_size)]
         tables[0, at, : len(blocks)] = blocks
     return Batch(
-        step=-1,
-        tokens=np.array([token for row in rows for token in row.text[row.start : row.stop]], np.int32),
+        step=step,
+        tokens=np.array([token for row in rows for token in row.tokens], np.int32),
         positions=np.array([at for row in rows for at in range(row.start, row.stop)], np.int32),
         row_start=row_start,
-        slots=np.arange(len(rows), dtype=np.int32),
+        slots=np.array([row.slot for row in rows], np.int32),
         tables=tables,
         sampled=row_start[1:][samples] - np.int32(1),
         sample_start=np.cumsum([0, *samples], dtype=np.int32),

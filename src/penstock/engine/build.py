@@ -29,7 +29,7 @@ from penstock.model.draft import group_of, open_draft
 from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.low_rank import Placement
 from penstock.model.spec import ModelSpec
-from penstock.planning.memory_plan import adapter_memory, all_states, block_token, gigabytes, plan_memory
+from penstock.planning.memory_plan import adapter_memory, all_states, block_token, footprint_of, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
@@ -100,7 +100,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
-        has = backend.footprint(checkpoint.spec, checkpoint.tensors.values())
+        has = footprint_of(backend, checkpoint, draft and quantized(draft, config, silent))
         for line in plan_memory(config, checkpoint.spec, has).lines():
             tell(line)
     packer = KeepingPacker(backend)
@@ -126,7 +126,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         drafting=None if most == 0 or not limits.generates else Drafting(backend.padded_sizes),
         draft_model=None
         if draft is None
-        else DraftModel(backend, limits, draft.spec.max_len, group=group_of(checkpoint)),
+        else DraftModel(backend, limits, draft.spec.max_len, group=group_of(checkpoint), depth=backend.depth),
         draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),
         classifier=checkpoint.classifier,

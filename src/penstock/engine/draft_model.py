@@ -6,14 +6,16 @@ KV is right is known by block: a block that is shared through the prefix cache i
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.backend.base import Runner
+from penstock.backend.base import Runner, Ticket
 from penstock.core.draft_depths import DraftDepths
 from penstock.core.drafts import DraftRoom
 from penstock.core.prefix import PrefixNode
@@ -23,6 +25,7 @@ from penstock.core.suffixes import SINGLE
 from penstock.engine.batch import DraftRow, draft_batch
 from penstock.engine.drafting import common_prefix
 from penstock.engine.record import RequestRecord
+from penstock.engine.sampling import Sampler
 from penstock.types import Limits, RowResult
 
 MODEL = "model"  # the source of its drafts
@@ -31,6 +34,9 @@ DEEPEST = 16  # tokens that it drafts for a row
 TRUSTED = 4  # matching tokens that a draft counts as, before its acceptance was learned
 BEHIND = 2  # tokens that a row has not computed yet, normally: the last one, or two if a whole draft was accepted
 WORTH = 16  # tokens of a prompt that it computes for each that may still be drafted, at most
+DOUBT = 0.7  # the survival of one token more, as it is taken to be before it is known
+PATIENT = 4  # steps in a row without a draft after which a row does not wait for one
+RETRY = 32  # tokens after which it waits for one again
 
 Seconds = Callable[[int], Sequence[float]]
 """Returns the seconds of the step that is planned with 0, 1, ... drafted tokens, up to so many at least."""
@@ -39,12 +45,18 @@ Seconds = Callable[[int], Sequence[float]]
 class ModelDrafts:
     """Holds what the draft model has computed and drafted for one request."""
 
-    __slots__ = ("acceptance", "ahead", "blocks", "computed", "depths", "epoch", "marked", "proposal")
+    __slots__ = (
+        *("acceptance", "ahead", "blocks", "computed", "depths", "epoch", "gain", "marked", "proposal", "refused"),
+        "unasked",
+    )
 
     def __init__(self, acceptance: StreamAcceptance) -> None:
         self.acceptance = acceptance
         self.proposal = NOTHING
         self.depths = NOTHING  # the proposal's tokens and the one it was given up before, with cells of depths
+        self.gain = inf  # tokens that its last draft was expected to add
+        self.refused = 0  # steps without a draft since the last one with one
+        self.unasked = 0  # times that something was committed since the model was asked for a draft
         self.epoch = 0  # the admission that what follows belongs to
         self.forget()
 
@@ -54,6 +66,18 @@ class ModelDrafts:
         self.ahead: list[int] = []  # tokens drafted after those, whose KV is right as far as they were accepted
         self.blocks: list[int] = []  # in which they lie
         self.marked = 0  # of its blocks, those whose node is known to have KV
+
+    def expect(self, gain: float) -> None:
+        """Takes note that it was asked for a draft, and how many tokens that is expected to add: 0 if there is none."""
+        self.unasked, self.gain = 0, gain
+        self.refused = 0 if gain else self.refused + 1
+
+    def is_worth_waiting(self, missed: float) -> bool:
+        """Returns whether a row should wait for its draft, which takes it so many tokens. Called once for all that is
+        committed. Where it does not pay, it is tried now and then."""
+        self.unasked += 1
+        pays = self.refused < PATIENT and (self.refused > 0 or self.gain > missed)
+        return pays or self.unasked >= RETRY
 
     def append(self, tokens: Sequence[int]) -> None:
         """Learns from the tokens that were committed after its draft."""
@@ -74,13 +98,17 @@ class DraftTask(NamedTuple):
 
 
 class DraftingRow:
-    """Is a row whose draft grows by a token with each draft step, to `depth` tokens at most."""
+    """Is a row whose draft grows by a token with each draft step, to `depth` tokens at most. The draft program knows it
+    by its slot."""
 
-    def __init__(self, task: DraftTask, drafts: ModelDrafts, table: list[int], depth: int) -> None:
+    def __init__(self, task: DraftTask, drafts: ModelDrafts, table: list[int], depth: int, slot: int) -> None:
+        self.slot = slot
         self.request, self.constraint = task.record.request, task.record.constraint
         self.drafts = drafts
         self.table = table
+        self._blocks = np.array(table, np.int32)
         self.depth = depth
+        self.asked = 0  # tokens that were asked for, of which the last may be unknown yet
         self.known = len(task.room.seq.tokens)
         self.text = list(task.room.seq.tokens)
         self.computed = drafts.computed
@@ -94,10 +122,24 @@ class DraftingRow:
         """Returns what was drafted so far."""
         return self.text[self.known :]
 
+    @property
+    def needs_history(self) -> bool:
+        """Returns whether a token cannot be chosen before the one before it is known."""
+        return Sampler.needs_history(self.request) or self.sampler.constrained
+
+    def goes_on(self, least: float) -> bool:
+        """Returns whether it is likely that the token that was asked for last does not end the draft."""
+        return not self.survival or DOUBT * self.survival[-1] >= least
+
+    def ask(self) -> DraftRow:
+        """Returns the row that computes all tokens asked for so far, and chooses the next."""
+        self.asked += 1
+        return self.step(self.known + self.asked - 1, sample=True)
+
     def step(self, stop: int, *, sample: bool) -> DraftRow:
         """Returns the row that computes the next tokens up to `stop`."""
         start, self.computed = self.computed, stop
-        return DraftRow(self.text, start, stop, self.table, self.sampler if sample else None)
+        return DraftRow(self.text, start, stop, self._blocks, self.sampler if sample else None, self.slot)
 
     def take(self, token: int, cell: int, least: float) -> None:
         """Takes a token that was chosen. The draft ends before one that ends the answer or that the constraint does
@@ -137,9 +179,19 @@ class DraftingRow:
         drafts.blocks = self.table[: -(-self.computed // block_size)]
 
 
+class DraftStep(NamedTuple):
+    """Is a draft step in flight."""
+
+    ticket: Ticket
+    rows: Sequence[DraftingRow]
+    tokens: int  # that it computes
+    began: float
+
+
 class DraftModel:
     """Drafts with the model that the backend runs as `program`. It computes `context` positions at most, and lies in
-    the blocks of the target's KV layer group number `group`, one without a window."""
+    the blocks of the target's KV layer group number `group`, one without a window. It has up to `depth` draft steps in
+    flight beside the one whose answer it waits for."""
 
     def __init__(
         self,
@@ -150,6 +202,7 @@ class DraftModel:
         depths: DraftDepths | None = None,
         program: int = 1,
         group: int = 0,
+        depth: int = 0,
     ) -> None:
         self._backend = backend
         self._limits = limits
@@ -157,6 +210,10 @@ class DraftModel:
         self._depths = depths or DraftDepths()
         self._program = program
         self._group = group
+        self._depth = depth
+        self._answered = 0.0  # when the last draft step's answer came
+        self._numbers = itertools.count(-1, -1)  # of its steps; those of the target are not negative
+        self._unread: list[Ticket] = []  # steps whose drafts had ended, so that nobody waited for them
         self._acceptance = Acceptance()
         self._cells = cells_of(TRUSTED, [SINGLE] * (DEEPEST + 1))  # by depth
         self._nodes: dict[int, PrefixNode] = {}  # by block: the node whose tokens the block's KV was computed from
@@ -178,7 +235,10 @@ class DraftModel:
         most = min(sum(map(len, (*chances, *others))), max(budget, 0))
         behind = [0 if task.drafts is None else len(task.room.seq.tokens) - 1 - task.drafts.computed for task in tasks]
         depths, least = self._depths.choose(chances, others, seconds(most), rows, budget, behind)
-        drafting = {at: row for at, depth in enumerate(depths) if (row := self._begin(tasks[at], depth)) is not None}
+        for task, chance, depth in zip(tasks, chances, depths, strict=True):
+            if task.drafts is not None:
+                task.drafts.expect(sum(chance[:depth]))
+        drafting = {at: row for at, depth in enumerate(depths) if (row := self._begin(tasks[at], depth, at))}
         try:
             self._draft(list(drafting.values()), least)
         except Exception as error:
@@ -224,24 +284,55 @@ class DraftModel:
             shared += 1
         drafts.computed = min(max(drafts.computed, shared * size), len(seq.tokens) - 1)
 
-    def _begin(self, task: DraftTask, depth: int) -> DraftingRow | None:
+    def is_worth_waiting(self, drafts: ModelDrafts, missed: float) -> bool:
+        """Returns whether a request's next row should wait for a draft: see ModelDrafts."""
+        return not self._failed and drafts.is_worth_waiting(missed)
+
+    def _begin(self, task: DraftTask, depth: int, slot: int) -> DraftingRow | None:
         """Returns the row of a task that drafts `depth` tokens, once there are blocks for it."""
         if not depth or task.drafts is None or not task.room.reserve(depth):
             return None
-        return DraftingRow(task, task.drafts, task.room.seq.tables[self._group], depth)
+        return DraftingRow(task, task.drafts, task.room.seq.tables[self._group], depth, slot)
 
     def _draft(self, rows: list[DraftingRow], least: float) -> None:
-        """Drafts for all rows at once, a token for each in every step, while at least so much of a draft survives."""
+        """Drafts for all rows at once, a token for each in every step, while at least so much of a draft survives. The
+        next step is launched before the last one's answer is known where most drafts are likely to go on."""
+        for ticket in self._unread:
+            self._backend.wait(ticket)
+        self._unread.clear()
         self._catch_up(rows)
-        while running := [row for row in rows if row.depth]:
-            began = time.perf_counter()
-            batch = [row.step(len(row.text), sample=True) for row in running]
-            for row, answer in zip(running, self._run(batch, running), strict=True):
-                row.take(answer.tokens[-1], cell_of(answer), least)
-            tokens = sum(row.stop - row.start for row in batch)
-            self._depths.observe(len(batch), tokens, time.perf_counter() - began)
+        in_flight: deque[DraftStep] = deque()
+        depth = 0 if any(row.needs_history for row in rows) else self._depth
+        while asking := [row for row in rows if row.asked < row.depth]:
+            likely = sum(row.goes_on(least) for row in asking)
+            if not in_flight or (len(in_flight) <= depth and 2 * likely >= len(asking)):
+                in_flight.append(self._ask(asking))
+            else:
+                self._answer(in_flight.popleft(), least)
+        while in_flight and any(row.depth for row in rows):
+            self._answer(in_flight.popleft(), least)
+        self._unread += [step.ticket for step in in_flight]
         for row in rows:
             row.keep(self._limits.block_size)
+
+    def _ask(self, rows: Sequence[DraftingRow]) -> DraftStep:
+        """Launches a draft step."""
+        began, batch = time.perf_counter(), [row.ask() for row in rows]
+        ticket = self._launch(batch, rows)
+        return DraftStep(ticket, rows, sum(row.stop - row.start for row in batch), began)
+
+    def _answer(self, step: DraftStep, least: float) -> None:
+        """Waits for a draft step; its rows take the tokens, unless their drafts have ended."""
+        answers = self._wait(step)
+        began, self._answered = max(step.began, self._answered), time.perf_counter()
+        self._depths.observe(len(step.rows), step.tokens, self._answered - began)
+        for row, answer in zip(step.rows, answers, strict=True):
+            if row.depth:
+                row.take(answer.tokens[-1], cell_of(answer), least)
+
+    def _wait(self, step: DraftStep) -> Sequence[RowResult]:
+        """Returns what a draft step answers to each of its rows."""
+        return self._backend.wait(step.ticket).rows
 
     def _catch_up(self, rows: Sequence[DraftingRow]) -> None:
         """Computes what is missing of prompts, at most as much as fits in a step beside others that decode. Rows that
@@ -259,18 +350,18 @@ class DraftModel:
                 row.depth = 0
         if batch:
             began = time.perf_counter()
-            self._run(batch, ())
+            self._backend.wait(self._launch(batch, ()))
             tokens = sum(row.stop - row.start for row in batch)
             self._depths.observe(len(batch), tokens, time.perf_counter() - began)
 
-    def _run(self, batch: Sequence[DraftRow], rows: Sequence[DraftingRow]) -> tuple[RowResult, ...]:
-        """Runs a step and returns its answer for each row."""
-        made = draft_batch(batch, self._limits.block_size, self._program)
+    def _launch(self, batch: Sequence[DraftRow], rows: Sequence[DraftingRow]) -> Ticket:
+        """Launches a step of the draft program."""
+        made = draft_batch(batch, self._limits.block_size, self._program, next(self._numbers))
         ticket = self._backend.launch(made)
         if len(made.constrained):
             owners = [rows[at] for at in made.constrained.tolist()]
             self._backend.constrain(ticket, np.stack([row.sampler.bitmasks(row.draft)[-1] for row in owners]))
-        return self._backend.wait(ticket).rows
+        return ticket
 
 
 def cell_of(answer: RowResult) -> int:

@@ -155,7 +155,11 @@ class Speculation:
         if (record := self._records.get(id)) is None:
             return False
         most = self._limit(record, min(self._drafting.room(rows), AHEAD))
-        return most > MISSED and sum(self._propose(record, most).survival) > MISSED
+        if most > MISSED and sum(self._propose(record, most).survival) > MISSED:
+            return True
+        if self._model is None or record.drafts is None or record.drafts.model is None or most < 1:
+            return False
+        return self._model.is_worth_waiting(record.drafts.model, MISSED if rows > 1 else 0.0)
 
     def _limit(self, record: RequestRecord, most: int) -> int:
         """Returns how many tokens may be drafted for a request, in a row that has room for so many."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import OFF, Config, Device
+from penstock.config import OFF, Config
 from penstock.errors import ConfigError, PenstockError
 from penstock.model.load import Checkpoint, open_checkpoint, text_of
 
@@ -17,12 +17,10 @@ SHOWN = 4  # differing tokens that an error names
 
 
 def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
-    """Opens the draft model of a config; returns None if it names none. The config's device is decided. Raises
-    ConfigError if it cannot draft for the target."""
+    """Opens the draft model of a config; returns None if it names none. Raises ConfigError if it cannot draft for
+    the target."""
     if not config.draft:
         return None
-    if Device.parse(config.device).kind == "cuda":
-        raise ConfigError("--draft: a GPU runs no draft model yet: leave it out, or use --device cpu")
     if config.speculation == OFF:
         raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
     draft = open_checkpoint(Path(config.draft))

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.model.draft import open_draft
 from penstock.model.load import Checkpoint
 from penstock.model.tensor import PLAIN
-from penstock.planning.memory_plan import MemoryPlan, plan_memory
+from penstock.planning.memory_plan import MemoryPlan, footprint_of, plan_memory
 from penstock.planning.roofline import MachineProfile, ModelCosts, decode_time, model_costs, prefill_time
 
 Profiler = Callable[[Config, str, Sequence[str]], MachineProfile | None]
@@ -58,16 +58,14 @@ def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler
 
 def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Forecast:
     """Returns the forecast for a config with its defaults filled in, and prompts of so many tokens."""
-    backend, spec, tensors = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent).tensors
-    footprint = plain = backend.footprint(spec, tensors.values())
-    if (draft := open_draft(config, checkpoint)) is not None:
-        drafting = quantized(draft, config, silent).tensors
-        footprint = plain.with_draft(backend.footprint(draft.spec, drafting.values()))
+    backend, spec, stored = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent)
+    draft = open_draft(config, checkpoint)
+    footprint = footprint_of(backend, stored, draft and quantized(draft, config, silent))
     try:
         memory = plan_memory(config, spec, footprint)
     except ConfigError as error:
         return Forecast(config.quantize, problem=str(error))
-    costs = model_costs(spec, tensors, backend.stored_as, plain.kv_token)
+    costs = model_costs(spec, stored.tensors, backend.stored_as, footprint.kv_token - footprint.draft_token)
     profile = profiler(config, backend.name, costs.kinds)
     return Forecast(config.quantize, memory, profile and forecast_speed(profile, costs, memory, prompt))
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.backend.base import Footprint
+from penstock.backend.base import Footprint, Tuner
 from penstock.config import Config, parse_adapter, resolve
 from penstock.errors import ConfigError
 from penstock.model.adapters import adapter_bytes
+from penstock.model.load import Checkpoint
 from penstock.model.spec import ModelSpec
 from penstock.types import Limits, blocks_for
 
@@ -88,6 +89,13 @@ class MemoryPlan:
             return f"{limits.num_blocks * limits.block_size:,} tokens of {token / 1e3:.1f} kB: {fit}"
         held, without = self.sequence_bytes(limits.max_len), limits.max_len * token
         return f"{fit} tokens of {held / 1e6:.1f} MB each ({without / 1e6:.1f} MB without windows)"
+
+
+def footprint_of(backend: Tuner, stored: Checkpoint, draft: Checkpoint | None) -> Footprint:
+    """Predicts what a model takes, with the draft model beside it if there is one. Both are given as they are
+    stored."""
+    alone = backend.footprint(stored.spec, stored.tensors.values())
+    return alone if draft is None else alone.with_draft(backend.footprint(draft.spec, draft.tensors.values()))
 
 
 def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:

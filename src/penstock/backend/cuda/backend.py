@@ -6,7 +6,6 @@ import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -38,29 +37,21 @@ from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import checked_device, device_properties
 from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
-from penstock.backend.cuda.flight import Flight, Sampling, Unconstrained
+from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import Graphs, bucket_mixed_rows, common_shapes, padded, padded_sizes
+from penstock.backend.cuda.graphs import bucket_mixed_rows, common_shapes, draft_shapes, padded, padded_sizes
+from penstock.backend.cuda.input_buffer import InputBuffer
 from penstock.backend.cuda.inputs import MOST_VERIFIED, AttentionPlan, DeviceInputs, Shape
-from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
-from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
-from penstock.backend.cuda.kv_cache import layout_of, places_of, reserve_caches
-from penstock.backend.cuda.launchers import Memory
-from penstock.backend.cuda.pooling import PoolingSums, read
+from penstock.backend.cuda.kv_cache import layout_of
+from penstock.backend.cuda.loaded_program import LoadedProgram
 from penstock.backend.cuda.precompile import Compiler
-from penstock.backend.cuda.program import CudaProgram, StepSizes
+from penstock.backend.cuda.program import ActivationMemory, SharedMemory, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
-from penstock.backend.cuda.recurrent_states import words
-from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
 from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
-from penstock.backend.cuda.staging import Staging
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.exchange import PackedWeight
-from penstock.backend.pooling import with_pooled
-from penstock.backend.sample import answers
-from penstock.backend.sampler_chain import with_chains
-from penstock.backend.synchronous import time_step
+from penstock.backend.synchronous import program_of, time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights
@@ -69,12 +60,8 @@ from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
 log = logging.getLogger(__name__)
-IN_FLIGHT = 3  # host buffers: one is written while those of the steps before may still be read
-TABLE_WORDS = 1 << 20
-SPARE_TILES = 64  # that only pad
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
 NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the driver is a shortage
-SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds", "sampled_adapters")
 
 
 class CudaBackend:
@@ -117,25 +104,23 @@ class CudaBackend:
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
         self.padded_sizes: Sequence[int] = padded_sizes(min(rows, MOST_VERIFIED)) if self._capture else ()
-        ints = {"dtype": torch.int32, "device": self._device}
-        last, tokens = torch.zeros(rows + 1, **ints), torch.zeros(self._sizes.tokens, **ints)
         self._arena = arena or Arena.on(self._device)
-        adapters = CudaAdapters(self._device, dtype, (rows, self._sizes.tokens), self._on_stream)
-        self._memory = Memory(last, tokens, self._arena, adapters)
         self._tilings = Tilings.of(self._properties, tuned)
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
-        self._chosen = [torch.zeros(self._sizes.tokens, **ints) for _ in range(IN_FLIGHT)]
-        self._sampler = DeviceSampler(self._device, rows)
-        self._pools = PoolingSums(rows)
-        self._blocks = CudaBlocks(self._memory, self._device, self._on_stream)
+        tokens = torch.zeros(self._sizes.tokens, dtype=torch.int32, device=self._device)
+        about = self._tilings, self._arena, tokens, ActivationMemory(self._arena)
+        self._shared = SharedMemory(self._device, dtype, self._sizes, *about)
+        self._inputs = InputBuffer(self._device, self._sizes, self._event)
+        self._programs: dict[int, LoadedProgram] = {}
+        self._blocks = CudaBlocks(self._programs, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
-        self.adapters: AdapterSlots = adapters
+        self._adapters = self._new_adapters()
+        self.adapters: AdapterSlots = self._adapters
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
         self._last_memory = LastMemory(self._device)
         self.sleeper: Sleeper | None = CudaSleeper.of(self._arena, self._workspace.transfer, self._last_memory)
         self._preparing = self._prepare_shapes()
-        self._groups = 1  # KV layer groups
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -160,20 +145,19 @@ class CudaBackend:
             return stacked_values([flat], self._dtype, self._workspace).view(heads, rows, width)
 
     def load(self, model: Model, program: int = 0) -> None:
-        if program:
-            raise ConfigError(f"a GPU runs one program; got program {program}: use --device cpu for several")
+        adapters = self._new_adapters() if program else self._adapters
         with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
-            self._program = CudaProgram(model, self._memory, self._sizes, self._device, self._dtype, self._tilings)
-            self._graphs = Graphs(self._program, self._capture)
-            self._memory.adapters.forget_graphs = self._graphs.forget_adapters
-            self._sampler.reserve(self._program.answer.width)
-            self._reserve_inputs(TABLE_WORDS)
-        layers = self._program.layers.values()
-        self._tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
+            loaded = LoadedProgram(model, self._shared, adapters, capture=self._capture)
+        self._programs[program] = loaded
+        adapters.forget_graphs = loaded.graphs.forget_adapters
+
+    def _new_adapters(self) -> CudaAdapters:
+        sizes = self._sizes.rows, self._sizes.tokens
+        return CudaAdapters(self._device, self._dtype, sizes, self._on_stream)
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
         packer = HostPacker(self._dtype, self._tilings, self._quantize)
-        return CudaUpdate(packer, loaded, self._program.recorded, self._device, self._on_stream)
+        return CudaUpdate(packer, loaded, self._programs[0].program.recorded, self._device, self._on_stream)
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor, self._quantize, self._properties.has_fp8)
@@ -190,8 +174,9 @@ class CudaBackend:
         return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs)
 
     def memory_needs(self) -> MemoryNeeds:
-        kv = sum(self._kv_layout.bytes_per_token(spec) for spec in self._program.layers.values())
-        return MemoryNeeds(kv, int(self._memory.states.bytes), self._free_for_kv())
+        programs = self._programs.values()
+        kv = sum(program.bytes_per_token(self._kv_layout) for program in programs)
+        return MemoryNeeds(kv, sum(int(program.memory.states.bytes) for program in programs), self._free_for_kv())
 
     def _free_for_kv(self) -> int:
         """Returns the bytes that weights and buffers have left, as if no cache were reserved."""
@@ -199,47 +184,31 @@ class CudaBackend:
             return 1 << 28
         with self._on_device():
             torch.cuda.empty_cache()
-        own = self._blocks.nbytes + sum(int(states.nbytes) for states in self._memory.states.layers.values())
+        own = self._blocks.nbytes + sum(program.state_bytes for program in self._programs.values())
         return max(int(torch.cuda.mem_get_info(self._device)[0]) + own - SPARE_MEMORY, 0)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves one block more than asked for: rows that only pad a step write there."""
-        layers = self._program.layers
-        places_of(layers, groups)  # refused before anything is freed
-        self._block_size, self._num_blocks, self._groups = block_size, num_blocks, max(len(groups), 1)
-        self._free_kv()
-        self._memory.groups = dict.fromkeys(layers, 0) | {
-            layer: number for number, group in enumerate(groups) for layer in group.layers
-        }
+        for number, program in self._programs.items():
+            program.check_groups(() if number else groups)  # refused before anything is freed
+        self._free_kv(groups)
         try:
             with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"):
-                self._reserve_inputs(self._table_words)
-                self._reserve_caches(groups)
-                self._memory.states.reserve(states, self._arena)
+                self._inputs.reserve(num_blocks, block_size, max(len(groups), 1))
+                for number, program in self._programs.items():
+                    size, layout = (num_blocks + 1, block_size), self._kv_layout
+                    program.reserve_kv(layout, size, states, () if number else groups)
         except OutOfMemory:
-            self._free_kv()
+            self._free_kv(groups)
             raise
         self._preparing = self._prepare_shapes()
         if self._stream is not None:
             self._last_memory.hold()
             torch.cuda.synchronize(self._device)
 
-    def _reserve_caches(self, groups: Sequence[KvGroup]) -> None:
-        layers, memory = self._program.layers, self._memory
-        size = self._num_blocks + 1, self._block_size
-        memory.caches, memory.planes = reserve_caches(self._kv_layout, layers, groups, size, self._arena)
-        if any(spec.index_dim for spec in layers.values()):
-            lines = max(LINES, self._tile_tokens), self._num_blocks * self._block_size
-            memory.index_scores = self._arena.zeros(lines)
-        heads = max([spec.kv_heads for spec in layers.values()], default=1)
-        memory.reserve_arrivals((self._sizes.rows + inputs.SPARE_SPLITS) * heads)
-
-    def _free_kv(self) -> None:
-        self._graphs.forget()
-        self._memory.caches.clear()
-        self._memory.planes.clear()
-        self._memory.index_scores = None
-        self._memory.states.layers.clear()
+    def _free_kv(self, groups: Sequence[KvGroup]) -> None:
+        for number, program in self._programs.items():
+            program.free_kv(() if number else groups)
 
     # -- getting ready -------------------------------------------------------------------------------------------
 
@@ -250,12 +219,10 @@ class CudaBackend:
         shapes = [self._pad(Shape(128, 1, 0, 0, 1)), self._pad(Shape(1, 1, 1, 1, 0))]
         with self._on_device(), closing(Compiler()) as compiler:
             with compiler.watching():
-                for shape in shapes:
-                    self._rehearse(shape, sampling=True)
+                self._rehearse_all(shapes)
             self._workspace.transfer.close()
             compiler.done()
-        for shape in shapes:
-            self._rehearse(shape, sampling=True)
+        self._rehearse_all(shapes)
         torch.cuda.synchronize(self._device)
 
     def prepare_in_idle(self) -> bool:
@@ -271,47 +238,54 @@ class CudaBackend:
     def _prepare_shapes(self) -> Generator[bool, None, None]:
         if not self._capture:
             return
-        shapes = [shape for shape in common_shapes(*self._step_sizes) if shape == self._pad(shape)]
+        work = [
+            (program, shape)
+            for number, program in self._programs.items()
+            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes)
+            if shape == self._pad(shape)
+        ]
         with closing(Compiler()) as compiler:
-            for shape in shapes:
+            for program, shape in work:
                 with compiler.watching():
-                    self._rehearse(shape)
+                    self._rehearse(program, shape)
                 yield True
             while not compiler.done(0.005):
                 yield True
-        for shape in [*shapes, *shapes]:  # once without a graph, to capture no loading of kernels
-            if not self._graphs.has(shape):
-                self._rehearse(shape, graph=True)
+        for program, shape in [*work, *work]:  # once without a graph, to capture no loading of kernels
+            if not program.graphs.has(shape):
+                self._rehearse(program, shape, graph=True)
                 yield True
 
-    def prepare(self, rows: int, prompts: int = 0) -> None:
-        """Captures the graph of steps of so many rows, and of so many tokens of prompts beside them."""
+    def prepare(self, rows: int, prompts: int = 0, program: int = 0) -> None:
+        """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them."""
         shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1))
         for _ in range(2):
-            self._rehearse(shape, graph=True)
+            self._rehearse(self._programs[program], shape, graph=True)
 
-    def _rehearse(self, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
+    def _rehearse_all(self, shapes: Sequence[Shape]) -> None:
+        for program in self._programs.values():
+            for shape in shapes:
+                self._rehearse(program, shape, sampling=True)
+
+    def _rehearse(self, program: LoadedProgram, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
         """Runs a step that only pads."""
-        nothing = replace(greedy_batch([]), tables=np.zeros((self._groups, 0, 0), np.int32))
-        work = inputs.plan_attention(nothing, self._tile_tokens, lambda _: shape)
+        nothing = replace(greedy_batch([]), tables=np.zeros((program.groups, 0, 0), np.int32))
+        work = inputs.plan_attention(nothing, program.tile_tokens, lambda _: shape)
         with self._on_stream():
-            step = self._send(nothing, work)
-            logits = self._graphs.run(shape, step) if graph else self._graphs.launch(step)
-            for rows, masks in sampling_kinds(logits.shape[1]) if sampling else ():
-                self._sampler.sample(logits, step, rows, self._memory.last, self._chosen[0][: shape.sampled], masks)
+            program.rehearse(shape, self._send(program, nothing, work), graph=graph, sampling=sampling)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> Ticket:
         """Queues the forward pass and, unless bitmasks are still to come, what chooses tokens."""
-        self._check_program(batch)
+        program = program_of(self._programs, batch)
         self._unconstrained = None
         with self._shortage(f"a step of {len(batch.tokens)} tokens"), self._on_stream():
-            logits = self._forward(batch)
+            logits = self._forward(program, batch)
             if len(batch.constrained):
                 self._unconstrained = Unconstrained(batch, chain([next(logits)], logits))
             else:
-                self._sample(batch, logits, None)
+                self._flights[batch.step] = program.sample(batch, logits, None, self._fetch)
         return batch.step
 
     def constrain(self, ticket: Ticket, words: Ints) -> None:
@@ -319,56 +293,40 @@ class CudaBackend:
         if step is None or step.batch.step != ticket:
             raise ValueError(f"step {ticket} waits for no bitmasks: constrain follows the launch of its step at once")
         with self._shortage(f"a step of {len(step.batch.tokens)} tokens"), self._on_stream():
-            self._sample(step.batch, step.logits, Bitmasks(step.batch.constrained, words))
+            program, masks = program_of(self._programs, step.batch), Bitmasks(step.batch.constrained, words)
+            self._flights[ticket] = program.sample(step.batch, step.logits, masks, self._fetch)
 
     def free_memory(self) -> None:
         """Drops all graphs. They come back one by one, as shapes do."""
         self._last_memory.give_back()
         if self._stream is not None:
             torch.cuda.synchronize(self._device)
-            self._graphs.forget()
+            self._forget_graphs()
             with self._on_device():
                 torch.cuda.empty_cache()
 
-    def _sample(self, batch: Batch, computed: Iterator[Sampling], masks: Bitmasks | None) -> None:
-        """Queues what chooses tokens from logits, and puts the step in flight."""
-        asked, chained = [], []
-        for logits, step, rows, first, chosen in computed:
-            if rows.chains:  # before these are edited in place
-                chained.append(self._sampler.copy_chained(logits, rows))
-            some = masks.between(first, first + len(rows.target)) if masks else None
-            entry = self._sampler.sample(logits, step, rows, self._memory.last, chosen, some)
-            asked += [entry] if entry else []
-        pooled = self._pools.take(batch, self._program.states_of(len(batch.tokens))) if batch.pools else {}
-        tokens, done = self._fetch(len(batch.sampled), self._event())
-        self._flights[batch.step] = Flight(batch, tokens, asked, pooled, done, chained, masks)
+    def _forget_graphs(self) -> None:
+        for program in self._programs.values():
+            program.graphs.forget()
 
-    def _fetch(self, count: int, sampled: Any | None) -> tuple[Any, Any | None]:
+    def _fetch(self, sampled: SampledTokens, count: int) -> tuple[Any, Any | None]:
         """Queues the copy of the sampled tokens to the host beside the next step, which need not wait for it."""
-        tokens, chosen = self._answers[self._staging.turn][:count], self._chosen[self._staging.turn][:count]
-        if sampled is None:
-            return tokens.copy_(chosen), None
+        event = self._event()
+        if event is None:
+            return sampled.fetch(count), None
         with torch.cuda.stream(self._answering):
-            self._answering.wait_event(sampled)
-            tokens.copy_(chosen, non_blocking=True)
-            return tokens, self._event()
+            self._answering.wait_event(event)
+            return sampled.fetch(count), self._event()
 
     def wait(self, ticket: Ticket) -> StepResult:
-        flight = self._flights.pop(ticket)
-        if flight.done is not None:
-            flight.done.synchronize()
-        logprobs = [entry for asked in flight.asked for entry in asked.read()]
-        result = answers(flight.batch, flight.tokens.tolist(), logprobs)
-        if flight.chained:
-            logits = np.concatenate([rows.numpy() for rows in flight.chained])
-            result = with_chains(result, flight.batch, logits, flight.masks)
-        return with_pooled(result, read(flight.pooled)) if flight.pooled else result
+        return self._flights.pop(ticket).wait()
 
     def logits(self, batch: Batch) -> Floats:
         """Returns what the forward pass gives for the sampled positions: [S, vocab]."""
-        self._check_program(batch)
+        program = program_of(self._programs, batch)
         with self._on_stream():
-            found = [np.array(logits[: len(rows.target)].float().cpu()) for logits, _, rows, *_ in self._forward(batch)]
+            computed = self._forward(program, batch)
+            found = [np.array(logits[: len(rows.target)].float().cpu()) for logits, _, rows, *_ in computed]
         return np.concatenate(found)
 
     def time_step(self, batch: Batch, times: int) -> float:
@@ -377,12 +335,13 @@ class CudaBackend:
             self.wait(self.launch(batch))
         if self._stream is None:
             return time_step(self.launch, self.wait, batch, times)
-        work = self._plan(batch)
+        program = program_of(self._programs, batch)
+        work = self._plan(program, batch)
         with self._on_stream():
-            step = self._send(batch, work)
+            step = self._send(program, batch, work)
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
             for mark in marks:
-                self._graphs.run(work.shape, step)
+                program.graphs.run(work.shape, step)
                 mark.record()
             marks[-1].synchronize()
         return float(min(first.elapsed_time(last) for first, last in pairwise(marks))) / 1e3
@@ -391,52 +350,29 @@ class CudaBackend:
         if self._stream is not None:
             torch.cuda.synchronize(self._device)
         self._preparing.close()
-        self._graphs.forget()
-        self._memory.caches.clear()
-        del self._program
+        self._free_kv(())
+        self._programs.clear()
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch) -> Iterator[Sampling]:
-        """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
+    def _forward(self, program: LoadedProgram, batch: Batch) -> Iterator[Sampling]:
         self._workspace.transfer.finish()
-        work = self._plan(batch)
-        step = self._send(batch, work)
-        chosen = self._chosen[self._staging.turn]
-        room, wanted = self._sizes.rows, work.shape.sampled
-        if wanted <= room:
-            yield self._graphs.run(work.shape, step), step, batch.sample, 0, chosen[:wanted]
-            return
-        self._program.run_tokens(step)
-        for first in range(0, wanted, room):
-            part = slice(first, min(first + room, wanted))
-            some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
-            logits = self._program.run_sampled(some, part.stop - first)
-            yield logits, some, batch.sample.between(part.start, part.stop), first, chosen[part]
+        work = self._plan(program, batch)
+        return program.forward(batch, work.shape, self._send(program, batch, work))
 
-    def _plan(self, batch: Batch) -> AttentionPlan:
-        return inputs.plan_attention(batch, self._tile_tokens, self._pad, self._sizes.rows)
+    def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
+        return inputs.plan_attention(batch, program.tile_tokens, self._pad, self._sizes.rows)
 
-    def _check_program(self, batch: Batch) -> None:
-        if batch.program:
-            raise ValueError(f"one program is loaded on this GPU; got a batch for program {batch.program}")
-
-    def _send(self, batch: Batch, work: AttentionPlan) -> DeviceInputs:
+    def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
         """Queues the copy of the step's numbers to the device; returns where they will be."""
         shape = work.shape
         if shape.tokens > self._sizes.tokens or shape.decodes > self._sizes.rows:
             raise ValueError(f"a step of {shape.tokens} tokens and {shape.decodes} rows is larger than {self._sizes}")
-        if batch.tables.size > self._table_words:
-            self._reserve_inputs(2 * batch.tables.size)
-        if len(batch.tables) != self._groups:
-            raise ValueError(f"the cache has {self._groups} layer groups; got block tables for {len(batch.tables)}")
-        staged = self._staging.take()
-        count = inputs.fill(staged.numpy(), batch, work, self._block_size, self._num_blocks, self._sizes.rows)
-        self._inbox[:count].copy_(staged[:count], non_blocking=True)
-        if self._memory.states:
-            self._memory.states.send(batch, self._row_words[self._staging.turn])
-        self._staging.queued()
-        return self._fields(shape)
+        if len(batch.tables) != program.groups:
+            raise ValueError(f"the cache has {program.groups} layer groups; got block tables for {len(batch.tables)}")
+        if self._inputs.grow(batch):
+            self._forget_graphs()
+        return self._inputs.send(batch, work, program.memory.states)
 
     def _pad(self, shape: Shape) -> Shape:
         """Returns the shape of a graph that the shape fits in, or the shape itself."""
@@ -445,25 +381,6 @@ class CudaBackend:
         larger = padded(shape)
         fits = larger.tokens <= self._sizes.tokens and larger.sampled <= self._sizes.rows
         return larger if fits else shape
-
-    def _reserve_inputs(self, table_words: int) -> None:
-        if self._stream is not None:
-            torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
-        t, r = self._sizes.tokens, self._sizes.rows
-        most = inputs.words(Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t), self._groups) + table_words
-        pinned = self._stream is not None
-        self._table_words = table_words
-        self._inbox = torch.zeros(most, dtype=torch.int32, device=self._device)
-        staged = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
-        self._staging = Staging(staged, self._event)
-        self._answers = [torch.zeros(t, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
-        self._row_words = [torch.zeros(words(r, t), dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
-        self._fields = lru_cache(256)(
-            partial(
-                inputs.device_inputs, self._inbox, as_float=lambda view: view.view(torch.float32), groups=self._groups
-            )
-        )
-        self._graphs.forget()
 
     def _event(self) -> Any | None:
         """Returns an event that happens when all that is queued now has."""

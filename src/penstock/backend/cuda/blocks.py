@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from penstock.backend.cuda.kv_cache import LayerCache, copy_blocks, export_blocks, import_blocks
-from penstock.backend.cuda.launchers import Memory
+from penstock.backend.cuda.loaded_program import LoadedProgram
 
 
 class CudaBlocks:
-    """Implements BlockMemory over the caches of a program."""
+    """Implements BlockMemory over the caches of all programs: a block has a part in each."""
 
     def __init__(
-        self, memory: Memory, device: torch.device, on_stream: Callable[[], AbstractContextManager[Any]]
+        self,
+        programs: Mapping[int, LoadedProgram],
+        device: torch.device,
+        on_stream: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._memory = memory
+        self._programs = programs
         self._device = device
         self._on_stream = on_stream  # the stream that steps are queued on
 
@@ -35,21 +38,30 @@ class CudaBlocks:
             import_blocks(self._caches(), self._index(blocks), data)
 
     def fingerprint(self) -> str:
-        groups = max(self._memory.groups.values(), default=0) + 1
-        shapes = " ".join(f"{part.dtype}{list(part.shape[1:])}" for part in self._parts())
-        return f"cuda 1, {groups} groups, blocks of {shapes}"
+        layouts = [
+            f"{program.groups} groups, blocks of {shapes_of(program.memory.planes)}"
+            for program in self._programs.values()
+        ]
+        return f"cuda 1, {'; '.join(layouts)}"
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of all blocks."""
-        return sum(int(part.nbytes) for part in self._parts())
-
-    def _parts(self) -> list[Any]:
-        return [part for cache in self._caches() for part in cache if part is not None]
+        return sum(int(part.nbytes) for part in parts_of(self._caches()))
 
     def _index(self, blocks: Sequence[int]) -> Any:
         return torch.tensor(blocks, device=self._device)
 
     def _caches(self) -> list[LayerCache]:
-        """Returns what blocks consist of."""
-        return self._memory.planes
+        """Returns what blocks consist of, program by program."""
+        return [cache for program in self._programs.values() for cache in program.memory.planes]
+
+
+def parts_of(caches: Sequence[LayerCache]) -> list[Any]:
+    """Returns the arrays that caches consist of."""
+    return [part for cache in caches for part in cache if part is not None]
+
+
+def shapes_of(caches: Sequence[LayerCache]) -> str:
+    """Returns types and shapes of one block in the caches."""
+    return " ".join(f"{part.dtype}{list(part.shape[1:])}" for part in parts_of(caches))

@@ -6,9 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from penstock.backend.base import Batch, Bitmasks, SampleRows
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.sampler import PendingLogprobs
+from penstock.backend.cuda.pooling import read
+from penstock.backend.cuda.sampler import Pending
+from penstock.backend.pooling import with_pooled
+from penstock.backend.sample import answers
+from penstock.backend.sampler_chain import with_chains
+from penstock.types import StepResult
+
+IN_FLIGHT = 3  # buffers: one is written while those of the steps before may still be read
 
 # Logits, what is asked of them, their first position, and where their tokens go.
 Sampling = tuple[Any, DeviceInputs, SampleRows, int, Any]
@@ -20,11 +30,43 @@ class Flight:
 
     batch: Batch
     tokens: Any  # [S] on the host
-    asked: list[PendingLogprobs]
+    asked: list[Pending]
     pooled: dict[int, Any]  # [dim] on the host, by row
     done: Any | None
     chained: list[Any]  # [n, vocab] on the host: the logits of the positions that have a chain
     masks: Bitmasks | None
+
+    def wait(self) -> StepResult:
+        """Returns the step's answer once it is there."""
+        if self.done is not None:
+            self.done.synchronize()
+        logprobs = [entry for asked in self.asked for entry in asked.read()]
+        result = answers(self.batch, self.tokens.tolist(), logprobs)
+        if self.chained:
+            logits = np.concatenate([rows.numpy() for rows in self.chained])
+            result = with_chains(result, self.batch, logits, self.masks)
+        return with_pooled(result, read(self.pooled)) if self.pooled else result
+
+
+class SampledTokens:
+    """Holds the tokens that the last steps of a program sampled, on the device and on the host. The place of a step is
+    taken again by the third after it: it has been waited for by then."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        ints = {"dtype": torch.int32, "device": device}
+        self._chosen = [torch.zeros(most, **ints) for _ in range(IN_FLIGHT)]
+        pinned = device.type == "cuda"
+        self._fetched = [torch.zeros(most, dtype=torch.int32, pin_memory=pinned) for _ in range(IN_FLIGHT)]
+        self._turn = 0
+
+    def next(self) -> Any:
+        """Returns the place for the tokens of the next step, on the device: [T]."""
+        self._turn = (self._turn + 1) % IN_FLIGHT
+        return self._chosen[self._turn]
+
+    def fetch(self, count: int) -> Any:
+        """Queues the copy of the tokens of the last step to the host; returns where they will be: [S]."""
+        return self._fetched[self._turn][:count].copy_(self._chosen[self._turn][:count], non_blocking=True)
 
 
 @dataclass(slots=True)

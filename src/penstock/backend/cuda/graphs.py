@@ -84,6 +84,12 @@ def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
     yield from (padded(Shape(size, size, size, size, 0, verifies=True)) for size in sizes if 1 < size <= MOST_VERIFIED)
 
 
+def draft_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
+    """Yields the shapes that steps of a draft model have, as `common_shapes` does: it computes prompts by themselves,
+    and drafts one token at a time, or two if all of a draft was accepted."""
+    yield from (shape for shape in common_shapes(rows, tokens, budget) if not (shape.tiles and shape.decodes))
+
+
 class Graphs:
     """Runs steps. A shape runs launch by launch the first time, so that no first token waits for a capture, and as a
     graph from its second time on. All graphs use the program's own buffers."""

@@ -97,6 +97,7 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
+@lru_cache(maxsize=512)
 def words(shape: Shape, groups: int = 1) -> int:
     """Returns how many words the fields before the tables take."""
     return aligned(offsets(shape, groups)[-1][1])
@@ -154,12 +155,13 @@ def plan_attention(
 
 def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
     """Returns whether some rows of a step verify drafts, and all others decode: rows of several tokens that sample more
-    than one of them, and are not the beginning of a prompt. The step has at most `most` tokens."""
+    than one of them, and are not the beginning of a prompt. A row of two tokens counts as such a row: a draft model has
+    them after a draft that was wholly accepted. The step has at most `most` tokens."""
     several = counts > 1
     if not several.any() or len(batch.tokens) > most:
         return False
     begins = batch.positions[batch.row_start[:-1]] == 0
-    drafted = (counts <= MOST_VERIFIED) & (np.diff(batch.sample_start) > 1) & ~begins
+    drafted = (counts <= MOST_VERIFIED) & ((counts == 2) | (np.diff(batch.sample_start) > 1)) & ~begins
     return bool(drafted[several].all())
 
 
@@ -198,11 +200,10 @@ def _runs(batch: Batch, row: int, tile_tokens: int) -> Iterator[tuple[int, int]]
 
 
 def fill(
-    buffer: Ints, batch: Batch, plan: AttentionPlan, block_size: int, scratch_block: int, scratch_slot: int
+    into: DeviceInputs, batch: Batch, plan: AttentionPlan, block_size: int, scratch_block: int, scratch_slot: int
 ) -> int:
-    """Writes the batch into a host buffer; returns how many words are to be sent."""
+    """Writes the batch into the fields of a host buffer; returns how many words of that are to be sent."""
     groups, rows, width = batch.tables.shape
-    into = device_inputs(buffer, plan.shape, as_floats, groups)
     owner = np.repeat(np.arange(rows), np.diff(batch.row_start))  # [T]
     into.header[0] = width
     put(into.tokens, batch.tokens, 0)
@@ -216,10 +217,9 @@ def fill(
     put(into.adapter_tiles, plan.adapters.tiles, -1)
     put(into.adapter_order, plan.adapters.order, 0)
     put(into.sampled_adapters, plan.adapters.sampled, -1)
-    begin = words(plan.shape, groups)
-    end = begin + int(batch.tables.size)
-    buffer[begin:end].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)
-    return end
+    count = int(batch.tables.size)
+    into.tables[:count].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)
+    return words(plan.shape, groups) + count
 
 
 def fill_attention(into: DeviceInputs, plan: AttentionPlan, group: int, groups: int) -> None:

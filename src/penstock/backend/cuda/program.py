@@ -1,18 +1,20 @@
 """Runs a recorded forward pass (model/program.py) as launches over buffers that are made once.
 
 Nothing is allocated in a step, so the same launches can be run at once or captured in a graph, and steps of every size
-share the same memory.
+and of every program share the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
 from penstock.backend.base import Model
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
@@ -31,34 +33,63 @@ class StepSizes:
     rows: int  # sequences, and positions sampled at once
 
 
+class ActivationMemory:
+    """Holds memory for the values of a step. Programs share it, because their steps run one after the other."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._parts: list[Any] = []  # bytes, the most first
+
+    def buffers(self, wanted: Sequence[tuple[tuple[int, int], torch.dtype]]) -> list[Any]:
+        """Returns a tensor of each shape and type. Those of one call share nothing with each other."""
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
+        found: dict[int, Any] = {}
+        for at, index in enumerate(sorted(range(len(wanted)), key=lambda index: -sizes[index])):
+            if at == len(self._parts):
+                self._parts.append(self._arena.zeros(sizes[index], torch.uint8))
+            elif len(self._parts[at]) < sizes[index]:
+                self._parts[at] = self._arena.zeros(sizes[index], torch.uint8)
+            shape, dtype = wanted[index]
+            found[index] = self._parts[at][: sizes[index]].view(dtype).view(shape)
+        return [found[index] for index in range(len(wanted))]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Holds what all programs on a device have in common."""
+
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    sizes: StepSizes
+    tilings: Tilings
+    arena: Arena
+    tokens: Any  # [T] the step's tokens, all known
+    activations: ActivationMemory
+
+
 class CudaProgram:
     """Holds a model's launches and the buffers of their values."""
 
-    def __init__(
-        self,
-        model: Model,
-        memory: Memory,
-        sizes: StepSizes,
-        device: torch.device,
-        dtype: torch.dtype,
-        tilings: Tilings,
-    ) -> None:
+    def __init__(self, model: Model, memory: Memory, shared: SharedMemory) -> None:
+        device, sizes = shared.device, shared.sizes
         self.recorded = record(model, CAPABILITIES)
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
         self._sampling = self.recorded.first_sampled
         memory.arena.adopt([node.attributes for node in self.recorded.nodes])
-        context = Context(memory, device, tilings)
+        context = Context(memory, device, shared.tilings)
         launches = [bind(node, context) for node in self.recorded.nodes]
         self._launches: list[Launch] = list(zip(launches, self.recorded.places, strict=True))
-        self._buffers = [
-            memory.arena.zeros(
-                (sizes.tokens if buffer.symbol == "T" else sizes.rows, buffer.width),
-                torch.float32 if buffer.precision == "float32" else dtype,
-            )
-            for buffer in self.recorded.buffers
-        ]
+        self._buffers = shared.activations.buffers(
+            [
+                (
+                    (sizes.tokens if buffer.symbol == "T" else sizes.rows, buffer.width),
+                    torch.float32 if buffer.precision == "float32" else shared.dtype,
+                )
+                for buffer in self.recorded.buffers
+            ]
+        )
         heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
         splits = sizes.rows + SPARE_SPLITS
         most_heads = max([h for h, _ in heads], default=1)

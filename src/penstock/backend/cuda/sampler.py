@@ -16,6 +16,7 @@ from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.sample_tokens import CHUNK, find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
+from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
 from penstock.types import TokenLogprob
 
 
@@ -32,6 +33,21 @@ class PendingLogprobs(NamedTuple):
             TokenLogprob(tokens[0], values[0], tuple(zip(tokens[1 : top + 1], values[1 : top + 1], strict=True)))
             for top, tokens, values in entries
         ]
+
+
+class PendingTokenLogprobs(NamedTuple):
+    """Logprobs of the tokens alone, without alternatives, that are still on their way from the device."""
+
+    asked: Any  # [n] the positions that want one
+    found: Any  # [S, 2] int32: tokens, and the bits of their logprobs
+
+    def read(self) -> list[TokenLogprob]:
+        found = self.found.numpy()[self.asked]
+        values = found[:, 1].view(np.float32).tolist()
+        return [TokenLogprob(token, value, ()) for token, value in zip(found[:, 0].tolist(), values, strict=True)]
+
+
+Pending = PendingLogprobs | PendingTokenLogprobs
 
 
 @dataclass(slots=True)
@@ -53,7 +69,7 @@ class DeviceSampler:
 
     def sample(
         self, logits: Any, step: DeviceInputs, rows: SampleRows, last: Any, out: Any, masks: Bitmasks | None = None
-    ) -> PendingLogprobs | None:
+    ) -> Pending | None:
         """Writes a token for each of the logits [S, vocab] to `out` [S] and for its slot to `last`. On the host, `rows`
         says the same as `step` on the device, without the padding."""
         assert self._scratch is not None
@@ -96,8 +112,12 @@ class DeviceSampler:
         )
         return least
 
-    def _logprobs(self, logits: Any, tokens: Any, asked: Any, rows: SampleRows) -> PendingLogprobs:
+    def _logprobs(self, logits: Any, tokens: Any, asked: Any, rows: SampleRows) -> Pending:
         tops = rows.logprobs[asked].tolist()
+        if not any(tops):
+            found = torch.empty((len(rows.target), 2), dtype=torch.int32, device=self.device)
+            token_logprobs(logits, tokens, found)
+            return PendingTokenLogprobs(asked, to_host(found))
         if len(asked) < len(logits):
             index = to_device(asked.astype(np.int64), self.device)
             logits, tokens = logits[index], tokens[index]

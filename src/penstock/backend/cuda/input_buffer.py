@@ -1,0 +1,88 @@
+"""Sends the numbers of steps to the device, to the place where kernels and graphs read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from penstock.backend.base import Batch, Ints
+from penstock.backend.cuda import inputs
+from penstock.backend.cuda.flight import IN_FLIGHT
+from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.program import StepSizes
+from penstock.backend.cuda.recurrent_states import RecurrentStates, words
+from penstock.backend.cuda.staging import Event, Staging
+
+TABLE_WORDS = 1 << 20
+SPARE_TILES = 64  # that only pad
+KEPT = 256  # shapes whose fields are remembered
+Fields = Callable[[Shape, int], DeviceInputs]
+StagedFields = Callable[[int, Shape, int], DeviceInputs]
+
+
+class InputBuffer:
+    """Holds the numbers of the step that runs. All programs share it, because their steps run one after the other."""
+
+    def __init__(self, device: torch.device, sizes: StepSizes, record: Callable[[], Event | None]) -> None:
+        self._device = device
+        self._sizes = sizes
+        self._record = record  # returns an event that happens when all that is queued now has
+        self._table_words = TABLE_WORDS
+
+    def reserve(self, blocks: int, block_size: int, groups: int) -> None:
+        """Makes room for steps over a KV cache with so many layer groups. Graphs made before read another place."""
+        self._blocks, self._block_size, self._groups = blocks, block_size, groups
+        self._reserve()
+
+    def grow(self, batch: Batch) -> bool:
+        """Makes room for the batch's block tables; returns whether there was none. Graphs made before then read another
+        place."""
+        if batch.tables.size <= self._table_words:
+            return False
+        self._table_words = 2 * batch.tables.size
+        self._reserve()
+        return True
+
+    def send(self, batch: Batch, plan: AttentionPlan, states: RecurrentStates) -> DeviceInputs:
+        """Queues the copy of a step's numbers to the device; returns where they will be. Rows that only pad the step
+        write to the block after the last one and to the slot after the last one."""
+        staged = self._staging.take()
+        turn, groups = self._staging.turn, len(batch.tables)
+        scratch = self._block_size, self._blocks, self._sizes.rows
+        count = inputs.fill(self._staged(turn, plan.shape, groups), batch, plan, *scratch)
+        self._words[:count].copy_(staged[:count], non_blocking=True)
+        if states:
+            states.send(batch, self._row_words[turn])
+        self._staging.queued()
+        return self._fields(plan.shape, groups)
+
+    def _reserve(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
+        t, r = self._sizes.tokens, self._sizes.rows
+        largest = Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t)
+        most = inputs.words(largest, self._groups) + self._table_words
+        pinned = {"dtype": torch.int32, "pin_memory": self._device.type == "cuda"}
+        self._words: Any = torch.zeros(most, dtype=torch.int32, device=self._device)
+        staged = [torch.zeros(most, **pinned) for _ in range(IN_FLIGHT)]
+        self._staging = Staging(staged, self._record)
+        self._row_words = [torch.zeros(words(r, t), **pinned) for _ in range(IN_FLIGHT)]
+        self._fields, self._staged = fields_of(self._words, [buffer.numpy() for buffer in staged])
+
+
+def fields_of(on_device: Any, staged: Sequence[Ints]) -> tuple[Fields, StagedFields]:
+    """Returns what finds the fields of a shape and a number of layer groups on the device, and in each host buffer. It
+    remembers them: steps have few shapes, and to make views takes time."""
+
+    @lru_cache(KEPT)
+    def fields(shape: Shape, groups: int) -> DeviceInputs:
+        return inputs.device_inputs(on_device, shape, lambda view: view.view(torch.float32), groups)
+
+    @lru_cache(KEPT * len(staged))
+    def staged_fields(turn: int, shape: Shape, groups: int) -> DeviceInputs:
+        return inputs.device_inputs(staged[turn], shape, inputs.as_floats, groups)
+
+    return fields, staged_fields

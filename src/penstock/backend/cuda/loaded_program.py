@@ -1,0 +1,118 @@
+"""Holds what belongs to one of the programs that a GPU runs: each has memory and graphs of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from penstock.backend.base import Batch, Bitmasks, Model
+from penstock.backend.cuda.adapters import CudaAdapters
+from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling
+from penstock.backend.cuda.graphs import Graphs
+from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape
+from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
+from penstock.backend.cuda.kernels.select_positions import LINES
+from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
+from penstock.backend.cuda.launchers import Memory
+from penstock.backend.cuda.pooling import PoolingSums
+from penstock.backend.cuda.program import CudaProgram, SharedMemory
+from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
+from penstock.model.spec import KvGroup
+
+# Queues the copy of sampled tokens to the host; returns where they will be, and an event that then has happened.
+Fetch = Callable[[SampledTokens, int], tuple[Any, Any | None]]
+SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds", "sampled_adapters")
+
+
+class LoadedProgram:
+    """Runs one loaded model: it has its own KV cache, recurrent states, last sampled tokens and graphs."""
+
+    def __init__(self, model: Model, shared: SharedMemory, adapters: CudaAdapters, *, capture: bool) -> None:
+        device, sizes = shared.device, shared.sizes
+        last = torch.zeros(sizes.rows + 1, dtype=torch.int32, device=device)
+        self.memory = Memory(last, shared.tokens, shared.arena, adapters)
+        self.program = CudaProgram(model, self.memory, shared)
+        self.graphs = Graphs(self.program, capture)
+        self.sampler = DeviceSampler(device, sizes.rows)
+        self.sampler.reserve(self.program.answer.width)
+        self.groups = 1  # KV layer groups
+        layers = self.program.layers.values()
+        self.tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
+        self._rows = sizes.rows
+        self._sampled = SampledTokens(sizes.tokens, device)
+        self._pools = PoolingSums(sizes.rows)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """Returns the bytes of all recurrent states."""
+        return sum(int(states.nbytes) for states in self.memory.states.layers.values())
+
+    def bytes_per_token(self, layout: KvLayout) -> int:
+        """Returns the bytes of one token in the KV cache."""
+        return sum(layout.bytes_per_token(spec) for spec in self.program.layers.values())
+
+    def check_groups(self, groups: Sequence[KvGroup]) -> None:
+        """Raises ValueError if a layer that keeps KV is in no group, or in two."""
+        places_of(self.program.layers, groups)
+
+    def reserve_kv(self, layout: KvLayout, size: tuple[int, int], states: int, groups: Sequence[KvGroup]) -> None:
+        """Reserves a KV cache of `size` (blocks, positions of each) and so many recurrent states."""
+        layers, memory = self.program.layers, self.memory
+        memory.caches, memory.planes = reserve_caches(layout, layers, groups, size, memory.arena)
+        if any(spec.index_dim for spec in layers.values()):
+            memory.index_scores = memory.arena.zeros((max(LINES, self.tile_tokens), size[0] * size[1]))
+        heads = max([spec.kv_heads for spec in layers.values()], default=1)
+        memory.reserve_arrivals((self._rows + SPARE_SPLITS) * heads)
+        memory.states.reserve(states, memory.arena)
+
+    def free_kv(self, groups: Sequence[KvGroup] = ()) -> None:
+        """Gives the KV cache and the recurrent states back. The next ones have these layer groups."""
+        memory = self.memory
+        self.graphs.forget()
+        self.groups = max(len(groups), 1)
+        memory.groups = dict.fromkeys(self.program.layers, 0) | {
+            layer: number for number, group in enumerate(groups) for layer in group.layers
+        }
+        memory.caches.clear()
+        memory.planes.clear()
+        memory.index_scores = None
+        memory.states.layers.clear()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def rehearse(self, shape: Shape, step: DeviceInputs, *, graph: bool, sampling: bool) -> None:
+        """Runs a step that only pads, as a graph or not, and what samples its rows."""
+        logits = self.graphs.run(shape, step) if graph else self.graphs.launch(step)
+        for rows, masks in sampling_kinds(logits.shape[1]) if sampling else ():
+            self.sampler.sample(logits, step, rows, self.memory.last, self._sampled.next()[: shape.sampled], masks)
+
+    def forward(self, batch: Batch, shape: Shape, step: DeviceInputs) -> Iterator[Sampling]:
+        """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
+        chosen, wanted = self._sampled.next(), shape.sampled
+        if wanted <= self._rows:
+            yield self.graphs.run(shape, step), step, batch.sample, 0, chosen[:wanted]
+            return
+        self.program.run_tokens(step)
+        for first in range(0, wanted, self._rows):
+            part = slice(first, min(first + self._rows, wanted))
+            some = replace(step, **{name: getattr(step, name)[part] for name in SAMPLING})
+            logits = self.program.run_sampled(some, part.stop - first)
+            yield logits, some, batch.sample.between(part.start, part.stop), first, chosen[part]
+
+    def sample(self, batch: Batch, computed: Iterator[Sampling], masks: Bitmasks | None, fetch: Fetch) -> Flight:
+        """Queues what chooses tokens from logits; returns the step in flight."""
+        asked, chained = [], []
+        for logits, step, rows, first, chosen in computed:
+            if rows.chains:  # before these are edited in place
+                chained.append(self.sampler.copy_chained(logits, rows))
+            some = masks.between(first, first + len(rows.target)) if masks else None
+            entry = self.sampler.sample(logits, step, rows, self.memory.last, chosen, some)
+            asked += [entry] if entry else []
+        pooled = self._pools.take(batch, self.program.states_of(len(batch.tokens))) if batch.pools else {}
+        tokens, done = fetch(self._sampled, len(batch.sampled))
+        return Flight(batch, tokens, asked, pooled, done, chained, masks)
