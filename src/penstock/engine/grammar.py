@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -123,8 +124,14 @@ class Grammars:
             self.costs.grammar_seconds += time.perf_counter() - began
 
     def warm_up(self) -> None:
-        """Reads the vocabulary in a thread, so that the first grammar does not wait for that."""
-        threading.Thread(target=self._load, name="penstock-grammars", daemon=True).start()
+        """Reads the vocabulary in a thread, so that the first grammar does not wait for that. If it cannot be read, the
+        first grammar says why."""
+
+        def load() -> None:
+            with suppress(PenstockError):
+                self._load()
+
+        threading.Thread(target=load, name="penstock-grammars", daemon=True).start()
 
     def _compile(self, compiling: Compiling) -> Compiled:
         tokenizer = self._load()

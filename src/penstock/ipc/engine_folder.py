@@ -4,6 +4,7 @@ stacks of a process that has died."""
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 from penstock.engine.flight_recorder import RECORD_BYTES
@@ -22,11 +23,22 @@ def engine_file(address: str, name: str) -> Path:
     return Path(address.removeprefix(SCHEME)).parent / name
 
 
-def make_flight(address: str) -> mmap.mmap:
-    """Makes the memory for an engine's flight record, and returns it. It outlives the engine process."""
-    with engine_file(address, FLIGHT).open("xb") as file:
-        file.truncate(RECORD_BYTES)
-    return open_flight(address)
+class FlightMemory:
+    """Holds the memory of an engine's flight record, which outlives the engine process. Where that is possible it is no
+    file of a disk, whose writing could hold up a step; the folder then has a link to it."""
+
+    def __init__(self, address: str) -> None:
+        path = engine_file(address, FLIGHT)
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("penstock-flight")
+            path.symlink_to(f"/proc/{os.getpid()}/fd/{self._file}")
+        else:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(self._file, RECORD_BYTES)
+        self.memory = mmap.mmap(self._file, RECORD_BYTES)
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def open_flight(address: str) -> mmap.mmap:

@@ -21,7 +21,7 @@ from penstock.engine.flight_recorder import LEAST, FlightRecord, read_pulse, rea
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
-from penstock.ipc.engine_folder import STACK, address_in, engine_file, make_flight
+from penstock.ipc.engine_folder import STACK, FlightMemory, address_in, engine_file
 from penstock.ipc.launchers import EngineChild, Launcher
 from penstock.types import Hello
 
@@ -42,10 +42,12 @@ class EngineSocket:
         self.socket = self._context.socket(zmq.PAIR)
         self.address = address_in(self._folder)
         self.socket.bind(self.address)
-        self.flight = make_flight(self.address)
+        self._flight = FlightMemory(self.address)
+        self.flight = self._flight.memory
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+        self._flight.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
