@@ -107,8 +107,10 @@ class Streams:
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
                     said.setdefault(choice["index"], []).append(choice)
-        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        return ({index: _joined(choices) for index, choices in said.items()}, counts), gap
+        answers = {index: _joined(choices) for index, choices in said.items()}
+        if "tools" in KINDS[question.kind]:  # the server ends these after a step, and drafts make steps longer
+            return {index: answer["calls"] for index, answer in answers.items()}, gap
+        return (answers, usage.get("prompt_tokens"), usage.get("completion_tokens")), gap
 
     async def learn(self, questions: list[Question]) -> None:
         """Keeps the answers of an engine that lives."""
