@@ -1,8 +1,11 @@
-"""Measures what a draft model gains: one stream of answers with it, with copied drafts only, and with none, in turn.
+"""Measures what a draft model or head gains: one stream of answers with it, with copied drafts only, and with none, in
+turn.
 
     python bench/draft_model.py tinyllama.gguf --llama2c stories15M.bin
     python bench/draft_model.py target.gguf --draft draft.gguf --quantize q8_0 --tokens 128
+    python bench/draft_model.py smollm2 --draft HEAD --questions questions.jsonl --every 8
 
+It answers stories, or every so many of the questions in a file of lines like {"turns": ["..."]}.
 `--llama2c` takes a model in llama2.c's layout that has the target's vocabulary, and writes it as a GGUF file beside it
 first. All answers must be the same. Ratios are of the processor time of one prompt's answer, without drafts over with:
 with one thread that is what a quiet machine would take, whoever else computes on this one.
@@ -11,6 +14,7 @@ with one thread that is what a quiet machine would take, whoever else computes o
 from __future__ import annotations
 
 import argparse
+import json
 import struct
 from collections.abc import Iterator
 from math import prod
@@ -57,8 +61,9 @@ def main() -> None:
     }
     params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=options.tokens, ignore_eos=True)
     ratios: dict[str, list[float]] = {"copies": [], "draft": []}
+    prompts: list[Any] = list(questions(options.questions, options.every)) if options.questions else list(PROMPTS)
     differ = 0
-    for number, prompt in enumerate(PROMPTS):
+    for number, prompt in enumerate(prompts):
         spent, answers = zip(*(timed(llm, prompt, params) for llm in sides.values()), strict=True)
         differ += any(answer != answers[0] for answer in answers)
         if number >= LEARNED:
@@ -67,7 +72,13 @@ def main() -> None:
             print("  ".join(f"{side} {seconds:.2f} s" for side, seconds in zip(sides, spent, strict=True)))
     for side, found in ratios.items():
         print(f"{side}: median {median(found):.2f}x of {len(found)}, from {min(found):.2f}x to {max(found):.2f}x")
-    print(f"{differ} of {len(PROMPTS)} answers differ")
+    print(f"{differ} of {len(prompts)} answers differ")
+
+
+def questions(path: Path, every: int) -> Iterator[list[dict[str, str]]]:
+    """Yields every so many of a file's questions, as chats."""
+    for line in path.read_text(encoding="utf-8").splitlines()[::every]:
+        yield [{"role": "user", "content": json.loads(line)["turns"][0]}]
 
 
 def parse() -> argparse.Namespace:
@@ -76,6 +87,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft", default="")
     parser.add_argument("--llama2c", default="")
     parser.add_argument("--quantize", default="q8_0", help="what plain weights of the draft model become")
+    parser.add_argument("--questions", type=Path)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--max-len", type=int, default=512)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -83,10 +96,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def timed(llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int]]:
-    """Returns the processor time and the tokens of an answer."""
+def timed(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[float, list[int]]:
+    """Returns the processor time and the tokens of an answer to a text or a chat."""
     began = process_time()
-    [output] = llm.generate(prompt, params, use_tqdm=False)
+    ask = llm.generate if isinstance(prompt, str) else llm.chat
+    [output] = ask(prompt, params, use_tqdm=False)
     return process_time() - began, list(output.outputs[0].token_ids)
 
 

@@ -32,8 +32,10 @@ def opened(kind: str, layers: int) -> ScriptedEngine:
     limits = Limits(16384, ROWS, STEP_TOKENS, BLOCK_SIZE, 20_000, VOCAB)
     backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
     backend.warm_up()
-    for rows in backend.padded_sizes:
+    for rows in backend.padded_sizes:  # what a server does while it has nothing else to do
         backend.prepare(rows)
+        for run in backend._programs[0].program.run_sizes:
+            backend.prepare(rows, run=run)
     return ScriptedEngine(backend, limits, depth=backend.depth, drafting=Drafting(backend.padded_sizes))
 
 

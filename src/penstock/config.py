@@ -28,6 +28,7 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
 }
 AUTO, OFF = "auto", "off"  # values of speculation
 SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
+MTP = "mtp"  # the value of draft that means a head of the model itself
 T = TypeVar("T")
 
 
@@ -216,9 +217,15 @@ class Config:
     )
     draft: str = option(
         "",
-        "Model that drafts (speculative decoding): a small one with the vocabulary of the model itself, named as that "
-        "is. Answers stay the same. A server of several models gives it to the first.",
+        "What drafts (speculative decoding): a small model with the vocabulary of the model itself, named as that is, "
+        "or, on a CPU, an EAGLE-3 head of it, or mtp for the head in the model's own checkpoint that predicts further "
+        "tokens. Answers stay the same. A server of several models gives it to the first.",
     )
+
+    @property
+    def draft_model(self) -> str:
+        """Returns the model that drafts; empty: there is none, or a head of the model itself drafts."""
+        return "" if self.draft == MTP else self.draft
 
 
 class AdapterOption(NamedTuple):

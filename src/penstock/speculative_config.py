@@ -9,10 +9,14 @@ from typing import Any
 from penstock.errors import ConfigError
 
 DRAFT_MODEL = "draft_model"
+NAMING_MODELS = (DRAFT_MODEL, "eagle3")  # methods that name a model or a head, which says itself what it is
+MTP = "mtp"  # what --draft calls the head in the model's own checkpoint
+MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 DRAFT_FREE = ("ngram", "ngram_gpu", "suffix")  # methods that look up drafts in texts, which is done here in one way
 NO_EFFECT = (  # how matches are found and how many tokens pay is decided here in each step
     "disable_by_batch_size",
     "draft_sample_method",
+    "draft_tensor_parallel_size",
     "enforce_eager",
     "num_speculative_tokens_per_batch_size",
     "prompt_lookup_max",
@@ -37,8 +41,9 @@ def speculation_in_json(text: str, warn: Callable[[str], None]) -> dict[str, str
 
 
 def speculation_in(given: Any, warn: Callable[[str], None]) -> dict[str, str]:
-    """Returns the engine options that a config means: `speculation` and, if it names a draft model, `draft`. `warn`
-    gets a line about its fields that have no effect. Raises ConfigError for methods and fields that are not known."""
+    """Returns the engine options that a config means: `speculation` and, if it names a draft model or a head, `draft`.
+    `warn` gets a line about its fields that have no effect. Raises ConfigError for methods and fields that are not
+    known."""
     if not isinstance(given, Mapping):
         raise ConfigError(f'{NAME} is an object such as {{"method": "ngram"}}; got {given!r:.200}')
     if unknown := sorted(map(str, given.keys() - set(KNOWN))):
@@ -54,21 +59,24 @@ def speculation_in(given: Any, warn: Callable[[str], None]) -> dict[str, str]:
 
 
 def _draft_model(stated: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the option that names the draft model; empty if drafts are looked up in texts. vLLM also takes the method
-    as the model's name. Raises ConfigError for all other methods."""
+    """Returns the option that says what drafts; empty if drafts are looked up in texts. vLLM also takes the method as
+    the model's name. Raises ConfigError for all other methods."""
     model = str(stated.get("model", "")).strip("[]")
-    method = stated.get("method", model if model in DRAFT_FREE else DRAFT_MODEL if model else None)
+    method = stated.get("method", model if model in (*DRAFT_FREE, *MTP_METHODS) else DRAFT_MODEL if model else None)
     if method in DRAFT_FREE and model in ("", *DRAFT_FREE):
         return {}
-    if method == DRAFT_MODEL and model:
+    if method in MTP_METHODS and model in ("", *MTP_METHODS):
+        return {"draft": MTP}
+    if method in NAMING_MODELS and model:
         return {"draft": model}
-    if method is None or method == DRAFT_MODEL:
+    naming = " or ".join(NAMING_MODELS)
+    if method is None or method in NAMING_MODELS:
         missing = "method" if method is None else "model"
         raise ConfigError(
-            f"{NAME} names no {missing}: use {', '.join(DRAFT_FREE)}, or {DRAFT_MODEL} and a model, or leave it out"
+            f"{NAME} names no {missing}: use {', '.join((*DRAFT_FREE, MTP))}, or {naming} and a model, or leave it out"
         )
     named = f" ({model})" if model else ""
     raise ConfigError(
-        f"{NAME} asks for drafts by {method!r}{named}, which is not supported. Use {DRAFT_MODEL} and a model, or "
-        f"{', '.join(DRAFT_FREE)}, or leave it out: then drafts are looked up in texts"
+        f"{NAME} asks for drafts by {method!r}{named}, which is not supported. Use {naming} and a model, {MTP} for "
+        f"the model's own head, or {', '.join(DRAFT_FREE)}, or leave it out: then drafts are looked up in texts"
     )

@@ -104,3 +104,17 @@ def test_a_step_without_room_has_the_model_draft_nothing() -> None:
     depths = DraftDepths()
     chosen = [depths.choose([(0.5,)], [()], [1.0], 1, 0, [100]).depths for _ in range(40)]
     assert chosen == [[0]] * 40
+
+
+def test_steps_for_which_a_device_got_ready_do_not_count() -> None:
+    """A step of the target takes a second, two thirds of what is drafted survive; a draft step takes 10 s at first."""
+    survival, seconds = (0.66, 0.44), [1.0, 1.0, 1.0]
+    counted, ready = DraftDepths(), DraftDepths((1, 2, 4))
+    for depths in (counted, ready):
+        for took in (10.0, 10.0, 0.1):
+            depths.observe(1, 2, took)
+            depths.observe(1, 1, took)
+        depths.observe(1, 300, 20.0)
+        plans = [depths.choose([survival], [()], seconds, 1, 8, [1]) for _ in range(6)]
+        drafted = [sum(plan.depths) for plan in plans[DraftDepths.PLAIN :]]
+        assert drafted == ([0, 0, 0] if depths is counted else [2, 2, 2])

@@ -1,20 +1,41 @@
-"""Drafts take blocks that nobody else needs, and none that are not there."""
+"""Drafts take blocks that nobody else needs, and none that are not there; rows wait for each other's drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Line
 
 from penstock.core import Scheduler, Sequence, check
-from penstock.core.drafts import DraftRoom
-from penstock.types import RowResult, StepResult
+from penstock.core.drafts import DraftRoom, Drafts
+from penstock.types import RowResult, StepPlan, StepResult
 from tests.core.world import limits, step
 
 
-class Greedy:
+class Together:
+    """Has rows with drafts meet in one step."""
+
+    def halves(self, rows: int) -> bool:
+        return False
+
+
+class Greedy(Together):
     """Drafts as much as every sequence has room for."""
 
     def propose(self, asked: Line[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
         return [(7,) * room.most for room in asked]
+
+
+class Nothing(Together):
+    """Drafts nothing."""
+
+    def propose(self, asked: Line[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
+        return [()] * len(asked)
+
+
+class ByTurns(Nothing):
+    """Has rows with drafts computed in two steps by turns, if there are several."""
+
+    def halves(self, rows: int) -> bool:
+        return rows > 1
 
 
 def test_a_draft_for_which_others_have_left_no_blocks_is_not_verified() -> None:
@@ -25,10 +46,75 @@ def test_a_draft_for_which_others_have_left_no_blocks_is_not_verified() -> None:
     plan = scheduler.plan()
     check(scheduler)
     assert [len(row.draft) for row in plan.rows] == [19, 0]
+    answer(scheduler, plan)
+    assert [len(seq.tokens) for seq in scheduler.running] == [5 + 20, 5 + 1]
+
+
+def answer(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Commits a step whose drafts were all right."""
     answers = tuple(RowResult((7,) * row.sample, accepted=len(row.draft)) for row in plan.rows)
     scheduler.commit(plan, StepResult(plan.step, answers))
     check(scheduler)
-    assert [len(seq.tokens) for seq in scheduler.running] == [5 + 20, 5 + 1]
+
+
+def answering(count: int, drafts: Drafts | None = None) -> Scheduler:
+    """Returns a scheduler with sequences that have begun to answer."""
+    scheduler = Scheduler(limits(max_len=60, step_tokens=64, num_blocks=100, max_rows=8), drafts=drafts or Nothing())
+    for id in range(count):
+        scheduler.add(Sequence(id, (id, 2, 3, 4), 50))
+    step(scheduler)
+    return scheduler
+
+
+def test_rows_that_wait_for_drafts_and_others_meet_in_one_step() -> None:
+    """Two of four wait for their drafts: the others, which could go on, wait with them."""
+    scheduler = answering(4)
+    first = scheduler.plan()
+    assert len(first.rows) == 4
+    for seq in scheduler.running[:2]:
+        seq.awaits_drafts = True
+    assert scheduler.plan().rows == ()
+    answer(scheduler, first)
+    assert len(scheduler.plan().rows) == 4
+
+
+def test_rows_go_on_while_fewer_of_them_wait_for_drafts() -> None:
+    scheduler = answering(4)
+    first = scheduler.plan()
+    scheduler.running[0].awaits_drafts = True
+    second = scheduler.plan()
+    assert [row.seq for row in second.rows] == [1, 2, 3]
+    answer(scheduler, first)
+    answer(scheduler, second)
+
+
+def test_prompts_go_on_while_answers_wait_for_drafts() -> None:
+    scheduler = answering(2)
+    first = scheduler.plan()
+    for seq in scheduler.running:
+        seq.awaits_drafts = True
+    scheduler.add(Sequence(9, (1, 2, 3), 5))
+    second = scheduler.plan()
+    assert [(row.seq, row.count) for row in second.rows] == [(9, 3)]
+    answer(scheduler, first)
+    answer(scheduler, second)
+
+
+def test_half_of_the_rows_with_drafts_are_computed_while_the_others_are_verified() -> None:
+    scheduler = answering(5, ByTurns())
+    for seq in scheduler.running:
+        seq.awaits_drafts = True
+    first, second = scheduler.plan(), scheduler.plan()
+    assert [row.seq for row in first.rows] == [0, 1, 2]
+    assert [row.seq for row in second.rows] == [3, 4]
+    assert scheduler.plan().rows == ()
+    answer(scheduler, first)
+    third = scheduler.plan()
+    assert [row.seq for row in third.rows] == [0, 1, 2]
+    scheduler.running[4].awaits_drafts = False  # it goes on at once
+    answer(scheduler, second)
+    assert [row.seq for row in scheduler.plan().rows] == [3, 4]
+    answer(scheduler, third)
 
 
 def test_a_sequence_waits_for_its_draft_while_an_earlier_chunk_of_it_is_committed() -> None:

@@ -150,6 +150,39 @@ def test_a_padded_shape_costs_the_same_for_all_that_fit_it() -> None:
     assert curve[16:19] == pytest.approx([curve[16], curve[17], 8.5], abs=1.0)
 
 
+def test_two_sizes_close_to_each_other_do_not_tell_what_larger_ones_cost() -> None:
+    """That a step has drafts at all costs as much here as many more of them do."""
+    cost = StepCost(slope=0.01, shapes=(64, 80, 96, 128, 256))
+    cost.observe(64, 64, 8.0)
+    cost.observe(64, 80, 12.0)
+    assert cost.curve(64, 64, 192)[192] == pytest.approx(12.0 + 176 * 0.08)
+    cost.observe(64, 96, 14.0)
+    assert cost.curve(64, 64, 192)[192] == pytest.approx(14.0 + 160 * 0.08)
+    cost.observe(64, 128, 15.0)
+    assert cost.curve(64, 64, 192)[192] == pytest.approx(15.0 + 128 * 3 / 48)
+
+
+def test_the_least_step_is_that_of_one_row_or_the_cheapest_measured() -> None:
+    cost = StepCost(slope=0.01, shapes=(8, 64))
+    cost.observe(64, 64, 8.0)
+    assert cost.least == pytest.approx(8.0 - 63 * 0.08)
+    cost.observe(8, 8, 2.0)
+    assert cost.least == pytest.approx(2.0 - 7 * 0.02)
+    drafts_alone = StepCost(shapes=(8, 64))
+    drafts_alone.observe(8, 20, 0.5)
+    assert drafts_alone.least == pytest.approx(0.5)
+
+
+def test_a_padded_size_costs_no_more_than_a_larger_one() -> None:
+    """Else one that was measured too dear would never be tried again."""
+    cost = StepCost(shapes=(8, 16, 32))
+    for _ in range(20):
+        for tokens, seconds in ((4, 1.0), (8, 2.0), (16, 3.0), (32, 2.5)):
+            cost.observe(4, tokens, seconds)
+    assert cost.curve(4, 4, 12)[4] == pytest.approx(2.0, rel=0.02)
+    assert cost.curve(4, 4, 12)[12] == pytest.approx(2.5, rel=0.02)
+
+
 def test_a_step_that_was_held_up_hardly_counts() -> None:
     cost = StepCost()
     for _ in range(16):

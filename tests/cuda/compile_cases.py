@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.inputs import run_sizes_of
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv, streams
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, StateRows, causal_conv, store_conv_state
-from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
+from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention, queries_of
 from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net, sigmoid_mul
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.expert_gemm import (
@@ -30,9 +31,10 @@ from penstock.backend.cuda.kernels.fp8 import empty_fp8, fp8_gemm_small, gather_
 from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.fp8_blocks import Fp8BlockWeight, fp8_block_gemm, gather_fp8_blocks
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
-from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens
+from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens, scatter_rows
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates, shrink_few
 from penstock.backend.cuda.kernels.low_rank import AdaptedWeight, RowTiles, expand, shrink
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
@@ -111,6 +113,7 @@ def quantized(name: str, rows: int, width: int) -> QuantizedWeight:
 def tokens_and_rows(tilings: Tilings) -> None:
     resolve_tokens(ints(8), ints(8), ints(8), ints(8))
     gather_rows(empty(VOCAB, DIM), ints(8), empty(8, DIM))
+    scatter_rows(empty(8, DIM), ints(8), empty(VOCAB, DIM))
 
 
 @case(plain=(None,), fp8=(FP8,))
@@ -167,6 +170,19 @@ def plain_hopper_gemm(tilings: Tilings, dtype: torch.dtype, count: int, gated: b
     if dtype == FP8:
         scales = {"scales": empty(HIDDEN, dtype=F32), "item_scales": empty(count, dtype=F32)}
     hopper_gemm(empty(count, DIM, dtype=dtype), weight, None, out, tiling, scratch(), gated=gated, **scales)
+
+
+@case(hopper=True, bf16=(BF16, 64, False), gated=(BF16, 64, True), fp8=(FP8, 64, True), few=(FP8, 8, False))
+def updated_hopper_gemm(tilings: Tilings, dtype: torch.dtype, count: int, gated: bool) -> None:
+    weight, out = empty(2 * HIDDEN if gated else HIDDEN, DIM, dtype=dtype), empty(count, HIDDEN)
+    tiling = tilings.hopper_gemm(count, HIDDEN, DIM, weight.element_size(), gated, True)
+    scales = {"scales": empty(2 * HIDDEN, dtype=F32), "item_scales": empty(count, dtype=F32)} if dtype == FP8 else {}
+    records = torch.empty(4, 8, 8, dtype=torch.int64)
+    rows, h = RowTiles(ints(16, 4), ints(count), 16), empty(1 << 20, dtype=F32)
+    x = empty(count, DIM) if dtype == BF16 else fp8_view(empty(count, DIM))
+    shrink_few(x, rows, AdaptedWeight(records, 3, 3, 24, True, BF16), h)
+    how = {"updates": ProductUpdates(ints(16, 4), ints(count), records, h, 8, 3, 1), **scales}
+    hopper_gemm(empty(count, DIM, dtype=dtype), weight, None, out, tiling, scratch(), gated=gated, **how)
 
 
 @case(**{name: (name,) for name in FORMATS})
@@ -291,6 +307,10 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     for rotation in (None, Rotation(frequencies, ints(8), 1.0, dims // 2, False)):
         common = tables, header, out, split_kv, rotation
         decode_attention(qkv, cache, ints(72, 8), *common, *about, **others, tiling=many)
+    for run in run_sizes_of(shared):
+        tiling = tilings.decode_attention(8, dims, 2, queries_of(shared, run))
+        common = tables, header, out, split_kv, None
+        decode_attention(qkv, cache, ints(72, 8), *common, *about, **others, run=run, tiling=tiling)
     alone = tables, header, out[:1], split_kv, rotation
     decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
 

@@ -17,6 +17,7 @@ from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.adapter_tiles import adapter_tiles
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.inputs import Shape
+from penstock.backend.cuda.pack_low_rank import UpdateSizes, pack_update
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import difference
 from penstock.model.adapters import AdapterBase, read_adapter, updates_of
@@ -203,7 +204,7 @@ def test_every_token_is_in_one_tile_of_its_adapter() -> None:
     rng = np.random.default_rng(0)
     for size in (16, 64):
         counts, slots = rng.integers(1, 40, 12), rng.integers(-1, 4, 12)
-        tiles, order, sampled = adapter_tiles(step_of(counts.tolist(), slots.tolist()), size)
+        tiles, order, by_token, sampled = adapter_tiles(step_of(counts.tolist(), slots.tolist()), size)
         wanted = np.repeat(slots, counts)
         assert sorted(order) == list(range(len(wanted)))
         assert tiles[:, 2].sum() == len(wanted)
@@ -212,7 +213,22 @@ def test_every_token_is_in_one_tile_of_its_adapter() -> None:
         for slot, first, count, _ in tiles.tolist():
             assert (wanted[order[first : first + count]] == slot).all()
         np.testing.assert_array_equal(sampled, wanted)
+        np.testing.assert_array_equal(by_token, wanted)
+        in_use = sorted(set(wanted.tolist()) - {-1})
+        assert tiles[:, 3].tolist() == in_use + [-1] * (len(tiles) - len(in_use))
     assert len(adapter_tiles(step_of([3, 1], [-1, -1]), 16).tiles) == 0
+
+
+def test_blocks_of_an_update_lie_as_tiles_of_a_product_do() -> None:
+    """A product that adds updates finds the block of a tile by the tile's number."""
+    rng = np.random.default_rng(0)
+
+    def sizes(first: int, rows: int, rank: int) -> UpdateSizes:
+        part = LowRankPart(first, rng.normal(size=(rank, 64)), rng.normal(size=(rows, rank)))
+        return pack_update(LowRankUpdate(object(), (part,)), gated=False).sizes
+
+    assert sizes(256, 128, 40) == UpdateSizes(chunks=3, blocks=3, aligned=True, depth=3, tiled=True)
+    assert not sizes(96, 128, 16).tiled
 
 
 @pytest.mark.parametrize(("tiles", "tokens", "room"), [(0, 64, 0), (1, 1, 1), (1, 64, 4), (5, 64, 16), (40, 48, 48)])

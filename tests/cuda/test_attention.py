@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.graphs import bucket_decode_rows, padded
-from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention
+from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention, queries_of
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.ref.ops import attention, query_scales, rotate
@@ -59,10 +59,10 @@ def test_rope_and_store(name: str, interleaved: bool, dtype: torch.dtype) -> Non
     assert int((cache != 0).any(-1).sum()) == 3 * 2 * kv_heads
 
 
-def split_kv_of(spec: AttentionSpec, splits: int) -> SplitKV:
+def split_kv_of(spec: AttentionSpec, splits: int, run: int = 1) -> SplitKV:
     return SplitKV(
-        torch.full((splits * spec.q_width,), torch.nan, device=DEVICE),
-        torch.full((splits * spec.heads * 2,), torch.nan, device=DEVICE),
+        torch.full((splits * run * spec.q_width,), torch.nan, device=DEVICE),
+        torch.full((splits * run * spec.heads * 2,), torch.nan, device=DEVICE),
         ints([0] * (splits * spec.kv_heads)),
     )
 
@@ -98,12 +98,14 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
 
 
 def attend_with(
-    spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, block_size: int, sunk: bool = False
+    spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, block_size: int, sunk: bool = False, run: int = 0
 ) -> None:
-    """Both kernels on a cache full of random keys and values, against the reference."""
+    """Both kernels on a cache full of random keys and values, against the reference. With `run`, the rows verify drafts
+    in runs of so many tokens."""
     heads, kv_heads, dims = spec.heads, spec.kv_heads, spec.head_dim
     batch = greedy_batch(chunks)
-    work = inputs.plan_attention(batch, 128 // (heads // kv_heads), padded)
+    work = inputs.plan_attention(batch, 128 // (heads // kv_heads), padded, 1000 if run else 0, (run,))
+    assert work.shape.run == run
     blocks = 1 + max(max(chunk.table) for chunk in chunks)
     cache = normal(blocks, 2, kv_heads, block_size, dims, dtype=dtype)
     qkv = normal(len(batch.tokens), (heads + 2 * kv_heads) * dims, dtype=dtype, seed=1)
@@ -112,11 +114,13 @@ def attend_with(
     sinks = 4 * normal(heads, seed=2) if sunk else None
     others = {name: getattr(spec, name) for name in ("chunk", "temperature", "temperature_span")}
     if len(work.splits):
-        split_kv = split_kv_of(spec, len(work.splits))
+        run = max(run, 1)
+        split_kv = split_kv_of(spec, len(work.splits), run)
         splits = ints(np.concatenate([work.splits, np.full((3, 8), -1)]))
         about = spec.scale, spec.window, None, 0.0, sinks
-        tiling = TILINGS.decode_attention(len(out), dims, qkv.element_size())
-        decode_attention(qkv, cache, splits, tables, header, out, split_kv, None, *about, **others, tiling=tiling)
+        tiling = TILINGS.decode_attention(len(out), dims, qkv.element_size(), queries_of(heads // kv_heads, run))
+        how = {**others, "run": run, "tiling": tiling}
+        decode_attention(qkv, cache, splits, tables, header, out, split_kv, None, *about, **how)
         assert not split_kv.arrived.any()
     if len(work.tiles):
         tiling = TILINGS.prefill_attention(queries_per_tile(heads // kv_heads), dims, qkv.element_size())
@@ -171,6 +175,30 @@ def test_rows_of_every_kind(name: str, window: int, dtype: torch.dtype) -> None:
     attend_with(spec_of(name, window), chunks, dtype, 16, sunk=name == "odd")
 
 
+RUN_CASES = [("llama3", 4, 0), ("smollm2", 4, 30), ("llama3", 16, 30), ("odd", 16, 0), ("many", 3, 0), ("wide", 4, 7)]
+
+
+@pytest.mark.parametrize(("name", "run", "window"), RUN_CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["f32", "half"])
+def test_runs_of_a_row_attend_together(name: str, run: int, window: int, dtype: torch.dtype) -> None:
+    """Rows of 1 to 40 tokens, in contexts of one split and of several."""
+    if name == "wide" and dtype == torch.float32:
+        pytest.skip("shared memory holds heads of 256 in 16 bits alone")
+    table = np.random.default_rng(0).permutation(40).tolist()
+    rows = [Chunk([0] * count, 3 * count + 90 * (count % 4), table) for count in (1, 2, 3, 4, 5, 7, 16, 40)]
+    rows += [Chunk([0] * count, 500, table) for count in (1, 6, 15)]
+    assert {split[5] for split in inputs.plan_attention(greedy_batch(rows), 1, padded, 1000, (run,)).splits} > {1}
+    attend_with(spec_of(name, window), rows, dtype, 16, sunk=name in ("odd", "llama3"), run=run)
+
+
+@pytest.mark.parametrize("chunk", [7, 90, 0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_chunks_and_temperature_of_runs(chunk: int, temperature: float) -> None:
+    spec = replace(spec_of("odd"), chunk=chunk, temperature=temperature, temperature_span=9)
+    rows = [Chunk([0] * 9, 290, range(20)), Chunk([0] * 3, 88, range(20)), Chunk([0], 91, range(20))]
+    attend_with(spec, rows, torch.float32, 16, run=4)
+
+
 @pytest.mark.parametrize("chunk", [7, 90, 0])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_chunks_and_temperature(chunk: int, temperature: float) -> None:
@@ -194,20 +222,22 @@ def test_a_long_context_is_cut_into_parts_and_joined() -> None:
 
 @given(st.tuples(*[st.integers(0, 5000)] * 5))
 def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int, ...]) -> None:
-    tokens, sampled, decodes, _, tiles = sizes
+    tokens, sampled, decodes, seed, tiles = sizes
     decodes, sampled = min(decodes, tokens), min(sampled, tokens)
     size = (tokens, sampled) if tiles else (decodes, min(sampled, decodes))
-    shape = inputs.Shape(*size, decodes, 0, tiles, verifies=not tiles and sampled % 2 == 1)
+    run = 0 if tiles else (0, *inputs.RUNS)[seed % 4]
+    shape = inputs.Shape(*size, decodes, 0, tiles, run=run)
     larger = padded(shape)
     assert all(more >= least for more, least in zip(larger, shape, strict=True))
     assert padded(larger) == larger
-    assert larger.splits >= larger.decodes + (inputs.SPARE_SPLITS if larger.decodes else 0) or larger == shape
+    runs = inputs.most_runs(larger.decodes, run)
+    assert larger.splits >= runs + (inputs.SPARE_SPLITS if larger.decodes else 0) or larger == shape
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
 def test_parts_cover_every_context_once_and_fit(lengths: list[int]) -> None:
     rows = np.arange(len(lengths), dtype=np.int32)
-    splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32))
+    splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32), rows % 5 + 1)
     assert len(splits) <= bucket_decode_rows(len(lengths)) + inputs.SPARE_SPLITS
     for row, length in enumerate(lengths):
         own = splits[splits[:, 1] == row]
@@ -217,4 +247,31 @@ def test_parts_cover_every_context_once_and_fit(lengths: list[int]) -> None:
         assert own[-1, 3] == length
         assert np.array_equal(own[1:, 2], own[:-1, 3])
         assert (own[:, 2] < own[:, 3]).all()
-        assert (own[:, [0, 1, 4, 5, 6]] == [row * 3, row, length, count, first]).all()
+        assert (own[:, [0, 1, 4, 5, 6, 7]] == [row * 3, row, length, count, first, row % 5 + 1]).all()
+
+
+def test_longer_runs_are_taken_where_they_spare_much_reading() -> None:
+    def run(rows: int, tokens: int, length: int) -> int:
+        return inputs.run_size(np.full(rows, tokens), np.full(rows, length), inputs.run_sizes_of(4))
+
+    assert [run(1, tokens, 2200) for tokens in (2, 16, 32, 65)] == [1, 1, 4, 16]
+    assert [run(8, tokens, 2200) for tokens in (2, 4, 8)] == [1, 4, 16]
+    assert [run(64, tokens, 2200) for tokens in (2, 4, 6)] == [4, 4, 16]
+    assert run(100, 5, 2200) == 4, "there is room for 64 long runs"
+    assert run(64, 4, 50) == 1, "short contexts are read quickly"
+    assert [inputs.run_sizes_of(group) for group in (1, 8, 16, 40, 64)] == [(1, 4, 16), (1, 4, 8), (1, 4), (1,), (1,)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 65), st.integers(1, 3000)), min_size=1, max_size=40), st.integers(1, 32))
+def test_runs_cover_every_token_once_and_fit(rows: list[tuple[int, int]], group: int) -> None:
+    batch = greedy_batch([Chunk([0] * count, start, range(200)) for count, start in rows])
+    sizes = inputs.run_sizes_of(group)
+    work = inputs.plan_attention(batch, 32, padded, 4096, sizes)
+    assert len(work.splits) <= work.shape.splits
+    assert work.shape.run in ((0,) if max(rows)[0] == 1 else sizes)
+    assert work.shape.splits * max(work.shape.run, 1) <= inputs.split_lines(work.shape.tokens, sizes)
+    newest = work.splits[np.flatnonzero(work.splits[:, 3] == work.splits[:, 4])]  # the last split of each run
+    tokens = sorted(token for first, size in newest[:, [0, 7]] for token in range(first, first + size))
+    assert tokens == list(range(len(batch.tokens)))
+    assert (newest[:, 7] <= max(work.shape.run, 1)).all()
+    assert (newest[:, 4] == batch.positions[newest[:, 0] + newest[:, 7] - 1] + 1).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from penstock.model.load import load_model, open_checkpoint
 from penstock.model.spec import KvGroup
 from penstock.types import Finished, Limits, Request, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF
+from tests.engine.guesses import RandomDrafting
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
@@ -71,10 +73,12 @@ def test_whole_prompt_in_sixteen_bits() -> None:
     assert (got.argmax(1) == logits.argmax(1)).mean() > 0.8
 
 
-@pytest.fixture(params=[0, inputs.MOST_VERIFIED], ids=["as prompts", "as drafts"])
+@pytest.fixture(params=[(0, 0), (65, 0), (65, 1 << 30)], ids=["as prompts", "in runs", "token by token"])
 def _treated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has rows of several tokens attend as prompts do, or as drafts that are verified."""
-    monkeypatch.setattr(inputs, "MOST_VERIFIED", request.param)
+    most, spared = request.param
+    monkeypatch.setattr(inputs, "MOST_VERIFIED", most)
+    monkeypatch.setattr(inputs, "SPARED", (spared, spared))
 
 
 @pytest.mark.usefixtures("_treated")
@@ -221,6 +225,30 @@ def answers(engine: Engine, requests: list[Request], rng: np.random.Generator) -
                 assert isinstance(event, Finished)
                 ended += 1
     return got
+
+
+def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are right, or wrong in places; rows verify unequal ones in runs."""
+    tokens, _ = expected("llama3")
+    vocab = open_checkpoint(GOLDENS / "llama3").spec.vocab
+    limits = Limits(60, 3, 64, block_size=BLOCK_SIZE, num_blocks=48, vocab=vocab)
+    count, length = (3, 24) if DEVICE == "cuda" else (2, 6)
+    requests = [
+        Request(id, tuple(tokens[id : 20 + 3 * id]), SamplingParams(temperature=0.7 * (id % 2), seed=id), length)
+        for id in range(count)
+    ]
+    monkeypatch.setattr(inputs, "SPARED", (0, 0))
+
+    def answered(drafting: RandomDrafting | None) -> tuple[dict[int, list[int]], Engine]:
+        backend = loaded("llama3", backend_of(max_tokens=64, max_rows=16))
+        backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
+        engine = Engine(backend, limits, depth=1, drafting=drafting)
+        return answers(engine, requests, np.random.default_rng(0)), engine
+
+    plain, _ = answered(None)
+    drafted, engine = answered(RandomDrafting(lambda request: plain[request.id], vocab, Random(0)))
+    assert drafted == plain
+    assert sum(each.accepted for each in engine.stats().drafts) > 0
 
 
 @settings(max_examples=6 if DEVICE == "cuda" else 2, phases=[Phase.generate])  # to shrink one takes minutes

@@ -13,7 +13,7 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.graphs import padded
-from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
+from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention, queries_of
 from penstock.backend.cuda.kernels.kv8 import LARGEST
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
@@ -112,7 +112,6 @@ def test_rope_within_attention_writes_the_same(name: str, kind: str) -> None:
 @pytest.mark.parametrize(("name", "window"), [("smollm2", 0), ("llama3", 0), ("odd", 30), ("many", 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["f32", "half"])
 def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dtype, kind: str) -> None:
-    spec = spec_of(name, window)
     blocks = np.random.default_rng(0).permutation(40)
     chunks = [
         Chunk([0], 0, blocks[:1].tolist()),
@@ -120,19 +119,36 @@ def test_attention_reads_what_is_stored(name: str, window: int, dtype: torch.dty
         Chunk([0], 299, blocks[5:24].tolist()),
         Chunk([0] * 40, 101, blocks[24:33].tolist()),
     ]
-    batch = greedy_batch(chunks)
-    work = inputs.plan_attention(batch, 128 // (spec.heads // spec.kv_heads), padded)
+    attend_with(spec_of(name, window), chunks, dtype, kind)
+
+
+@kinds
+@pytest.mark.parametrize(("name", "run", "window"), [("smollm2", 4, 0), ("llama3", 4, 30), ("llama3", 16, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["f32", "half"])
+def test_runs_of_a_row_read_what_is_stored(name: str, run: int, window: int, dtype: torch.dtype, kind: str) -> None:
+    table = np.random.default_rng(0).permutation(40).tolist()
+    chunks = [Chunk([0] * count, 40 * count % 150 + count, table) for count in (1, 2, 3, 4, 7, 16, 20)]
+    attend_with(spec_of(name, window), [*chunks, Chunk([0] * 5, 500, table)], dtype, kind, run)
+
+
+def attend_with(spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, kind: str, run: int = 0) -> None:
+    """Both kernels on a cache of 8 bits, against the reference; with `run`, as drafts that are verified."""
+    batch, group = greedy_batch(chunks), spec.heads // spec.kv_heads
+    work = inputs.plan_attention(batch, 128 // group, padded, 1000 if run else 0, (run,))
     cache = filled(spec, kind, 40)
     qkv = normal(len(batch.tokens), spec.q_width + 2 * spec.kv_width, dtype=dtype, seed=1)
     out = torch.full((len(batch.tokens), spec.q_width), torch.nan, dtype=dtype, device=DEVICE)
     tables, header = ints(batch.tables.ravel()), ints([batch.tables.shape[2]])
-    split_kv = split_kv_of(spec, len(work.splits))
+    run = max(run, 1)
+    split_kv = split_kv_of(spec, len(work.splits), run)
     common, sinks = (tables, header, out), 4 * normal(spec.heads, seed=2)
-    about = spec.scale, window, cache.scales, 0.0
-    tiling = TILINGS.decode_attention(len(out), spec.head_dim, qkv.element_size())
-    decode_attention(qkv, cache.lines, ints(work.splits), *common, split_kv, None, *about, sinks, tiling=tiling)
-    tiling = TILINGS.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), spec.head_dim, qkv.element_size())
-    prefill_attention(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks, tiling=tiling)
+    about = spec.scale, spec.window, cache.scales, 0.0
+    tiling = TILINGS.decode_attention(len(out), spec.head_dim, qkv.element_size(), queries_of(group, run))
+    how = {"run": run, "tiling": tiling}
+    decode_attention(qkv, cache.lines, ints(work.splits), *common, split_kv, None, *about, sinks, **how)
+    if len(work.tiles):
+        tiling = TILINGS.prefill_attention(queries_per_tile(group), spec.head_dim, qkv.element_size())
+        prefill_attention(qkv, cache.lines, ints(work.tiles), *common, *about, True, sinks, tiling=tiling)
 
     keys, values = values_of(cache).cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]
     q = qkv.float().cpu().numpy().reshape(len(qkv), -1, spec.head_dim)[:, : spec.heads]

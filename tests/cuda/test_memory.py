@@ -65,7 +65,7 @@ def test_bytes_arrive_as_they_are() -> None:
 
 
 def test_common_shapes_are_shapes_of_graphs() -> None:
-    shapes = list(common_shapes(256, 2048, 384))
+    shapes = list(common_shapes(256, 2048, 384, (4, 16)))
     assert len(shapes) == len(set(shapes))
     assert all(shape == padded(shape) for shape in shapes)
     assert {shape.decodes for shape in shapes if not shape.tiles} >= {1, 2, 4, 8, 16, 64, 256}
@@ -78,7 +78,7 @@ def test_rehearsals_leave_no_trace() -> None:
     backend.reserve_kv(64, 4)
     tokens = [5, 6, 7, 8, 9]
     before = backend.logits(greedy_batch([Chunk(tokens, 0, range(4))]))
-    for shape in common_shapes(8, 256, 64):
+    for shape in common_shapes(8, 256, 64, backend._programs[0].program.run_sizes):
         backend._rehearse(backend._programs[0], backend._pad(shape), sampling=True)
     after = backend.logits(greedy_batch([Chunk([10], 5, range(4))]))
     backend.reserve_kv(64, 4)
@@ -131,9 +131,9 @@ def test_first_answers_wait_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     assert compiled == []
     while backend.prepare_in_idle():
         pass
-    assert all(
-        backend._programs[0].graphs.has(shape) for shape in common_shapes(8, 256, 64) if shape == backend._pad(shape)
-    )
+    program = backend._programs[0]
+    shapes = common_shapes(8, 256, 64, program.program.run_sizes)
+    assert all(program.graphs.has(shape) for shape in shapes if shape == backend._pad(shape))
     compiled.clear()
     assert answers(backend, limits, {1: (3, 4, 5)}) == before
     answers(backend, limits, {id: (3, 4, id) for id in range(1, 7)})

@@ -20,10 +20,13 @@ from penstock.config import configure
 from penstock.core.draft_depths import DepthPlan, DraftDepths
 from penstock.core.speculation import Proposal
 from penstock.engine.build import open_engine
-from penstock.engine.draft_model import DraftModel
+from penstock.engine.draft_model import MTP_HEAD, DraftModel
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import Engine
+from penstock.model.families import llama, mtp
+from penstock.model.heads import ends_of, head_spec
 from penstock.model.load import open_checkpoint
+from penstock.model.weights import Packer
 from penstock.planning.memory_plan import footprint_of
 from penstock.types import DraftCounts, Limits, Request, RowResult, SamplingParams, Tokens
 from tests.cuda.device import DEVICE
@@ -31,6 +34,7 @@ from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.small import load_small, spec_for
 from tests.engine import test_programs as programs
 from tests.engine.test_draft_model import model_counts
+from tests.engine.test_heads import TOY, toy_tensors
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 BLOCK_SIZE = 4
@@ -39,14 +43,14 @@ TABLES = ([2, 0, 4], [1, 5, 3])
 SEEDS = (0, 1)  # of the weights of each program
 
 
-def empty() -> CudaBackend:
+def empty(tokens: int = 16) -> CudaBackend:
     arena = None if DEVICE == "cuda" else Arena(torch.device(DEVICE), FakeDriver())
-    return CudaBackend(16, 4, device=DEVICE, dtype=torch.float32, arena=arena)
+    return CudaBackend(tokens, 4, device=DEVICE, dtype=torch.float32, arena=arena)
 
 
-def loaded(*numbers: int) -> CudaBackend:
+def loaded(*numbers: int, tokens: int = 16) -> CudaBackend:
     """Returns a backend with some of the programs, which have computed both prompts but for their last tokens."""
-    backend = empty()
+    backend = empty(tokens)
     for number in numbers:
         load_small(backend, "F32", SEEDS[number], number)
     backend.reserve_kv(8, BLOCK_SIZE)
@@ -184,17 +188,42 @@ def test_a_draft_model_changes_no_answer(seed: int) -> None:
     assert counts.accepted == counts.drafted or seed != SEEDS[0]
 
 
+def test_a_head_reads_the_hidden_states_that_its_target_has_stored() -> None:
+    """Its drafts are right only where it reads those of the position before, and its own while it drafts on."""
+    backend, following = empty(), np.random.default_rng(1).permutation(64)
+    pack = Packer(toy_tensors(following), backend)
+    model = llama.build(TOY, pack)
+    backend.load(model)
+    backend.load(mtp.build(head_spec(TOY), pack, ends_of(model)), 1)
+    limits = Limits(max_len=32, max_rows=4, step_tokens=16, block_size=BLOCK_SIZE, num_blocks=16, vocab=64)
+    backend.reserve_kv(limits.num_blocks, BLOCK_SIZE, 0, TOY.kv_groups)
+    head = DraftModel(backend, limits, 32, depths=TwoTokens(), kind=MTP_HEAD, depth=backend.depth)
+    engine = Engine(backend, limits, depth=backend.depth, drafting=AllVerified(), draft_model=head)
+    engine.add(Request(1, (3, 9, 5), SamplingParams(temperature=0.0), 5))
+    tokens = [5]
+    while not engine.idle:
+        tokens += [token for event in engine.step() if isinstance(event, Tokens) for token in event.tokens]
+    assert tokens[1:] == [int(following[token]) for token in tokens[:-1]]
+    assert len(tokens) == 6
+    [counts] = engine.stats().drafts
+    assert counts.accepted == counts.drafted > 1
+    assert "hidden states of" in backend.kv.fingerprint()
+    wide = BLOCK_SIZE * backend.memory_needs().kv_bytes_per_token
+    assert len(backend.kv.export_blocks([0])) == wide > 2 * BLOCK_SIZE * 64 * 4
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter captures nothing")
 def test_both_get_ready_in_idle() -> None:
-    backend = loaded(0, 1)
+    backend = loaded(0, 1, tokens=256)
     backend.warm_up()
     wanted = run(backend, step(0, 0), step(0, 1))
     while backend.prepare_in_idle():
         pass
     for number, shapes in enumerate((common_shapes, draft_shapes)):
-        ready = [shape for shape in shapes(4, 16, 0) if shape == backend._pad(shape)]
+        program = backend._programs[number]
+        ready = [shape for shape in shapes(4, 256, 0, program.program.run_sizes) if shape == backend._pad(shape)]
         assert ready
-        assert all(backend._programs[number].graphs.has(shape) for shape in ready)
+        assert all(program.graphs.has(shape) for shape in ready)
     assert run(backend, step(0, 0), step(0, 1)) == wanted
 
 
@@ -224,11 +253,11 @@ def test_a_draft_model_takes_no_workspace_of_its_own() -> None:
 
 
 def test_draft_shapes_are_those_of_prompts_alone_and_of_answers() -> None:
-    shapes = set(draft_shapes(64, 2048, 384))
-    assert shapes < set(common_shapes(64, 2048, 384))
+    shapes = set(draft_shapes(64, 2048, 384, (4, 16)))
+    assert shapes < set(common_shapes(64, 2048, 384, (4, 16)))
     assert {bool(shape.tiles) for shape in shapes} == {False, True}
     assert not [shape for shape in shapes if shape.tiles and shape.decodes]
-    assert any(shape.verifies for shape in shapes)
+    assert any(shape.run for shape in shapes)
 
 
 def test_two_tokens_of_a_row_attend_as_drafts_do() -> None:
@@ -241,5 +270,5 @@ def test_two_tokens_of_a_row_attend_as_drafts_do() -> None:
         for slot, (p, token, table) in enumerate(zip(PROMPTS, tokens, TABLES, strict=True))
     ]
     batch = replace(greedy_batch(chunks, 5), program=1, sample=step(0, 1).sample)
-    assert backend._plan(backend._programs[1], batch).shape.verifies
+    assert backend._plan(backend._programs[1], batch).shape.run
     assert [row.tokens for row in run(backend, batch)[0]] == [row.tokens for row in wanted]

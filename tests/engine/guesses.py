@@ -49,6 +49,11 @@ class RandomDrafting:
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
 
+    def observe_gap(self, rows: int, seconds: float) -> None: ...
+
+    def halves(self, rows: int) -> bool:
+        return self._random.random() < 0.5
+
     def room(self, rows: int) -> int:
         return 8
 

@@ -147,12 +147,20 @@ def test_vllms_speculative_config(given: dict[str, Any], means: str, ignored: st
     assert configure("m", {"speculation": means}).speculation == means
 
 
-@pytest.mark.parametrize("method", [{}, {"method": "draft_model"}])
+@pytest.mark.parametrize("method", [{}, {"method": "draft_model"}, {"method": "eagle3"}])
 def test_vllms_speculative_config_of_a_draft_model(method: dict[str, str]) -> None:
     given = {"model": "small", "num_speculative_tokens": 3, **method}
     options = speculation_in(given, pytest.fail)
     assert options == {"speculation": "3", "draft": "small"}
     assert configure("m", options).draft == "small"
+
+
+@pytest.mark.parametrize("given", [{"method": "mtp"}, {"method": "deepseek_mtp"}, {"model": "qwen3_next_mtp"}])
+def test_vllms_speculative_config_of_a_head(given: dict[str, str]) -> None:
+    options = speculation_in(given | {"num_speculative_tokens": 2}, pytest.fail)
+    assert options == {"speculation": "2", "draft": "mtp"}
+    found = configure("m", options)
+    assert (found.draft, found.draft_model) == ("mtp", "")
 
 
 @pytest.mark.parametrize(
@@ -161,12 +169,14 @@ def test_vllms_speculative_config_of_a_draft_model(method: dict[str, str]) -> No
         ("{", "speculative_config is not JSON"),
         ("[]", "speculative_config is an object"),
         ("{}", "speculative_config names no method: use ngram, ngram_gpu, suffix"),
-        ('{"method": "eagle3", "model": "some/head"}', r"drafts by 'eagle3' \(some/head\), which is not supported"),
+        ('{"method": "eagle", "model": "some/head"}', r"drafts by 'eagle' \(some/head\), which is not supported"),
+        ('{"method": "eagle3"}', "speculative_config names no model: use ngram"),
         (
             '{"method": "draft_model"}',
             "speculative_config names no model: use ngram",
         ),
         ('{"method": "ngram", "model": "small"}', "drafts by 'ngram'"),
+        ('{"method": "mtp", "model": "small"}', r"drafts by 'mtp' \(small\)"),
         ('{"method": "ngram", "width": 3}', "unknown fields: width; there are "),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens .* above 0; got 0"),
         ('{"method": "ngram", "num_speculative_tokens": "4"}', "num_speculative_tokens .* above 0; got '4'"),

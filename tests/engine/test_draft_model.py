@@ -125,16 +125,8 @@ def prompts(random: Random, count: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "windows", "depth"),
-    [(44, (0,), 0), (44, (6, 0), 0), (200, (6, 0), 0), (200, (0,), 0), (44, (0,), 1)],
-)
-def test_answers_stay_under_preemption_sharing_stops_and_aborts(
-    num_blocks: int, windows: tuple[int, ...], depth: int
-) -> None:
-    random = Random(num_blocks)
-    limits = LIMITS._replace(num_blocks=num_blocks * len(windows), windows=windows)
-    engine, backend = fake_engine(limits, random=random, depth=depth)
+def answer_all(engine: Engine, random: Random, windows: Sequence[int]) -> None:
+    """Asks for many answers at once, of which some stop and some are aborted, and checks each."""
     asked = {}
     for id, prompt in enumerate(prompts(random, 40)):
         count = random.randint(1, 60)
@@ -163,6 +155,19 @@ def test_answers_stay_under_preemption_sharing_stops_and_aborts(
         else:
             assert isinstance(ended[id], Finished)
             assert said[id] == right[:stop]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "windows", "depth"),
+    [(44, (0,), 0), (44, (6, 0), 0), (200, (6, 0), 0), (200, (0,), 0), (44, (0,), 1)],
+)
+def test_answers_stay_under_preemption_sharing_stops_and_aborts(
+    num_blocks: int, windows: tuple[int, ...], depth: int
+) -> None:
+    random = Random(num_blocks)
+    limits = LIMITS._replace(num_blocks=num_blocks * len(windows), windows=windows)
+    engine, backend = fake_engine(limits, random=random, depth=depth)
+    answer_all(engine, random, windows)
     counts = {each.source: each for each in engine.stats().drafts}
     assert counts["model"].drafted > 100
     if windows == (0,):  # the draft model has none, so it cannot be right for a target with some

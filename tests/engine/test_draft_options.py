@@ -116,4 +116,4 @@ def test_the_draft_model_takes_its_part_of_the_memory() -> None:
     assert built[True].memory - built[False].memory > 0.9 * both.footprint.draft_weights
     assert both.footprint.kv_token == alone.footprint.kv_token + both.footprint.draft_token
     assert both.footprint.weights == alone.footprint.weights + both.footprint.draft_weights
-    assert "of them the draft model's" in "\n".join(both.lines())
+    assert "of them for drafts" in "\n".join(both.lines())

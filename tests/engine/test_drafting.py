@@ -164,6 +164,39 @@ def test_poor_streams_propose_less_when_there_are_many() -> None:
     assert copying.propose(4).tokens == tuple(TEXT[40:44])
 
 
+def test_what_was_proposed_stays_until_something_is_committed() -> None:
+    drafter = opened(Drafting(), [*TEXT, 1, *TEXT[:5]])
+    assert drafter.propose(8).tokens == tuple(TEXT[5:13])
+    assert drafter.propose(2).tokens == tuple(TEXT[5:7])
+    assert drafter.propose(9).tokens == tuple(TEXT[5:14])
+    drafter.append(TEXT[5:7])
+    assert drafter.propose(8).tokens == tuple(TEXT[7:15])
+
+
+def test_rows_are_computed_by_turns_where_a_device_would_wait_longer_than_a_step_takes() -> None:
+    shared = Drafting((8, 64, 256))
+    assert not shared.halves(64), "nothing is known"
+    shared.observe(1, 1, 0.004)
+    shared.observe(64, 64, 0.009)
+    for _ in range(8):
+        shared.observe_gap(64, 0.0072)
+    assert shared.halves(64)
+    assert not shared.halves(8), "those take the host less"
+    assert not shared.halves(1), "one row has no halves"
+    for _ in range(40):
+        shared.observe_gap(64, 0.002)
+    assert not shared.halves(64)
+
+
+def test_a_device_leaves_time_to_index_long_prompts() -> None:
+    for shared, steps in ((Drafting(), 3), (Drafting((8, 64)), 1)):
+        drafter = shared.open(asked(list(range(5000))))
+        for step in range(steps):
+            assert not drafter.indexed, step
+            shared.index()
+        assert drafter.indexed
+
+
 def test_the_source_that_promises_most_is_taken() -> None:
     shared = Drafting()
     drafter = opened(shared, [*TEXT, 9, TEXT[7], 5], tuple(TEXT[:40]))

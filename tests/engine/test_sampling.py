@@ -94,6 +94,13 @@ def test_a_seed_decides_alone() -> None:
     assert (streams[0] != streams[2]).any()
 
 
+def test_many_positions_draw_what_each_draws_alone() -> None:
+    requests = [Request(id, (1, 2), SamplingParams(seed=2**63 + 7919 * id), 9) for id in range(40)]
+    wanted = [Wanted(Sampler(request), [1, 2], 5 * request.id) for request in requests]
+    alone = [int(sample_rows([position]).seed[0]) for position in wanted]
+    assert sample_rows(wanted).seed.tolist() == alone == [each.sampler.draw(each.at) for each in wanted]
+
+
 def test_the_engine_draws_no_seed() -> None:
     """So that another engine continues an answer as this one would: a seed is drawn where the request is made."""
     many = np.tile(logits(), (200, 1))

@@ -242,6 +242,11 @@ class Reciting:
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None: ...
 
+    def observe_gap(self, rows: int, seconds: float) -> None: ...
+
+    def halves(self, rows: int) -> bool:
+        return False
+
     def room(self, rows: int) -> int:
         return 8
 

@@ -226,9 +226,13 @@ class Footprint(NamedTuple):
     reserve: int  # for what is not counted
     kv_token: int  # one token in the cache
     state: int = 0  # one sequence's recurrent state, besides its tokens
-    draft_weights: int = 0  # of `weights`, those of a draft model
-    draft_token: int = 0  # of `kv_token`, the draft model's part
+    draft_weights: int = 0  # of `weights`, those of a draft model or head
+    draft_token: int = 0  # of `kv_token`, what is the same in all KV layer groups: a draft model's KV, hidden states
     reserve_share: float = 0.0  # of what weights leave, the part that is counted in `reserve`
+
+    def with_hidden(self, token: int) -> Footprint:
+        """Returns the footprint of a model that stores so many bytes of hidden states of each token for a head."""
+        return self._replace(kv_token=self.kv_token + token, draft_token=self.draft_token + token)
 
     def with_draft(self, draft: Footprint) -> Footprint:
         """Returns the footprint of a model with a draft model beside it. Their steps run one after the other in the
@@ -239,7 +243,7 @@ class Footprint(NamedTuple):
             reserve=max(self.reserve - int(self.reserve_share * draft.weights), 0),
             kv_token=self.kv_token + draft.kv_token,
             draft_weights=draft.weights,
-            draft_token=draft.kv_token,
+            draft_token=self.draft_token + draft.kv_token,
         )
 
     @classmethod
@@ -254,7 +258,7 @@ class Footprint(NamedTuple):
 class MemoryNeeds(NamedTuple):
     """States what the loaded programs need, in bytes, and how much memory their KV cache may take."""
 
-    kv_bytes_per_token: int  # keys and values of one token, in all layers of all programs
+    kv_bytes_per_token: int  # keys and values of one token in all layers of all programs, and hidden states
     state_bytes: int  # one sequence's recurrent state; 0 for models that have none
     kv_memory: int  # for the cache and the states, where nobody says how much
 
@@ -291,7 +295,8 @@ class Runner(Protocol):
     """Runs batches. Steps run in the order they were launched; what a launched step reads was written by those before.
 
     Several programs (a draft and a target, an encoder and a decoder) can be loaded. Every program has KV arrays of its
-    own for the same block ids, and recurrent states and last sampled tokens of its own for the same slots.
+    own for the same block ids, and recurrent states and last sampled tokens of its own for the same slots. Hidden
+    states, which one stores for another in the same blocks, are common to all.
     """
 
     def load(self, model: Model, program: int = 0) -> None:
@@ -350,7 +355,8 @@ class BlockMemory(Protocol):
         """Copies blocks (source, target)."""
 
     def export_blocks(self, blocks: Sequence[int]) -> bytes:
-        """Returns the contents of the blocks, one after the other, each with the layers of every program."""
+        """Returns the contents of the blocks, one after the other, each with the layers of every program and, last,
+        hidden states."""
 
     def import_blocks(self, blocks: Sequence[int], data: bytes) -> None:
         """Writes what `export_blocks` returned for as many blocks, here or on a backend with the same fingerprint."""

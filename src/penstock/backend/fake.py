@@ -47,11 +47,14 @@ def next_token(context: Sequence[int] | NDArray[np.int64], vocab: int, windows: 
 def checksum(seen: Sequence[Sequence[int] | NDArray[np.int64]], length: int, vocab: int) -> int:
     """Returns the token that follows from what each layer group sees, which ends at position `length` - 1. Values,
     their positions and their groups all count."""
-    total = 0
-    for group, values in enumerate(seen, 1):
-        places = np.arange(length - len(values) + 1, length + 1, dtype=np.int64)
-        total += group * int(((np.asarray(values, np.int64) + 1) * places * 2654435761 % PRIME).sum())
-    return total % vocab
+    groups = enumerate(seen, 1)
+    return sum(group * int(terms(values, length - len(values)).sum()) for group, values in groups) % vocab
+
+
+def terms(values: Sequence[int] | NDArray[np.int64], first: int) -> NDArray[np.int64]:
+    """Returns what each of the values adds to a checksum, where they lie at positions `first` and so on."""
+    places = np.arange(first + 1, first + len(values) + 1, dtype=np.int64)
+    return (np.asarray(values, np.int64) + 1) * places * 2654435761 % PRIME
 
 
 def windowed(tokens: Iterable[int], window: int, before: Sequence[int] = ()) -> list[int]:
@@ -99,6 +102,12 @@ def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
     return mean.astype("<f4").tobytes()
 
 
+class FakeHead:
+    """Stands for a head where it is loaded as a model: see FakeHeadProgram."""
+
+    def forward(self, ops: Any) -> Any: ...
+
+
 class FakeAdapter(NamedTuple):
     """Is added to every token that a row with this adapter writes."""
 
@@ -139,16 +148,20 @@ class FakeProgram:
         self._windows = windows
         self._last = np.full(max_rows, -1, np.int64)  # by slot
         self._pools = Pools()
+        self.hidden: NDArray[np.int64] | None = None
 
-    def reserve(self, num_blocks: int, block_size: int, states: int) -> None:
+    def reserve(self, num_blocks: int, block_size: int, states: int, hidden: NDArray[np.int64] | None) -> None:
         self.kv = np.full((num_blocks, block_size), -1, np.int64)
         self._states = [-1] * states
+        self.hidden = hidden
 
     def forget(self) -> None:
         """Loses all that was stored."""
         self.kv[:] = -1
         self._states = [-1] * len(self._states)
         self._last[:] = -1
+        if self.hidden is not None:
+            self.hidden[:] = -1
 
     def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
         """Runs one step and answers its rows."""
@@ -181,6 +194,8 @@ class FakeProgram:
         if len(batch.adapters) and batch.adapters[row] >= 0:
             tokens += self._adapters[int(batch.adapters[row])].value
         self._store(tables, positions, tokens)
+        if self.hidden is not None:
+            self._store_hidden(self.hidden, tables[self._windows.index(0)], positions)
         states = self._gather(tokens.tolist(), int(positions[0]), int(slot), move) if self._states else None
         result = RowResult()
         for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
@@ -219,6 +234,11 @@ class FakeProgram:
                 values = np.array(windowed(tokens.tolist(), window, before.tolist()), np.int64)
             self.kv[table[positions // size], positions % size] = values
 
+    def _store_hidden(self, hidden: NDArray[np.int64], table: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
+        """Stores what the context up to each position adds up to."""
+        totals = np.cumsum(terms(self._read(table, 0, int(positions[-1]) + 1), 0))
+        hidden[table[positions // hidden.shape[1]], positions % hidden.shape[1]] = totals[positions]
+
     def _seen(self, tables: NDArray[np.int32], length: int) -> list[NDArray[np.int64]]:
         """Returns what each layer group sees at position `length` - 1."""
         return [
@@ -230,6 +250,39 @@ class FakeProgram:
         """Returns what lies at positions first:last of a sequence with this block table."""
         positions, size = np.arange(first, last), self.kv.shape[1]
         return self.kv[table[positions // size], positions % size]
+
+
+class FakeHeadProgram(FakeProgram):
+    """Answers what the target will, as long as that has no windows, by adding a token to the hidden state of the
+    position before it. Its KV are the sums. `stale` has the places within blocks where a sum that it saw was made of
+    other hidden states or tokens than those that the target has computed meanwhile."""
+
+    def __init__(self, number: int, **sizes: Any) -> None:
+        super().__init__(number, **sizes)
+        self.stale: set[int] = set()
+
+    def _run_row(self, batch: Batch, row: int, move: StateMove | None, allowed: Mapping[int, Ints]) -> RowResult:
+        assert self.hidden is not None
+        table, size, slot, result = batch.tables[0, row], self.kv.shape[1], batch.slots[row], RowResult()
+        tokens = np.where(batch.tokens == LAST_SAMPLED, self._last[slot], batch.tokens)
+        sampled = dict(zip(batch.sampled.tolist(), range(len(batch.sampled)), strict=True))
+        for at in range(batch.row_start[row], batch.row_start[row + 1]):
+            position = int(batch.positions[at])
+            place, following = ((table[p // size], p % size) for p in (position, position + 1))
+            total = self.hidden[place] + terms(tokens[at : at + 1], position + 1)[0]
+            self.kv[place] = total
+            if at not in sampled:
+                continue
+            after = np.arange(1, position + 1)
+            changed = self.hidden[table[after // size], after % size] != self._read(table, 0, position)
+            self.stale.update((np.flatnonzero(changed) % size).tolist())
+            self.hidden[following] = total
+            token = int(total) % self._vocab
+            if sampled[at] in allowed:
+                token = first_allowed(token, allowed[sampled[at]], self._vocab)
+            result = answered(result, token, int(batch.sample.target[sampled[at]]))
+            self._last[slot] = result.tokens[-1]
+        return result
 
 
 class FakeSleeper:
@@ -262,12 +315,16 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
         super().__init__()
         slots = FakeAdapters()
         self.adapters: AdapterSlots = slots
-        self._make = partial(FakeProgram, max_rows=max_rows, vocab=vocab, adapters=slots.slots)
+        self._make, self._make_head = (
+            partial(kind, max_rows=max_rows, vocab=vocab, adapters=slots.slots)
+            for kind in (FakeProgram, FakeHeadProgram)
+        )
         self._programs[0] = self._make(0, windows=windows)
         self._windows = windows
         self._sleeper = FakeSleeper(self._programs)
         self.sleeper = self._sleeper
-        self.kv: BlockMemory = ArrayBlocks("fake", lambda: [program.kv for program in self._programs.values()])
+        self._hidden: NDArray[np.int64] | None = None  # in the same blocks, if there is a head
+        self.kv: BlockMemory = ArrayBlocks("fake", self._block_arrays)
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
         return None
@@ -285,11 +342,21 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
         return StoredAs("nothing", 0)
 
     def load(self, model: Model, program: int = 0) -> None:
-        self._programs[program] = self._make(program, windows=(0,) if program else self._windows)
+        if isinstance(model, FakeHead):
+            self._hidden = np.full((1, 1), -1, np.int64)
+            self._programs[program] = self._make_head(program, windows=(0,))
+        else:
+            self._programs[program] = self._make(program, windows=(0,) if program else self._windows)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        if self._hidden is not None:
+            self._hidden = np.full((num_blocks, block_size), -1, np.int64)
         for program in self._programs.values():
-            program.reserve(num_blocks, block_size, states)
+            program.reserve(num_blocks, block_size, states, self._hidden)
+
+    def _block_arrays(self) -> list[NDArray[np.int64]]:
+        hidden = [] if self._hidden is None else [self._hidden]
+        return [*(program.kv for program in self._programs.values()), *hidden]
 
     def prepare_in_idle(self) -> bool:
         assert not self._sleeper.asleep, "nothing is prepared while it sleeps"

@@ -38,7 +38,7 @@ def packed_cache_of(config: Config, checkpoint: Checkpoint) -> PackedCache | Non
     resolved."""
     if not config.packed_cache or Device.parse(config.device).kind != "cpu":
         return None
-    options = json.dumps([config.quantize, *config.config])
+    options = json.dumps([config.quantize, *config.config, *map(str, checkpoint.head_files)])
     try:
         key = json.dumps([LAYOUT, __version__, options, [identity(file) for file in checkpoint.files]])
         folder = packed_folder(checkpoint.path)

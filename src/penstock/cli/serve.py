@@ -178,8 +178,8 @@ class SpeculativeOptions(NamedTuple):
     speculative_config: Annotated[
         str,
         Option(
-            help="The same as --speculation and --draft, as vLLM's JSON with a method of ngram, suffix or draft_model: "
-            """'{"method": "ngram", "num_speculative_tokens": 4}'."""
+            help="The same as --speculation and --draft, as vLLM's JSON with a method of ngram, suffix, draft_model, "
+            """eagle3 or mtp: '{"method": "ngram", "num_speculative_tokens": 4}'."""
         ),
     ] = ""
 

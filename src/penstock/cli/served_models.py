@@ -236,7 +236,7 @@ def _expected(config: Config) -> int:
     from penstock.planning.memory_plan import adapter_memory
     from penstock.store import size_of
 
-    files = sum(size_of(Path(path)) for path in (config.model, config.draft) if path)
+    files = sum(size_of(Path(path)) for path in (config.model, config.draft_model) if path)
     return int(files * OVERHEAD) + config.kv_memory + adapter_memory(config)
 
 

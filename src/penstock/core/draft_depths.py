@@ -5,6 +5,8 @@ Everything here is pure: it has no clock and no randomness. Times come in as arg
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,12 +14,13 @@ from penstock.core.speculation import Exploration, StepCost
 
 
 class DraftSlot(NamedTuple):
-    """Stands for a token that could be drafted for a row, and how likely it and all before it are accepted."""
+    """Stands for a token that could be drafted for a row. Slots are ordered: the likeliest to survive come first, and
+    of those as likely, the less deep."""
 
-    survival: float
+    loss: float  # minus the probability that it and all before it are accepted
     depth: int
+    copied: bool  # which takes no time; False: the model drafts it
     row: int
-    by_model: bool  # False: it is copied, which takes no time
 
 
 class BestSlots(NamedTuple):
@@ -59,7 +62,7 @@ def plan_depths(
     found = _best(slots, seconds, draft_seconds, BestSlots(0, best.rate), rows)
     depths = [0] * len(chances)
     for slot in slots[: found.slots]:
-        depths[slot.row] += slot.by_model
+        depths[slot.row] += not slot.copied
     return DepthPlan(depths, _least(found, seconds, draft_seconds, sum(map(bool, depths))))
 
 
@@ -83,32 +86,35 @@ def _at(seconds: Sequence[float], tokens: float) -> float:
 def _slots(chances: Sequence[Sequence[float]], copied: Sequence[Sequence[float]], budget: int) -> list[DraftSlot]:
     """Returns the slots that are most likely to survive, in falling order; of those as likely, the less deep first."""
     slots = [
-        DraftSlot(survival, depth, row, by_model)
-        for by_model, rows in ((True, chances), (False, copied))
+        (-survival, depth, is_copied, row)
+        for is_copied, rows in ((False, chances), (True, copied))
         for row, survivals in enumerate(rows)
         for depth, survival in enumerate(survivals)
     ]
-    slots.sort(key=lambda slot: (-slot.survival, slot.depth))
-    return slots[: max(budget, 0)]
+    slots.sort()
+    return list(map(DraftSlot._make, slots[: max(budget, 0)]))
 
 
 def _best(
     slots: Sequence[DraftSlot], seconds: Sequence[float], draft_seconds: Sequence[float], best: BestSlots, rows: int
 ) -> BestSlots:
     """Returns how many of the slots give the most tokens per second, if that is more than `best`. The model drafts the
-    tokens of one depth in one step, so the first of a depth costs most."""
+    tokens of one depth in one step, so the first of a depth costs most. It stops where all that are left, were they as
+    likely as the last and took no time, would not give more."""
     gained, drafting, verified = float(rows), 0.0, 0.0
     widths: list[int] = []  # rows of each draft step
-    for count, slot in enumerate(slots, 1):
-        gained += slot.survival
-        if slot.by_model:
-            widths += [0] * (slot.depth + 1 - len(widths))
-            width = widths[slot.depth] = widths[slot.depth] + 1
+    for count, (loss, depth, copied, _) in enumerate(slots, 1):
+        gained -= loss
+        verified += 1 if copied else -loss
+        if not copied:
+            widths += [0] * (depth + 1 - len(widths))
+            width = widths[depth] = widths[depth] + 1
             drafting += draft_seconds[width] - draft_seconds[width - 1]
-        verified += slot.survival if slot.by_model else 1
         spent = _at(seconds, verified) + drafting
         if gained > best.rate * spent:
             best = BestSlots(count, gained / spent, verified)
+        elif gained - loss * (len(slots) - count) <= best.rate * spent:
+            break
     return best
 
 
@@ -118,21 +124,30 @@ class DraftDepths:
     While that is none, it has one row drafted for now and then, so that survival is still learned. What this loses
     stays below a share of all time. The other way round, the first steps and now and then another are planned without
     the model, so that it is known what they cost. Before a draft step was measured, it counts as free: the first one
-    tells."""
+    tells. A device that pads steps to `shapes` has to get ready for each of them, so that the first steps of a shape
+    tell nothing."""
 
     PLAIN = 3  # first steps without the model
     EVERY = 64  # steps of which one is without it
     CHUNK = 128  # tokens of a prompt that are taken to be computed at once
+    UNREADY = 2  # first steps of a shape
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Sequence[int] = ()) -> None:
         self._steps = 0
-        self._cost = StepCost()
+        self._shapes = sorted(shapes)
+        self._seen: Counter[tuple[bool, int]] = Counter()  # steps by whether they only decode, and by shape
+        self._cost = StepCost(shapes=shapes)
         self._measured = False
         self._exploration = Exploration()
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Learns from a draft step that took so many seconds."""
-        self._measured = True
+        if self._shapes:
+            shape = rows == tokens, bisect_left(self._shapes, tokens)
+            self._seen[shape] += 1
+            if self._seen[shape] <= self.UNREADY:
+                return
+        self._measured = self._measured or not self._shapes or rows == tokens
         self._cost.observe(rows, tokens, seconds)
 
     def choose(

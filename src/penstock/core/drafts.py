@@ -3,7 +3,7 @@ token, and count as far as they are what is sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Line
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -28,6 +28,10 @@ class Drafts(Protocol):
         """Returns a draft for each of the sequences, mostly an empty one, of at most `budget` tokens together. The step
         has so many rows and tokens without them. A draft holds no token that would end its sequence."""
 
+    def halves(self, rows: int) -> bool:
+        """Returns whether so many rows with drafts are better computed in two steps by turns than in one: while one is
+        computed, the drafts of the other are verified and made."""
+
 
 class DraftRows:
     """Adds what `drafts` proposes to the answering rows of a step, in the room that step and cache have left."""
@@ -36,6 +40,19 @@ class DraftRows:
         self._drafts = drafts
         self._cache = cache
         self._step_tokens = step_tokens
+
+    def held(self, running: Iterable[Sequence]) -> Collection[int]:
+        """Returns the sequences that could go on and shall not in this step, so that those with drafts meet: all in one
+        step, or half of them in each of two."""
+        waiting, drafting, others = 0, list[int](), list[int]()
+        for seq in running:
+            if seq.end > len(seq.tokens) and (seq.drafted or seq.awaits_drafts):
+                waiting += 1
+            elif seq.end - seq.planned == 1 and not seq.must_wait:
+                (drafting if seq.awaits_drafts else others).append(seq.id)
+        if self._drafts.halves(waiting + len(drafting)):
+            return set(drafting[(waiting + len(drafting) + 1) // 2 :])
+        return {*drafting, *others} if waiting >= len(drafting) + len(others) else ()
 
     def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[Grown]:
         """Gives rows of a step their drafts, while so many sequences are running; returns the blocks that they took."""

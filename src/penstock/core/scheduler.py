@@ -184,12 +184,12 @@ class Scheduler:
         """Adds a row for every running sequence that has something to compute; returns the tokens left over."""
         answering = sum(seq.end > seq.prompt_len for seq in self.running)
         budget = self.policy.step_tokens(len(self.running), answering)
-        index = 0
+        index, held = 0, self._drafts.held(self.running) if self._drafts is not None else ()
         while index < len(self.running):
             seq = self.running[index]
             index += 1
             wanted = seq.end - seq.planned
-            if wanted == 0 or seq.must_wait:
+            if wanted == 0 or seq.must_wait or seq.id in held:
                 continue
             count = self.policy.share(wanted, budget, len(self.running) - index)
             if count > 1:

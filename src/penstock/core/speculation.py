@@ -39,6 +39,7 @@ PREDICTED = 8  # matching tokens that the beginning of a prediction counts as
 FLOOR = 0.03  # a draft ends where fewer of its tokens survive
 HAZARD_BOUND = 3.0  # of a hazard's logarithm
 HAZARD_STEP = 1 / 8  # hazards are told apart this finely
+SPAN = 1.5  # times the smallest measured size that the largest is before they tell how steps grow
 
 _FIRST_CELL = [
     AGREEMENTS * max(bucket for bucket, first in enumerate(MATCHES) if first <= match)
@@ -156,9 +157,9 @@ class StepCost:
     """Learns the seconds of a step from steps that were measured.
 
     If a device pads steps to `shapes`, those that only decode (one token a row) are kept apart: it may compute them in
-    another way. Between two measured sizes seconds are interpolated, and they never fall with more tokens. Beyond what
-    was measured they rise as they did before; as long as only one size was, every token adds `slope` times the smallest
-    known step."""
+    another way, and no size costs more than a larger one. Between two measured sizes seconds are interpolated, and they
+    never fall with more tokens. Beyond what was measured they rise as they did before; as long as too few sizes were to
+    tell, every token adds `slope` times the smallest known step."""
 
     WEIGHT = 1 / 32  # of a new measurement, once there are as many
     OUTLIER = 1.5  # a step counts at most this many times the mean: a process that was held up tells nothing
@@ -188,6 +189,11 @@ class StepCost:
         known = self._used and self._shapes
         return self.curve(rows, rows, tokens - rows)[tokens - rows] if known else seconds
 
+    @property
+    def least(self) -> float:
+        """Returns the seconds of a step that reads all weights and computes as little as possible."""
+        return min([self.curve(1, 1, 0)[0], *self._used.values()])
+
     def curve(self, rows: int, tokens: int, most: int) -> list[float]:
         """Returns the seconds of a step with `tokens` tokens and of steps with 1, 2, ... more, `most` at least."""
         found = self._curves.get((rows, tokens))
@@ -209,24 +215,36 @@ class StepCost:
         slope = self._slope * min(self._used.values(), default=1.0)
         decoding = sorted((size, mean) for (decode, size), mean in self._used.items() if decode)
         others = sorted((size, mean) for (decode, size), mean in self._used.items() if not decode)
+        if self._shapes:  # a size that was measured while something held the device up is tried again
+            lowest = accumulate((mean for _, mean in reversed(others)), min)
+            others = [*zip((size for size, _ in others), reversed([*lowest]), strict=True)]
+        rise = _rise(others, slope)
         if tokens == rows and self._shapes:
-            first = _interpolate(decoding, rows, slope) if decoding else 1.0
+            first = _interpolate(decoding, rows, slope, _rise(decoding, slope)) if decoding else 1.0
             others = [(rows, first), *(known for known in others if known[0] > rows)]
         elif not others:
             others = decoding or [(tokens, 1.0)]
         sizes = [tokens, *(self._size(tokens + more) for more in range(1, most + 1))]
-        return list(accumulate((_interpolate(others, size, slope) for size in sizes), max))
+        seconds = {size: _interpolate(others, size, slope, rise) for size in dict.fromkeys(sizes)}
+        return list(accumulate(map(seconds.__getitem__, sizes), max))
 
 
-def _interpolate(known: Sequence[tuple[int, float]], size: int, slope: float) -> float:
-    """Returns the seconds at a size, given those at some sizes in rising order. Below the smallest, `slope` is taken
-    off for each token, but seconds stay at least in proportion. Beyond the largest they rise as between the smallest
-    and the largest: a guess that is too low is tried once and then known."""
-    at = bisect_left(known, (size,))
+def _rise(known: Sequence[tuple[int, float]], slope: float) -> float:
+    """Returns what a token adds to the largest of some sizes, as between the smallest and the largest. Sizes close to
+    each other tell nothing, and `slope` is taken: a guess that is too low is tried once and then known."""
+    if not known or known[-1][0] < SPAN * known[0][0]:
+        return slope
     (first, lowest), (last, highest) = known[0], known[-1]
+    return max((highest - lowest) / (last - first), slope / 4)
+
+
+def _interpolate(known: Sequence[tuple[int, float]], size: int, slope: float, rise: float) -> float:
+    """Returns the seconds at a size, given those at some sizes in rising order. Below the smallest, `slope` is taken
+    off for each token, but seconds stay at least in proportion. Beyond the largest, each token adds `rise`."""
+    at = bisect_left(known, (size,))
     if at == len(known):
-        rise = (highest - lowest) / (last - first) if last > first else slope
-        return highest + max(rise, slope / 4) * (size - last)
+        last, highest = known[-1]
+        return highest + rise * (size - last)
     above, upper = known[at]
     if at == 0:
         return max(upper - slope * (above - size), upper * size / above)

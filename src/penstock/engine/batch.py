@@ -100,7 +100,7 @@ def bitmasks(plan: StepPlan, batch: Batch, records: Mapping[int, RequestRecord])
 class DraftRow(NamedTuple):
     """Describes a row of a draft program's step: it computes text[start:stop], whose KV lies in the blocks of `table`,
     and `sampler` chooses what comes next, if there is one. Of a text that is too short, the last token is the one that
-    its slot sampled last."""
+    its slot sampled last. Tokens stand `shift` positions before their own."""
 
     text: list[int]
     start: int
@@ -108,6 +108,7 @@ class DraftRow(NamedTuple):
     table: Ints
     sampler: Sampler | None
     slot: int = 0
+    shift: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -129,7 +130,7 @@ def draft_batch(rows: Line[DraftRow], block_size: int, program: int, step: int) 
     return Batch(
         step=step,
         tokens=np.array([token for row in rows for token in row.tokens], np.int32),
-        positions=np.array([at for row in rows for at in range(row.start, row.stop)], np.int32),
+        positions=np.array([at - row.shift for row in rows for at in range(row.start, row.stop)], np.int32),
         row_start=row_start,
         slots=np.array([row.slot for row in rows], np.int32),
         tables=tables,

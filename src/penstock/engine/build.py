@@ -15,8 +15,9 @@ from penstock.backend.packed_cache import packed_cache_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
+from penstock.core.draft_depths import DraftDepths
 from penstock.engine.adapters import Adapters
-from penstock.engine.draft_model import DraftModel
+from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, DraftModel
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
@@ -26,8 +27,11 @@ from penstock.errors import OutOfMemory, WeightsError
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
 from penstock.model.draft import group_of, open_draft
+from penstock.model.eagle import EagleHead
+from penstock.model.heads import beside, is_head, load_head
 from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.low_rank import Placement
+from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
 from penstock.planning.memory_plan import adapter_memory, all_states, block_token, footprint_of, gigabytes, plan_memory
 from penstock.types import Limits, blocks_for
@@ -96,6 +100,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     if not on_gpu:
         tell = silent
     draft = open_draft(config, checkpoint)
+    checkpoint = beside(checkpoint, draft)
     backend = open_backend(config, packed_cache_of(config, checkpoint))
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
@@ -105,9 +110,9 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
             tell(line)
     packer = KeepingPacker(backend)
     loading = partial(_load_weights, checkpoint, backend, packer)
-    placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
+    model, placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
     if draft is not None:
-        draft = load_draft(draft, config, checkpoint, backend)
+        draft = load_draft(draft, config, checkpoint, model, backend)
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend, draft)
     timer.stop("cache")
@@ -124,25 +129,37 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         depth=backend.depth,
         grammars=grammars,
         drafting=None if most == 0 or not limits.generates else Drafting(backend.padded_sizes),
-        draft_model=None
-        if draft is None
-        else DraftModel(backend, limits, draft.spec.max_len, group=group_of(checkpoint), depth=backend.depth),
+        draft_model=open_drafting(draft, checkpoint, backend, limits),
         draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
-        weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint.path.is_dir())),
+        weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint, draft)),
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
     )
 
 
-def load_draft(draft: Checkpoint, config: Config, target: Checkpoint, backend: Backend) -> Checkpoint:
-    """Loads a draft model as the backend's program 1; returns its checkpoint as it is stored. A draft model that is
-    larger than its target is logged."""
+def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend, limits: Limits) -> DraftModel | None:
+    """Returns what drafts with a model or a head that is loaded; None if there is none."""
+    if draft is None:
+        return None
+    kind = MTP_HEAD if is_head(draft) else SMALL_MODEL
+    if isinstance(draft, EagleHead):
+        kind = EAGLE3_HEAD._replace(token_ids=draft.token_ids)
+    group, depth = group_of(target), backend.depth
+    depths = DraftDepths(backend.padded_sizes)
+    return DraftModel(backend, limits, draft.spec.max_len, depths=depths, kind=kind, group=group, depth=depth)
+
+
+def load_draft(
+    draft: Checkpoint, config: Config, target: Checkpoint, model: PackedModel, backend: Backend
+) -> Checkpoint:
+    """Loads a draft model or a head of the target's `model` as the backend's program 1; returns its checkpoint as it is
+    stored. A draft model that is larger than its target is logged."""
     draft = quantized(draft, config)
-    backend.load(load_model(draft, backend), 1)
+    backend.load(load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend), 1)
     sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
     if sizes[0] > sizes[1]:
         import logging  # takes longer than reading the rest
@@ -155,20 +172,25 @@ def load_draft(draft: Checkpoint, config: Config, target: Checkpoint, backend: B
     return draft
 
 
-def _load_weights(checkpoint: Checkpoint, backend: Backend, packer: KeepingPacker) -> Sequence[Placement]:
-    """Loads a model's weights; returns where each of its tensors is."""
+def _load_weights(
+    checkpoint: Checkpoint, backend: Backend, packer: KeepingPacker
+) -> tuple[PackedModel, Sequence[Placement]]:
+    """Loads a model's weights; returns the model, and where each of its tensors is."""
     model, placements = load_placed(checkpoint, packer)
     backend.load(model)
-    return placements
+    return model, placements
 
 
-def open_update(config: Config, folder: bool, path: Path) -> Checkpoint:
-    """Opens weights that are to take the place of a model's, which is a folder or a GGUF file, as that was opened."""
+def open_update(config: Config, loaded: Checkpoint, draft: Checkpoint | None, path: Path) -> Checkpoint:
+    """Opens weights that are to take the place of a loaded model's, a folder or a GGUF file, as that was opened. A head
+    keeps its own."""
+    folder = loaded.path.is_dir()
     if path.is_dir() and not (path / CONFIG).exists() and len(files := list(path.glob("*.gguf"))) == 1:
         path = files[0]
     if path.is_dir() != folder:
         raise WeightsError(f"the loaded model is a {'folder' if folder else 'GGUF file'}, and this is none")
-    return quantized(open_checkpoint(path, config.config, config.strict_config, config.max_len), config)
+    found = open_checkpoint(path, config.config, config.strict_config, config.max_len)
+    return quantized(beside(found, draft), config)
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
@@ -207,7 +229,9 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend, draft: Ch
     layer group. The cache is a little smaller than planned where there turns out to be less memory than a moment
     ago."""
     spec, adapters = checkpoint.spec, adapter_memory(config)
-    draft_token = 0 if draft is None else backend.footprint(draft.spec, ()).kv_token
+    draft_token = 0
+    if draft is not None:
+        draft_token = backend.footprint(spec, ()).with_draft(backend.footprint(draft.spec, ())).draft_token
     for left in reversed(range(TRIES)):
         needs = backend.memory_needs()
         group_token = block_token(spec, needs.kv_bytes_per_token, draft_token)

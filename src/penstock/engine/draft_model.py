@@ -1,7 +1,12 @@
-"""Drafts with a second, smaller model of the same vocabulary, which runs as another program over the same KV blocks.
+"""Drafts with a second, smaller model of the same vocabulary, or with a head, which reads hidden states of the model
+itself. Both run as another program over the same KV blocks.
 
 Its KV may be missing or wrong, since nothing but its own drafts is computed from it, and drafts are verified. Where its
 KV is right is known by block: a block that is shared through the prefix cache is computed once for all who share it.
+
+A head's row at position i takes the hidden state of position i and token i + 1, and says which token comes after that.
+While it drafts, its own output takes the place of the hidden state of the next position, until the model has verified
+the draft and stored its own there. So nothing that a head computes of drafted tokens stays.
 """
 
 from __future__ import annotations
@@ -28,11 +33,9 @@ from penstock.engine.record import RequestRecord
 from penstock.engine.sampling import Sampler
 from penstock.types import Limits, RowResult
 
-MODEL = "model"  # the source of its drafts
 DEPTH = "depth"  # what it learns of them by depth, to know how far to draft
 DEEPEST = 16  # tokens that it drafts for a row
 TRUSTED = 4  # matching tokens that a draft counts as, before its acceptance was learned
-BEHIND = 2  # tokens that a row has not computed yet, normally: the last one, or two if a whole draft was accepted
 WORTH = 16  # tokens of a prompt that it computes for each that may still be drafted, at most
 DOUBT = 0.7  # the survival of one token more, as it is taken to be before it is known
 PATIENT = 4  # steps in a row without a draft after which a row does not wait for one
@@ -42,16 +45,39 @@ Seconds = Callable[[int], Sequence[float]]
 """Returns the seconds of the step that is planned with 0, 1, ... drafted tokens, up to so many at least."""
 
 
+class DraftKind(NamedTuple):
+    """Says what drafts."""
+
+    source: str  # the source of its drafts
+    shift: int  # tokens are computed so many positions before their own
+    behind: int  # tokens that a row has not computed yet, normally, at most
+    token_ids: Sequence[int] = ()  # the target's token for each of its own, where it has fewer
+
+    @property
+    def is_head(self) -> bool:
+        """Returns whether it computes hidden states of the target."""
+        return self.shift > 0
+
+
+SMALL_MODEL = DraftKind("model", 0, 2)  # behind are the last token, and another one if a whole draft was accepted
+MTP_HEAD = DraftKind("mtp", 1, DEEPEST + 1)  # behind are what was accepted of its last draft, and the last token
+
+
+EAGLE3_HEAD = MTP_HEAD._replace(source="eagle3")
+
+
 class ModelDrafts:
-    """Holds what the draft model has computed and drafted for one request."""
+    """Holds what the draft model has computed and drafted for one request. It counts tokens: a head has nothing to
+    compute for the first one."""
 
     __slots__ = (
-        *("acceptance", "ahead", "blocks", "computed", "depths", "epoch", "gain", "marked", "proposal", "refused"),
-        "unasked",
+        *("acceptance", "ahead", "blocks", "computed", "depths", "epoch", "first", "gain", "marked", "proposal"),
+        *("refused", "unasked"),
     )
 
-    def __init__(self, acceptance: StreamAcceptance) -> None:
+    def __init__(self, acceptance: StreamAcceptance, first: int = 0) -> None:
         self.acceptance = acceptance
+        self.first = first
         self.proposal = NOTHING
         self.depths = NOTHING  # the proposal's tokens and the one it was given up before, with cells of depths
         self.gain = inf  # tokens that its last draft was expected to add
@@ -62,7 +88,7 @@ class ModelDrafts:
 
     def forget(self) -> None:
         """Takes note that its blocks are gone."""
-        self.computed = 0  # positions whose KV is right
+        self.computed = self.first  # tokens whose KV is right
         self.ahead: list[int] = []  # tokens drafted after those, whose KV is right as far as they were accepted
         self.blocks: list[int] = []  # in which they lie
         self.marked = 0  # of its blocks, those whose node is known to have KV
@@ -97,12 +123,19 @@ class DraftTask(NamedTuple):
     most: int
 
 
-class DraftingRow:
-    """Is a row whose draft grows by a token with each draft step, to `depth` tokens at most. The draft program knows it
-    by its slot."""
+class DraftPlace(NamedTuple):
+    """Says where the draft program computes a row."""
 
-    def __init__(self, task: DraftTask, drafts: ModelDrafts, table: list[int], depth: int, slot: int) -> None:
-        self.slot = slot
+    kind: DraftKind
+    slot: int
+    table: list[int]  # its blocks
+
+
+class DraftingRow:
+    """Is a row whose draft grows by a token with each draft step, to `depth` tokens at most."""
+
+    def __init__(self, task: DraftTask, drafts: ModelDrafts, place: DraftPlace, depth: int) -> None:
+        self.kind, self.slot, table = place
         self.request, self.constraint = task.record.request, task.record.constraint
         self.drafts = drafts
         self.table = table
@@ -112,7 +145,7 @@ class DraftingRow:
         self.known = len(task.room.seq.tokens)
         self.text = list(task.room.seq.tokens)
         self.computed = drafts.computed
-        self.sampler = task.record.sampler.for_draft()
+        self.sampler = task.record.sampler.for_draft(own_vocab=bool(self.kind.token_ids))
         self.cells: tuple[int, ...] = ()  # of the tokens that were drafted
         self.survival: tuple[float, ...] = ()
         self.given_up = False
@@ -124,8 +157,9 @@ class DraftingRow:
 
     @property
     def needs_history(self) -> bool:
-        """Returns whether a token cannot be chosen before the one before it is known."""
-        return Sampler.needs_history(self.request) or self.sampler.constrained
+        """Returns whether a token cannot be chosen before the one before it is known. One of another vocabulary has
+        another number when it is read again."""
+        return bool(self.kind.token_ids) or Sampler.needs_history(self.request) or self.sampler.constrained
 
     def goes_on(self, least: float) -> bool:
         """Returns whether it is likely that the token that was asked for last does not end the draft."""
@@ -139,17 +173,20 @@ class DraftingRow:
     def step(self, stop: int, *, sample: bool) -> DraftRow:
         """Returns the row that computes the next tokens up to `stop`."""
         start, self.computed = self.computed, stop
-        return DraftRow(self.text, start, stop, self._blocks, self.sampler if sample else None, self.slot)
+        slot, shift = self.slot, self.kind.shift
+        return DraftRow(self.text, start, stop, self._blocks, self.sampler if sample else None, slot, shift)
 
     def take(self, token: int, cell: int, least: float) -> None:
-        """Takes a token that was chosen. The draft ends before one that ends the answer or that the constraint does
-        not let it draft, and after one with which less than `least` of it survives."""
+        """Takes a token that was chosen, of the draft model's own vocabulary. The draft ends before one that ends the
+        answer or that the constraint does not let it draft, and after one with which less than `least` of it
+        survives."""
+        token = self.kind.token_ids[token] if self.kind.token_ids else token
         if not self._may_take(token):
             self.depth = 0
             return
         self.text.append(token)
         self.cells += (cell,)
-        self.survival = self.drafts.acceptance.survival(MODEL, self.cells)
+        self.survival = self.drafts.acceptance.survival(self.kind.source, self.cells)
         self.given_up = len(self.survival) < len(self.cells) or self.survival[-1] < least
         if self.given_up or len(self.cells) == self.depth:
             self.depth = 0
@@ -167,15 +204,16 @@ class DraftingRow:
         draft = tuple(self.draft)
         seen = (*draft, -1) if self.given_up else draft  # no token is -1: it counts as rejected
         self.drafts.depths = Proposal(seen, (), DEPTH, TRUSTED, depth_cells[: len(seen)])
-        self.drafts.proposal = Proposal(draft, self.survival, MODEL, TRUSTED, self.cells)
+        source = self.kind.source
+        self.drafts.proposal = Proposal(draft, self.survival, source, TRUSTED, self.cells)
         count = len(self.survival)
-        return Proposal(draft[:count], self.survival, MODEL, TRUSTED, self.cells[:count])
+        return Proposal(draft[:count], self.survival, source, TRUSTED, self.cells[:count])
 
     def keep(self, block_size: int) -> None:
         """Leaves behind what was computed."""
         drafts = self.drafts
         drafts.computed = min(self.computed, self.known)
-        drafts.ahead = self.text[self.known : self.computed]
+        drafts.ahead = [] if self.kind.is_head else self.text[self.known : self.computed]
         drafts.blocks = self.table[: -(-self.computed // block_size)]
 
 
@@ -189,9 +227,10 @@ class DraftStep(NamedTuple):
 
 
 class DraftModel:
-    """Drafts with the model that the backend runs as `program`. It computes `context` positions at most, and lies in
-    the blocks of the target's KV layer group number `group`, one without a window. It has up to `depth` draft steps in
-    flight beside the one whose answer it waits for."""
+    """Drafts with the model or head that the backend runs as `program`. It computes `context` positions at most, and
+    lies in the blocks of the target's KV layer group number `group`, one without a window. Of a head, it is the first
+    such group, where hidden states are. It has up to `depth` draft steps in flight beside the one whose answer it waits
+    for."""
 
     def __init__(
         self,
@@ -200,11 +239,13 @@ class DraftModel:
         context: int,
         *,
         depths: DraftDepths | None = None,
+        kind: DraftKind = SMALL_MODEL,
         program: int = 1,
         group: int = 0,
         depth: int = 0,
     ) -> None:
         self._backend = backend
+        self._kind = kind
         self._limits = limits
         self._context = min(context, limits.max_len)
         self._depths = depths or DraftDepths()
@@ -221,7 +262,7 @@ class DraftModel:
 
     def open(self) -> ModelDrafts:
         """Begins to draft for a request."""
-        return ModelDrafts(StreamAcceptance(self._acceptance))
+        return ModelDrafts(StreamAcceptance(self._acceptance), self._kind.shift)
 
     def propose(
         self, tasks: Sequence[DraftTask], copied: Sequence[Proposal], seconds: Seconds, rows: int, budget: int
@@ -255,18 +296,19 @@ class DraftModel:
 
     def _chances(self, task: DraftTask) -> tuple[float, ...]:
         """Returns the survival of each token that could be drafted for a task: of none where it is too far behind for
-        what is left of the answer."""
+        what is left of the answer, or where the target has not computed the hidden states yet that a head needs."""
         seq, drafts = task.room.seq, task.drafts
         most = min(task.most, self._context - len(seq.tokens))
-        if drafts is None or most <= 0:
+        if drafts is None or most <= 0 or (self._kind.is_head and seq.computed < len(seq.tokens) - 1):
             return ()
         self._find_computed(drafts, seq)
-        if len(seq.tokens) - drafts.computed > BEHIND + WORTH * (seq.max_len - len(seq.tokens)):
+        if len(seq.tokens) - drafts.computed > self._kind.behind + WORTH * (seq.max_len - len(seq.tokens)):
             return ()
         return drafts.acceptance.survival(DEPTH, self._cells)[:most]
 
     def _find_computed(self, drafts: ModelDrafts, seq: TokenSequence) -> None:
-        """Finds out how many of the sequence's first positions have KV of the draft model."""
+        """Finds out for how many of the sequence's first tokens there is KV of the draft model. That of a head at the
+        last position of a shared block is computed again: it depends on the token behind the block."""
         size, table = self._limits.block_size, seq.tables[self._group]
         if drafts.epoch != seq.admission_epoch:
             drafts.forget()
@@ -274,12 +316,13 @@ class DraftModel:
         ahead, drafts.ahead = drafts.ahead, []
         drafts.computed += common_prefix(ahead, seq.tokens[drafts.computed : drafts.computed + len(ahead)])
         if drafts.blocks != table[: len(drafts.blocks)]:  # another sequence had computed the same block
-            drafts.computed = min(drafts.computed, common_prefix(drafts.blocks, table) * size)
-        drafts.marked = min(drafts.marked, drafts.computed // size)
-        for at in range(drafts.marked, min(drafts.computed // size, len(seq.nodes))):
+            common = max(common_prefix(drafts.blocks, table) * size, drafts.first)
+            drafts.computed = min(drafts.computed, common)
+        shared = (drafts.computed - drafts.first) // size
+        drafts.marked = min(drafts.marked, shared)
+        for at in range(drafts.marked, min(shared, len(seq.nodes))):
             self._nodes[table[at]] = seq.nodes[at]
             drafts.marked = at + 1
-        shared = drafts.computed // size
         while shared < len(seq.nodes) and self._nodes.get(table[shared]) is seq.nodes[shared]:
             shared += 1
         drafts.computed = min(max(drafts.computed, shared * size), len(seq.tokens) - 1)
@@ -292,7 +335,8 @@ class DraftModel:
         """Returns the row of a task that drafts `depth` tokens, once there are blocks for it."""
         if not depth or task.drafts is None or not task.room.reserve(depth):
             return None
-        return DraftingRow(task, task.drafts, task.room.seq.tables[self._group], depth, slot)
+        place = DraftPlace(self._kind, slot, task.room.seq.tables[self._group])
+        return DraftingRow(task, task.drafts, place, depth)
 
     def _draft(self, rows: list[DraftingRow], least: float) -> None:
         """Drafts for all rows at once, a token for each in every step, while at least so much of a draft survives. The
@@ -339,7 +383,7 @@ class DraftModel:
         miss more draft nothing yet."""
         limits = self._limits
         left = limits.step_tokens if len(rows) == 1 else limits.prefill_budget or limits.step_tokens
-        late = [row for row in rows if row.known - row.computed > BEHIND]
+        late = [row for row in rows if row.known - row.computed > self._kind.behind]
         batch = []
         for row in late:
             stop = min(row.known - 1, row.computed + left)

@@ -32,11 +32,13 @@ TEXT_TOKENS = 2**17  # of one request's own text; a longer one starts anew
 SCOPE_TOKENS = 2**16  # of the recent answers of one scope
 RECENT_TOKENS = 2**19  # of the recent answers of all scopes
 CONTEXT = 16  # tokens before an answer that it is recognized by
-INDEXED = 2048  # tokens that are indexed in a step: two tenths of a millisecond
+INDEXED, PADDED_INDEXED = 2048, 16384  # tokens that are indexed in a step: 0.2 ms, or 1.6 while a device computes
 POOR = 0.25  # right tokens of a proposal, on average, below which a stream makes fewer
 SEARCHING = 4  # poor streams that propose in a step
 
-SLOPE, PADDED_SLOPE = 0.15, 0.02  # of a one-row step that one more token costs, before that is measured
+SLOPE, PADDED_SLOPE = 0.15, 0.005  # of a one-row step that one more token costs, before that is measured
+
+GAP_ROWS = 8  # rows whose drafts take the host as long as what it does for any number of them
 
 PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
 
@@ -62,6 +64,7 @@ class RequestDrafter:
         self._recent: StreamIndex | None = None
         self._read = 0  # tokens of the answer that all sources know
         self._followed, self._depth = NOTHING, 0
+        self._proposed, self._asked = NOTHING, 0  # last, and how many tokens it was asked for
         self._yield = 1.0  # running mean of the tokens of a proposal that were right
         self._rest = 0  # steps in which it proposes nothing
         if prediction:
@@ -72,6 +75,8 @@ class RequestDrafter:
     def propose(self, most: int) -> Proposal:
         """Returns at most `most` tokens that may come next, from the source that promises the most accepted ones. It
         is empty if none has any."""
+        if self._proposed.tokens and most <= self._asked:  # nothing was committed since
+            return self._proposed.first(most)
         if self._rest:
             self._rest -= 1
             return NOTHING
@@ -86,11 +91,13 @@ class RequestDrafter:
             self._followed, self._depth = best, 0
         if self._yield < POOR:
             self._rest = self._drafting.running // SEARCHING
+        self._proposed, self._asked = best, most
         return best
 
     def append(self, tokens: Sequence[int]) -> None:
         """Takes the tokens that were committed."""
         self.answer += tokens
+        self._proposed = NOTHING
         proposal, depth = self._followed, self._depth
         if not proposal.tokens:
             return
@@ -152,6 +159,8 @@ class Drafting:
         self.running = 0  # drafters that are open
         self._cost = StepCost(slope=PADDED_SLOPE if shapes else SLOPE, shapes=shapes)
         self._most = max(shapes, default=MOST_TOKENS)  # tokens of a step with drafts
+        self._gap = 0.0  # seconds that a device waits for the drafts of one row
+        self._indexed = PADDED_INDEXED if shapes else INDEXED
         self._exploration = Exploration()
         self.new_index, self.new_cursor = suffix_classes()
         self._recent: OrderedDict[Scope, StreamIndex] = OrderedDict()
@@ -191,9 +200,20 @@ class Drafting:
         """Takes note of how long a step took that had nothing but answering rows."""
         self._cost.observe(rows, tokens, seconds)
 
-    def index(self, most: int = INDEXED) -> None:
-        """Indexes at most `most` of the tokens that wait for it. Call it once a step: no step is held up by a long
-        prompt."""
+    def observe_gap(self, rows: int, seconds: float) -> None:
+        """Takes note of how long a device waited for a step with drafts of so many rows."""
+        each = seconds / (GAP_ROWS + rows)
+        self._gap += (min(each, 2 * self._gap) - self._gap) / 8 if self._gap else each
+
+    def halves(self, rows: int) -> bool:
+        """Returns whether a device waits longer for the drafts of so many rows than one more step takes, which reads
+        all weights again."""
+        return rows > 1 and (GAP_ROWS + rows) * self._gap > self._cost.least
+
+    def index(self, most: int | None = None) -> None:
+        """Indexes at most `most` of the tokens that wait for it, by default as many as cost a step little. Call it once
+        a step: no step is held up by a long prompt."""
+        most = self._indexed if most is None else most
         while most and self._waiting:
             most -= self._waiting[0].index(most)
             if self._waiting[0].indexed:

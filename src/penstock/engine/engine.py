@@ -117,6 +117,7 @@ class Engine(WeightControl):
         self._mirostats = 0  # requests that run and learn from their tokens' surprise
         self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
         self._answered = 0.0  # when the last step's answer came
+        self._goes_on = False  # after it there was more to compute
         self._events: list[Event] = []
         self._busy_seconds = 0.0
         self._out_of_memory = False  # the last step found too little memory
@@ -199,6 +200,8 @@ class Engine(WeightControl):
             self._host_blocks.carry_out(plan.copies, self._backend.kv)
         if plan.rows:
             self._launch(plan)
+            if self._speculation is not None:
+                self._speculation.prepare()
         if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
             self._commit(*self._in_flight.popleft())
         if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
@@ -390,10 +393,14 @@ class Engine(WeightControl):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
-        began = time.perf_counter()
+        speculation = self._speculation if any(row.draft for row in plan.rows) and self._goes_on else None
+        follows = speculation is not None and speculation.copies  # drafting costs what the device waits for it
+        began = self._answered if follows else time.perf_counter()
         self.recorder.launch(plan)
         try:
             self._in_flight.append((plan, self._launch_batch(plan), began))
+            if speculation is not None and follows and len(self._in_flight) == 1:
+                speculation.observe_gap(len(plan.rows), time.perf_counter() - began)
             self._out_of_memory = False
         except OutOfMemory as error:
             self._find_memory(plan, error)
@@ -436,6 +443,7 @@ class Engine(WeightControl):
                 result = self._follow_constraints(plan, result)
             self._scheduler.now = time.perf_counter()
             self._emit(self._scheduler.commit(plan, result))
+            self._goes_on = bool(self._scheduler.sequences)
 
     def _observe(self, plan: StepPlan, result: StepResult) -> None:
         """Tells samplers how surprising the tokens were that they chose."""

@@ -137,6 +137,6 @@ class RequestRecord:
             waited=tuple(self.waited.items()),
             forced=self.constraint.forced if self.constraint else 0,
             weights=tuple(self.weights),
-            drafts=tuple(self.drafts.counts.values()) if self.drafts else (),
+            drafts=tuple(self.drafts.counts) if self.drafts else (),
         )
         return event._replace(report=report)

@@ -17,6 +17,7 @@ from penstock.engine.record import RequestRecord
 from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, add_drafts
 
 AHEAD = 8  # drafted tokens that are looked at to decide whether a row waits for them
+SHARES = 4  # times its share of a step that a row may draft
 MISSED = 1.0  # tokens that a row forgoes which waits for the step in flight
 
 
@@ -56,6 +57,12 @@ class Drafters(Protocol[D]):
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
         """Takes note of how long a step took that had nothing but answering rows."""
 
+    def observe_gap(self, rows: int, seconds: float) -> None:
+        """Takes note of how long a device waited for a step with drafts of so many rows."""
+
+    def halves(self, rows: int) -> bool:
+        """Returns whether a device waits longer for the drafts of so many rows than one more step takes."""
+
     def index(self) -> None:
         """Gets on with preparing drafts, for a small part of a step. Called once a step."""
 
@@ -63,19 +70,25 @@ class Drafters(Protocol[D]):
 class RequestDrafts:
     """Holds what is drafted for one request, by copying and, if there is a draft model, by that."""
 
-    __slots__ = ("counts", "drafter", "model", "proposal")
+    __slots__ = ("_tallies", "drafter", "model", "proposal")
 
     def __init__(self, drafter: Drafter, model: ModelDrafts | None) -> None:
         self.drafter = drafter
         self.model = model
         self.proposal = NOTHING  # that the step in flight verifies
-        self.counts: dict[str, DraftCounts] = {}
+        self._tallies: dict[str, list[int]] = {}  # by source: see DraftCounts
+
+    @property
+    def counts(self) -> list[DraftCounts]:
+        """Returns what became of all that was drafted, by source."""
+        return [DraftCounts(source, *tally) for source, tally in self._tallies.items()]
 
     def count(self, drafted: int, accepted: int) -> None:
         """Counts what became of the proposal that was verified."""
-        source = self.proposal.source
-        counts = DraftCounts(source, drafted, accepted, 1)
-        self.counts[source] = self.counts.get(source, DraftCounts(source)).plus(counts)
+        tally = self._tallies.setdefault(self.proposal.source, [0, 0, 0])
+        tally[0] += drafted
+        tally[1] += accepted
+        tally[2] += 1
 
 
 class Speculation:
@@ -95,6 +108,11 @@ class Speculation:
         self._most = most
         self.counts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
 
+    @property
+    def copies(self) -> bool:
+        """Returns whether all drafts are copied: a device has nothing to do until they are made."""
+        return self._model is None
+
     def open(self, record: RequestRecord) -> None:
         """Begins to draft for a request that may have drafts. With mirostat none has: its next choice depends on the
         last one."""
@@ -107,13 +125,14 @@ class Speculation:
         """Ends drafting for a request."""
         if record.drafts is None:
             return
-        self.counts = add_drafts((*self.counts, *record.drafts.counts.values()))
+        self.counts = add_drafts((*self.counts, *record.drafts.counts))
         self._drafting.close(record.drafts.drafter)
 
     def propose(self, asked: Sequence[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
         """Returns a draft for each of the sequences: see core/drafts.py."""
         records = [self._records[room.seq.id] for room in asked]
-        limits = [self._limit(record, room.most) for record, room in zip(records, asked, strict=True)]
+        reach = self._reach(rows)
+        limits = [self._limit(record, min(room.most, reach)) for record, room in zip(records, asked, strict=True)]
         proposals = [self._propose(record, most) for record, most in zip(records, limits, strict=True)]
         if self._model is not None:
             tasks = [
@@ -132,7 +151,6 @@ class Speculation:
 
     def verify(self, plan: StepPlan, result: StepResult, seconds: float) -> StepResult:
         """Returns the result of a step, which took so many seconds, without what was sampled after wrong drafts."""
-        self._drafting.index()
         drafted = sum(len(row.draft) for row in plan.rows)
         tokens = sum(row.count for row in plan.rows)
         if tokens - drafted == len(plan.rows):  # prompts cost more than their number of tokens tells
@@ -141,6 +159,18 @@ class Speculation:
             return result
         rows = [self._verify(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
         return StepResult(result.step, tuple(rows))
+
+    def halves(self, rows: int) -> bool:
+        """Returns whether so many rows with drafts are computed in two steps by turns."""
+        return self._drafting.halves(rows)
+
+    def observe_gap(self, rows: int, seconds: float) -> None:
+        """Takes note of how long a device waited for a step with drafts."""
+        self._drafting.observe_gap(rows, seconds)
+
+    def prepare(self) -> None:
+        """Gets on with preparing drafts. Called once a step, when it is launched: a device computes meanwhile."""
+        self._drafting.index()
 
     def append(self, id: int, tokens: Sequence[int]) -> None:
         """Takes over tokens that were added to a request's answer."""
@@ -155,11 +185,18 @@ class Speculation:
         if (record := self._records.get(id)) is None:
             return False
         most = self._limit(record, min(self._drafting.room(rows), AHEAD))
-        if most > MISSED and sum(self._propose(record, most).survival) > MISSED:
-            return True
+        if most > MISSED:
+            proposal = self._propose(record, self._limit(record, self._reach(rows)))  # what the next step may ask for
+            if sum(proposal.survival[:most]) > MISSED:
+                return True
         if self._model is None or record.drafts is None or record.drafts.model is None or most < 1:
             return False
         return self._model.is_worth_waiting(record.drafts.model, MISSED if rows > 1 else 0.0)
+
+    def _reach(self, rows: int) -> int:
+        """Returns how many tokens are proposed for one of so many rows, at most: more than its share of a step, since
+        others may need less."""
+        return max(SHARES * self._drafting.room(rows), AHEAD)
 
     def _limit(self, record: RequestRecord, most: int) -> int:
         """Returns how many tokens may be drafted for a request, in a row that has room for so many."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import numpy as np
@@ -143,6 +144,7 @@ class Ends:
     positions: Weight | None  # learned position embeddings
     norm: Norm
     head: Weight
+    fuse: Weight | None = None  # projects what `spec.observed` describes
 
     def enter(self, ops: Ops[V]) -> V:
         """Returns the embeddings of the step's tokens: [T, dim]."""
@@ -153,10 +155,15 @@ class Ends:
         """Returns the logits of the sampled rows, [S, vocab]; of an encoder, which has none, their hidden states."""
         x, _ = self.norm(ops, x, residual)
         ops.pool(x)
+        if self.spec.stores_hidden:
+            ops.store_hidden(0, x)
         if self.spec.encoder:
             return ops.take_sampled(x)
-        rows = scaled(ops, ops.take_sampled(x), self.spec.logit_scale)
-        logits = ops.linear(rows, self.head, precision="float32")
+        return self.logits(ops, ops.take_sampled(x))
+
+    def logits(self, ops: Ops[V], rows: V) -> V:
+        """Returns the logits of rows that were normed: [S, dim] -> [S, vocab]."""
+        logits = ops.linear(scaled(ops, rows, self.spec.logit_scale), self.head, precision="float32")
         return ops.soft_cap(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
 
 
@@ -202,8 +209,15 @@ class Decoder:
         """Returns the logits of the sampled rows: [S, vocab]."""
         x: V = self.ends.enter(ops)
         residual: V | None = None
-        for layer in self.layers:
-            x, residual = layer(ops, x, residual)
+        streams: list[V] = []
+        observed = self.ends.spec.observed.layers if self.ends.spec.observed else ()
+        for at, layer in enumerate((*self.layers, None)):
+            if at in observed:
+                streams.append(x if residual is None else ops.add(x, residual))
+            if layer is not None:
+                x, residual = layer(ops, x, residual)
+        if streams:
+            ops.store_hidden(0, ops.linear(reduce(ops.concat, streams), self.ends.fuse))
         return self.ends.leave(ops, x, residual)
 
 
@@ -216,16 +230,17 @@ MakePart = Callable[[ModelSpec, Packer, int], Part]
 MakeNorm = Callable[[ModelSpec, Packer, str], Norm]
 
 
-def attention(spec: ModelSpec, pack: Packer, layer: int) -> Attention:
-    """Builds a layer's attention. The q tensor of a gated one has each head's queries and then its gate."""
-    a, name = spec.attention(layer), f"layers.{layer}"
+def attention(spec: ModelSpec, pack: Packer, layer: int, width: int = 0) -> Attention:
+    """Builds a layer's attention; `width` is that of its input, if it is not the model's. The q tensor of a gated one
+    has each head's queries and then its gate."""
+    a, name, width = spec.attention(layer), f"layers.{layer}", width or spec.dim
     kv = () if a.shares_kv else ((f"{name}.k", a.kv_width), (f"{name}.{'k' if a.v_is_k else 'v'}", a.kv_width))
     if a.output_gate:
         queries, gates = alternating(a.heads, a.head_dim, a.head_dim)
-        qkv = pack.matrix((f"{name}.q", 2 * a.q_width, queries), *kv, width=spec.dim)
-        gate = pack.matrix((f"{name}.q", 2 * a.q_width, gates), width=spec.dim)
+        qkv = pack.matrix((f"{name}.q", 2 * a.q_width, queries), *kv, width=width)
+        gate = pack.matrix((f"{name}.q", 2 * a.q_width, gates), width=width)
     else:
-        qkv, gate = pack.matrix((f"{name}.q", a.q_width), *kv, width=spec.dim), None
+        qkv, gate = pack.matrix((f"{name}.q", a.q_width), *kv, width=width), None
     o = pack.matrix((f"{name}.o", spec.dim), width=a.q_width)
     vectors = {vector: pack.vector(f"{name}.{vector}", size) for vector, size in a.vectors.items()}
     return Attention(spec.kv_layer(layer), a, spec.eps, qkv, o, qk_norms(spec, pack, layer), vectors, gate)
@@ -351,4 +366,6 @@ def ends(spec: ModelSpec, pack: Packer, norm: MakeNorm = rms_norm, positions: We
     """Builds what comes before the layers and after them."""
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
-    return Ends(spec, embed, positions, norm(spec, pack, "norm"), head)
+    seen = spec.observed
+    fuse = pack.matrix(("fuse", seen.width), width=len(seen.layers) * spec.dim) if seen else None
+    return Ends(spec, embed, positions, norm(spec, pack, "norm"), head, fuse)

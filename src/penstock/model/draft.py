@@ -1,4 +1,4 @@
-"""Opens the draft model that a config names, and refuses one that cannot draft for its target."""
+"""Opens the draft model or the head that a config names, and refuses one that cannot draft for its target."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import OFF, Config
+from penstock.config import MTP, OFF, Config, Device
 from penstock.errors import ConfigError, PenstockError
-from penstock.model.load import Checkpoint, open_checkpoint, text_of
+from penstock.model import eagle
+from penstock.model.eagle import EagleHead
+from penstock.model.heads import is_head, open_mtp
+from penstock.model.load import CONFIG, Checkpoint, open_checkpoint, text_of
+from penstock.model.open_files import read_json
 
 if TYPE_CHECKING:
     from penstock.text import Tokenizer
@@ -17,16 +21,28 @@ SHOWN = 4  # differing tokens that an error names
 
 
 def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
-    """Opens the draft model of a config; returns None if it names none. Raises ConfigError if it cannot draft for
-    the target."""
+    """Opens the draft model or the head of a config; returns None if it names none. Raises ConfigError if it cannot
+    draft for the target."""
     if not config.draft:
         return None
     if config.speculation == OFF:
         raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
-    draft = open_checkpoint(Path(config.draft))
+    draft = open_mtp(target) if config.draft == MTP else _open(Path(config.draft))
+    if isinstance(draft, EagleHead) and Device.parse(config.device).kind == "cuda":
+        raise ConfigError(f"--draft {config.draft}: no GPU runs an EAGLE-3 head yet: leave it out, or use --device cpu")
     for problem in _problems(draft, target):
         raise ConfigError(f"{draft.name} cannot draft for {target.name}: {problem}")
     return draft
+
+
+def _open(path: Path) -> Checkpoint:
+    """Opens a draft model, or an EAGLE-3 head."""
+    if path.is_dir() and (path / CONFIG).exists():
+        values = read_json(path / CONFIG)
+        if eagle.is_eagle(values):
+            return eagle.open_eagle(path)
+        eagle.refuse_older(values, path.name)
+    return open_checkpoint(path)
 
 
 def group_of(target: Checkpoint) -> int:
@@ -43,10 +59,13 @@ def _problems(draft: Checkpoint, target: Checkpoint) -> Iterator[str]:
         yield f"{draft.name} has recurrent layers, whose state cannot go back to before a rejected draft"
     if 0 not in target.spec.windows:
         yield f"all layers of {target.name} have windows, so no KV block stays for as long as a draft model needs it"
+    if isinstance(draft, EagleHead):
+        yield from eagle.problems(draft, target)
+        return
     sizes = draft.spec.vocab, target.spec.vocab
     if sizes[0] != sizes[1]:
         yield f"their vocabularies have {sizes[0]:,} and {sizes[1]:,} tokens and must be the same"
-    if found := _differing_tokens(draft, target):
+    if not is_head(draft) and (found := _differing_tokens(draft, target)):
         yield f"their vocabularies differ, so that a token has two meanings: {found}"
 
 

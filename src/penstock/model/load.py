@@ -59,6 +59,7 @@ class Checkpoint:
     classifier: ClassifierHead | None = None
     unknown: tuple[str, ...] = ()  # fields of config.json that nothing is known of
     dense: DenseHead | None = None  # what turns its pooled states into embeddings
+    head_files: tuple[Path, ...] = ()  # of a draft head that some of its tensors are from
 
     @property
     def fp8(self) -> bool:
@@ -69,9 +70,11 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """Returns the files that its tensors and its config are read from."""
         if self.path.is_dir():
-            return sorted(file for file in self.path.iterdir() if file.suffix in (".json", ".safetensors"))
-        count = self.metadata.get("split.count", 1)
-        return shard_paths(self.path, count) if count > 1 else [self.path]
+            files = sorted(file for file in self.path.iterdir() if file.suffix in (".json", ".safetensors"))
+        else:
+            count = self.metadata.get("split.count", 1)
+            files = shard_paths(self.path, count) if count > 1 else [self.path]
+        return [*files, *self.head_files]
 
     @property
     def embedding_width(self) -> int:

@@ -177,6 +177,14 @@ class Ops(Protocol[V]):
     def pool(self, x: V) -> None:
         """Marks the values that embeddings are pooled from, [T, dim]. A forward pass calls it once."""
 
+    def store_hidden(self, number: int, x: V, ahead: int = 0) -> None:
+        """Stores rows in the KV blocks of their sequence, where other programs load them: hidden states of kind
+        `number`, [T, width] or [S, width], each at the position of its token or so many further `ahead`. They lie in
+        the blocks of the first KV layer group without a window. Kinds are numbered from 0 on."""
+
+    def load_hidden(self, number: int, width: int) -> V:
+        """Returns what was stored last at the positions of the step's tokens, by whichever program: [T, width]."""
+
     def moe(self, x: V, router_logits: V, experts: ExpertWeights, spec: ExpertSpec) -> V:
         """Computes each token with the experts that its router logits select, and adds their outputs up, weighted:
         [T, dim], [T, count] -> [T, dim]. `spec.act` is as in `act_and_mul`, or "clamped": min(left, 7) * sigmoid(1.702

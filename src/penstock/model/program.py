@@ -127,9 +127,16 @@ class Program:
         return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op in RECURRENT}
 
     @property
+    def hidden_widths(self) -> dict[int, int]:
+        """Maps each kind of hidden states that it stores or loads to its width."""
+        rows = [((*n.inputs, *n.outputs)[0], n) for n in self.nodes if n.op in ("store_hidden", "load_hidden")]
+        return {node.attributes["number"]: value.width for value, node in rows}
+
+    @property
     def first_sampled(self) -> int:
         """Returns the index of the first node that computes sampled rows; all nodes before it compute tokens."""
-        return next((i for i, node in enumerate(self.nodes) if node.outputs[0].symbol == "S"), len(self.nodes))
+        values = [(*node.outputs, *node.inputs)[0] for node in self.nodes]
+        return next((i for i, value in enumerate(values) if value.symbol == "S"), len(self.nodes))
 
 
 @dataclass(slots=True)
@@ -239,6 +246,12 @@ class Recorder:
 
     def pool(self, x: Value) -> None:
         self.pooled = x
+
+    def store_hidden(self, number: int, x: Value, ahead: int = 0) -> None:
+        self.nodes.append(OpNode("store_hidden", (x,), (), {"number": number, "ahead": ahead}))
+
+    def load_hidden(self, number: int, width: int) -> Value:
+        return self._add("load_hidden", (), self._value("T", width), number=number)
 
     def moe(self, x: Value, router_logits: Value, experts: ExpertWeights, spec: ExpertSpec) -> Value:
         return self._add("moe", (x, router_logits), self._value("T", x.width), experts=experts, spec=spec)

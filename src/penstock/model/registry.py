@@ -220,6 +220,10 @@ def family(name: str) -> FamilyModule:
 def family_of_hf(config: ConfigReader) -> FamilyModule:
     """Returns the family of a Hugging Face folder, given its config."""
     names = config.strings("architectures")
+    if any("eagle3" in name.lower() for name in names):
+        raise UnsupportedModel(
+            f"{', '.join(names)} is a head that drafts for a model: give the model itself, and this with --draft"
+        )
     if len(names) != 1 or names[0] not in HUGGING_FACE:
         raise config.unsupported("architectures", names, HUGGING_FACE)
     return family(HUGGING_FACE[names[0]])

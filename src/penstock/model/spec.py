@@ -204,6 +204,14 @@ class ClassifierSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ObservedSpec:
+    """Describes what a model stores of each token for an EAGLE-3 head: a projection of residual streams."""
+
+    layers: tuple[int, ...]  # before which streams are taken; one more than the last layer is after all
+    width: int  # of the projection
+
+
+@dataclass(frozen=True, slots=True)
 class LongContext:
     """Describes a context beyond the original one (LongRoPE): how long it is, and the RoPE that all positions of it
     have."""
@@ -286,6 +294,15 @@ class ModelSpec:
     layer_hidden: tuple[int, ...] = ()  # of each layer's MLP, where they differ; `hidden` is the widest
     per_layer: PerLayerSpec | None = None
     altup: AltUpSpec | None = None
+    stores_hidden: bool = False  # in KV blocks, after the last norm, for a head that drafts from them
+    observed: ObservedSpec | None = None  # stored in its place, for an EAGLE-3 head
+
+    @property
+    def hidden_values(self) -> int:
+        """Returns how many values of hidden states it stores of each token."""
+        if self.observed is not None:
+            return self.observed.width
+        return self.dim if self.stores_hidden else 0
 
     @property
     def encoder(self) -> bool:

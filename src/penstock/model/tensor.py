@@ -72,7 +72,9 @@ FP8 = {name: Format(name, 1, 1) for name in ("F8_E4M3", "F8_E5M2")}
 # formats of the parts of weights that formats/ puts together
 INTEGERS = {
     name: Format(name, 1, size)
-    for name, size in (("U8", 1), ("I8", 1), ("F8_E8M0", 1), ("I16", 2), ("I32", 4), ("U32", 4), ("I64", 8))
+    for name, size in (
+        *(("U8", 1), ("I8", 1), ("BOOL", 1), ("F8_E8M0", 1), ("I16", 2), ("I32", 4), ("U32", 4), ("I64", 8)),
+    )
 }
 
 NF4 = Format("NF4", 32, 20)  # bitsandbytes' table of 16 numbers, with a float32 scale

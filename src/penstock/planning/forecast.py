@@ -11,6 +11,7 @@ from penstock.backend.quantize_at_load import quantized
 from penstock.config import QUANTIZATIONS, Config, Device
 from penstock.errors import ConfigError
 from penstock.model.draft import open_draft
+from penstock.model.heads import beside
 from penstock.model.load import Checkpoint
 from penstock.model.tensor import PLAIN
 from penstock.planning.memory_plan import MemoryPlan, footprint_of, plan_memory
@@ -58,8 +59,9 @@ def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler
 
 def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Forecast:
     """Returns the forecast for a config with its defaults filled in, and prompts of so many tokens."""
-    backend, spec, stored = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent)
     draft = open_draft(config, checkpoint)
+    checkpoint = beside(checkpoint, draft)
+    backend, spec, stored = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent)
     footprint = footprint_of(backend, stored, draft and quantized(draft, config, silent))
     try:
         memory = plan_memory(config, spec, footprint)

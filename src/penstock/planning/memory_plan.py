@@ -72,9 +72,9 @@ class MemoryPlan:
         yield from (f"  note: {note}" for note in self.notes)
 
     def _weights_remark(self) -> str:
-        """Says how many of the weights are a draft model's, if there is one."""
+        """Says how many of the weights are those of a draft model or a head, if there is one."""
         drafting = self.footprint.draft_weights
-        return f"{gigabytes(drafting)} of them the draft model's" if drafting else ""
+        return f"{gigabytes(drafting)} of them for drafts" if drafting else ""
 
     @property
     def _left_over(self) -> int:

@@ -37,7 +37,7 @@ def fetch(ref: str, *, progress: Progress | None = None) -> Path:
 
 def with_local_draft(config: Config, obtain: Callable[[str], Path] = fetch) -> Config:
     """Returns the config with the path of its draft model instead of a reference; `obtain` downloads it if needed."""
-    return replace(config, draft=str(obtain(config.draft))) if config.draft else config
+    return replace(config, draft=str(obtain(config.draft_model))) if config.draft_model else config
 
 
 def find(ref: str) -> Entry | None:

@@ -88,11 +88,26 @@ def read_packed(file: int, offset: int, weights: list[Weight], checksum: int, th
     """Fills weights, which lie in the open file one after the other from `offset` on. Returns False, with all of them
     zeroed, if the file is too short or the checksum of the checksums of all pieces differs."""
 
+class HiddenRows:
+    """Hidden states in KV blocks, which the programs beside each other share."""
+
+    def reserve(self, blocks: int, block_size: int) -> None: ...
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
+    def export_blocks(self, blocks: list[int]) -> bytes: ...
+    def import_blocks(self, blocks: list[int], data: bytes) -> None: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def kv_layout(self) -> str:
+        """Names the layout of a block; empty where nothing is stored."""
+
 class Program:
     """Phases over numbered buffers. Ops are added in the order in which they run; each writes `out`."""
 
     def __init__(self, isa: str, threads: int, kv: str, beside: Program | None = None) -> None:
-        """Makes an empty program; one `beside` another runs on its threads."""
+        """Makes an empty program; one `beside` another runs on its threads and shares its hidden states."""
     def buffer(self, symbol: str, width: int, prepared: bool) -> int: ...
     def prepares(self, weight: Weight) -> bool:
         """Whether what the weight is multiplied with must lie in a prepared buffer."""
@@ -281,6 +296,8 @@ class Program:
         numbers: dict[str, float],
     ) -> None:
         """Selects the positions that attend_mla attends to. The numbers are those of the layer's attention."""
+    def store_hidden(self, number: int, x: int, ahead: int) -> None: ...
+    def load_hidden(self, number: int, out: int) -> None: ...
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...
@@ -347,6 +364,8 @@ class Program:
         """The last step's rows of the buffer that is kept, from `first` on, to `out`: [rows, width]."""
     def read_answers(self, rows: NDArray[np.int32], out: NDArray[np.float32]) -> None:
         """Copies rows of the last step's answer, before any edit, to `out`: [rows, width]."""
+    @property
+    def hidden(self) -> HiddenRows: ...
     @property
     def isa(self) -> str: ...
     @property

@@ -42,6 +42,7 @@ from penstock.types import StepResult, TokenLogprob
 
 KV_TYPES = ("f16", "f32", "int8")
 KV_BYTES = {"f16": 2, "f32": 4, "int8": 1}  # of each value
+HIDDEN_BYTES = 2  # of each value of a hidden state
 KV_SCALES = {"f16": 0, "f32": 0, "int8": 8}  # bytes beside those of each head
 NO_WORDS = np.zeros((0, 0), np.int32)
 
@@ -127,7 +128,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._kv_type = KV_TYPES[0] if kv == "auto" else kv
         self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
-        self.kv: BlockMemory = NativeBlocks(self._programs)
+        self.kv: BlockMemory = NativeBlocks(self._programs, self._first.hidden)
         self._adapters = NativeAdapters(self._first)
         self.adapters: AdapterSlots = self._adapters
         self._packing = Packing(self._first.threads, PackedFile(packed) if packed else None)
@@ -162,6 +163,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         for number, program in self._programs.items():
             layers = [] if number else [list(group.layers) for group in groups]
             program.native.reserve_kv(num_blocks, block_size, states, layers)
+        self._first.hidden.reserve(num_blocks, block_size)
 
     def logits(self, batch: Batch) -> Floats:
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
@@ -180,12 +182,13 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         values, scales = KV_BYTES[self._kv_type], KV_SCALES[self._kv_type]
         kv_token = sum(values * a.kv_values + scales * (a.kv_heads + (a.index_dim > 0)) for a in spec.cached_attention)
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
-        return Footprint.on_host(int(weights), kv_token, spec.state_bytes)
+        hidden = HIDDEN_BYTES * spec.hidden_values
+        return Footprint.on_host(int(weights), kv_token, spec.state_bytes).with_hidden(hidden)
 
     def memory_needs(self) -> MemoryNeeds:
         natives = [program.native for program in self._programs.values()]
         kv, state = (sum(getattr(each, name) for each in natives) for name in ("kv_bytes_per_token", "state_bytes"))
-        return MemoryNeeds(kv, state, available_memory() // 4)
+        return MemoryNeeds(kv + self._first.hidden.kv_bytes_per_token, state, available_memory() // 4)
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CpuUpdate:
         self._packing = Packing(max(self._first.threads // 2, 1))  # steps go on meanwhile
@@ -230,31 +233,38 @@ class CpuUpdate:
 class NativeBlocks:
     """Copies KV blocks of the native caches: see BlockMemory."""
 
-    def __init__(self, programs: Mapping[int, CpuProgram]) -> None:
+    def __init__(self, programs: Mapping[int, CpuProgram], hidden: _native.HiddenRows) -> None:
         self._programs = programs
+        self._hidden = hidden
+
+    @property
+    def _stored(self) -> list[_native.Program | _native.HiddenRows]:
+        """Returns all that keeps something in blocks."""
+        hidden = [self._hidden] if self._hidden.block_bytes else []
+        return [*(program.native for program in self._programs.values()), *hidden]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for program in self._programs.values():
-            program.native.copy_blocks(list(pairs))
+        for each in self._stored:
+            each.copy_blocks(list(pairs))
 
     def export_blocks(self, blocks: Sequence[int]) -> bytes:
-        parts = [program.native.export_blocks(list(blocks)) for program in self._programs.values()]
+        parts = [each.export_blocks(list(blocks)) for each in self._stored]
         if len(parts) == 1:
             return parts[0]
         return np.concatenate([_by_block(part, len(blocks)) for part in parts], axis=1).tobytes()
 
     def import_blocks(self, blocks: Sequence[int], data: bytes) -> None:
-        natives = [program.native for program in self._programs.values()]
-        size = sum(native.block_bytes for native in natives)
+        stored = self._stored
+        size = sum(each.block_bytes for each in stored)
         if len(data) != size * len(blocks):
             raise ValueError(f"{len(blocks)} KV blocks take {size * len(blocks)} bytes; got {len(data)}")
-        ends = np.cumsum([native.block_bytes for native in natives])
+        ends = np.cumsum([each.block_bytes for each in stored])
         parts = np.split(_by_block(data, len(blocks)), ends[:-1], axis=1)
-        for native, part in zip(natives, parts, strict=True):
-            native.import_blocks(list(blocks), part.tobytes())
+        for each, part in zip(stored, parts, strict=True):
+            each.import_blocks(list(blocks), part.tobytes())
 
     def fingerprint(self) -> str:
-        return "; ".join(["cpu 1", *(program.native.kv_layout for program in self._programs.values())])
+        return "; ".join(["cpu 1", *(each.kv_layout for each in self._stored)])
 
 
 def _by_block(data: bytes, blocks: int) -> NDArray[np.uint8]:

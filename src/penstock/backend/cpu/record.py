@@ -236,6 +236,14 @@ def take_sampled(emit: Emitter, x: int, out: int) -> None:
     emit.native.take_sampled(x, out)
 
 
+def store_hidden(emit: Emitter, x: int, *, number: int, ahead: int) -> None:
+    emit.native.store_hidden(number, x, ahead)
+
+
+def load_hidden(emit: Emitter, out: int, *, number: int) -> None:
+    emit.native.load_hidden(number, out)
+
+
 def moe(emit: Emitter, x: int, router_logits: int, out: int, *, experts: ExpertWeights, spec: ExpertSpec) -> None:
     emit.native.moe(
         x,
@@ -362,6 +370,6 @@ EMITTERS: dict[str, Callable[..., Any]] = {
         *(match_rms, mix_streams, correct_streams, add_to_streams),
         *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
-        *(causal_conv, selective_scan),
+        *(causal_conv, selective_scan, store_hidden, load_hidden),
     )
 }

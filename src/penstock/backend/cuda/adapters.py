@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
+from penstock.backend.cuda.kernels.hopper_low_rank import MAX_WIDTH, ProductUpdates, shrink_few
 from penstock.backend.cuda.kernels.low_rank import (
     RECORD,
     AdaptedWeight,
@@ -25,12 +27,14 @@ from penstock.backend.cuda.kernels.low_rank import (
     shrink,
     values_needed,
 )
+from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_low_rank import PackedUpdate, UpdateSizes, pack_update
 from penstock.backend.cuda.transfer import CHUNK, Lane
 from penstock.errors import AdapterError, OutOfMemory
 from penstock.model.low_rank import LowRankUpdate
 
 FIRST_SLOTS = 32  # in the table at first
+PRODUCT_ROWS = (8, 16, 32, 64)  # that kernels of products which add updates are compiled for
 
 
 @dataclass(slots=True)
@@ -56,13 +60,16 @@ class WeightSizes:
     chunks: int = 0  # the most that a slot had so far
     blocks: int = 0
     aligned: bool = True
+    depth: int = 0
+    tiled: bool = True
 
     def grow(self, sizes: UpdateSizes) -> bool:
         """Makes launches large enough for an update; returns whether they were not."""
-        before = self.chunks, self.blocks, self.aligned
+        before = self.chunks, self.blocks, self.aligned, self.depth, self.tiled
         self.chunks, self.blocks = max(self.chunks, sizes.chunks), max(self.blocks, sizes.blocks)
-        self.aligned = self.aligned and sizes.aligned
-        return before != (self.chunks, self.blocks, self.aligned)
+        self.aligned, self.tiled = self.aligned and sizes.aligned, self.tiled and sizes.tiled
+        self.depth = max(self.depth, sizes.depth)
+        return before != (self.chunks, self.blocks, self.aligned, self.depth, self.tiled)
 
 
 class CudaAdapters:
@@ -114,6 +121,24 @@ class CudaAdapters:
                 if known.weight.takes_fp8(rows.size):
                     shrink(fp8_view(x), rows, weight, room)
                 expand(room, 1, rows, weight, y, y[:, : y.shape[1] // 2] if known.gated else y, known.gated)
+        self._compile_products(records, nowhere, room)
+
+    def _compile_products(self, records: Any, nowhere: Any, h: Any) -> None:
+        """Does the same for products that add updates themselves, once for all weights of a size. Scratch memory is not
+        that of steps, which run meanwhile."""
+        taken = [known for i, known in enumerate(self._known) if not known.sampled and self.takes_few(i)]
+        for (rows, width), known in {(known.weight.rows, known.weight.width): known for known in taken}.items():
+            workspace = copy(known.weight.workspace)
+            workspace.scratch = SplitKScratch.on(self._device)
+            weight = replace(known.weight, workspace=workspace)
+            for count in PRODUCT_ROWS:
+                x = self._empty(count, width)
+                out = self._empty(count, rows // 2 if known.gated else rows)
+                slots = torch.full((count,), -1, dtype=torch.int32, device=self._device)
+                inputs = fp8_view(x) if weight.takes_fp8(count) else x
+                each = RowTiles(nowhere, slots, DECODE_ROWS), AdaptedWeight(records, 0, 1, 1, True, self._dtype)
+                shrink_few(inputs, *each, h)
+                weight.updated(inputs, out, ProductUpdates(nowhere, slots, records, h, 1, 1, 1), known.gated)
 
     def _empty(self, rows: int, width: int) -> Any:
         return torch.empty((rows, width), dtype=self._dtype, device=self._device)
@@ -218,6 +243,20 @@ class CudaAdapters:
         known = self._known[number]
         return AdaptedWeight(self._records, number, known.chunks, known.blocks, known.aligned, self._dtype)
 
+    def takes_few(self, number: int) -> bool:
+        """Returns whether the kernels that only Hopper runs take few rows of a product with a weight."""
+        weight = self._known[number].weight
+        fits = weight.width % 8 == 0 and weight.width <= MAX_WIDTH and self._dtype.itemsize == 2
+        return fits and bool(weight.workspace.has_hopper_gemm)
+
+    def updates(self, number: int, step: DeviceInputs) -> ProductUpdates | None:
+        """Returns the updates of a weight for a product that adds them itself, after `shrink`; None if none can."""
+        known = self._known[number]
+        if not known.tiled or len(step.tiles):
+            return None
+        rows, records = (step.adapter_tiles, step.adapter_slots), self._records[:, number:]
+        return ProductUpdates(*rows, records, self._low_rank, len(self._known), known.chunks, known.depth)
+
     @property
     def low_rank(self) -> Any:
         """Returns memory for what one `shrink` leaves for its `expand`."""
@@ -237,8 +276,14 @@ class AdaptedProduct:
         weight = self._adapters.weight(self._number)
         if not len(step.adapter_tiles) or not weight.chunks:
             return False
-        shrink(x, self._rows(step), weight, self._adapters.low_rank)
+        few = not (self._sampled or len(step.tiles)) and self._adapters.takes_few(self._number)
+        launch = shrink_few if few else shrink
+        launch(x, self._rows(step), weight, self._adapters.low_rank)
         return True
+
+    def updates(self, step: DeviceInputs) -> ProductUpdates | None:
+        """Returns what a product needs to add the updates itself, after `shrink`; None if none can."""
+        return None if self._sampled else self._adapters.updates(self._number, step)
 
     def expand(self, step: DeviceInputs, width: int, out: Any) -> None:
         """Adds the updates to the product `out`, of rows of this `width`."""

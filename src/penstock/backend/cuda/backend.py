@@ -39,9 +39,10 @@ from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import bucket_mixed_rows, common_shapes, draft_shapes, padded, padded_sizes
+from penstock.backend.cuda.graphs import common_shapes, draft_shapes, padded, step_rows, verified_sizes
+from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
-from penstock.backend.cuda.inputs import MOST_VERIFIED, AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.loaded_program import LoadedProgram
@@ -97,22 +98,23 @@ class CudaBackend:
         self._dtype = dtype
         self._quantize = quantize
         self._kv_layout = layout_of(kv, dtype)
-        rows = bucket_mixed_rows(max_rows)
+        rows = step_rows(max_rows)
         self._sizes = StepSizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
         self._answering: Any = torch.cuda.Stream(self._device) if on_gpu else None
         self._capture = graphs and self._stream is not None
         self._step_sizes = max_rows, max_tokens, prefill_budget
-        self.padded_sizes: Sequence[int] = padded_sizes(min(rows, MOST_VERIFIED)) if self._capture else ()
+        self.padded_sizes: Sequence[int] = ()  # once program 0 is loaded: see `load`
         self._arena = arena or Arena.on(self._device)
         self._tilings = Tilings.of(self._properties, tuned)
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
         tokens = torch.zeros(self._sizes.tokens, dtype=torch.int32, device=self._device)
-        about = self._tilings, self._arena, tokens, ActivationMemory(self._arena)
+        self._hidden = HiddenStates(dtype, self._arena)
+        about = self._tilings, self._arena, tokens, ActivationMemory(self._arena), self._hidden
         self._shared = SharedMemory(self._device, dtype, self._sizes, *about)
         self._inputs = InputBuffer(self._device, self._sizes, self._event)
         self._programs: dict[int, LoadedProgram] = {}
-        self._blocks = CudaBlocks(self._programs, self._device, self._on_stream)
+        self._blocks = CudaBlocks(self._programs, self._hidden, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
         self._adapters = self._new_adapters()
         self.adapters: AdapterSlots = self._adapters
@@ -150,6 +152,8 @@ class CudaBackend:
             loaded = LoadedProgram(model, self._shared, adapters, capture=self._capture)
         self._programs[program] = loaded
         adapters.forget_graphs = loaded.graphs.forget_adapters
+        if program == 0 and self._capture:
+            self.padded_sizes = verified_sizes(self._sizes.rows, loaded.program.run_sizes)
 
     def _new_adapters(self) -> CudaAdapters:
         sizes = self._sizes.rows, self._sizes.tokens
@@ -168,14 +172,15 @@ class CudaBackend:
         unpacks = self._quantize == "int4" or any(tensor.format.name in STORED_BITS for tensor in listed)
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
         costs = sum(map(self._kv_layout.bytes_per_token, spec.cached_attention)), spec.state_bytes
+        hidden = spec.hidden_values * self._dtype.itemsize
         if self._stream is None:
-            return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs)
+            return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs).with_hidden(hidden)
         free, total = torch.cuda.mem_get_info(self._device)
-        return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs)
+        return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs).with_hidden(hidden)
 
     def memory_needs(self) -> MemoryNeeds:
         programs = self._programs.values()
-        kv = sum(program.bytes_per_token(self._kv_layout) for program in programs)
+        kv = sum(program.bytes_per_token(self._kv_layout) for program in programs) + self._hidden.bytes_per_token
         return MemoryNeeds(kv, sum(int(program.memory.states.bytes) for program in programs), self._free_for_kv())
 
     def _free_for_kv(self) -> int:
@@ -195,9 +200,10 @@ class CudaBackend:
         try:
             with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"):
                 self._inputs.reserve(num_blocks, block_size, max(len(groups), 1))
+                size, layout = (num_blocks + 1, block_size), self._kv_layout
                 for number, program in self._programs.items():
-                    size, layout = (num_blocks + 1, block_size), self._kv_layout
                     program.reserve_kv(layout, size, states, () if number else groups)
+                self._hidden.reserve(size)
         except OutOfMemory:
             self._free_kv(groups)
             raise
@@ -207,6 +213,7 @@ class CudaBackend:
             torch.cuda.synchronize(self._device)
 
     def _free_kv(self, groups: Sequence[KvGroup]) -> None:
+        self._hidden.free()
         for number, program in self._programs.items():
             program.free_kv(() if number else groups)
 
@@ -241,7 +248,7 @@ class CudaBackend:
         work = [
             (program, shape)
             for number, program in self._programs.items()
-            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes)
+            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, program.program.run_sizes)
             if shape == self._pad(shape)
         ]
         with closing(Compiler()) as compiler:
@@ -256,9 +263,10 @@ class CudaBackend:
                 self._rehearse(program, shape, graph=True)
                 yield True
 
-    def prepare(self, rows: int, prompts: int = 0, program: int = 0) -> None:
-        """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them."""
-        shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1))
+    def prepare(self, rows: int, prompts: int = 0, program: int = 0, run: int = 0) -> None:
+        """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them; of `rows`
+        tokens that attend in runs of at most `run`, if drafts are verified."""
+        shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1, run=run))
         for _ in range(2):
             self._rehearse(self._programs[program], shape, graph=True)
 
@@ -309,14 +317,16 @@ class CudaBackend:
         for program in self._programs.values():
             program.graphs.forget()
 
-    def _fetch(self, sampled: SampledTokens, count: int) -> tuple[Any, Any | None]:
-        """Queues the copy of the sampled tokens to the host beside the next step, which need not wait for it."""
+    def _fetch(self, sampled: SampledTokens | None, count: int) -> tuple[Any, Any | None]:
+        """Queues the copy of sampled tokens to the host beside the next step, which need not wait for it."""
         event = self._event()
+        if sampled is None:
+            return None, event
         if event is None:
             return sampled.fetch(count), None
         with torch.cuda.stream(self._answering):
             self._answering.wait_event(event)
-            return sampled.fetch(count), self._event()
+            return sampled.fetch(count), self._answering.record_event()
 
     def wait(self, ticket: Ticket) -> StepResult:
         return self._flights.pop(ticket).wait()
@@ -361,7 +371,8 @@ class CudaBackend:
         return program.forward(batch, work.shape, self._send(program, batch, work))
 
     def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
-        return inputs.plan_attention(batch, program.tile_tokens, self._pad, self._sizes.rows)
+        sizes = self._sizes.rows, program.program.run_sizes
+        return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
         """Queues the copy of the step's numbers to the device; returns where they will be."""
@@ -372,7 +383,7 @@ class CudaBackend:
             raise ValueError(f"the cache has {program.groups} layer groups; got block tables for {len(batch.tables)}")
         if self._inputs.grow(batch):
             self._forget_graphs()
-        return self._inputs.send(batch, work, program.memory.states)
+        return self._inputs.send(batch, work, program.memory)
 
     def _pad(self, shape: Shape) -> Shape:
         """Returns the shape of a graph that the shape fits in, or the shape itself."""
@@ -383,8 +394,8 @@ class CudaBackend:
         return larger if fits else shape
 
     def _event(self) -> Any | None:
-        """Returns an event that happens when all that is queued now has."""
-        return torch.cuda.current_stream().record_event() if self._stream is not None else None
+        """Returns an event that happens when all that is queued now for steps has."""
+        return self._stream.record_event() if self._stream is not None else None
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         """Makes the backend's stream, and with it its device, the current one."""

@@ -8,20 +8,24 @@ from typing import Any
 
 import torch
 
+from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.kv_cache import LayerCache, copy_blocks, export_blocks, import_blocks
 from penstock.backend.cuda.loaded_program import LoadedProgram
 
 
 class CudaBlocks:
-    """Implements BlockMemory over the caches of all programs: a block has a part in each."""
+    """Implements BlockMemory over the caches of all programs and what they store for each other: a block has a part in
+    each."""
 
     def __init__(
         self,
         programs: Mapping[int, LoadedProgram],
+        hidden: HiddenStates,
         device: torch.device,
         on_stream: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._programs = programs
+        self._hidden = hidden
         self._device = device
         self._on_stream = on_stream  # the stream that steps are queued on
 
@@ -42,7 +46,8 @@ class CudaBlocks:
             f"{program.groups} groups, blocks of {shapes_of(program.memory.planes)}"
             for program in self._programs.values()
         ]
-        return f"cuda 1, {'; '.join(layouts)}"
+        hidden = [f"hidden states of {shapes_of(planes)}"] if (planes := self._hidden.planes) else []
+        return f"cuda 1, {'; '.join([*layouts, *hidden])}"
 
     @property
     def nbytes(self) -> int:
@@ -53,8 +58,9 @@ class CudaBlocks:
         return torch.tensor(blocks, device=self._device)
 
     def _caches(self) -> list[LayerCache]:
-        """Returns what blocks consist of, program by program."""
-        return [cache for program in self._programs.values() for cache in program.memory.planes]
+        """Returns what blocks consist of, program by program, and then hidden states."""
+        kv = [cache for program in self._programs.values() for cache in program.memory.planes]
+        return [*kv, *self._hidden.planes]
 
 
 def parts_of(caches: Sequence[LayerCache]) -> list[Any]:

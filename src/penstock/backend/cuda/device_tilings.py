@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from penstock.backend.cuda import quantized_tilings, tilings
 from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
+from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling as Fp8BlockTiling
 from penstock.backend.cuda.kernels.gemv import Tiling as GemvTiling
 from penstock.backend.cuda.kernels.hopper_gemm import Tiling as HopperTiling
@@ -74,8 +75,10 @@ class Tilings:
         return SkinnyTiling(*found) if usual and found else usual
 
     @remembered
-    def hopper_gemm(self, count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> HopperTiling:
-        return tilings.hopper_gemm_tiling(self.device, count, rows, width, itemsize, gated)
+    def hopper_gemm(
+        self, count: int, rows: int, width: int, itemsize: int, gated: bool = False, updated: bool = False
+    ) -> HopperTiling:
+        return tilings.hopper_gemm_tiling(self.device, count, rows, width, itemsize, gated, updated)
 
     @remembered
     def small_gemm(self, kind: str, count: int, rows: int, width: int, gated: bool = False) -> SmallGemmTiling:
@@ -113,8 +116,8 @@ class Tilings:
         return tilings.prefill_attention_tiling(self.device, queries, dims, itemsize)
 
     @remembered
-    def decode_attention(self, rows: int, dims: int, itemsize: int) -> AttentionTiling:
-        return tilings.decode_attention_tiling(self.device, rows, dims, itemsize)
+    def decode_attention(self, rows: int, dims: int, itemsize: int, queries: int = FEWEST_QUERIES) -> AttentionTiling:
+        return tilings.decode_attention_tiling(self.device, rows, dims, itemsize, queries)
 
     @remembered
     def mla_prefill(self, dims: int, itemsize: int) -> MlaTiling:

@@ -15,6 +15,8 @@ from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, fp8_ge
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, quantize_activations
 from penstock.backend.cuda.kernels.fp8_blocks import COLUMNS, Fp8BlockWeight, fp8_block_gemm, gather_fp8_blocks
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
+from penstock.backend.cuda.kernels.hopper_low_rank import MAX_ROWS as MAX_UPDATED_ROWS
+from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.quant_blocks import COLUMNS as TILE_COLUMNS
 from penstock.backend.cuda.quant_blocks import ROWS
@@ -74,6 +76,14 @@ class RowScaledFp8(Fp8Matrix):
             tiling = self._small_gemm_tiling(len(x), gated=True)
             fp8_gemm_small(x.bfloat16(), self.weight, self.bias, out, gated=True, tiling=tiling)
 
+    def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
+        if not isinstance(x, Fp8Activations) and len(x) > SMALL_GEMM_ROWS:
+            x = self.workspace.quantize(x.bfloat16())
+        if not isinstance(x, Fp8Activations) or not self._uses_hopper_gemm(x) or len(x.values) > MAX_UPDATED_ROWS:
+            return False
+        self._hopper_gemm(x, out, gated, updates)
+        return True
+
     def gather(self, tokens: Any, out: Any) -> None:
         gather_fp8(self.weight, tokens, out)
 
@@ -90,11 +100,13 @@ class RowScaledFp8(Fp8Matrix):
     def _uses_hopper_gemm(self, x: Fp8Activations) -> bool:
         return self.workspace.has_hopper_gemm and len(x.values) <= hopper_gemm.MAX_ROWS
 
-    def _hopper_gemm(self, x: Fp8Activations, out: Any, gated: bool = False) -> None:
+    def _hopper_gemm(
+        self, x: Fp8Activations, out: Any, gated: bool = False, updates: ProductUpdates | None = None
+    ) -> None:
         weight, scratch = self.weight, self.workspace.scratch
-        tiling = self.workspace.tilings.hopper_gemm(len(x.values), out.shape[1], self.width, 1, gated)
-        scales = {"scales": weight.scales, "item_scales": x.scales}
-        hopper_gemm.hopper_gemm(x.values, weight.values, self.bias, out, tiling, scratch, gated=gated, **scales)
+        tiling = self.workspace.tilings.hopper_gemm(len(x.values), out.shape[1], self.width, 1, gated, bool(updates))
+        how = {"scales": weight.scales, "item_scales": x.scales, "updates": updates}
+        hopper_gemm.hopper_gemm(x.values, weight.values, self.bias, out, tiling, scratch, gated=gated, **how)
 
     def _small_gemm_tiling(self, count: int, gated: bool = False) -> quant_gemm_small.Tiling:
         return self.workspace.tilings.small_gemm("fp8", count, self.rows, self.width, gated)
@@ -123,6 +135,9 @@ class BlockScaledFp8(Fp8Matrix):
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         self.product(x, scratch)
         act_and_mul(scratch, out, fp8_out)
+
+    def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
+        return False
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather_fp8_blocks(self.weight, tokens, out)

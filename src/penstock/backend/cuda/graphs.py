@@ -4,12 +4,12 @@ largest steps are padded."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from penstock.backend.cuda.inputs import MOST_VERIFIED, SPARE_SPLITS, DeviceInputs, Shape
+from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape, most_runs
 from penstock.backend.cuda.program import CudaProgram
 from penstock.types import prefill_budget
 
@@ -19,6 +19,7 @@ MAX_GRAPHS = 256
 CAPTURE_MEMORY = 64 << 20  # bytes that must be free: a capture that finds no memory leaves the stream unusable
 PROMPT_TOKENS = 128  # steps with prompts have a multiple: for sizes in between, cuBLAS picks slower kernels
 TOKENS_PER_TILE = 16  # decides how many tiles there is room for; full tiles hold more
+MOST_IN_RUNS, MOST_ALONE = 384, 64  # tokens of steps that verify drafts, where those of a row attend together, or not
 
 
 def bucket_decode_rows(rows: int) -> int:
@@ -26,7 +27,7 @@ def bucket_decode_rows(rows: int) -> int:
     for size in (1, 2, 4, 8, 16):
         if rows <= size:
             return size
-    return round_up(rows, 8 if rows <= 64 else 16)
+    return round_up(rows, 8 if rows <= 64 else 16 if rows <= 256 else 32)
 
 
 def padded_sizes(rows: int) -> list[int]:
@@ -34,12 +35,18 @@ def padded_sizes(rows: int) -> list[int]:
     return list(dict.fromkeys(bucket_decode_rows(count) for count in range(1, rows + 1)))
 
 
+def verified_sizes(rows: int, run_sizes: Sequence[int]) -> list[int]:
+    """Returns the numbers of tokens that steps with drafts are padded to, if `rows` positions are sampled at once: not
+    more than pay."""
+    return padded_sizes(min(rows, MOST_IN_RUNS if run_sizes[-1] > 1 else MOST_ALONE))
+
+
 def padded(shape: Shape) -> Shape:
     """Returns the shape that a step is padded to; its own if it is too large for a graph."""
     if not shape.tiles:
         rows = bucket_decode_rows(shape.decodes)
         adapters = bucket_adapter_tiles(shape.adapter_tiles, rows)
-        return Shape(rows, rows, rows, rows + SPARE_SPLITS, 0, adapters, shape.verifies)
+        return Shape(rows, rows, rows, most_runs(rows, shape.run) + SPARE_SPLITS, 0, adapters, shape.run)
     tokens = round_up(shape.tokens, PROMPT_TOKENS)
     if tokens > MAX_TOKENS:
         return shape
@@ -53,6 +60,13 @@ def padded(shape: Shape) -> Shape:
 def bucket_mixed_rows(rows: int) -> int:
     """Returns how many rows a step with prompts is padded to: padding costs little beside prompts."""
     return 8 if rows <= 8 else round_up(rows, 64)
+
+
+def step_rows(rows: int) -> int:
+    """Returns how many positions are sampled at once, where steps have at most so many rows: room for drafts of many
+    rows, if there may be many."""
+    rows = bucket_mixed_rows(rows)
+    return rows if rows <= 8 else max(rows, min(4 * rows, MOST_IN_RUNS))
 
 
 def bucket_adapter_tiles(tiles: int, tokens: int) -> int:
@@ -69,9 +83,9 @@ def round_up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
-def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
+def common_shapes(rows: int, tokens: int, budget: int, run_sizes: Sequence[int]) -> Iterator[Shape]:
     """Yields the shapes that most steps of at most so many rows and tokens have, the likeliest first: prompts, then
-    answers, then both, with up to `budget` tokens while 64 rows answer, then drafts."""
+    answers, then both, with up to `budget` tokens while 64 rows answer, then drafts, in runs of these sizes."""
     sizes = padded_sizes(rows)
     many = dict.fromkeys(bucket_mixed_rows(count) for count in range(1, rows + 1))
     tokens = min(tokens, MAX_TOKENS)
@@ -81,13 +95,16 @@ def common_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
     yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
-    yield from (padded(Shape(size, size, size, size, 0, verifies=True)) for size in sizes if 1 < size <= MOST_VERIFIED)
+    for run in run_sizes:
+        drafted = verified_sizes(step_rows(rows), (run,))
+        yield from (padded(Shape(size, size, size, size, 0, run=run)) for size in drafted if size > run)
 
 
-def draft_shapes(rows: int, tokens: int, budget: int) -> Iterator[Shape]:
+def draft_shapes(rows: int, tokens: int, budget: int, run_sizes: Sequence[int]) -> Iterator[Shape]:
     """Yields the shapes that steps of a draft model have, as `common_shapes` does: it computes prompts by themselves,
     and drafts one token at a time, or two if all of a draft was accepted."""
-    yield from (shape for shape in common_shapes(rows, tokens, budget) if not (shape.tiles and shape.decodes))
+    common = common_shapes(rows, tokens, budget, run_sizes[:2])
+    yield from (shape for shape in common if not (shape.tiles and shape.decodes))
 
 
 class Graphs:

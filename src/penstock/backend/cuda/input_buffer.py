@@ -12,8 +12,9 @@ from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.flight import IN_FLIGHT
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.launch_context import Memory
 from penstock.backend.cuda.program import StepSizes
-from penstock.backend.cuda.recurrent_states import RecurrentStates, words
+from penstock.backend.cuda.recurrent_states import words
 from penstock.backend.cuda.staging import Event, Staging
 
 TABLE_WORDS = 1 << 20
@@ -46,16 +47,18 @@ class InputBuffer:
         self._reserve()
         return True
 
-    def send(self, batch: Batch, plan: AttentionPlan, states: RecurrentStates) -> DeviceInputs:
-        """Queues the copy of a step's numbers to the device; returns where they will be. Rows that only pad the step
-        write to the block after the last one and to the slot after the last one."""
+    def send(self, batch: Batch, plan: AttentionPlan, memory: Memory) -> DeviceInputs:
+        """Queues the copy of a step's numbers to the device, for the program with this memory; returns where they will
+        be. Rows that only pad the step write to the block after the last one and to the slot after the last one."""
         staged = self._staging.take()
         turn, groups = self._staging.turn, len(batch.tables)
         scratch = self._block_size, self._blocks, self._sizes.rows
         count = inputs.fill(self._staged(turn, plan.shape, groups), batch, plan, *scratch)
         self._words[:count].copy_(staged[:count], non_blocking=True)
-        if states:
-            states.send(batch, self._row_words[turn])
+        if memory.states:
+            memory.states.send(batch, self._row_words[turn])
+        if memory.hidden_places:
+            memory.hidden_places.send(batch, turn, memory.hidden_group, (self._blocks, self._block_size))
         self._staging.queued()
         return self._fields(plan.shape, groups)
 

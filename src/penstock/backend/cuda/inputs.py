@@ -23,7 +23,12 @@ from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, Adapte
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
 SHORTEST_SPLIT = 64
-MOST_VERIFIED = 64  # tokens of a row that attend one by one
+MOST_VERIFIED = 65  # tokens of a row that verifies a draft: the longest draft, and the token before it
+FEW_TOKENS = 17  # of a row that attends as if it verified a draft, in any case
+RUNS = 1, 4, 16  # tokens of such a row that attend together, at most: more where that spares enough reading
+RUN_QUERIES = 64  # pairs of token and head of a run, at most
+LONG_RUNS = 64  # runs of the largest size that a step has room for
+SPARED = 36864, 16384  # positions that longer runs must spare reading, because it takes longer to join their splits
 ROW = 1  # the column of splits and of tiles that names a row of tables
 
 
@@ -32,11 +37,11 @@ class Shape(NamedTuple):
 
     tokens: int
     sampled: int
-    decodes: int  # tokens that attend one by one
+    decodes: int  # tokens that attend as decoding rows do
     splits: int  # pieces that their contexts are split into
     tiles: int  # runs of all other tokens
     adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
-    verifies: bool = False  # several of the tokens that attend one by one are of one row
+    run: int = 0  # tokens of a row that attend together, at most; 0: no row has several but in tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,11 @@ class DeviceInputs:
     seeds: Any  # [S, 2] low word, high word
     adapter_tiles: Any  # [D, 4] see low_rank
     adapter_order: Any  # [T], or [0] without adapters
+    adapter_slots: Any  # [T] of each token, or [0] without adapters
     sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
-    verifies: bool = False  # the step's KV is stored before anything attends: see Shape
+    run: int = 0  # above 0, the step's KV is stored before anything attends: see Shape
 
     def of(self, group: int) -> DeviceInputs:
         """Returns the inputs that the layers of one group read."""
@@ -82,7 +88,7 @@ def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, .
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
-    by_adapter = (d, 4), (min(t, d * t),), (min(s, d * s),)
+    by_adapter = (d, 4), (min(t, d * t),), (min(t, d * t),), (min(s, d * s),)
     sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter)
     found = []
     at = 0
@@ -110,7 +116,7 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
     for name in FLOATS:
         views[name] = as_float(views[name])
     views["tables"] = buffer[words(shape, groups) :]
-    stacked = DeviceInputs(**views, verifies=shape.verifies)
+    stacked = DeviceInputs(**views, run=shape.run)
     if groups == 1:
         return stacked
     each = tuple(
@@ -136,40 +142,83 @@ class AttentionPlan:
 
 
 def plan_attention(
-    batch: Batch, tile_tokens: int, pad: Callable[[Shape], Shape], most_decodes: int = 0
+    batch: Batch,
+    tile_tokens: int,
+    pad: Callable[[Shape], Shape],
+    most_decodes: int = 0,
+    run_sizes: Sequence[int] = (1,),
 ) -> AttentionPlan:
     """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
-    the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, each token
-    attends by itself."""
+    the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, they
+    attend in runs of one of the `run_sizes`."""
     counts = np.diff(batch.row_start)
     verifies = only_verifies(batch, counts, most_decodes)
-    alone = np.repeat(verifies | (counts == 1), counts)
-    tokens = np.flatnonzero(alone).astype(np.int32)
-    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[tokens]
-    splits = split_contexts(tokens, owners, batch.positions[tokens] + 1)
+    rows = np.flatnonzero((counts > 0) if verifies else counts == 1).astype(np.int32)
+    run = run_size(counts, batch.positions[batch.row_start[1:] - 1] + 1, run_sizes) if verifies else 0
+    first, owners, sizes = runs_of(batch, rows, max(run, 1))
+    splits = split_contexts(first, owners, batch.positions[first + sizes - 1] + 1, sizes)
     tiles = tiles_of(batch, [] if verifies else np.flatnonzero(counts > 1).tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
-    sizes = len(batch.tokens), len(batch.sampled), len(tokens), len(splits), len(tiles), len(adapters.tiles)
-    return AttentionPlan(pad(Shape(*sizes, verifies)), splits, tiles, adapters)
+    total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
+    return AttentionPlan(pad(Shape(*total, run)), splits, tiles, adapters)
 
 
 def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
     """Returns whether some rows of a step verify drafts, and all others decode: rows of several tokens that sample more
-    than one of them, and are not the beginning of a prompt. A row of two tokens counts as such a row: a draft model has
-    them after a draft that was wholly accepted. The step has at most `most` tokens."""
+    than one of them, and are not the beginning of a prompt. A row of few tokens counts as such a row: a draft model has
+    two after a draft that was wholly accepted, a head all that were accepted. The step has at most `most` tokens."""
     several = counts > 1
     if not several.any() or len(batch.tokens) > most:
         return False
     begins = batch.positions[batch.row_start[:-1]] == 0
-    drafted = (counts <= MOST_VERIFIED) & ((counts == 2) | (np.diff(batch.sample_start) > 1)) & ~begins
+    drafted = (counts <= MOST_VERIFIED) & ((counts <= FEW_TOKENS) | (np.diff(batch.sample_start) > 1)) & ~begins
     return bool(drafted[several].all())
 
 
-def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
-    """Returns splits of about the same size, at most SPARE_SPLITS more than rows. The last split of a context takes a
-    rest that would be less than half a split. The longest contexts come first, so that none is left for the end."""
+def run_sizes_of(group: int) -> tuple[int, ...]:
+    """Returns how many tokens of a row may attend together, where so many query heads share a KV head, in rising
+    order."""
+    return tuple(dict.fromkeys(max(min(size, RUN_QUERIES // group), 1) for size in RUNS))
+
+
+def run_size(counts: Ints, lengths: Ints, sizes: Sequence[int]) -> int:
+    """Returns the size of runs for rows of so many tokens and contexts of these lengths."""
+    best = sizes[0]
+    for size, least in zip(sizes[1:], SPARED, strict=False):
+        runs = -(-counts // size)
+        if ((-(-counts // best) - runs) * lengths).sum() < least or runs.sum() > most_runs(int(counts.sum()), size):
+            break
+        best = size
+    return best
+
+
+def most_runs(rows: int, size: int) -> int:
+    """Returns how many runs of a size a step of at most so many tokens has room for."""
+    return min(rows, LONG_RUNS) if size > RUNS[1] else rows
+
+
+def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
+    """Divides rows into runs of at most `size` tokens; returns their first tokens, their rows and their sizes."""
+    if size == 1 and len(rows) == len(batch.tokens):  # all decode
+        return batch.row_start[:-1], rows, np.ones_like(rows)
+    start, end = batch.row_start[rows], batch.row_start[rows + 1]
+    counts = -(-(end - start) // size)
+    of_row = np.repeat(np.arange(len(rows)), counts)
+    first = start[of_row] + (np.arange(len(of_row)) - (np.cumsum(counts) - counts)[of_row]) * size
+    return first, rows[of_row], np.minimum(end[of_row] - first, size)
+
+
+def split_lines(rows: int, run_sizes: Sequence[int]) -> int:
+    """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV."""
+    return max((most_runs(rows, size) + SPARE_SPLITS) * size for size in run_sizes)
+
+
+def split_contexts(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints) -> Ints:
+    """Returns splits of about the same size: of runs of `sizes` tokens, from `tokens` on, whose last sees `lengths`
+    positions. They are at most SPARE_SPLITS more than there are runs. The last split of a context takes a rest that
+    would be less than half a split. The longest contexts come first, so that none is left for the end."""
     longest = np.argsort(-lengths, kind="stable")
-    tokens, rows, lengths = tokens[longest], rows[longest], lengths[longest]
+    tokens, rows, lengths, sizes = tokens[longest], rows[longest], lengths[longest], sizes[longest]
     size = max(SHORTEST_SPLIT, -(-int(lengths.sum()) // SPARE_SPLITS))
     size = -(-size // SHORTEST_SPLIT) * SHORTEST_SPLIT
     counts = np.maximum((lengths + size // 2) // size, 1)  # [D]
@@ -178,7 +227,7 @@ def split_contexts(tokens: Ints, rows: Ints, lengths: Ints) -> Ints:
     index = np.arange(len(owner)) - first[owner]
     begin = index * size
     end = np.where(index == counts[owner] - 1, lengths[owner], begin + size)
-    columns = [tokens[owner], rows[owner], begin, end, lengths[owner], counts[owner], first[owner], 0 * owner]
+    columns = [tokens[owner], rows[owner], begin, end, lengths[owner], counts[owner], first[owner], sizes[owner]]
     return np.stack(columns, axis=1).astype(np.int32)
 
 
@@ -216,6 +265,7 @@ def fill(
     fill_sampling(into, batch, scratch_slot)
     put(into.adapter_tiles, plan.adapters.tiles, -1)
     put(into.adapter_order, plan.adapters.order, 0)
+    put(into.adapter_slots, plan.adapters.slots, -1)
     put(into.sampled_adapters, plan.adapters.sampled, -1)
     count = int(batch.tables.size)
     into.tables[:count].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)

@@ -7,17 +7,15 @@ outputs and scratch, the attributes are the node's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from penstock.backend.cuda.activations import ACTIVATIONS
-from penstock.backend.cuda.adapters import AdaptedProduct, CudaAdapters
-from penstock.backend.cuda.arena import Arena
-from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.adapters import AdaptedProduct
 from penstock.backend.cuda.experts import compute_experts
+from penstock.backend.cuda.hidden_states import EACH_TOKEN, StoredRows
 from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_rule, norm, streams
 from penstock.backend.cuda.kernels import mamba2 as mamba2_kernel
@@ -25,16 +23,16 @@ from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels import select_positions as select
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
 from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
-from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention
+from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention, queries_of
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
-from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view
-from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens
+from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
+from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens, scatter_rows
 from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.selective_scan import selective_scan as scan
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
-from penstock.backend.cuda.kv_cache import LayerCache
+from penstock.backend.cuda.launch_context import Context
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import (
@@ -48,7 +46,7 @@ from penstock.model.ops import (
 )
 from penstock.model.program import Buffer, Capabilities, OpNode
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
-from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec
 
 SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
     "act_and_mul": ("silu", "gelu", "gelu_tanh"),
@@ -56,52 +54,6 @@ SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
     "gate_columns": ("silu", "gelu", "gelu_tanh"),
     "activate": ACTIVATIONS,
 }
-
-
-@dataclass(slots=True)
-class Memory:
-    """Holds what steps leave on the device for later ones, and scratch that all layers share."""
-
-    last: Any  # [slots + 1] the token each slot sampled last
-    tokens: Any  # [T] the step's tokens, all known
-    arena: Arena  # where weights, caches and buffers are
-    adapters: CudaAdapters
-    split_kv: Any = None  # partial results of decode attention over long contexts
-    caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
-    planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them
-    index_scores: Any = None  # see kernels/select_positions.py
-    groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
-    states: Any = None  # see recurrent_states
-
-    def reserve_arrivals(self, count: int) -> None:
-        """Makes room for `count` counters of finished splits, one for each KV head of each split."""
-        if len(self.split_kv.arrived) < count:
-            self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
-
-
-@dataclass(slots=True)
-class Context:
-    """Holds what launchers need besides a node: the device's memory, and constants that nodes share."""
-
-    memory: Memory
-    device: torch.device
-    tilings: Tilings
-    _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
-    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by (experts, top_k)
-
-    def frequencies(self, rope: RopeSpec, pairs: int) -> Any:
-        """Returns the frequencies of RoPE on the device, for a head with so many pairs."""
-        key = rope.inv_freq or (0.0,) * pairs  # where nothing is rotated: MLA rotates by 0
-        if key not in self._frequencies:
-            self._frequencies[key] = torch.tensor(key, dtype=torch.float64, device=self.device)
-        return self._frequencies[key]
-
-    def permutation(self, spec: ExpertSpec) -> ExpertPermutation:
-        """Returns memory for the permutation of tokens to experts, which layers share."""
-        key = spec.count, spec.top_k
-        if key not in self._permutations:
-            self._permutations[key] = ExpertPermutation.on(self.device, spec, len(self.memory.tokens))
-        return self._permutations[key]
 
 
 def bind(node: OpNode, context: Context) -> Callable[..., None]:
@@ -124,6 +76,8 @@ def bind(node: OpNode, context: Context) -> Callable[..., None]:
     if node.op in ("linear", "gated_linear"):
         sampled, gated = node.inputs[0].symbol == "S", node.op == "gated_linear"
         constants["adapted"] = context.memory.adapters.product(node.weight, gated=gated, sampled=sampled)
+    if node.op == "store_hidden":
+        constants["sampled"] = node.inputs[0].symbol == "S"
     if node.op == "moe":
         constants["permutation"] = context.permutation(node.attributes["spec"])
     return partial(LAUNCHERS[node.op], context, **node.attributes, **constants)
@@ -206,6 +160,8 @@ def linear(
 ) -> None:
     rows = (fp8_rows(weight, x) if prepared else None) or x
     has_updates = adapted.shrink(step, rows)
+    if has_updates and (updates := adapted.updates(step)) and weight.updated(rows, out, updates):
+        return
     weight.product(rows, out)
     if has_updates:
         adapted.expand(step, weight.width, out)
@@ -226,11 +182,16 @@ def gated_linear(
 ) -> None:
     assert act == "silu", "no kernel computes another gate together with its product"
     rows, fp8_out = (fp8_rows(weight, x) if prepared else None) or x, fp8_rows(consumer, out)
-    if adapted.shrink(step, rows):
+    if not adapted.shrink(step, rows):
+        weight.gated(rows, out, product, fp8_out)
+        return
+    gated = product.view(-1)[: out.numel()].view(out.shape) if fp8_out else out
+    if (updates := adapted.updates(step)) and weight.updated(rows, gated, updates, gated=True):
+        if fp8_out:
+            quantize_activations(gated, *fp8_out)
+    else:
         weight.product(rows, product)
         adapted.expand_gated(step, weight.width, product, out, fp8_out)
-    else:
-        weight.gated(rows, out, product, fp8_out)
 
 
 def per_head_linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Any, passthrough: int) -> None:
@@ -269,7 +230,7 @@ def attend(
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales, _), rotation = context.memory.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
-    if len(step.tiles) or step.verifies:
+    if len(step.tiles) or step.run:
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales, stores=not spec.shares_kv)
     else:
@@ -281,7 +242,10 @@ def attend(
         prefill_attention(qkv, cache, *places, out, spec.scale, **how)
     if len(step.splits):
         places = step.splits, step.tables, step.header
-        how = {"scales": scales, "tiling": tilings.decode_attention(len(out), *sizes), **options}
+        run = max(step.run, 1)
+        queries = queries_of(spec.heads // spec.kv_heads, run)
+        tiling = tilings.decode_attention(len(out), *sizes, queries)
+        how = {"scales": scales, "tiling": tiling, "run": run, **options}
         decode_attention(qkv, cache, *places, out, context.memory.split_kv, rotation, spec.scale, **how)
 
 
@@ -400,6 +364,18 @@ def take_sampled(context: Context, step: DeviceInputs, x: Any, out: Any) -> None
     gather_rows(x, step.sampled, out)
 
 
+def store_hidden(context: Context, step: DeviceInputs, x: Any, *, number: int, ahead: int, sampled: bool) -> None:
+    memory, stored = context.memory, StoredRows(sampled, ahead)
+    own = stored == EACH_TOKEN
+    places = step.of(memory.hidden_group).places if own else memory.hidden_places.of(stored, len(x))
+    scatter_rows(x, places, memory.hidden.rows(number))
+
+
+def load_hidden(context: Context, step: DeviceInputs, out: Any, *, number: int) -> None:
+    memory = context.memory
+    gather_rows(memory.hidden.rows(number), step.of(memory.hidden_group).places, out)
+
+
 def moe(
     context: Context,
     step: DeviceInputs,
@@ -485,6 +461,6 @@ LAUNCHERS: dict[str, Callable[..., None]] = {
         *(match_rms, mix_streams, correct_streams, add_to_streams),
         *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
-        *(causal_conv, selective_scan),
+        *(causal_conv, selective_scan, store_hidden, load_hidden),
     )
 }

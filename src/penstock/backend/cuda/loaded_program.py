@@ -16,14 +16,15 @@ from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
-from penstock.backend.cuda.launchers import Memory
+from penstock.backend.cuda.launch_context import Memory
 from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.program import CudaProgram, SharedMemory
-from penstock.backend.cuda.sampler import DeviceSampler, sampling_kinds
+from penstock.backend.cuda.sampler import DeviceSampler, PendingTokenLogprobs, sampling_kinds
 from penstock.model.spec import KvGroup
 
-# Queues the copy of sampled tokens to the host; returns where they will be, and an event that then has happened.
-Fetch = Callable[[SampledTokens, int], tuple[Any, Any | None]]
+# Queues the copy of sampled tokens to the host, if any are given; returns where they will be, and an event that happens
+# when all that was queued has.
+Fetch = Callable[[SampledTokens | None, int], tuple[Any, Any | None]]
 SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k", "min_p", "seeds", "sampled_adapters")
 
 
@@ -78,6 +79,7 @@ class LoadedProgram:
         memory.groups = dict.fromkeys(self.program.layers, 0) | {
             layer: number for number, group in enumerate(groups) for layer in group.layers
         }
+        memory.hidden_group = next((number for number, group in enumerate(groups) if not group.window), 0)
         memory.caches.clear()
         memory.planes.clear()
         memory.index_scores = None
@@ -114,5 +116,8 @@ class LoadedProgram:
             entry = self.sampler.sample(logits, step, rows, self.memory.last, chosen, some)
             asked += [entry] if entry else []
         pooled = self._pools.take(batch, self.program.states_of(len(batch.tokens))) if batch.pools else {}
-        tokens, done = fetch(self._sampled, len(batch.sampled))
+        sent = [entry.found[:, 0] for entry in asked if isinstance(entry, PendingTokenLogprobs)]
+        have_tokens = len(sent) == 1 and len(sent[0]) == len(batch.sampled)  # they come with their logprobs
+        tokens, done = fetch(None if have_tokens else self._sampled, len(batch.sampled))
+        tokens = sent[0] if have_tokens else tokens
         return Flight(batch, tokens, asked, pooled, done, chained, masks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,8 @@ class UpdateSizes(NamedTuple):
     chunks: int  # of the ranks of all parts
     blocks: int  # of the rows of B
     aligned: bool  # all blocks begin and end at multiples of 16
+    depth: int  # the most chunks that one block has
+    tiled: bool  # block i has rows i * COLUMNS to (i + 1) * COLUMNS: of each half, where the weight is gated
 
 
 class LowRankSegment(NamedTuple):
@@ -67,7 +69,10 @@ class PackedUpdate(NamedTuple):
 
     @property
     def sizes(self) -> UpdateSizes:
-        return UpdateSizes(sum(map(chunks_of, self.a)), len(self.blocks), not (self.blocks[:, :2] % 16).any())
+        chunks, blocks = sum(map(chunks_of, self.a)), self.blocks
+        tiled = bool((blocks[:, 0] == np.arange(len(blocks)) * COLUMNS).all())
+        depth = max(segment.chunks for segment in self.segments)
+        return UpdateSizes(chunks, len(blocks), not (blocks[:, :2] % 16).any(), depth, tiled)
 
     def write(self, into: Any) -> None:
         """Writes A and B to a vector of zeros."""
@@ -91,7 +96,8 @@ def pack_update(update: LowRankUpdate, gated: bool) -> PackedUpdate:
         half = update.weight.rows // 2
         segments = [joined(parts, starts, first, half) for first in (0, half)]
     else:
-        segments = [joined([part], starts[i:], part.first, len(part.b)) for i, part in enumerate(parts)]
+        ends = {0, *(part.first for part in parts), *(part.first + len(part.b) for part in parts)}
+        segments = [joined(parts, starts, first, end - first) for first, end in pairwise(sorted(ends))]
     places = [0, *accumulate(segment.padded_rows * segment.chunks for segment in segments)]
     tables = [segment.blocks(place) for segment, place in zip(segments, places[:-1], strict=True)]
     blocks = np.concatenate([tables[0], tables[1][:, 2:]], axis=1) if gated else np.concatenate(tables)

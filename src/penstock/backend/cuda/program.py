@@ -16,9 +16,11 @@ import torch
 from penstock.backend.base import Model
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
-from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs
+from penstock.backend.cuda.hidden_states import HiddenPlaces, HiddenStates
+from penstock.backend.cuda.inputs import RUN_QUERIES, DeviceInputs, run_sizes_of, split_lines
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
-from penstock.backend.cuda.launchers import CAPABILITIES, Context, Memory, bind
+from penstock.backend.cuda.launch_context import Context, Memory
+from penstock.backend.cuda.launchers import CAPABILITIES, bind
 from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.model.program import record
 
@@ -65,6 +67,7 @@ class SharedMemory:
     arena: Arena
     tokens: Any  # [T] the step's tokens, all known
     activations: ActivationMemory
+    hidden: HiddenStates
 
 
 class CudaProgram:
@@ -76,6 +79,8 @@ class CudaProgram:
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
+        shared.hidden.declare(self.recorded.hidden_widths)
+        memory.hidden, memory.hidden_places = shared.hidden, HiddenPlaces(self.recorded, sizes.tokens, device)
         self._sampling = self.recorded.first_sampled
         memory.arena.adopt([node.attributes for node in self.recorded.nodes])
         context = Context(memory, device, shared.tilings)
@@ -91,12 +96,14 @@ class CudaProgram:
             ]
         )
         heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
-        splits = sizes.rows + SPARE_SPLITS
+        groups = [RUN_QUERIES if spec.v_dim else spec.heads // spec.kv_heads for spec in self.layers.values()]
+        self.run_sizes = run_sizes_of(max(groups, default=1))  # MLA attends token by token
+        lines = split_lines(sizes.rows, self.run_sizes)
         most_heads = max([h for h, _ in heads], default=1)
         memory.split_kv = SplitKV(
-            torch.empty(splits * max([h * d for h, d in heads], default=1), device=device),
-            torch.empty(splits * most_heads * 2, device=device),
-            torch.zeros(splits * most_heads, dtype=torch.int32, device=device),
+            torch.empty(lines * max([h * d for h, d in heads], default=1), device=device),
+            torch.empty(lines * most_heads * 2, device=device),
+            torch.zeros(lines * most_heads, dtype=torch.int32, device=device),
         )
 
     def run_tokens(self, step: DeviceInputs) -> None:

@@ -15,6 +15,7 @@ from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_ge
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
+from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
@@ -100,6 +101,9 @@ class QuantizedMatrix:
         else:
             self.product(x, scratch)
             act_and_mul(scratch, out, fp8_out)
+
+    def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
+        return False
 
     def gather(self, tokens: Any, out: Any) -> None:
         dequantize_rows(self.parts[0], tokens, out)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
+from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling
 from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
 
@@ -19,7 +20,6 @@ HOPPER_GEMM_ROWS = (
 )  # rows of 16 bits for which hopper_gemm.py is the fastest: where it makes the gate, or a matrix is tall
 TALL = 16384  # rows of a matrix
 WIDE_HEAD = 128  # dimensions of a head: beyond, shared memory and registers hold less
-QUERIES = 16  # of one KV head in decode attention, padded
 SHORTEST_TILE = 16  # positions: the tensor cores take no fewer
 
 
@@ -48,16 +48,23 @@ def skinny_stage(tiling: skinny_gemm.Tiling, count: int, itemsize: int, gated: b
 
 
 def hopper_gemm_tiling(
-    device: DeviceProperties, count: int, rows: int, width: int, itemsize: int, gated: bool = False
+    device: DeviceProperties,
+    count: int,
+    rows: int,
+    width: int,
+    itemsize: int,
+    gated: bool = False,
+    updated: bool = False,
 ) -> hopper_gemm.Tiling:
     """Returns a tiling with several programs for each line of tiles of a small matrix; for a large one, two on each
-    multiprocessor, or one where a program needs more than half of the shared memory."""
+    multiprocessor, or one where a program needs more than half of the shared memory. Where adapters update the product,
+    a program has one line."""
     tiles = -(-rows // (hopper_gemm.HALF if gated else 2 * hopper_gemm.HALF))
     steps = hopper_gemm.steps_of(width, itemsize)
     items = hopper_gemm.items_of(count)
     stage = (2 * hopper_gemm.HALF + items) * hopper_gemm.LINE
     split = max(s for s in (1, 2, 4, 8) if s == 1 or (tiles * s <= device.sm_count and steps % s == 0))
-    lines = -(-tiles // device.sm_count) if items > 64 else 2 if tiles > 4 * device.sm_count else 1
+    lines = -(-tiles // device.sm_count) if items > 64 else 2 if tiles > 4 * device.sm_count and not updated else 1
     alone = -(-tiles // lines) * split <= device.sm_count
     return hopper_gemm.Tiling(
         split, lines, min(200_000 // stage, 8) if alone else (hopper_gemm.SHARED - 256 * items) // stage
@@ -86,10 +93,13 @@ def prefill_attention_tiling(device: DeviceProperties, queries: int, dims: int, 
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
-def decode_attention_tiling(device: DeviceProperties, rows: int, dims: int, itemsize: int) -> AttentionTiling:
-    """Returns the tiling for steps of so many rows; few warps have no registers for wide heads."""
-    tiling = AttentionTiling(64, 4 if rows == 1 or dims > WIDE_HEAD else 2, 2)
-    return fitting(device, tiling, QUERIES * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
+def decode_attention_tiling(
+    device: DeviceProperties, rows: int, dims: int, itemsize: int, queries: int
+) -> AttentionTiling:
+    """Returns the tiling for steps of so many tokens and programs of so many pairs of token and head; few warps have no
+    registers for wide heads or many queries."""
+    tiling = AttentionTiling(64, 4 if rows == 1 or dims > WIDE_HEAD or queries > FEWEST_QUERIES else 2, 2)
+    return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
 def mla_prefill_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:

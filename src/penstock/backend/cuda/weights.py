@@ -21,6 +21,8 @@ from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
 from penstock.backend.cuda.kernels.gather_rows import gather_rows
 from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
+from penstock.backend.cuda.kernels.hopper_low_rank import MAX_ROWS as MAX_UPDATED_ROWS
+from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
@@ -57,6 +59,10 @@ class Weight(Protocol):
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         """Computes silu(left half of the product) * right half. `scratch` [T, rows] may hold the product. With
         `fp8_out`, the result is quantized into it instead of being written to `out`."""
+
+    def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
+        """Computes a product, or a gated one, with the updates of adapters. Returns False, and does nothing, where no
+        kernel for this matrix and so many rows adds them."""
 
     def gather(self, tokens: Any, out: Any) -> None:
         """Sets out[t] to row tokens[t] of the matrix."""
@@ -104,13 +110,21 @@ class DenseMatrix:
             cublas_gemm(x, self.weight, self.bias, scratch)
             act_and_mul(scratch, out, fp8_out)
 
-    def _uses_hopper_gemm(self, x: Any) -> bool:
-        aligned = self.width % 8 == 0 and x.element_size() == 2
-        return self.workspace.has_hopper_gemm and aligned and HOPPER_GEMM_ROWS[0] <= len(x) <= HOPPER_GEMM_ROWS[1]
+    def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
+        if len(x) > MAX_UPDATED_ROWS or not self._may_use_hopper_gemm(x):
+            return False
+        self._hopper_gemm(x, out, gated, updates)
+        return True
 
-    def _hopper_gemm(self, x: Any, out: Any, gated: bool = False) -> None:
-        tiling = self.workspace.tilings.hopper_gemm(len(x), out.shape[1], self.width, 2, gated)
-        hopper_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated)
+    def _uses_hopper_gemm(self, x: Any) -> bool:
+        return self._may_use_hopper_gemm(x) and HOPPER_GEMM_ROWS[0] <= len(x) <= HOPPER_GEMM_ROWS[1]
+
+    def _may_use_hopper_gemm(self, x: Any) -> bool:
+        return self.workspace.has_hopper_gemm and self.width % 8 == 0 and x.element_size() == 2
+
+    def _hopper_gemm(self, x: Any, out: Any, gated: bool = False, updates: ProductUpdates | None = None) -> None:
+        tiling = self.workspace.tilings.hopper_gemm(len(x), out.shape[1], self.width, 2, gated, bool(updates))
+        hopper_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated, updates=updates)
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather_rows(self.weight, tokens, out)

@@ -25,6 +25,7 @@ from penstock.backend.batches import greedy_batch
 from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.adapters import LoadedAdapters, RefAdapters
+from penstock.backend.ref.hidden import RefHidden
 from penstock.backend.ref.ops import Matrix, RefCache, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.sampler_chain import chained_positions, with_chains
@@ -40,9 +41,10 @@ from penstock.types import StepResult
 class RefProgram:
     """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
 
-    def __init__(self, model: Model, adapters: LoadedAdapters) -> None:
+    def __init__(self, model: Model, adapters: LoadedAdapters, hidden: RefHidden) -> None:
         self.model = model
         self._adapters = adapters
+        self._hidden = hidden
         self._last: dict[int, int] = {}  # slot: the token it sampled last
         self._pools = Pools()
         self.reserve(1, 1, 1)
@@ -70,7 +72,8 @@ class RefProgram:
 
     def forward(self, batch: Batch) -> tuple[Floats, list[Floats]]:
         """Returns the logits of the sampled positions, [S, vocab], and what embeddings are pooled from."""
-        ops = RefOps(replace(batch, tokens=self._known_tokens(batch)), self.cache, adapters=self._adapters)
+        known = replace(batch, tokens=self._known_tokens(batch))
+        ops = RefOps(known, self.cache, adapters=self._adapters, hidden=self._hidden)
         return self.model.forward(ops), ops.states
 
     def _known_tokens(self, batch: Batch) -> Ints:
@@ -89,6 +92,7 @@ class RefBackend(SynchronousBackend[RefProgram]):
         super().__init__()
         self.kv: BlockMemory = ArrayBlocks("ref", self._kv_arrays)
         self._adapters = RefAdapters()
+        self._hidden = RefHidden()
         self.adapters: AdapterSlots = self._adapters
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Matrix:
@@ -116,14 +120,16 @@ class RefBackend(SynchronousBackend[RefProgram]):
         return StoredAs("F32", 32)
 
     def load(self, model: Model, program: int = 0) -> None:
-        self._programs[program] = RefProgram(model, self._adapters.slots)
+        self._programs[program] = RefProgram(model, self._adapters.slots, self._hidden)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        self._hidden.reserve(num_blocks, block_size)
         for number, program in self._programs.items():
             program.reserve(num_blocks, block_size, states, () if number else groups)
 
     def _kv_arrays(self) -> list[Floats]:
-        return [array for program in self._programs.values() for array in program.cache.arrays]
+        kv = [array for program in self._programs.values() for array in program.cache.arrays]
+        return [*kv, *self._hidden.arrays.values()]
 
     def logits(self, batch: Batch) -> Floats:
         """Returns what the forward pass gives for the sampled positions: [S, vocab]."""
@@ -131,12 +137,13 @@ class RefBackend(SynchronousBackend[RefProgram]):
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
-        return Footprint.on_host(int(weights), 4 * sum(a.kv_values for a in spec.cached_attention), spec.state_bytes)
+        kv_token = 4 * sum(a.kv_values for a in spec.cached_attention)
+        return Footprint.on_host(int(weights), kv_token, spec.state_bytes).with_hidden(4 * spec.hidden_values)
 
     def memory_needs(self) -> MemoryNeeds:
         programs = self._programs.values()
         kv, state = (sum(getattr(each, name) for each in programs) for name in ("kv_bytes", "state_bytes"))
-        return MemoryNeeds(kv, state, available_memory() // 4)
+        return MemoryNeeds(kv + self._hidden.nbytes, state, available_memory() // 4)
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> RefUpdate:
         return RefUpdate(self, self._programs[0], loaded)

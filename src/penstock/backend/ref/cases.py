@@ -351,6 +351,7 @@ CLAMPED = replace(TWO, top_k=4, scoring="softmax_top_k", act="clamped")
 
 from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
 from penstock.backend.ref.distance_cases import DISTANCE_CASES  # noqa: E402
+from penstock.backend.ref.hidden_cases import HIDDEN_CASES  # noqa: E402
 from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402
 from penstock.backend.ref.mamba2_cases import MAMBA2_CASES  # noqa: E402
 from penstock.backend.ref.mla_cases import MLA_CASES  # noqa: E402
@@ -469,5 +470,5 @@ CASES = (
     ),
     *DELTA_CASES,
     *DISTANCE_CASES,
-    *(*SCAN_CASES, *LLAMA4_CASES, *MAMBA2_CASES, *MLA_CASES, *STREAM_CASES),
+    *(*SCAN_CASES, *LLAMA4_CASES, *MAMBA2_CASES, *MLA_CASES, *STREAM_CASES, *HIDDEN_CASES),
 )

@@ -16,6 +16,7 @@ from penstock.backend.base import Batch, Floats, Ints, StateMove
 from penstock.backend.ref.activations import ACTS, clamped, identity, relu, sigmoid, silu
 from penstock.backend.ref.adapters import LoadedAdapters, adapted
 from penstock.backend.ref.delta import delta_rule
+from penstock.backend.ref.hidden import RefHidden
 from penstock.backend.ref.mamba2 import selective_scan, time_steps
 from penstock.backend.ref.stream_ops import RefStreamOps, split
 from penstock.model.ops import (
@@ -54,6 +55,7 @@ class RefCache:
         self._places = {
             layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)
         }
+        self.hidden_group = next((number for number, group in enumerate(groups) if not group.window), 0)
 
     def group(self, layer: int) -> int:
         """Returns the number of the KV group that a layer is in."""
@@ -89,6 +91,7 @@ class RefOps(RefStreamOps):
     cache: RefCache
     states: list[Floats] = field(default_factory=list)  # what embeddings are pooled from
     adapters: LoadedAdapters = field(default_factory=dict)
+    hidden: RefHidden = field(default_factory=RefHidden)
 
     def embed(self, table: Matrix, partial: bool = False) -> Floats:
         tokens = self.batch.tokens
@@ -164,9 +167,6 @@ class RefOps(RefStreamOps):
             x = x + residual
         return layer_norm(x, gain, bias, eps), x
 
-    def activate(self, x: Floats, act: str) -> Floats:
-        return ACTS[act](x)
-
     def embed_positions(self, table: Matrix) -> Floats:
         return table.weight[self.batch.positions]
 
@@ -233,6 +233,12 @@ class RefOps(RefStreamOps):
             selected = np.sort(highest(scores, index.top_k), axis=1)
             out[tokens, : selected.shape[1]] = selected
         return out
+
+    def store_hidden(self, number: int, x: Floats, ahead: int = 0) -> None:
+        self.hidden.store(number, x, self.batch, self.cache.hidden_group, ahead)
+
+    def load_hidden(self, number: int, width: int) -> Floats:
+        return self.hidden.load(number, width, self.batch, self.cache.hidden_group)
 
     def sigmoid_mul(self, x: Floats, gate: Floats) -> Floats:
         return x * sigmoid(gate)

@@ -56,5 +56,8 @@ class RefStreamOps:
         lowest = left.mean(axis=1, keepdims=True) + np.float32(cutoff) * left.std(axis=1, keepdims=True)
         return ACTS[act](np.maximum(left - lowest, 0)) * right
 
+    def activate(self, x: Floats, act: str) -> Floats:
+        return ACTS[act](x)
+
     def gate_columns(self, x: Floats, y: Floats, first: int, act: str) -> Floats:
         return ACTS[act](x) * y[:, first : first + x.shape[1]]

@@ -1,6 +1,6 @@
 """Reads DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight) and GLM-4.7-Flash: MLA, which keeps 576 numbers of a token per
-layer (V3), groups of experts with a shared one beside them, and plain MLPs in the first layers. Layers at the end that
-predict further tokens (MTP) are left out.
+layer (V3), groups of experts with a shared one beside them, and plain MLPs in the first layers. A layer at the end that
+predicts further tokens (MTP) drafts if it is asked to.
 """
 
 from __future__ import annotations

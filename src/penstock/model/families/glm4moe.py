@@ -1,5 +1,5 @@
 """Reads GLM-4.5, 4.6, 4.7 and Solar-Open: experts selected by sigmoids and a bias, a shared expert, and plain MLPs in
-the first layers. Layers at the end that predict further tokens (MTP) are left out.
+the first layers. A layer at the end that predicts further tokens (MTP) drafts if it is asked to.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Reads Qwen3-Next: gated delta nets, whose state has one size whatever the context, gated attention in every fourth
-layer, and experts with a gated shared one. Layers that predict further tokens (MTP) are left out.
+layer, and experts with a gated shared one. A layer that predicts further tokens (MTP) drafts if it is asked to.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ Own = Callable[[ConfigReader, ModelSpec], Keys]
 
 NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell it
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
-    *("first_position", "tiled", "generates"),
+    *("first_position", "tiled", "generates", "stores_hidden"),
 )
 ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items())} | {
     "bamba": "granitehybrid",

@@ -97,6 +97,7 @@ struct Frame {
   std::vector<AdapterRun> adapter_runs[2] = {};  // of all tokens, and of those whose logits are wanted
   Memory ranks = {};                             // [rows][rank_stride]: what the thin matrices `a` make of rows
   size_t rank_stride = 0;
+  size_t hidden_group = 0;  // the layer group whose blocks hidden states are stored in
 
   float* rank_row(size_t row) const { return ranks.as<float>() + row * rank_stride; }
 

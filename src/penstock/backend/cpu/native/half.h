@@ -31,4 +31,10 @@ inline uint16_t to_half(float value) {
 
 inline float from_bfloat(uint16_t value) { return std::bit_cast<float>(uint32_t(value) << 16); }
 
+inline uint16_t to_bfloat(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);  // NaN stays NaN
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 }  // namespace penstock

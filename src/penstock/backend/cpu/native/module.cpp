@@ -138,20 +138,23 @@ std::vector<int32_t> token_ids(nb::sequence tokens) {
   return values;
 }
 
-nb::bytes export_blocks(Program& program, const std::vector<int64_t>& blocks) {
-  const size_t size = blocks.size() * program.block_bytes();
+// Of a program's KV or of hidden states.
+template <class Stored>
+nb::bytes export_blocks(Stored& stored, const std::vector<int64_t>& blocks) {
+  const size_t size = blocks.size() * stored.block_bytes();
   auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
   if (!data.is_valid()) throw nb::python_error();
   const std::span out(reinterpret_cast<std::byte*>(PyBytes_AsString(data.ptr())), size);
   nb::gil_scoped_release release;
-  program.export_blocks(blocks, out);
+  stored.export_blocks(blocks, out);
   return data;
 }
 
-void import_blocks(Program& program, const std::vector<int64_t>& blocks, nb::bytes data) {
+template <class Stored>
+void import_blocks(Stored& stored, const std::vector<int64_t>& blocks, nb::bytes data) {
   const std::span bytes(static_cast<const std::byte*>(data.data()), data.size());
   nb::gil_scoped_release release;
-  program.import_blocks(blocks, bytes);
+  stored.import_blocks(blocks, bytes);
 }
 
 Routing::Scoring scoring_of(const std::string& name) {
@@ -217,6 +220,15 @@ NB_MODULE(_native, m) {
   m.attr("PIECE_BYTES") = PIECE_BYTES;
   m.def("checksum", checksum_of, "data"_a.noconvert());
   m.def("read_packed", read_packed_weights, "file"_a, "offset"_a, "weights"_a, "checksum"_a, "threads"_a);
+
+  nb::class_<HiddenRows>(m, "HiddenRows")
+      .def("reserve", &HiddenRows::reserve, "blocks"_a, "block_size"_a)
+      .def("copy_blocks", &HiddenRows::copy_blocks, "pairs"_a)
+      .def("export_blocks", export_blocks<HiddenRows>, "blocks"_a)
+      .def("import_blocks", import_blocks<HiddenRows>, "blocks"_a, "data"_a)
+      .def_prop_ro("kv_bytes_per_token", &HiddenRows::bytes_per_token)
+      .def_prop_ro("block_bytes", &HiddenRows::block_bytes)
+      .def_prop_ro("kv_layout", &HiddenRows::layout);
 
   nb::class_<Program>(m, "Program")
       .def(nb::init<const std::string&, unsigned, const std::string&, const Program*>(), "isa"_a, "threads"_a, "kv"_a,
@@ -356,6 +368,8 @@ NB_MODULE(_native, m) {
            },
            "q"_a, "k"_a, "weights"_a, "out"_a, nb::kw_only(), "layer"_a, "angles"_a, "interleaved"_a, "heads"_a,
            "head_dim"_a, "top_k"_a, "numbers"_a)
+      .def("store_hidden", &Program::store_hidden, "number"_a, "x"_a, "ahead"_a)
+      .def("load_hidden", &Program::load_hidden, "number"_a, "out"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
@@ -373,8 +387,8 @@ NB_MODULE(_native, m) {
       .def("choose_adapters",
            [](Program& program, IntArray slots) { program.choose_adapters(copied(slots)); }, "slots"_a.noconvert())
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
-      .def("export_blocks", export_blocks, "blocks"_a)
-      .def("import_blocks", import_blocks, "blocks"_a, "data"_a)
+      .def("export_blocks", export_blocks<Program>, "blocks"_a)
+      .def("import_blocks", import_blocks<Program>, "blocks"_a, "data"_a)
       .def("run", run, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
       .def("sample", sample, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
@@ -387,6 +401,7 @@ NB_MODULE(_native, m) {
       .def("read_kept",
            [](Program& program, size_t first, Array<float, 2> out) { program.read_kept(first, flat(out)); }, "first"_a,
            "out"_a.noconvert())
+      .def_prop_ro("hidden", &Program::hidden)
       .def_prop_ro("isa", &Program::isa)
       .def_prop_ro("threads", &Program::threads)
       .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token)

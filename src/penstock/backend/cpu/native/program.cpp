@@ -45,6 +45,7 @@ class StepJob final : public Job {
 Program::Program(const std::string& isa, unsigned threads, const std::string& kv, const Program* beside)
     : isa_(choose(isa)),
       pool_(beside ? beside->pool_ : std::make_shared<Pool>(checked_threads(threads))),
+      hidden_(beside ? beside->hidden_ : std::make_shared<HiddenRows>()),
       cache_(kv),
       frame_{.batch = {},
              .kernels = *isa_.kernels,
@@ -397,6 +398,8 @@ void Program::reserve_kv(size_t blocks, size_t block_size, size_t states, const 
     size_t& window = group_windows_[cache_.group(layer)];
     window = longer_window(window, windows_[layer]);
   }
+  const auto whole = std::find(group_windows_.begin(), group_windows_.end(), size_t(0));
+  frame_.hidden_group = whole == group_windows_.end() ? 0 : size_t(whole - group_windows_.begin());
 }
 
 void Program::take_over(Program& other) {
@@ -404,10 +407,12 @@ void Program::take_over(Program& other) {
   require(this != &other && answer_ >= 0 && pool_ == other.pool_, "a program takes over from another, beside it");
   require(cache_.same_layers(other.cache_) && states_.same_layers(other.states_) && windows_ == other.windows_,
           "a program takes over from one whose layers keep the same");
+  require(uses_hidden_ == other.uses_hidden_, "a program takes over from one that stores hidden states, or from none");
   require(adaptable_ == other.adaptable_, "a program takes over from one that has the same weights");
   std::swap(cache_, other.cache_);
   std::swap(states_, other.states_);
   std::swap(group_windows_, other.group_windows_);
+  std::swap(frame_.hidden_group, other.frame_.hidden_group);
   std::swap(last_sampled_, other.last_sampled_);
   std::swap(adapters_, other.adapters_);
 }
@@ -435,11 +440,13 @@ void Program::check_rows(const Step& step) const {
   const auto& starts = step.row_start;
   require(answer_ >= 0, "the program has no answer yet");
   require(cache_.blocks() || !cache_.layers(), "there is no KV cache yet: reserve it before the first step");
+  require(!uses_hidden_ || (cache_.blocks() && hidden_->blocks() == cache_.blocks()),
+          "there is no room for hidden states yet: reserve it with the KV cache");
   require(step.tokens.size() <= INT32_MAX / 2 && step.positions.size() == step.tokens.size(),
           "every token needs one position");
   require(!starts.empty() && step.tables.size() == step.groups * (starts.size() - 1) * step.table_width,
           "every row needs a block table");
-  require(!cache_.layers() || step.groups == cache_.groups(),
+  require(!in_blocks() || step.groups == cache_.groups(),
           "the KV cache has " + std::to_string(cache_.groups()) + " layer groups, the step has block tables for " +
               std::to_string(step.groups));
   require(step.slots.size() == starts.size() - 1, "every row needs a slot");
@@ -465,15 +472,17 @@ void Program::check_positions(const Step& step) const {
 
 void Program::check_context(const Step& step, size_t row) const {
   const int32_t first = step.row_start[row], last = step.row_start[row + 1];
-  if (first == last || !cache_.layers()) return;
+  if (first == last || !in_blocks()) return;
   const auto [lowest, highest] = std::minmax_element(step.positions.data() + first, step.positions.data() + last);
-  require(*lowest >= 0 && size_t(*highest) / cache_.block_size() < step.table_width,
-          "position " + std::to_string(*lowest < 0 ? *lowest : *highest) + " is outside the row's block table");
+  const size_t end = size_t(*highest) + ahead_;
+  require(*lowest >= 0 && end / cache_.block_size() < step.table_width,
+          "position " + (*lowest < 0 ? std::to_string(*lowest) : std::to_string(end)) +
+              " is outside the row's block table");
   const size_t seen = size_t(*lowest) + 1;
   for (size_t group = 0; group < step.groups; ++group) {
     const size_t window = group_windows_[group];
     const size_t first = window && seen > window ? seen - window : 0;
-    check_table(step.tables.data() + (group * step.slots.size() + row) * step.table_width, first, size_t(*highest));
+    check_table(step.tables.data() + (group * step.slots.size() + row) * step.table_width, first, end);
   }
 }
 

@@ -15,6 +15,7 @@
 #include "dispatch.h"
 #include "experts.h"
 #include "frame.h"
+#include "hidden_rows.h"
 #include "mamba2.h"
 #include "pool.h"
 #include "sample.h"
@@ -49,7 +50,7 @@ using Gate = void (*)(const float* x, size_t hidden, float* out);
 
 class Program {
  public:
-  // A program beside another runs on its threads, one of them at a time.
+  // A program beside another runs on its threads, one of them at a time, and shares its hidden states.
   Program(const std::string& isa, unsigned threads, const std::string& kv, const Program* beside = nullptr);
 
   // Building. Buffers are named by numbers. Widths and symbols are checked here, once.
@@ -97,6 +98,9 @@ class Program {
   void attend_mla(int q, int kv, std::optional<int> selected, const Attention& attention, int out);
   // Writes the positions that attend_mla attends to; `shape` is that of the layer's KV.
   void select_positions(int q, int k, int weights, const Index& index, KvShape shape, int out);
+  // Stores rows, at the positions of their tokens and so many further, where load_hidden finds them.
+  void store_hidden(size_t number, int x, size_t ahead);
+  void load_hidden(size_t number, int out);
   void keep(int buffer);    // no op added later may write to it, so its rows can be read after a step
   void answer(int buffer);  // the result of a step; no op is added after it
 
@@ -118,6 +122,7 @@ class Program {
   void read_answers(Ints rows, std::span<float> out);  // copies rows of the answer that the last `sample` computed
   void read_kept(size_t first, std::span<float> out);  // copies rows of the last step, as many as `out` has room for
 
+  const std::shared_ptr<HiddenRows>& hidden() const { return hidden_; }
   const std::string& isa() const { return isa_.name; }
   unsigned threads() const { return pool_->threads(); }
   size_t kv_bytes_per_token() const { return cache_.bytes_per_token(); }
@@ -137,6 +142,7 @@ class Program {
   Gate gate_of(const std::string& act) const;
   Activation activation_of(const std::string& act) const;  // of values that are not gated
   void add_attention(const Attention& attention, int q, int keys, int out);
+  bool in_blocks() const { return cache_.layers() || uses_hidden_; }  // something that steps compute
   void check_rows(const Step& step) const;
   void check_tokens() const;
   void check_positions(const Step& step) const;
@@ -155,6 +161,7 @@ class Program {
 
   Isa isa_;
   std::shared_ptr<Pool> pool_;
+  std::shared_ptr<HiddenRows> hidden_;  // shared with the programs beside it
   Cache cache_;
   States states_;
   std::vector<StateMove> moves_;
@@ -177,6 +184,8 @@ class Program {
   std::vector<size_t> group_windows_;  // the longest of each group's layers; 0: one sees everything
   bool causal_ = true;  // for all attention
   bool selects_ = false;  // positions, in some layer
+  bool uses_hidden_ = false;
+  size_t ahead_ = 0;  // how far behind its token a hidden state is stored
   size_t scratch_floats_ = 0, partial_floats_ = 0;
   size_t capacity_[2] = {0, 0};  // rows of the buffers, by symbol
 };

@@ -1,8 +1,10 @@
-"""Attention of single tokens over long contexts, which are split into parts that run at once (split-KV).
+"""Attention of the newest tokens over long contexts, which are split into parts that run at once (split-KV).
 
-A program attends with all query heads of one KV head to one split. Splits are planned on the host (see inputs.py) and
-read from device memory, so the grid of a captured graph does not depend on the lengths. The last split of a context
-stores its newest key and value in the cache; the program that is done last joins what all of them found.
+A program attends with all query heads of one KV head to one split, for one token, or for a run of a row's newest tokens
+where drafts are verified: then each key is read once for all of them. Splits are planned on the host (see inputs.py)
+and read from device memory, so the grid of a captured graph does not depend on the lengths. The last split of a context
+stores its newest key and value in the cache, unless there are runs; the program that is done last joins what all of
+them found.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from penstock.backend.cuda.kernels.kv_tile import (
     KvShape,
     PagedKv,
     SplitKV,
+    first_seen,
     leave_split,
     line_of,
     load_blocks,
     load_split,
     no_scores,
+    sees,
     shape_of,
     soft_capped,
     soften,
@@ -36,6 +40,9 @@ from penstock.backend.cuda.kernels.rope import rotation_of
 __all__ = ["AttentionOptions", "Rotation", "SplitKV", "decode_attention", "sink_of"]
 
 KV8 = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
+KV8_RUN = 4, 1  # the same with twice as many queries, which take the registers of a group
+FEWEST_QUERIES = 16  # that tensor cores take
+JOINED = 64  # queries of runs, of all splits together, that are joined at a time
 
 
 class AttentionOptions(NamedTuple):
@@ -74,22 +81,14 @@ class DecodeConfig(NamedTuple):
     tile: int
     warps: int
     groups: int  # 0: by tiles
+    run: int  # tokens of a row that attend together, at most
+    joined: int  # splits that are joined at a time
 
 
 @triton.jit
 def with_gain(q, q_gain, d, DIMS: tl.constexpr):
     """Returns rotated queries [QUERIES, BLOCK_D] times the gain of each dimension."""
     return (q.to(tl.float32) * tl.load(q_gain + d, d < DIMS, 0.0)[None, :]).to(q.dtype)
-
-
-@triton.jit
-def first_seen(begin, length, OPTIONS: tl.constexpr):
-    """Returns the first position, from `begin` on, that the newest of a row's `length` positions sees."""
-    if OPTIONS.window:
-        begin = tl.maximum(begin, length - OPTIONS.window)
-    if OPTIONS.chunk:
-        begin = tl.maximum(begin, (length - 1) // OPTIONS.chunk * OPTIONS.chunk)
-    return begin
 
 
 @triton.jit
@@ -130,12 +129,18 @@ def store_newest(source, kv, place_at, kv_head, d, rotation, SHAPE: tl.constexpr
 
 
 @triton.jit
-def attend_split(q, kv, table, kv_head, begin, end, scale, cap, CONFIG: tl.constexpr):
-    """Returns what queries find from `begin` to `end`: the highest score, the sum of weights, and the mix of values."""
+def attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG: tl.constexpr):
+    """Returns what queries find from `begin` to `end`: the highest score, the sum of weights, and the mix of values. Of
+    a run, each query sees what the newest of its `lengths` positions does."""
     SHAPE: tl.constexpr = CONFIG.shape
+    OPTIONS: tl.constexpr = CONFIG.options
     DIMS: tl.constexpr = SHAPE.dims
     TILE: tl.constexpr = CONFIG.tile
     d = tl.arange(0, SHAPE.block_d)
+    if CONFIG.run > 1:
+        lengths = lengths[:, None]
+        if OPTIONS.temperature > 0:
+            scale = scale[:, None]
     highest, total, mix = no_scores(CONFIG.queries, SHAPE.block_d)
     block = load_blocks(table, begin + tl.arange(0, TILE), end, SHAPE.block_size)
     for start in tl.range(begin, end, TILE):
@@ -149,15 +154,28 @@ def attend_split(q, kv, table, kv_head, begin, end, scale, cap, CONFIG: tl.const
         score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
         if CONFIG.largest > 0:
             score *= tl.load(kv.scales + line, seen, 0.0)[None, :]
-        if CONFIG.options.capped:
+        if OPTIONS.capped:
             score = soft_capped(score, cap)
-        score = tl.where(seen[None, :], score, -float("inf"))
+        visible = seen[None, :]
+        if CONFIG.run > 1:
+            visible = visible & sees(position[None, :], lengths, OPTIONS)
+        score = tl.where(visible, score, -float("inf"))
         highest, weight, shrink, total = soften(score, highest, total)
         values = tl.load(at + SHAPE.apart * DIMS, inside, 0.0).to(q.dtype)
         if CONFIG.largest > 0:
             weight *= tl.load(kv.scales + line + SHAPE.apart, seen, 0.0)[None, :]
         mix = tl.dot(weight.to(q.dtype), values, mix * shrink[:, None], input_precision="ieee")
     return highest, total, mix
+
+
+@triton.jit
+def load_run(splits, split, length, query, CONFIG: tl.constexpr):
+    """Returns how many tokens attend, which of them each query is of, and how many positions that one sees."""
+    if CONFIG.run == 1:
+        return 1, 0, length
+    else:
+        tokens, index = tl.load(splits + split * 8 + 7), query // CONFIG.shape.group
+        return tokens, index, length - tokens + 1 + index
 
 
 @triton.jit
@@ -176,18 +194,20 @@ def _decode_attention(
         return
     row, begin, end, length, count, first = load_split(splits, split)
     table = table_of(kv, row)
-    begin = first_seen(begin, length, OPTIONS)
-    if OPTIONS.temperature > 0:
-        scale *= temperature_of(length, OPTIONS)
-
     query = tl.arange(0, CONFIG.queries)
+    tokens, index, lengths = load_run(splits, split, length, query, CONFIG)
+    begin = first_seen(begin, length - tokens + 1, OPTIONS)
+    if OPTIONS.temperature > 0:
+        scale *= temperature_of(lengths, OPTIONS)  # [QUERIES] of a run
+
     kept = tl.arange(0, SHAPE.block_d)  # the dimensions of what is found
     d = kept
     if CONFIG.groups:
         d, kept = key_order(d), value_order(d, DIMS)
-    head = kv_head * SHAPE.group + query
-    wanted = (query < SHAPE.group)[:, None] & (d < DIMS)[None, :]
-    source = token * SHAPE.row_heads + head
+    head = kv_head * SHAPE.group + query - index * SHAPE.group
+    there = query < tokens * SHAPE.group
+    wanted = there[:, None] & (d < DIMS)[None, :]
+    source = (token + index) * SHAPE.row_heads + head
     if ROTATED >= 0:
         cos, sin, other = rotation_of(rotation[0], length - 1, rotation[2], d, ROTATED, CONFIG.interleaved, DIMS)
     wait_for_previous(PDL)
@@ -204,39 +224,41 @@ def _decode_attention(
         q = with_gain(q, q_gain, d, DIMS)
 
     if CONFIG.groups:
-        highest, total, mix = attend_kv8(q, kv, table, kv_head, begin, end, scale, SHAPE, CONFIG.warps, CONFIG.groups)
+        highest, total, mix = attend_kv8(q, kv, table, kv_head, begin, end, lengths, scale, CONFIG)
     else:
-        highest, total, mix = attend_split(q, kv, table, kv_head, begin, end, scale, cap, CONFIG)
+        highest, total, mix = attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG)
 
     if count == 1:
         if OPTIONS.sinks:
-            total += sink_of(sinks, head, query < SHAPE.group, highest)
-        store_mix(out, token * SHAPE.heads + head, kept, mix, total, wanted, DIMS)
+            total += sink_of(sinks, head, there, highest)
+        store_mix(out, (token + index) * SHAPE.heads + head, kept, mix, total, wanted, DIMS)
     else:
-        mine = split.to(tl.int64) * SHAPE.heads + head
-        leave_split(split_kv, mine, kept, mix, highest, total, query < SHAPE.group, wanted, DIMS)
+        mine = (split.to(tl.int64) * CONFIG.run + index) * SHAPE.heads + head
+        leave_split(split_kv, mine, kept, mix, highest, total, there, wanted, DIMS)
         arrivals = split_kv.arrived + first * SHAPE.kv_heads + kv_head
         if tl.atomic_add(arrivals, 1, sem="acq_rel") == count - 1:
             tl.store(arrivals, 0)
-            _join(split_kv, sinks, out, token, kv_head, first, count, SHAPE, OPTIONS.sinks, CONFIG.tile // 4)
+            _join(split_kv, sinks, out, token, tokens, kv_head, first, count, CONFIG)
 
 
 @triton.jit
-def _join(
-    split_kv, sinks, out, token, kv_head, first, count, SHAPE: tl.constexpr, SUNK: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Joins the splits of a context, SPLITS at a time, and stores the outputs of a KV head's queries."""
+def _join(split_kv, sinks, out, token, tokens, kv_head, first, count, CONFIG: tl.constexpr):
+    """Joins the splits of a context, some at a time, and stores the outputs of a KV head's queries."""
+    SHAPE: tl.constexpr = CONFIG.shape
     DIMS: tl.constexpr = SHAPE.dims
     GROUP: tl.constexpr = SHAPE.group
-    QUERIES: tl.constexpr = triton.next_power_of_2(GROUP)
+    QUERIES: tl.constexpr = triton.next_power_of_2(GROUP * CONFIG.run)
+    SPLITS: tl.constexpr = CONFIG.joined
     d = tl.arange(0, SHAPE.block_d)
     query = tl.arange(0, QUERIES)
-    head = kv_head * GROUP + query
+    index = query // GROUP
+    head = kv_head * GROUP + query % GROUP
     highest, total, mix = no_scores(QUERIES, SHAPE.block_d)
     for start in tl.range(0, count, SPLITS):
         split = start + tl.arange(0, SPLITS)
-        there = (split < count)[:, None] & (query < GROUP)[None, :]  # [SPLITS, QUERIES]
-        line = (first + split).to(tl.int64)[:, None] * SHAPE.heads + head[None, :]
+        there = (split < count)[:, None] & (query < tokens * GROUP)[None, :]  # [SPLITS, QUERIES]
+        line = (first + split).to(tl.int64)[:, None] * CONFIG.run + index[None, :]
+        line = line * SHAPE.heads + head[None, :]
         peaks = tl.load(split_kv.stats + line * 2, there, -1e30, cache_modifier=".cg")
         totals = tl.load(split_kv.stats + line * 2 + 1, there, 0.0, cache_modifier=".cg")
         inside = there[:, :, None] & (d < DIMS)[None, None, :]
@@ -248,17 +270,28 @@ def _join(
         total = total * shrink + tl.sum(totals * factor, 0)
         mix = mix * shrink[:, None] + tl.sum(mixes * factor[:, :, None], 0)
         highest = peak
-    if SUNK:
-        total += sink_of(sinks, head, query < GROUP, highest)
-    store_mix(out, token * SHAPE.heads + head, d, mix, total, (query < GROUP)[:, None] & (d < DIMS)[None, :], DIMS)
+    wanted = query < tokens * GROUP
+    if CONFIG.options.sinks:
+        total += sink_of(sinks, head, wanted, highest)
+    line = (token + index) * SHAPE.heads + head
+    store_mix(out, line, d, mix, total, wanted[:, None] & (d < DIMS)[None, :], DIMS)
 
 
-def sizes_of(shape: KvShape, tile: int, warps: int, kv8: bool) -> tuple[int, int, int, int]:
+def queries_of(group: int, run: int) -> int:
+    """Returns how many pairs of token and head a program has room for."""
+    return max(int(triton.next_power_of_2(group * run)), FEWEST_QUERIES)
+
+
+def sizes_of(shape: KvShape, tile: int, warps: int, kv8: bool, run: int) -> tuple[int, int, int, int]:
     """Returns queries, tile, warps and groups of a program. Over 8 bits decode_attention_kv8.py attends where it knows
     the shape."""
-    if kv8 and shape.group <= QUERIES and shape.dims in (64, 128) and shape.block_size % 16 == 0:
-        return (QUERIES, tile, *KV8)
-    return (max(triton.next_power_of_2(shape.group), 16), tile, warps, 0)
+    queries = shape.group * run
+    if kv8 and queries <= 2 * QUERIES and shape.dims in (64, 128) and shape.block_size % 16 == 0:
+        if queries <= QUERIES:
+            return (QUERIES, tile, *KV8)
+        if run > 1:
+            return (2 * QUERIES, tile, *KV8_RUN)
+    return (queries_of(shape.group, run), tile, warps, 0)
 
 
 def decode_attention(
@@ -280,11 +313,13 @@ def decode_attention(
     chunk: int = 0,
     temperature: float = 0.0,
     temperature_span: int = 1,
+    run: int = 1,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
-    """Attends with single tokens. splits [P, 8]: token (-1: none), row of tables, begin, end, length of the whole
-    context, how many splits it has and the first of them; header[0] is the width of tables. Without `rotation`, queries
-    are rotated and keys stored already."""
+    """Attends with the newest tokens of rows, at most `run` of each context. splits [P, 8]: first token (-1: none), row
+    of tables, begin, end, length of the whole context, how many splits it has, the first of them and how many tokens;
+    header[0] is the width of tables. Without `rotation`, queries are rotated and keys stored already."""
+    assert run == 1 or rotation is None, "all keys of a run are stored before it attends"
     shape = shape_of(cache, qkv, out)
     others = chunk, temperature, temperature_span
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, True, q_gain is not None, *others)
@@ -292,7 +327,9 @@ def decode_attention(
     kv8 = scales is not None and not soft_cap and qkv.element_size() == 2
     tile, warps, stages = tiling
     rotated = rotation[3:] if rotation else (-1, False)
-    config = DecodeConfig(shape, options, largest_of(cache, scales), *rotated, *sizes_of(shape, tile, warps, kv8))
+    sizes = sizes_of(shape, tile, warps, kv8, run)
+    joined = tile // 4 if run == 1 else max(JOINED // queries_of(shape.group, run), 1)
+    config = DecodeConfig(shape, options, largest_of(cache, scales), *rotated, *sizes, run, joined)
     _decode_attention[(shape.kv_heads, len(splits))](
         qkv,
         PagedKv(cache, splits if scales is None else scales, tables, header),

@@ -1,9 +1,9 @@
-"""Attention of single tokens over keys and values of 8 bits, in registers, where the tensor cores read them.
+"""Attention of the newest tokens over keys and values of 8 bits, in registers, where the tensor cores read them.
 
 A warp takes 16 * G positions at a time. Lane 4 * g + t of it holds 16 bytes of each 64 of keys g and g + 8, and of
 values 4 * t to 4 * t + 3 the g-th eighth: what it gives to a product if dimensions come in another order (`key_order`,
 `value_order`). Tensors are shaped [t, g, warp, ...], which the compiler deals out in that order, so that the changes of
-shape below move nothing. Queries are the columns of products: 8, however few there are.
+shape below move nothing. Queries are the columns of products: 8, however few there are, or 16 of a run of tokens.
 
 Codes become float16, which holds them exactly. A value's scale is part of the exponent of its weight, so that weights
 are at most 1 whatever the scales are.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.interpreter import INTERPRETED
-from penstock.backend.cuda.kernels.kv_tile import line_of
+from penstock.backend.cuda.kernels.kv_tile import line_of, sees
 from penstock.backend.cuda.kernels.mma_fragments import apart, axis
 
 QUERIES = 8
@@ -122,28 +122,39 @@ def as_values(words, DIMS: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr, F
 
 
 @triton.jit
-def as_scores(values, WARPS: tl.constexpr, G: tl.constexpr):
-    """Repeats what each position has for each query: [t, g, warp, G, half] -> [warp, 16 * G, 8]."""
+def as_scores(values, WARPS: tl.constexpr, G: tl.constexpr, N: tl.constexpr):
+    """Repeats what each position has for each of N queries: [t, g, warp, G, half] -> [warp, 16 * G, N]."""
     both = tl.broadcast_to(tl.expand_dims(values, 5), [4, 8, WARPS, G, 2, 2])
-    return tl.reshape(tl.permute(both, [2, 3, 4, 1, 0, 5]), [WARPS, 16 * G, 8])
+    if N > 8:
+        both = tl.broadcast_to(tl.expand_dims(both, 6), [4, 8, WARPS, G, 2, 2, N // 8])
+        both = tl.permute(both, [2, 3, 4, 1, 6, 0, 5])
+    else:
+        both = tl.permute(both, [2, 3, 4, 1, 0, 5])
+    return tl.reshape(both, [WARPS, 16 * G, N])
 
 
 @triton.jit
-def attend_kv8(q, kv, table, kv_head, begin, end, scale, SHAPE: tl.constexpr, WARPS: tl.constexpr, G: tl.constexpr):
-    """Returns what queries [8, DIMS], in the order of keys, find from `begin` to `end`: their highest score, the sum of
-    weights and the mix of values [8, DIMS], in the order of values."""
+def attend_kv8(q, kv, table, kv_head, begin, end, lengths, scale, CONFIG: tl.constexpr):
+    """Returns what queries [N, DIMS], in the order of keys, find from `begin` to `end`: their highest score, the sum of
+    weights and the mix of values [N, DIMS], in the order of values. Of a run, each query sees what the newest of its
+    `lengths` positions does."""
+    SHAPE: tl.constexpr = CONFIG.shape
+    OPTIONS: tl.constexpr = CONFIG.options
+    WARPS: tl.constexpr = CONFIG.warps
+    G: tl.constexpr = CONFIG.groups
+    N: tl.constexpr = CONFIG.queries
     DIMS: tl.constexpr = SHAPE.dims
     FP8: tl.constexpr = kv.lines.dtype.element_ty == tl.float8e4nv
     STEP: tl.constexpr = WARPS * 16 * G
     words = kv.lines.to(tl.pointer_type(tl.int32), bitcast=True)
     q = q.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-12)  # [8]
-    q = tl.broadcast_to(tl.trans((q / largest[:, None]).to(tl.float16))[None, :, :], [WARPS, DIMS, 8])
+    largest = tl.maximum(tl.max(tl.abs(q), 1), 1e-12)  # [N]
+    q = tl.broadcast_to(tl.trans((q / largest[:, None]).to(tl.float16))[None, :, :], [WARPS, DIMS, N])
     scale = (largest * scale)[None, None, :]
 
-    highest = tl.full([WARPS, 8], -1e30, tl.float32)
-    total = tl.zeros([WARPS, 8], tl.float32)
-    mix = tl.zeros([WARPS, DIMS, 8], tl.float32)
+    highest = tl.full([WARPS, N], -1e30, tl.float32)
+    total = tl.zeros([WARPS, N], tl.float32)
+    mix = tl.zeros([WARPS, DIMS, N], tl.float32)
     start = begin // 16 * 16
     line = groups_of(table, start, end, kv_head, SHAPE, WARPS, G)
     keys, values, key_scales, value_scales = load_group(words, kv.scales, line, SHAPE, WARPS, G)
@@ -153,13 +164,16 @@ def attend_kv8(q, kv, table, kv_head, begin, end, scale, SHAPE: tl.constexpr, WA
         more_keys, more_values, more_key_scales, more_value_scales = load_group(words, kv.scales, line, SHAPE, WARPS, G)
         line = groups_of(table, at + 2 * STEP, end, kv_head, SHAPE, WARPS, G)
         value_scales = tl.maximum(value_scales, 1e-30)
-        score = tl.dot(as_keys(keys, DIMS, WARPS, G, FP8), q) * scale  # [warp, 16 * G, 8]
-        score = score * as_scores(key_scales, WARPS, G) + as_scores(tl.log2(value_scales), WARPS, G)
-        score = tl.where((at + place >= begin) & (at + place < end), score, -float("inf"))
+        score = tl.dot(as_keys(keys, DIMS, WARPS, G, FP8), q) * scale  # [warp, 16 * G, N]
+        score = score * as_scores(key_scales, WARPS, G, N) + as_scores(tl.log2(value_scales), WARPS, G, N)
+        visible = (at + place >= begin) & (at + place < end)
+        if CONFIG.run > 1:
+            visible = visible & sees(at + place, lengths[None, None, :], OPTIONS)
+        score = tl.where(visible, score, -float("inf"))
         peak = tl.maximum(highest, tl.max(score, 1))
         weight = tl.exp2(score - peak[:, None, :])
         shrink = tl.exp2(highest - peak)
-        total = total * shrink + tl.sum(weight * as_scores(1.0 / value_scales, WARPS, G), 1)
+        total = total * shrink + tl.sum(weight * as_scores(1.0 / value_scales, WARPS, G, N), 1)
         mixed = as_values(values, DIMS, WARPS, G, FP8)
         mix = tl.dot(mixed, weight.to(tl.float16), mix * shrink[:, None, :])
         highest = peak

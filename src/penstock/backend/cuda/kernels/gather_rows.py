@@ -1,4 +1,4 @@
-"""Gathers rows by number: the embeddings of tokens, the positions whose logits are wanted."""
+"""Gathers rows by number: the embeddings of tokens, the positions whose logits are wanted. Scatters rows to places."""
 
 from __future__ import annotations
 
@@ -48,3 +48,22 @@ def gather_rows(source: Any, index: Any, out: Any) -> None:
     rows, width = out.shape
     block = min(triton.next_power_of_2(width), 1024)
     _gather_rows[(rows, triton.cdiv(width, block))](source, index, out, width, BLOCK=block, **launch_options())
+
+
+@triton.jit
+def _scatter_rows(source, index, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    place = tl.load(index + row).to(tl.int64)
+    wait_for_previous(PDL)
+    value = tl.load(source + row * width + column, inside, 0.0)
+    tl.store(out + place * width + column, value.to(out.dtype.element_ty), inside)
+
+
+def scatter_rows(source: Any, index: Any, out: Any) -> None:
+    """Writes source[i] to row index[i] of `out`."""
+    rows, width = source.shape
+    block = min(triton.next_power_of_2(width), 1024)
+    _scatter_rows[(rows, triton.cdiv(width, block))](source, index, out, width, BLOCK=block, **launch_options())

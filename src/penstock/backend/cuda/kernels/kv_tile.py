@@ -89,6 +89,22 @@ def line_of(block, offset, kv_head, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def first_seen(begin, length, OPTIONS: tl.constexpr):
+    """Returns the first position, from `begin` on, that the newest of `length` positions sees."""
+    if OPTIONS.window:
+        begin = tl.maximum(begin, length - OPTIONS.window)
+    if OPTIONS.chunk:
+        begin = tl.maximum(begin, (length - 1) // OPTIONS.chunk * OPTIONS.chunk)
+    return begin
+
+
+@triton.jit
+def sees(position, length, OPTIONS: tl.constexpr):
+    """Returns whether the newest of `length` positions sees a position: both may have any shapes that go together."""
+    return (position < length) & (position >= first_seen(length * 0, length, OPTIONS))
+
+
+@triton.jit
 def no_scores(QUERIES: tl.constexpr, BLOCK_D: tl.constexpr):
     """Returns a running softmax over nothing: the highest score, the sum of weights, and the mix of values."""
     highest = tl.full([QUERIES], -1e30, tl.float32)

@@ -23,7 +23,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import silu
 
 RANKS = 16  # the least that tensor cores multiply
 COLUMNS = 128  # of the output, that one program changes
-MAX_SPLIT = {DECODE_ROWS: 16, PROMPT_ROWS: 8}  # programs that share the columns of A, by the size of a tile
+SPLIT = 8  # programs that share the columns of A: always in a step without prompts, at most in one with some
 PROGRAMS = 256  # that fill the device
 RECORD = 8  # words: the addresses of A, of B and of the blocks, how many chunks and blocks there are; three are spare
 BLOCK = 8  # words: first column, columns; then chunk of h, chunks, place in B, for the left half and for the right
@@ -92,7 +92,7 @@ def dot_ieee(a, b, total):
         return tl.dot(a, b, total, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["weights", "number", "count", "most", "steps"])
+@triton.jit(do_not_specialize=["weights", "number", "most", "steps"])
 def _shrink(
     x,
     scales,
@@ -102,7 +102,6 @@ def _shrink(
     h,
     weights,
     number,
-    count,
     width,
     most,
     steps,
@@ -136,7 +135,7 @@ def _shrink(
             values = tl.load(lines + ahead[None, :], (ahead < end)[None, :], 0.0)
         if LAYOUT.fp8:
             total *= tl.load(scales + row, there, 0.0)[:, None]
-        place = (split * count + row)[:, None] * (most * 16) + rank[None, :]
+        place = ((row * most + chunk) * tl.num_programs(0) + split)[:, None] * 16 + tl.arange(0, 16)[None, :]
         tl.store(h + place, total, there[:, None])
 
 
@@ -151,30 +150,30 @@ def load_block(b, at, chunk, chunks):
 def load_side(words, b, known):
     """Returns what three words of a block say: where its ranks are in h, how many chunks it has and where they are in
     B; and the first of these."""
-    column = tl.load(words, known, 0) * 16
+    first = tl.load(words, known, 0)
     chunks = tl.load(words + 1, known, 0)
     at = tl.load(words + 2, known, 0)
-    return column, chunks, at, load_block(b, at, 0, chunks)
+    return first, chunks, at, load_block(b, at, 0, chunks)
 
 
 @triton.jit
-def expanded(h, there, apart, split, b, side, LAYOUT: tl.constexpr):
-    """Returns h @ B.T for one side of a block, from what `split` programs left of h, each `apart` from the next."""
+def expanded(h, there, split, b, side, LAYOUT: tl.constexpr):
+    """Returns h @ B.T for one side of a block, from what `split` programs left of h."""
     SIZE: tl.constexpr = LAYOUT.size
     SPLITS: tl.constexpr = LAYOUT.max_split
-    column, chunks, at, values = side
+    first, chunks, at, values = side
     total = tl.zeros([SIZE, 128], tl.float32)
     for chunk in range(0, chunks):
-        place = h + column + chunk * 16
+        place = h + (first + chunk) * split * 16
         low = tl.load(place, there[:, None], 0.0)
         for part in tl.static_range(1, SPLITS):
-            low += tl.load(place + part * apart, there[:, None] & (part < split), 0.0)
+            low += tl.load(place + part * 16, there[:, None] & (part < split), 0.0)
         total = dot_ieee(low.to(values.dtype), tl.trans(values), total)
         values = load_block(b, at, chunk + 1, chunks)
     return total
 
 
-@triton.jit(do_not_specialize=["weights", "number", "count", "most", "split"])
+@triton.jit(do_not_specialize=["weights", "number", "most", "split"])
 def _expand(
     h,
     tiles,
@@ -184,7 +183,6 @@ def _expand(
     out,
     weights,
     number,
-    count,
     width,
     stride,
     most,
@@ -201,8 +199,7 @@ def _expand(
     b = address(record + 1, DTYPE)
     entry = address(record + 2, tl.int32) + block * 8
     left = load_side(entry + 2, b, known)
-    low = h + row[:, None] * (most * 16) + tl.arange(0, 16)[None, :]
-    apart = count.to(tl.int64) * (most * 16)
+    low = h + row[:, None] * (most * split * 16) + tl.arange(0, 16)[None, :]
     if LAYOUT.gated:
         right = load_side(entry + 5, b, known)
         column = block * 128 + tl.arange(0, 128)
@@ -211,8 +208,8 @@ def _expand(
         place = row[:, None] * (2 * width) + column[None, :]
         gate = tl.load(y + place, inside, 0.0).to(tl.float32)
         value = tl.load(y + place + width, inside, 0.0).to(tl.float32)
-        gate += expanded(low, there, apart, split, b, left, LAYOUT)
-        value += expanded(low, there, apart, split, b, right, LAYOUT)
+        gate += expanded(low, there, split, b, left, LAYOUT)
+        value += expanded(low, there, split, b, right, LAYOUT)
         value = (silu(gate) * value).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * stride + column[None, :], value, inside)
     else:
@@ -225,30 +222,32 @@ def _expand(
         wait_for_previous(PDL)
         if known:
             total = tl.load(y + place, inside, 0.0).to(tl.float32)
-            total += expanded(low, there, apart, split, b, left, LAYOUT)
+            total += expanded(low, there, split, b, left, LAYOUT)
             tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
 def split_of(width: int, rows: RowTiles, chunks: int) -> int:
     """Returns how many programs share the columns of A."""
-    return max(min(-(-width // 512), MAX_SPLIT[rows.size], -(-PROGRAMS // (len(rows.tiles) * chunks))), 1)
+    if rows.size == DECODE_ROWS:
+        return SPLIT
+    return max(min(-(-width // 512), SPLIT, -(-PROGRAMS // (len(rows.tiles) * chunks))), 1)
 
 
 def values_needed(rows: int, tokens: int, chunks: int) -> int:
     """Returns how many values of h steps can have: those of `rows` rows of one token, and those of `tokens` tokens."""
-    return max(MAX_SPLIT[DECODE_ROWS] * rows * chunks, PROMPT_ROWS * PROGRAMS + tokens * chunks) * RANKS
+    return max(SPLIT * rows * chunks, PROMPT_ROWS * PROGRAMS + tokens * chunks) * RANKS
 
 
 def shrink(x: Any, rows: RowTiles, weight: AdaptedWeight, h: Any) -> None:
-    """Writes x @ A.T of each row's adapter to h [split, T, chunks * RANKS] float32."""
+    """Writes x @ A.T of each row's adapter to h [T, chunks, split, RANKS] float32."""
     values, scales = x if isinstance(x, Fp8Activations) else (x, x)
-    (count, width), tiles = values.shape, len(rows.tiles)
+    width, tiles = values.shape[1], len(rows.tiles)
     split = split_of(width, rows, weight.chunks)
     at_once = 512 if rows.size == DECODE_ROWS else 128
     steps = triton.cdiv(triton.cdiv(width, split), at_once)
     layout = Layout(rows.size, rows.order is not None, 0, at_once, fp8=values is not x)
     order = rows.tiles if rows.order is None else rows.order
-    numbers = weight.records.shape[1], weight.number, count, width, weight.chunks, steps
+    numbers = weight.records.shape[1], weight.number, width, weight.chunks, steps
     _shrink[(split, weight.chunks, tiles)](
         *(values, scales, rows.tiles, order, weight.records, h, *numbers),
         LAYOUT=layout,
@@ -261,14 +260,13 @@ def expand(h: Any, width: int, rows: RowTiles, weight: AdaptedWeight, y: Any, ou
     """Adds h @ B.T of each row's adapter to y, for the h that `shrink` made of rows of this `width`; out is y itself.
     Gated: writes silu(left half of the sum) * right half to out, which may be y's left half, for every row that has a
     tile."""
-    count, tiles = len(y), len(rows.tiles)
     split = split_of(width, rows, weight.chunks)
     most = triton.next_power_of_2(split)  # loads that find nothing cost time, and each number is another kernel
     layout = Layout(rows.size, rows.order is not None, most, 0, gated=gated, aligned=weight.aligned)
     order = rows.tiles if rows.order is None else rows.order
-    numbers = weight.records.shape[1], weight.number, count, out.shape[1], out.stride(0), weight.chunks, split
+    numbers = weight.records.shape[1], weight.number, out.shape[1], out.stride(0), weight.chunks, split
     blocks = triton.cdiv(out.shape[1], COLUMNS) if gated else weight.blocks
-    _expand[(blocks, tiles)](
+    _expand[(blocks, len(rows.tiles))](
         *(h, rows.tiles, order, weight.records, y, out, *numbers),
         LAYOUT=layout,
         DTYPE=TYPES[weight.dtype],

@@ -1,0 +1,64 @@
+"""Holds what launchers need besides a node of the recorded program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.backend.cuda.adapters import CudaAdapters
+from penstock.backend.cuda.arena import Arena
+from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
+from penstock.backend.cuda.kv_cache import LayerCache
+from penstock.model.spec import ExpertSpec, RopeSpec
+
+
+@dataclass(slots=True)
+class Memory:
+    """Holds what steps leave on the device for later ones, and scratch that all layers share."""
+
+    last: Any  # [slots + 1] the token each slot sampled last
+    tokens: Any  # [T] the step's tokens, all known
+    arena: Arena  # where weights, caches and buffers are
+    adapters: CudaAdapters
+    split_kv: Any = None  # partial results of decode attention over long contexts
+    caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
+    planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them
+    index_scores: Any = None  # see kernels/select_positions.py
+    groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
+    states: Any = None  # see recurrent_states
+    hidden: Any = None  # what programs store for each other: see hidden_states
+    hidden_places: Any = None  # where a step's rows are stored there
+    hidden_group: int = 0  # the KV group whose blocks they lie in
+
+    def reserve_arrivals(self, count: int) -> None:
+        """Makes room for `count` counters of finished splits, one for each KV head of each split."""
+        if len(self.split_kv.arrived) < count:
+            self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
+
+
+@dataclass(slots=True)
+class Context:
+    """Holds what launchers need besides a node: the device's memory, and constants that nodes share."""
+
+    memory: Memory
+    device: torch.device
+    tilings: Tilings
+    _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
+    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by (experts, top_k)
+
+    def frequencies(self, rope: RopeSpec, pairs: int) -> Any:
+        """Returns the frequencies of RoPE on the device, for a head with so many pairs."""
+        key = rope.inv_freq or (0.0,) * pairs  # where nothing is rotated: MLA rotates by 0
+        if key not in self._frequencies:
+            self._frequencies[key] = torch.tensor(key, dtype=torch.float64, device=self.device)
+        return self._frequencies[key]
+
+    def permutation(self, spec: ExpertSpec) -> ExpertPermutation:
+        """Returns memory for the permutation of tokens to experts, which layers share."""
+        key = spec.count, spec.top_k
+        if key not in self._permutations:
+            self._permutations[key] = ExpertPermutation.on(self.device, spec, len(self.memory.tokens))
+        return self._permutations[key]
