@@ -27,6 +27,7 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
 AUTO, OFF = "auto", "off"  # values of speculation
+SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
 MTP = "mtp"  # the value of draft that means a head of the model itself
 T = TypeVar("T")
 
@@ -113,6 +114,13 @@ def option(default: T, help: str, **described: Any) -> T:
     return field(default=default, metadata={"option": ConfigOption(help, **described)})
 
 
+def read_post_mortem(value: Any) -> str:
+    """Returns what `--post-mortem` takes; raises ConfigError for anything else."""
+    if value not in (SHAPES, TOKENS, OFF):
+        raise ConfigError(f"post_mortem is one of {SHAPES}, {TOKENS} and {OFF}; got {value!r}")
+    return str(value)
+
+
 def read_speculation(value: Any) -> str:
     """Returns what `--speculation` takes as text: auto, off, or a number above 0; raises ConfigError for anything
     else."""
@@ -137,6 +145,7 @@ class Config:
     model: str  # a GGUF file or a Hugging Face folder
     name: str = ""  # what clients call it; empty: from the file
     yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
+    grammars_wait: bool = False  # requests with grammars wait for this engine
     device: str = option(
         "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
     )
@@ -194,6 +203,12 @@ class Config:
         "time. The least recently used go first. 0: none are kept.",
     )
     strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
+    post_mortem: str = option(
+        "shapes",
+        "What a file in PENSTOCK_HOME says about the requests of an engine that has died: shapes (how long they were), "
+        "tokens (all of them) or off (there is none). The last 8 are kept.",
+        read=lambda value: read_post_mortem(value),
+    )
     speculation: str = option(
         AUTO,
         "Tokens that a step may draft for one answer (speculative decoding): auto (as many as pay, often none), off, "

@@ -141,6 +141,10 @@ class StepFailed(PenstockError):
     code = "step_failed"
 
 
+class PoisonedRequest(StepFailed):
+    code = "poisoned_request"
+
+
 class OutOfMemory(StepFailed):
     code = "out_of_memory"
 

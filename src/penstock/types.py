@@ -189,6 +189,9 @@ class Request(NamedTuple):
     prediction: tuple[int, ...] = ()  # how the client expects the answer to go on: it is drafted first
     speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: as many as pay
     claim: Claim = NO_CLAIM  # whose share of the engine it uses, and how soon it is to be answered
+    generated: tuple[int, ...] = ()  # tokens of its answer that another engine has delivered already: it is resumed
+    scored: int = 0  # scores of its prompt's tokens that were delivered, if nothing was generated yet
+    mirostat_mu: float | None = None  # what mirostat had learned by then, see Tokens
 
 
 class Limits(NamedTuple):
@@ -303,6 +306,7 @@ class Tokens(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
     cached: int = 0  # prompt tokens whose KV was reused
+    mirostat_mu: float | None = None  # with mirostat: what it has learned, for an engine that resumes the answer
 
 
 class Nearest(NamedTuple):

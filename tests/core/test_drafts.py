@@ -115,3 +115,16 @@ def test_half_of_the_rows_with_drafts_are_computed_while_the_others_are_verified
     answer(scheduler, second)
     assert [row.seq for row in scheduler.plan().rows] == [3, 4]
     answer(scheduler, third)
+
+
+def test_a_sequence_waits_for_its_draft_while_an_earlier_chunk_of_it_is_committed() -> None:
+    scheduler = Scheduler(limits(step_tokens=8), drafts=Greedy())
+    scheduler.add(Sequence(1, (1, 2, 3), 30, generated=(4, 5, 6, 7, 8, 9)))
+    chunk, drafted = scheduler.plan(), scheduler.plan()
+    assert [row.draft for row in chunk.rows] == [()]
+    assert [bool(row.draft) for row in drafted.rows] == [True]
+    scheduler.commit(chunk, StepResult(chunk.step, (RowResult(),)))
+    assert not scheduler.plan().rows
+    scheduler.commit(drafted, StepResult(drafted.step, (RowResult((7, 8), accepted=1),)))
+    check(scheduler)
+    assert scheduler.sequences[1].tokens[-4:] == [8, 9, 7, 8]

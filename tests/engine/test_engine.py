@@ -162,7 +162,7 @@ class Adapter:
     """Is something that a request may need: it is there when the test says so."""
 
     def __init__(self) -> None:
-        self.ready = False
+        self.begun = self.ready = False
         self.waits: list[float] = []
 
     def wait(self, seconds: float) -> None:

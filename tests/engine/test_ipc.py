@@ -92,7 +92,9 @@ def in_process() -> InProcessClient:
 
 
 def in_its_own(model: str = "fake", pauses: tuple[float, ...] = (0.01, 0.01)) -> ProcessClient:
-    return ProcessClient(Config(model=model), SpawnLauncher((sys.executable, "-c", FAKE_HOST)), pauses)
+    return ProcessClient(
+        Config(model=model, post_mortem="off"), SpawnLauncher((sys.executable, "-c", FAKE_HOST)), pauses
+    )
 
 
 @asynccontextmanager
@@ -266,35 +268,21 @@ def test_start_up_errors_keep_their_name_and_text() -> None:
     run(scenario())
 
 
-def test_a_killed_engine_fails_what_it_served_and_comes_back() -> None:
-    async def scenario() -> None:
-        async with started(in_its_own()) as client:
-            first = client.hello.pid
-            readers = [asyncio.create_task(events_of(client, request(client, [seed], ENDLESS))) for seed in range(3)]
-            await until(lambda: client.stats.running == 3)
-            os.kill(first, signal.SIGKILL)
-            for reader in readers:
-                failed = (await reader)[-1]
-                assert failed.code == "engine_died"
-                assert f"{first} was killed by SIGKILL" in failed.message
-            assert client.hello is None
-            with pytest.raises(EngineUnavailable, match="a new one is being started"):
-                client.submit(request(client, [1]))
-            await until(lambda: client.hello is not None)
-            assert client.hello.pid != first
-            assert client.restarts == 1
-            assert tokens_of(await events_of(client, request(client, [5]))) == continuation([5], 20, VOCAB)
-
-    run(scenario())
-
-
-def test_an_engine_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_restarted_fails_its_requests_and_is_tried_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with started(in_its_own(f"once:{tmp_path}/first")) as client:
+            reader = asyncio.create_task(events_of(client, request(client, [1], ENDLESS)))
+            await until(lambda: client.stats.running == 1)
             os.kill(client.hello.pid, signal.SIGKILL)
-            await until(lambda: "given up" in client.unavailable_reason)
-            with pytest.raises(EngineUnavailable, match=r"failed 3 times in a row .* exited with code 7"):
+            failed = (await reader)[-1]
+            assert failed.code == "engine_died"
+            assert "failed 3 times in a row, it is tried again every 0.01 s" in failed.message
+            assert client.state == "failed"
+            with pytest.raises(EngineUnavailable, match=r"times in a row, .* exited with code 7"):
                 client.submit(request(client, [1]))
+            (tmp_path / "first").rmdir()  # now it can start again
+            await until(lambda: client.state == "ready")
+            assert tokens_of(await events_of(client, request(client, [5]))) == continuation([5], 20, VOCAB)
 
     run(scenario())
 
@@ -304,7 +292,8 @@ def test_an_engine_that_talks_nonsense_is_ended() -> None:
         async with started(in_its_own("junk", ())) as client:
             (failed,) = await events_of(client, request(client, [1]))
             assert failed.code == "engine_died"
-            assert "SIGKILL" in failed.message
+            assert "SIGKILL, and is given up" in failed.message
+            assert client.state == "failed"
 
     run(scenario())
 

@@ -145,12 +145,16 @@ def slow_parrot() -> Iterator[Server]:
 @pytest.fixture
 def parrot_process() -> Iterator[Server]:
     """The engine in a process of its own."""
-    with serving(ProcessClient(Config(model="parrot"), toys.HOST), toys.ToyText(), "toy/parrot") as server:
+    with serving(
+        ProcessClient(Config(model="parrot", post_mortem="off"), toys.HOST), toys.ToyText(), "toy/parrot"
+    ) as server:
         yield server
 
 
 @pytest.fixture
 def mortal_parrot() -> Iterator[Server]:
     """The same, but not restarted when it dies."""
-    with serving(ProcessClient(Config(model="parrot"), toys.HOST, ()), toys.ToyText(), "toy/parrot") as server:
+    with serving(
+        ProcessClient(Config(model="parrot", post_mortem="off"), toys.HOST, ()), toys.ToyText(), "toy/parrot"
+    ) as server:
         yield server

@@ -38,6 +38,7 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "eval kl": "evaluate.kl",
     "bench": "bench.bench",
     "doctor": "doctor.doctor",
+    "replay": "replay.replay",
     "keys add": "keys.add",
     "keys list": "keys.list_",
     "keys remove": "keys.remove",

@@ -187,9 +187,9 @@ class ModelSources:
 
 def launcher_of_one() -> Launcher:
     """Returns what starts the engine process of the only model."""
-    from penstock.ipc.launchers import SpawnLauncher
+    from penstock.ipc.launchers import SpawnThenForkLauncher
 
-    return SpawnLauncher()
+    return SpawnThenForkLauncher()
 
 
 def launcher_of_several(warm: bool) -> Launcher:

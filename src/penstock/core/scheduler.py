@@ -314,7 +314,7 @@ class Scheduler:
         tokens, stop = seq.until_end(tokens)
         seq.tokens += tokens
         seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
-        seq.drafted = False
+        seq.drafted = seq.drafted and not tokens  # a chunk before the draft's row brings none
         self._tally.generated_tokens += len(tokens)
         seq.tenant.charge(PER_GENERATED * len(tokens))
         return tokens, stop

@@ -106,9 +106,11 @@ class Sequence:
         explain: bool = False,
         background: bool = False,
         claim: Claim = NO_CLAIM,
+        generated: tuple[int, ...] = (),
+        scored: int = 0,
     ) -> None:
         self.id = id
-        self.tokens = list(prompt)
+        self.tokens = [*prompt, *generated]
         self.prompt_len = len(prompt)
         self.max_len = len(prompt) + max_tokens
         self.stop_ids = stop_ids
@@ -130,8 +132,8 @@ class Sequence:
         self.planned = 0
         self.awaits_drafts = False  # its next row shall know its last token, because drafts are likely to follow it
         self.drafted = False  # a row with a draft is in flight: how many tokens that yields is not known yet
-        self.end = len(prompt)
-        self.scored = 1 if score else len(prompt)  # nothing precedes the first token to score it by
+        self.end = len(self.tokens)
+        self.scored = 1 + scored if score and not generated else len(prompt)  # nothing precedes the first token
         self.cached = -1  # prompt tokens reused at its first admission; -1: not admitted yet
         self.admission_epoch = 0  # the step of its last admission or preemption: rows of earlier steps are stale
         self.tables: list[list[int]] = []  # a block table for each layer group; empty: it waits

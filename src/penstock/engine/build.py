@@ -122,6 +122,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     timer.stop("kernels")
     tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
     grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
+    if config.grammars_wait:
+        grammars.warm_up()
     most = draft_limit(config.speculation)
     drafting = None if most == 0 or not limits.generates else Drafting(backend.padded_sizes)
     return Engine(

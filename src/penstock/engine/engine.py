@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.backend.base import Backend, Sleeper, Ticket
+from penstock.backend.synchronous import SynchronousBackend
 from penstock.core import Policy, Scheduler, StandardPolicy, hashing
 from penstock.core.deadlines import expire
 from penstock.core.refusal import refuse_impossible
@@ -19,11 +20,13 @@ from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, Regis
 from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.draft_model import DraftModel
+from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.reading import Reading
-from penstock.engine.record import RequestRecord
+from penstock.engine.record import RequestRecord, observe_surprises
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
+from penstock.engine.resuming import Decided, append_decided
 from penstock.engine.sleep_state import SleepState
 from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
@@ -127,6 +130,7 @@ class Engine(WeightControl):
         self._out_of_memory = False  # the last step found too little memory
         self._computed = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self.recorder = FlightRecorder()
 
     @property
     def idle(self) -> bool:
@@ -138,6 +142,12 @@ class Engine(WeightControl):
     def _computing(self) -> bool:
         may_run = self._scheduler.sequences and not self._pause.paused
         return bool(may_run or self._in_flight or self._events)
+
+    @property
+    def slow(self) -> bool:
+        """Returns whether what is done next may take long and be no step: weights are exchanged, or memory is given
+        back or taken again."""
+        return bool(self._update or self._sleep.asked or self._sleep.asleep)
 
     @property
     def can_sleep(self) -> bool:
@@ -164,6 +174,10 @@ class Engine(WeightControl):
         except PenstockError:
             self._release(record)
             raise
+
+    def record_flight(self, memory: Memory) -> None:
+        """Records what it does in memory that outlives it. Devices may compile kernels for a step of a new size."""
+        self.recorder = FlightRecorder(memory, slow_first=not isinstance(self._backend, SynchronousBackend))
 
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step returns the event. Unknown ids have ended already."""
@@ -249,12 +263,23 @@ class Engine(WeightControl):
             self._records[request.id] = record
             self._pause.hold(record, self._scheduler.now)
             return
+        decided = append_decided(sequence, record.owed)
+        if decided.ended:
+            return self._end_resumed(record, decided)
         self._scheduler.add(sequence)
         self._records[request.id] = record
         self._constrained += record.constraint is not None
         self._mirostats += record.mirostat
         if self._speculation is not None:
             self._speculation.open(record)
+            self._speculation.append(request.id, request.generated + decided.tokens)
+        record.owed = decided.tokens
+
+    def _end_resumed(self, record: RequestRecord, decided: Decided) -> None:
+        """Ends a resumed request that has nothing left to compute."""
+        self._records.pop(record.request.id, None)
+        self._release(record)
+        self._emit(decided.events(record))
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
@@ -263,6 +288,7 @@ class Engine(WeightControl):
             return
         self._records[record.request.id] = record
         self._waiting_room.enter(record, needs, time.perf_counter())
+        self.recorder.hold(self._waiting_room.worked_on)
 
     def _needs(self, record: RequestRecord) -> list[Need]:
         """Returns what a request needs before it can run, and has it prepared."""
@@ -297,6 +323,7 @@ class Engine(WeightControl):
                 self._begin(record, others)
             except PenstockError as error:
                 self._emit([Failed(record.request.id, error.code, error.message)])
+        self.recorder.hold(self._waiting_room.worked_on)
 
     def _release(self, record: RequestRecord) -> None:
         """Gives back what a request that has ended has held."""
@@ -375,6 +402,7 @@ class Engine(WeightControl):
         speculation = self._speculation if any(row.draft for row in plan.rows) and self._goes_on else None
         follows = speculation is not None and speculation.copies  # drafting costs what the device waits for it
         began = self._answered if follows else time.perf_counter()
+        self.recorder.launch(plan)
         try:
             self._in_flight.append((plan, self._launch_batch(plan), began))
             if speculation is not None and follows and len(self._in_flight) == 1:
@@ -415,21 +443,17 @@ class Engine(WeightControl):
             self._costs.observe(plan.rows, self._answered - began, answers=self._speculation is None)
             if result.not_finite:
                 self._fail_rows(plan, result.not_finite)
+            self.recorder.commit(plan, self._answered - began)
             if self._speculation is not None:
                 result = self._speculation.verify(plan, result, self._answered - began)
             if self._mirostats:
-                self._observe(plan, result)
+                observe_surprises(plan, result, self._records)
             if self._constrained:
-                result = self._follow_constraints(plan, result)
+                rows = zip(plan.rows, result.rows, strict=True)
+                result = StepResult(result.step, tuple(self._follow_constraint(row, answer) for row, answer in rows))
             self._scheduler.now = time.perf_counter()
             self._emit(self._scheduler.commit(plan, result))
             self._goes_on = bool(self._scheduler.sequences)
-
-    def _observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Tells samplers how surprising the tokens were that they chose."""
-        for row, answer in zip(plan.rows, result.rows, strict=True):
-            if answer.surprise is not None and row.seq in self._records:
-                self._records[row.seq].sampler.observe(answer.surprise)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         message = f"the step that computed this request failed: {type(error).__name__}: {error}"
@@ -448,7 +472,10 @@ class Engine(WeightControl):
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
             if isinstance(event, Tokens) and self._speculation is not None:
-                self._draft_after(event, self._speculation)
+                sequence = self._scheduler.sequences.get(event.seq) if self._depth else None
+                self._speculation.follow(event, sequence, len(self._scheduler.running))
+            if isinstance(event, Tokens) and (record := self._records.get(event.seq)):
+                event = record.complete_tokens(event)
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
@@ -456,21 +483,10 @@ class Engine(WeightControl):
                 event = record.complete(event)
             self._events.append(event)
 
-    def _draft_after(self, event: Tokens, speculation: Speculation) -> None:
-        """Lets drafts follow what was answered. With steps in flight these come too late for the next row, unless it
-        waits for them."""
-        speculation.append(event.seq, event.tokens)
-        if self._depth and (seq := self._scheduler.sequences.get(event.seq)) is not None:
-            seq.awaits_drafts = speculation.is_worth_waiting(event.seq, len(self._scheduler.running))
-
     # -- constraints ---------------------------------------------------------------------------------------------
 
-    def _follow_constraints(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Returns the result with the tokens that constraints force after those that were sampled."""
-        rows = [self._follow_constraint(row, answer) for row, answer in zip(plan.rows, result.rows, strict=True)]
-        return StepResult(result.step, tuple(rows))
-
     def _follow_constraint(self, row: Row, answer: RowResult) -> RowResult:
+        """Returns a row's answer with the tokens that its constraint forces after those that were sampled."""
         record = self._records.get(row.seq)
         if record is None or record.constraint is None or not answer.tokens:
             return answer

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -114,7 +115,7 @@ class Grammars:
             compiling = self._queue.get()
             began = time.perf_counter()
             try:
-                compiling.finish(self._compile(compiling.grammar))
+                compiling.finish(self._compile(compiling))
             except PenstockError as error:
                 compiling.fail(error)
             except BaseException as error:  # the library's panics are no Exceptions
@@ -122,8 +123,20 @@ class Grammars:
             self.costs.grammars += 1
             self.costs.grammar_seconds += time.perf_counter() - began
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def warm_up(self) -> None:
+        """Reads the vocabulary in a thread, so that the first grammar does not wait for that. If it cannot be read, the
+        first grammar says why."""
+
+        def load() -> None:
+            with suppress(PenstockError):
+                self._load()
+
+        threading.Thread(target=load, name="penstock-grammars", daemon=True).start()
+
+    def _compile(self, compiling: Compiling) -> Compiled:
         tokenizer = self._load()
+        compiling.begun = True
+        grammar = compiling.grammar
         return Compiled(_matcher(tokenizer, grammar, self._special), compile_patterns(grammar.trigger_patterns))
 
     def _load(self) -> LLTokenizer:
@@ -149,6 +162,7 @@ class Compiling:
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
+        self.begun = False
         self._deadline = time.monotonic() + COMPILE_SECONDS
         self._done = threading.Event()
         self._compiled: Compiled | None = None
@@ -255,6 +269,16 @@ class Constraint:
         for token in tokens[:-1]:
             self._take_one(token, force=False, last=False)
         return self._take_one(tokens[-1], force=force, last=True)
+
+    def resume(self, tokens: Sequence[int], *, force: bool) -> tuple[int, ...]:
+        """Goes on by all tokens of an answer that another engine has generated, as `take` does step by step. Returns
+        what must follow the last of them: it is not empty where that engine ended within a step's tokens."""
+        owed: tuple[int, ...] = ()
+        for token in tokens:
+            if owed and token != owed[0]:
+                raise InvalidGrammar(f"the answer cannot be resumed: token {token} stands where {owed[0]} must")
+            owed = owed[1:] if owed else self._take_one(token, force=force, last=True)
+        return owed
 
     def _take_one(self, token: int, *, force: bool, last: bool) -> tuple[int, ...]:
         if (ending := self._thinking.take(token, last=last)) is not None:

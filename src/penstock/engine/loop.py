@@ -61,12 +61,18 @@ def run(engine: Engine, inbox: Inbox, send: Send) -> None:
     """Serves until a Close arrives. While the engine is idle its backend may prepare for later, a little at a time;
     then it waits without cost."""
     may_prepare = True
+    recorder = engine.recorder
     while True:
-        messages = inbox.take(wait=engine.idle and not may_prepare)
+        if must_wait := engine.idle and not may_prepare:
+            recorder.wait()
+        messages = inbox.take(wait=must_wait)
+        recorder.take(len(messages))
         if engine.idle and not messages:
+            recorder.work(slow=True)
             may_prepare = engine.prepare_in_idle()
             continue
         may_prepare = True
+        recorder.work(slow=engine.slow or not all(isinstance(message, Add | Abort) for message in messages))
         if any(isinstance(message, Close) for message in messages):
             return
         events = advance(engine, messages)
@@ -90,7 +96,9 @@ def _apply(engine: Engine, message: Message) -> list[Event]:
     try:
         if isinstance(message, Add):
             id = message.request.id
+            engine.recorder.add(id)
             engine.add(message.request)
+            engine.recorder.add()
         if isinstance(message, RegisterAdapter | UnregisterAdapter | ListAdapters):
             id = message.id
             engine.control_adapters(message)

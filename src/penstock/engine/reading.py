@@ -19,6 +19,7 @@ class Reading(Generic[T]):
     def __init__(self, work: Callable[[], T], failure: type[PenstockError]) -> None:
         self._work = work
         self._failure = failure
+        self.begun = False
         self._done = threading.Event()
         self._result: T | None = None
         self._error: PenstockError | None = None
@@ -34,6 +35,7 @@ class Reading(Generic[T]):
 
     def run(self) -> None:
         """Does the work, in the thread."""
+        self.begun = True
         try:
             self._result = self._work()
         except PenstockError as error:

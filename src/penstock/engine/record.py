@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.core import Sequence
@@ -9,7 +10,18 @@ from penstock.engine.adapters import AdapterLease
 from penstock.engine.grammar import Constraint
 from penstock.engine.sampling import Sampler
 from penstock.model.classifier import ClassifierHead, DenseHead
-from penstock.types import Aborted, Event, Failed, Finished, Request, WeightSpan, WeightState
+from penstock.types import (
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Request,
+    StepPlan,
+    StepResult,
+    Tokens,
+    WeightSpan,
+    WeightState,
+)
 
 FIRST_WEIGHTS = WeightState()
 
@@ -21,7 +33,18 @@ class RequestRecord:
     """Belongs to one request: how its tokens are sampled, what constrains and what drafts them, and what it had to wait
     for."""
 
-    __slots__ = ("classifier", "constraint", "dense", "drafts", "lease", "request", "sampler", "waited", "weights")
+    __slots__ = (
+        "classifier",
+        "constraint",
+        "dense",
+        "drafts",
+        "lease",
+        "owed",
+        "request",
+        "sampler",
+        "waited",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -39,6 +62,7 @@ class RequestRecord:
         self.lease: AdapterLease | None = None  # of the adapters that it is computed with
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
         self.weights: list[WeightSpan] = []  # that compute it
+        self.owed: tuple[int, ...] = ()  # tokens that its constraint forces next, if its answer is resumed there
 
     @property
     def mirostat(self) -> bool:
@@ -47,9 +71,11 @@ class RequestRecord:
         return chain is not None and chain.mirostat > 0
 
     def constrain(self, constraint: Constraint) -> None:
-        """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends."""
+        """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends. What was
+        generated before it was resumed, the constraint follows again."""
         self.request = self.request._replace(stop_ids=self.request.stop_ids | constraint.ends)
         self.constraint = constraint
+        self.owed = constraint.resume(self.request.generated, force=self.request.sampling.logprobs is None)
         self.sampler = Sampler(self.request, constraint)
 
     def adapt(self) -> None:
@@ -101,7 +127,16 @@ class RequestRecord:
             explain=request.explain,
             background=request.background,
             claim=request.claim,
+            generated=request.generated,
+            scored=request.scored,
         )
+
+    def complete_tokens(self, event: Tokens) -> Tokens:
+        """Returns the event with the tokens that were decided before it, and with what mirostat has learned."""
+        if self.owed:
+            event = event._replace(tokens=self.owed + event.tokens)
+            self.owed = ()
+        return event._replace(mirostat_mu=self.sampler.mu) if self.mirostat else event
 
     def complete(self, event: Finished | Aborted | Failed) -> Event:
         """Returns the request's last event with the logits of its labels, or its embedding, and with what the engine
@@ -118,3 +153,10 @@ class RequestRecord:
             drafts=tuple(self.drafts.counts) if self.drafts else (),
         )
         return event._replace(report=report)
+
+
+def observe_surprises(plan: StepPlan, result: StepResult, records: Mapping[int, RequestRecord]) -> None:
+    """Tells samplers how surprising the tokens were that they chose."""
+    for row, answer in zip(plan.rows, result.rows, strict=True):
+        if answer.surprise is not None and row.seq in records:
+            records[row.seq].sampler.observe(answer.surprise)

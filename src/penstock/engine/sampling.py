@@ -43,11 +43,11 @@ class Sampler:
         "_constraint",
         "_draws",
         "_dry",
-        "_mu",
         "_penalties",
         "_prompt_len",
         "_request",
         "edits",
+        "mu",
         "numbers",
         "scoring",
         "seed",
@@ -63,7 +63,9 @@ class Sampler:
         self._penalties = PenaltyCounts(request) if _penalizes(params) else None
         self._dry = DryHistory(params.dry, request.dry_breakers) if params.dry and _repeats(params.dry) else None
         self._draws = MersenneDraws(params.seed or 0) if params.chain is not None and params.chain.mersenne else None
-        self._mu = 2 * params.chain.mirostat_tau if params.chain is not None else 0.0
+        self.mu = 2 * params.chain.mirostat_tau if params.chain is not None else 0.0
+        if request.mirostat_mu is not None:
+            self.mu = request.mirostat_mu
         self._bans = bool(params.min_tokens or request.bad_words)
         self.edits = bool(self._bans or params.logit_bias or self._penalties or self._dry)
         self.steers = self.edits or params.chain is not None  # it may have more to say than `numbers`
@@ -151,7 +153,7 @@ class Sampler:
         params = self._request.sampling
         if params.chain is None:
             return None
-        return ChainRow(row, params.chain, params.temperature, params.top_p, params.top_k, params.min_p, self._mu)
+        return ChainRow(row, params.chain, params.temperature, params.top_p, params.top_k, params.min_p, self.mu)
 
     @property
     def draws_in_order(self) -> bool:
@@ -168,7 +170,7 @@ class Sampler:
         """Takes over the surprise of a committed token, in bits: mirostat steers towards its target with it."""
         chain = self._request.sampling.chain
         assert chain is not None
-        self._mu -= chain.mirostat_eta * (surprise - chain.mirostat_tau)
+        self.mu -= chain.mirostat_eta * (surprise - chain.mirostat_tau)
 
 
 class PenaltyCounts:

@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from penstock.core.drafts import DraftRoom
+from penstock.core.sequence import Sequence as TokenSequence
 from penstock.core.speculation import NOTHING, Proposal
 from penstock.engine.draft_model import DraftModel, DraftTask, ModelDrafts
 from penstock.engine.record import RequestRecord
-from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, add_drafts
+from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, Tokens, add_drafts
 
 AHEAD = 8  # drafted tokens that are looked at to decide whether a row waits for them
 SHARES = 4  # times its share of a step that a row may draft
@@ -171,6 +172,13 @@ class Speculation:
     def prepare(self) -> None:
         """Gets on with preparing drafts. Called once a step, when it is launched: a device computes meanwhile."""
         self._drafting.index()
+
+    def follow(self, event: Tokens, sequence: TokenSequence | None, rows: int) -> None:
+        """Lets drafts follow what was answered. With steps in flight these come too late for the next row of the
+        sequence, one of so many, unless it waits for them."""
+        self.append(event.seq, event.tokens)
+        if sequence is not None:
+            sequence.awaits_drafts = self.is_worth_waiting(event.seq, rows)
 
     def append(self, id: int, tokens: Sequence[int]) -> None:
         """Takes over tokens that were added to a request's answer."""

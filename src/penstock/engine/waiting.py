@@ -12,6 +12,10 @@ class Pending(Protocol):
     """Is being prepared elsewhere."""
 
     @property
+    def begun(self) -> bool:
+        """Returns True once it is worked on."""
+
+    @property
     def ready(self) -> bool:
         """Returns True once it can be delivered or is known to have failed."""
 
@@ -48,6 +52,11 @@ class WaitingRoom:
     def __contains__(self, id: int) -> bool:
         """Returns whether the request with this id waits."""
         return id in self._waiting
+
+    @property
+    def worked_on(self) -> list[int]:
+        """Returns the ids of the requests whose need is being worked on now."""
+        return [id for id, waiting in self._waiting.items() if waiting.needs[0].pending.begun]
 
     def enter(self, record: RequestRecord, needs: Sequence[Need], now: float) -> None:
         """Lets a request wait for what it needs: at least one thing."""

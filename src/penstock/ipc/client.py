@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
+from enum import StrEnum
 from typing import Protocol
 
 from penstock.types import PAUSE_KEEP, AdapterInfo, Event, Hello, MemoryUse, Request, Stats, WeightState
+
+
+class EngineState(StrEnum):
+    """Says whether requests are answered."""
+
+    STARTING = "starting"  # it has not started yet
+    READY = "ready"
+    RESUMING = "resuming"  # the engine was lost; requests wait for the next one, which is being started
+    FAILED = "failed"  # there is no engine, and requests are refused
 
 
 class EngineClient(Protocol):
@@ -13,11 +23,16 @@ class EngineClient(Protocol):
 
     @property
     def hello(self) -> Hello | None:
-        """Returns what the engine said about itself when it started; None while there is no engine."""
+        """Returns what the engine said about itself when it started; None while requests are refused. While they wait
+        for an engine that is being restarted, it is what the last one said."""
+
+    @property
+    def state(self) -> EngineState:
+        """Returns whether requests are answered now."""
 
     @property
     def unavailable_reason(self) -> str:
-        """Returns why there is no engine, while there is none."""
+        """Returns why there is no engine, while the state is not ready."""
 
     @property
     def restarts(self) -> int: ...

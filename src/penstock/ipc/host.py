@@ -5,6 +5,7 @@ Standard input stays open as long as the parent lives. When it ends, this proces
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import Message, run
 from penstock.errors import PenstockError
 from penstock.ipc import wire
+from penstock.ipc.engine_folder import SOCKET, STACK, engine_file, open_flight
 from penstock.ipc.inprocess_engine import hello_of
 
 OpenEngine = Callable[[Config], Engine]
@@ -61,6 +63,7 @@ def serve_forked(address: str, config: bytes) -> None:
 
 def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
+    _write_stacks(address)
     threading.Thread(target=_exit_with_parent, args=[address, until_parent_ends], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)
@@ -69,6 +72,7 @@ def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Cal
         except PenstockError as error:
             socket.send(wire.encode_answer(wire.Refused(error.code, error.message)))
             return
+        engine.record_flight(open_flight(address))
         _serve(engine, config.name or Path(config.model).stem, socket)
 
 
@@ -85,6 +89,14 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
         engine.close()
 
 
+def _write_stacks(address: str) -> None:
+    """Has the stacks of all threads written to a file of the engine's folder when a signal ends this process, and when
+    the parent asks for them because the engine hangs."""
+    file = engine_file(address, STACK).open("w")
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file)
+
+
 def _until_stdin_ends() -> None:
     while os.read(STDIN, 4096):
         pass
@@ -99,7 +111,7 @@ def _until_parent_ends() -> None:
 def _exit_with_parent(address: str, until_parent_ends: Callable[[], None]) -> None:
     """Exits when the parent has ended, and removes the socket's folder: a killed parent could not."""
     until_parent_ends()
-    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+    shutil.rmtree(engine_file(address, SOCKET).parent, ignore_errors=True)
     os._exit(0)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from penstock.engine.engine import Engine
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable
+from penstock.ipc.client import EngineState
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.ipc.streams import RequestClient
 from penstock.types import Event, Hello, Stats
@@ -72,12 +73,12 @@ class InProcessClient(RequestClient):
     # -- in the event loop's thread ------------------------------------------------------------------------------
 
     def _welcome(self, hello: Hello, stats: Stats) -> None:
-        self.hello, self.stats = hello, stats
+        self.hello, self.stats, self.state = hello, stats, EngineState.READY
         self.adapters = {info.name: info for info in hello.adapters}
         self._opened.set_result(hello)
 
     def _refuse(self, error: Exception) -> None:
-        self.unavailable_reason = f"the engine could not start: {error}"
+        self.unavailable_reason, self.state = f"the engine could not start: {error}", EngineState.FAILED
         self._opened.set_exception(error)
         self._ended.set_result(None)
 
@@ -86,6 +87,6 @@ class InProcessClient(RequestClient):
         self._streams.deliver(events)
 
     def _end(self, ending: str) -> None:
-        self.hello, self.unavailable_reason = None, ending
+        self.hello, self.unavailable_reason, self.state = None, ending, EngineState.FAILED
         self._streams.fail("engine_died", ending)
         self._ended.set_result(None)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 STDERR = 2
 HOST = (sys.executable, "-m", "penstock.ipc.host")
+WARM_SECONDS = 1.5  # that an engine, or what engines import, takes to load
 PRELOADED = ["penstock.engine.preloaded", "penstock.ipc.host"]
 
 
@@ -72,6 +73,29 @@ class ForkLauncher:
         process = _forkserver().Process(target=serve_forked, args=(address, msgspec.json.encode(config)))
         await asyncio.to_thread(process.start)
         return ForkedChild(process)
+
+
+class SpawnThenForkLauncher:
+    """Starts the first engines as programs. Once one had to be started again, a process is made ready that the next
+    ones are forks of: engines that die may die again, and all others need no such process."""
+
+    def __init__(self) -> None:
+        self._spawning, self._forking = SpawnLauncher(), ForkLauncher()
+        self._launches = 0
+        self._warming: asyncio.Task[None] | None = None
+
+    async def launch(self, address: str, config: Config) -> EngineChild:
+        if self._warming is not None and self._warming.done():
+            return await self._forking.launch(address, config)
+        self._launches += 1
+        if self._launches == 2:
+            self._warming = asyncio.create_task(self._warm_up())
+        return await self._spawning.launch(address, config)
+
+    async def _warm_up(self) -> None:
+        await asyncio.sleep(WARM_SECONDS)  # the engine that is being started goes first
+        await asyncio.to_thread(self._forking.warm_up)
+        await asyncio.sleep(WARM_SECONDS)
 
 
 class ForkedChild:

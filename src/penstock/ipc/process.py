@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -15,15 +17,20 @@ import zmq.asyncio
 
 from penstock import __version__
 from penstock.config import Config
+from penstock.engine.flight_recorder import LEAST, FlightRecord, read_pulse, read_record, write_times
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
+from penstock.ipc.engine_folder import STACK, FlightMemory, address_in, engine_file
 from penstock.ipc.launchers import EngineChild, Launcher
 from penstock.types import Hello
 
 log = logging.getLogger(__name__)
 
 DELIVERY_SECONDS = 1.0  # that a message may still take after its sender has exited
+TICK = 0.1  # seconds between two looks at an engine's pulse
+STACK_SECONDS = 0.1  # that a hung engine has to write its stacks
+MOST_STACK = 2**16  # characters that are read of them
 
 
 class EngineSocket:
@@ -33,11 +40,14 @@ class EngineSocket:
         self._folder = tempfile.mkdtemp(prefix="penstock-")
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.PAIR)
-        self.address = f"ipc://{self._folder}/engine"
+        self.address = address_in(self._folder)
         self.socket.bind(self.address)
+        self._flight = FlightMemory(self.address)
+        self.flight = self._flight.memory
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+        self._flight.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -51,13 +61,16 @@ class EngineProcess:
         self._link = link
         self._socket = link.socket
         self._exit = asyncio.create_task(process.wait())
+        self._sent = 0  # messages
+        self._hang = ""
 
     @classmethod
-    async def launch(cls, launcher: Launcher, config: Config) -> EngineProcess:
+    async def launch(cls, launcher: Launcher, config: Config, times: tuple[int, ...] = ()) -> EngineProcess:
         """Starts a process and waits for its hello. An error that keeps the engine from starting is raised here, with
-        the type it had there."""
+        the type it had there. `times` are those of the flight record of the engine before."""
         try:
             engine = await cls._spawn(launcher, config)
+            write_times(engine._link.flight, times)
         except (OSError, zmq.ZMQError) as error:
             raise EngineUnavailable(f"the engine process could not be started: {error}") from error
         try:
@@ -77,16 +90,36 @@ class EngineProcess:
             return cls(process, link)
 
     def send(self, message: Message) -> None:
+        self._sent += 1
         self._socket.send(wire.encode_message(message))
 
     async def read(self, take: Callable[[wire.Step], None]) -> str:
-        """Calls `take` with every step until the process has ended; returns how it ended."""
-        reading = asyncio.create_task(self._forward(take))
+        """Calls `take` with every step until the process has ended; returns how it ended. A process that hangs is
+        killed."""
+        tasks = asyncio.create_task(self._forward(take)), asyncio.create_task(self._watch())
         try:
             await asyncio.shield(self._exit)
         finally:
-            reading.cancel()
-        return self._ending()
+            for task in tasks:
+                task.cancel()
+        return self._hang or self._ending()
+
+    @property
+    def crashed(self) -> bool:
+        """Returns whether it ended for a reason of its own, as far as that can be known: SIGKILL comes from outside."""
+        return bool(self._hang) or self._process.returncode != -signal.SIGKILL
+
+    def last_flight(self) -> FlightRecord:
+        """Returns what the engine was doing when its process ended."""
+        return read_record(self._link.flight)
+
+    def last_stack(self) -> str:
+        """Returns the stacks of its threads when a signal ended it, or when it hung."""
+        try:
+            with engine_file(self._link.address, STACK).open(errors="replace") as file:
+                return file.read(MOST_STACK)
+        except OSError:
+            return ""
 
     async def end(self, grace: float) -> None:
         """Asks the process to exit, and kills it if it has not within `grace` seconds."""
@@ -127,6 +160,24 @@ class EngineProcess:
         except Exception:
             log.exception("a message of the engine process could not be read; the process is killed")
             self._process.kill()
+
+    async def _watch(self) -> None:
+        """Kills the process when it has been silent for longer than it may be. What counts is the time that this
+        process was awake to see."""
+        beat, silent, before = -1, 0.0, time.monotonic()
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            seen, limit, taken = read_pulse(self._link.flight)
+            busy = limit > 0 or taken < self._sent
+            silent = silent + min(now - before, 2 * TICK) if busy and seen == beat else 0.0
+            beat, before = seen, now
+            if silent > (limit or LEAST):
+                self._hang = f"did not go on for {silent:.1f} s and was killed"
+                os.kill(self.hello.pid, signal.SIGUSR1)
+                await asyncio.sleep(STACK_SECONDS)
+                self._process.kill()
+                return
 
     def _ending(self) -> str:
         code = self._process.returncode

@@ -1,18 +1,22 @@
-"""Runs an engine in its own process, which is watched and restarted when it dies."""
+"""Runs an engine in its own process, which is watched and restarted when it dies or hangs. The next one resumes what
+the last one was answering."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
-from penstock.config import Config, parse_adapter
+from penstock.config import OFF, Config, parse_adapter
 from penstock.engine.adapter_messages import RegisterAdapter
+from penstock.engine.flight_recorder import FlightRecord
 from penstock.engine.loop import Message, Sleep
 from penstock.errors import EngineUnavailable, PenstockError
-from penstock.ipc import wire
+from penstock.ipc import post_mortem, wire
+from penstock.ipc.client import EngineState
 from penstock.ipc.launchers import Launcher, SpawnLauncher
 from penstock.ipc.process import EngineProcess
 from penstock.ipc.streams import RequestClient
@@ -20,38 +24,51 @@ from penstock.types import AdapterInfo, Hello, Stats, WeightState
 
 log = logging.getLogger(__name__)
 
-PAUSES = (0.05, 0.5, 1.0, 2.0, 4.0)  # seconds before each restart, while engines die early
+PAUSES = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each restart, while engines die early
 EARLY = 10.0  # seconds: an engine that dies within them has died early
 SPAWNING = SpawnLauncher()
 GRACE = 5.0  # seconds that an engine has to exit by itself
 
 
 class ProcessClient(RequestClient):
-    """Restarts the engine process when it dies, until it has died early too often."""
+    """Restarts the engine process when it dies, after `pauses` that grow while engines die early. Requests wait for the
+    next one until the last of the pauses was of no use. From then on they are refused, and the engine is tried again
+    with that pause; without pauses, never."""
 
     def __init__(self, config: Config, launcher: Launcher = SPAWNING, pauses: Sequence[float] = PAUSES) -> None:
         super().__init__()
         self._config = config
         self._launcher = launcher
         self._pauses = pauses
+        self._failures = 0  # engines that died early or did not start, in a row
         self._engine: EngineProcess | None = None
+        self._flight = FlightRecord()  # of the engine that was lost last
         self._keeper: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None  # about the last death
+        self._unrestored: WeightState | None = None  # the weights and the pause of an engine that was lost
 
     async def start(self, *, yielding: bool = False) -> Hello:
         """Starts the engine; raises what keeps it from starting. Starting twice changes nothing."""
         if self._keeper is None:
             await self._launch(yielding)
+            self.state = EngineState.READY
             self._keeper = asyncio.create_task(self._keep_running())
         if self.hello is None:
             raise EngineUnavailable(self.unavailable_reason)
         return self.hello
 
     async def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait({self._keeper})
-        await self._lose("the engine is closed")
+        for task in (self._keeper, self._restoring):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        if self._writing is not None:
+            await self._writing
+        engine, self._engine = self._engine, None
+        self._refuse("the engine is closed")
+        if engine is not None:
+            await engine.end(GRACE)
 
     async def unregister_adapter(self, name: str) -> AdapterInfo:
         info = await super().unregister_adapter(name)
@@ -69,57 +86,44 @@ class ProcessClient(RequestClient):
         self._streams.deliver(step.events())
 
     async def _launch(self, yielding: bool = False) -> None:
-        self._engine = await EngineProcess.launch(self._launcher, replace(self._config, yielding=yielding))
+        config = replace(self._config, yielding=yielding, grammars_wait=self._streams.with_grammars)
+        self._engine = await EngineProcess.launch(self._launcher, config, self._flight.times)
         self.hello = self._engine.hello
         self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters
 
-    def _tell_again(self) -> None:
-        """Tells an engine that was started again what the one before was told: adapters that were registered while it
-        ran, and that it should sleep."""
-        known = {(info.name, info.path, info.scale) for info in self.hello.adapters} if self.hello else set()
-        for info in self.adapters.values():
-            if (info.name, info.path, info.scale) not in known:
-                self._send(RegisterAdapter(self.next_id(), info.name, info.path, info.scale, replace=True))
-        if self._asleep and self.hello is not None and self.hello.can_sleep:
-            self._send(Sleep(self.next_id()))
-
-    async def _restore_weights(self, before: WeightState) -> None:
-        """Brings an engine that was started again to the weights, and to the pause, that the one before had. Requests
-        wait meanwhile. Weights that cannot be read any more are left out: answers tell which ones computed them."""
-        await self.pause()
-        try:
-            if before.updates:
-                await self.update_weights(before.path, before.version)
-        except PenstockError as error:
-            log.error("the engine has its first weights again: %s", error)
-        if not before.paused:
-            await self.resume()
-
-    async def _lose(self, reason: str) -> None:
-        """Ends all requests in flight and refuses new ones for this reason: there is no engine from now on."""
-        engine, self._engine, self.hello, self.stats = self._engine, None, None, Stats()
-        self.unavailable_reason = reason
-        self._streams.fail("engine_died", reason)
-        if engine is not None:
-            await engine.end(GRACE)
+    # -- when it dies --------------------------------------------------------------------------------------------
 
     async def _keep_running(self) -> None:
-        """Runs one engine process after another, until too many in a row die early."""
-        pauses = iter(self._pauses)
+        """Runs one engine process after another."""
         while self._engine is not None:
-            started = time.monotonic()
-            pid = self._engine.hello.pid
-            ending = await self._engine.read(self._take)
+            engine, started = self._engine, time.monotonic()
+            ending = await engine.read(self._take)
             if time.monotonic() - started > EARLY or self.stats.generated_tokens:
-                pauses = iter(self._pauses)
-            reason = f"the engine process {pid} {ending}"
-            log.error("%s; a new one is started", reason)
-            await self._lose(f"{reason}; a new one is being started: send the request again")
-            await self._restart(reason, pauses)
+                self._failures = 0
+            reason = f"the engine process {engine.hello.pid} {ending}"
+            log.error("%s; %d requests wait for a new one\n%s", reason, len(self._streams), engine.last_stack())
+            await self._lose(engine, reason)
+            await self._restart(reason)
 
-    async def _restart(self, reason: str, pauses: Iterator[float]) -> None:
-        for pause in pauses:
-            await asyncio.sleep(pause)
+    async def _lose(self, engine: EngineProcess, reason: str) -> None:
+        """Keeps what was in flight for the next engine."""
+        self._engine, self.stats, self.state = None, Stats(), EngineState.RESUMING
+        self.unavailable_reason = f"{reason}; a new one is being started: send this again"
+        self._unrestored, self.weights = self._unrestored or self.weights, WeightState()
+        if self._restoring is not None:
+            self._restoring.cancel()
+        self._flight = engine.last_flight()
+        if self._config.post_mortem != OFF:
+            about = self._config, engine.hello, reason, engine.last_stack(), self._flight, self._streams.requests
+            self._writing = asyncio.create_task(asyncio.to_thread(post_mortem.write_about, *about))
+        self._streams.lose_engine(self._flight.suspects, reason, crashed=engine.crashed)
+        await engine.end(GRACE)
+
+    async def _restart(self, reason: str) -> None:
+        """Starts the next engine, however long that takes. Without pauses, there is none."""
+        while self._pauses:
+            await asyncio.sleep(self._pauses[min(self._failures, len(self._pauses) - 1)])
+            self._failures += 1
             try:
                 await self._launch()
             except PenstockError as error:
@@ -127,10 +131,63 @@ class ProcessClient(RequestClient):
                 log.error("the engine could not be restarted: %s", reason)
             else:
                 self.restarts += 1
-                self._tell_again()
-                before, self.weights = self.weights, WeightState()
-                if before.updates or before.paused:
-                    self._restoring = asyncio.create_task(self._restore_weights(before))
-                return
-        self.unavailable_reason = f"the engine failed {len(self._pauses) + 1} times in a row and is given up: {reason}"
-        log.error("%s", self.unavailable_reason)
+                return self._resume()
+            if self._failures >= len(self._pauses):
+                again = f"it is tried again every {self._pauses[-1]:g} s"
+                self._refuse(f"the engine failed {self._failures + 1} times in a row, {again}: {reason}")
+                log.error("%s", self.unavailable_reason)
+        self._refuse(f"{reason}, and is given up")
+
+    def _refuse(self, reason: str) -> None:
+        """Ends all requests in flight and refuses new ones for this reason."""
+        self.hello, self.stats, self.state = None, Stats(), EngineState.FAILED
+        self.unavailable_reason = reason
+        self._streams.fail("engine_died", reason)
+
+    # -- when the next one has started ---------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Brings an engine to the state of the one before, and has it resume the requests."""
+        unregistered = self._unregistered()
+        if unregistered or (self._unrestored and (self._unrestored.updates or self._unrestored.paused)):
+            self._restoring = asyncio.create_task(self._restore(unregistered))
+        else:
+            self._restored()
+
+    def _unregistered(self) -> list[AdapterInfo]:
+        """Returns the adapters that were registered while the last engine ran."""
+        known = {(info.name, info.path, info.scale) for info in self.hello.adapters} if self.hello else set()
+        return [info for info in self.adapters.values() if (info.name, info.path, info.scale) not in known]
+
+    async def _restore(self, adapters: Sequence[AdapterInfo]) -> None:
+        """Tells an engine what the one before was told. What cannot be read any more is left out: requests for such
+        an adapter fail, and answers tell which weights computed them."""
+        before = self._unrestored or WeightState()
+        try:
+            for name, path, scale, *_ in adapters:
+                await self._try(self._about_adapters(RegisterAdapter(self.next_id(), name, path, scale, replace=True)))
+            if before.updates or before.paused:
+                await self.pause()
+            if before.updates:
+                await self._try(self.update_weights(before.path, before.version))
+            if before.updates and not before.paused:
+                await self.resume()
+        except EngineUnavailable:
+            return  # it has died meanwhile
+        self._restored()
+
+    async def _try(self, telling: Coroutine[Any, Any, object]) -> None:
+        try:
+            await telling
+        except EngineUnavailable:
+            raise
+        except PenstockError as error:
+            log.error("the engine that was restarted is not as it was before: %s", error)
+
+    def _restored(self) -> None:
+        """Has the engine resume the requests. If there are none, it may sleep as the one before did."""
+        self._unrestored = None
+        self.state = EngineState.READY
+        if self._asleep and not len(self._streams) and self.hello is not None and self.hello.can_sleep:
+            self._send(Sleep(self.next_id()))
+        self._streams.resume()

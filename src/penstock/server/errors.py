@@ -23,6 +23,7 @@ from penstock.errors import (
     NotSupported,
     Overloaded,
     PenstockError,
+    PoisonedRequest,
     RateLimited,
     Unauthorized,
 )
@@ -141,6 +142,8 @@ def headers_of(error: PenstockError) -> dict[str, str]:
             return {"connection": "close"}  # what is left of the body is not waited for
         case 503:
             return {"retry-after": RETRY_AFTER}
+    if isinstance(error, PoisonedRequest):
+        return {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients send it again otherwise
     if isinstance(error, RateLimited):
         return {"retry-after": str(ceil(error.retry_after)), "retry-after-ms": str(ceil(error.retry_after * 1000))}
     return {}

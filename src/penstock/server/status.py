@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import EngineUnavailable
+from penstock.errors import EngineUnavailable, error_of
+from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.models import ModelPool
 from penstock.server.models.entry import ModelEntry
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import unknown_model
 from penstock.server.sse import json_response
 from penstock.server.vllm.endpoints import model_fields
-from penstock.types import Hello
+from penstock.types import Failed, Hello, SamplingParams
+from penstock.types import Request as EngineRequest
+
+GENERATE_SECONDS = 10.0  # after which an engine that generates nothing is not healthy
 
 
 async def list_models(pool: ModelPool, _: Request, context: RequestContext) -> Response:
@@ -49,19 +55,40 @@ async def hello(_: ModelPool, __: Request, ___: RequestContext) -> Response:
     return json_response({"message": "hello"})
 
 
-async def health(pool: ModelPool, _: Request, __: RequestContext) -> Response:
-    """Tells of the default model's engine, and of all models in `models`."""
+async def health(pool: ModelPool, http: Request, _: RequestContext) -> Response:
+    """Tells of the default model's engine, and of all models in `models`. With `generate=1` it has every engine that is
+    awake generate a token first."""
     pool.refresh()
+    generate = http.query_params.get("generate", "0").lower() not in ("0", "false", "")
     models = [_state(entry) for entry in pool.entries]
     try:
         pool.check_health()
+        if generate:
+            await asyncio.gather(*(check_generates(entry.awake.client) for entry in pool.entries if entry.awake))
     except EngineUnavailable as error:
-        return json_response({"status": "unavailable", "engine": None, "message": error.message, "models": models}, 503)
+        lost = (client.state for _, client in pool.clients() if client.state is not EngineState.READY)
+        told = {"status": next(lost, EngineState.FAILED), "engine": None, "message": error.message, "models": models}
+        return json_response(told, 503)
     first = next(pool.clients(), None)
     engine = None
     if first is not None and first[1].hello is not None:
         engine = {"pid": first[1].hello.pid, "model": first[0], **_unknown_fields(first[1].hello)}
     return json_response({"status": "ok", "engine": engine, "models": models})
+
+
+async def check_generates(client: EngineClient) -> None:
+    """Has an engine generate one token, or make an embedding if it makes those; raises EngineUnavailable if it does not
+    within some seconds."""
+    limits = client.hello.limits if client.hello is not None else None
+    pooling = "" if limits is None or limits.generates else limits.pooling
+    request = EngineRequest(client.next_id(), (0,), SamplingParams(seed=0), 0 if pooling else 1, pooling=pooling)
+    try:
+        async with asyncio.timeout(GENERATE_SECONDS), aclosing(client.submit(request)) as steps:
+            async for events in steps:
+                if isinstance(failed := events[-1], Failed):
+                    raise error_of(failed.code, failed.message)
+    except TimeoutError:
+        raise EngineUnavailable(f"the engine has generated no token within {GENERATE_SECONDS:.0f} s") from None
 
 
 async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Response:

@@ -34,7 +34,7 @@ def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
         raise error_of(last.code, last.message)
     if isinstance(last, Aborted):
         raise EngineUnavailable("the engine aborted the request: send it again")
-    _, tokens, logprobs, scores, cached = first if isinstance(first, Tokens) else Tokens(first.seq, ())
+    _, tokens, logprobs, scores, cached, _ = first if isinstance(first, Tokens) else Tokens(first.seq, ())
     ended = last if isinstance(last, Finished) else None
     silent = int(ended is not None and ended.stop_token is not None and not stream.include_stop)
     before = stream.consumed

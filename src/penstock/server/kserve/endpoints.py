@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.errors import EngineUnavailable, InvalidRequest, NotFound
+from penstock.ipc.client import EngineState
 from penstock.server.access.bounds import read_json
 from penstock.server.bodies import ANY_VALUE, NoEffect, read_body, read_object
 from penstock.server.chat.stream import all_deltas
@@ -182,7 +183,7 @@ async def model_metadata(served: ServedModel, http: HttpRequest, context: Reques
 
 async def model_ready(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     _check_path(served, http, context)
-    if served.client.hello is None:
+    if served.client.state is not EngineState.READY:
         raise EngineUnavailable(served.client.unavailable_reason)
     return Response()
 

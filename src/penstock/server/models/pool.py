@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from penstock import store
 from penstock.errors import EngineUnavailable, ModelNotFound, PenstockError
-from penstock.ipc.client import EngineClient
+from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitForecast
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
@@ -125,9 +125,9 @@ class ModelPool:
         return sum(client.hello.limits.max_rows for _, client in self.clients() if client.hello is not None)
 
     def check_health(self) -> None:
-        """Raises if a loaded model has no engine."""
+        """Raises if a loaded model has no engine that answers requests now."""
         for _, client in self.clients():
-            if client.hello is None:
+            if client.state is not EngineState.READY:
                 raise EngineUnavailable(client.unavailable_reason)
 
     def find(self, name: str) -> ModelEntry | None:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from penstock import __version__
-from penstock.ipc.client import EngineClient
+from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
@@ -184,7 +184,7 @@ class EngineCollector:
         requests.add_metric(["waiting"], stats.waiting)
         yield requests
         yield from _adapters(stats)
-        up = bool(clients) and all(client.hello is not None for client in clients)
+        up = bool(clients) and all(client.state is EngineState.READY for client in clients)
         yield GaugeMetricFamily("penstock_engine_up", "1 while every loaded model has an engine", up)
         for name, help, value in (
             ("engine_restarts", "Engines started after the first", sum(client.restarts for client in clients)),

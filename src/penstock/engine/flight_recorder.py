@@ -1,0 +1,169 @@
+"""Records what an engine is doing in memory that outlives its process: the last plans, what is in flight, and for how
+long it may be silent. Whoever shares the memory sees that the engine hangs, and what it did when it died."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Collection
+from itertools import chain
+from mmap import mmap
+from typing import NamedTuple
+
+from penstock.types import STEP_SIZES, StepPlan
+
+PLANS = 8  # that are kept
+ROWS = 1024  # of a plan that are kept
+WAITING = 64  # requests in the waiting room that are kept
+ROW = 4  # numbers of a row: seq, start, count, sample
+PLAN = 2 + ROW * ROWS  # numbers of a plan: step, rows, and its rows
+BEAT, LIMIT, TAKEN, COMMITTED, ADDING, PLANNED, ROOM = range(7)  # places in the header, whose numbers have 8 bytes
+SIZES = len(STEP_SIZES) + 1
+TIMES_AT = 8 + WAITING
+HEADER = TIMES_AT + SIZES
+NUMBERS = HEADER + PLANS * PLAN
+RECORD_BYTES = 8 * NUMBERS
+NOTHING = -1  # no request
+
+LEAST = 2.0  # seconds that an engine may take for anything
+SLOW = 60.0  # seconds that work may take which is no step, or a step unlike all before it
+TIMES = 20  # a step takes no longer than this many times what such a step has taken
+MICRO = 1_000_000
+Memory = bytearray | mmap
+
+
+class StepTimes:
+    """Learns how long steps take, by the number of their tokens. It may begin with what the engine before has learned;
+    with `slow_first`, a step of a size that this engine has not had yet may be slow nevertheless."""
+
+    def __init__(self, micros: memoryview[int], slow_first: bool) -> None:
+        self._micros = micros  # running means; 0: there was no such step yet
+        self._seen = [not slow_first] * SIZES
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Takes note of how long a step took."""
+        size = bisect_left(STEP_SIZES, tokens)
+        known, taken = self._micros[size], max(int(seconds * MICRO), 1)
+        self._micros[size] = known + (taken - known) // 8 if known and self._seen[size] else taken
+        self._seen[size] = True
+
+    def limit(self, tokens: int) -> float:
+        """Returns the seconds after which a step of so many tokens must be hanging. A size that was not seen yet is
+        compared with the next smaller one that was, or with the next larger one."""
+        size = bisect_left(STEP_SIZES, tokens)
+        known = [at for at in (*range(size, -1, -1), *range(size + 1, SIZES)) if self._micros[at]]
+        if not known or not self._seen[size]:
+            return SLOW
+        larger = tokens / STEP_SIZES[known[0]] if known[0] < size else 1.0
+        return max(TIMES * int(self._micros[known[0]]) / MICRO * larger, LEAST)
+
+
+def _numbers(memory: Memory) -> memoryview[int]:
+    return memoryview(memory).cast("q")
+
+
+class FlightRecorder:
+    """Writes to memory of RECORD_BYTES. Every change of what the engine does is a beat."""
+
+    def __init__(self, memory: Memory | None = None, *, slow_first: bool = False) -> None:
+        self._numbers = _numbers(bytearray(RECORD_BYTES) if memory is None else memory)
+        self._numbers[ADDING] = NOTHING
+        self._times = StepTimes(self._numbers[TIMES_AT:HEADER], slow_first)
+
+    def _beat(self, limit: float) -> None:
+        self._numbers[LIMIT] = int(limit * MICRO)
+        self._numbers[BEAT] += 1
+
+    def wait(self) -> None:
+        """Notes that there is nothing to do until a message arrives."""
+        self._beat(0)
+
+    def work(self, slow: bool = False) -> None:
+        """Notes that something is done which is no step, and which may be slow."""
+        self._beat(SLOW if slow else LEAST)
+
+    def take(self, messages: int) -> None:
+        """Notes that messages have arrived."""
+        self._numbers[TAKEN] += messages
+
+    def add(self, id: int = NOTHING) -> None:
+        """Notes that a request is being added."""
+        self._numbers[ADDING] = id
+
+    def hold(self, ids: Collection[int]) -> None:
+        """Notes which requests wait for something that is being prepared for them."""
+        kept = array("q", list(ids)[:WAITING])
+        self._numbers[ROOM] = len(kept)
+        self._numbers[8 : 8 + len(kept)] = kept
+
+    def launch(self, plan: StepPlan) -> None:
+        """Notes that a step begins."""
+        rows = [(row.seq, row.start, row.count, row.sample) for row in plan.rows[:ROWS]]
+        flat = array("q", (plan.step, len(rows), *chain.from_iterable(rows)))
+        numbers = self._numbers
+        at = HEADER + numbers[PLANNED] % PLANS * PLAN
+        numbers[at : at + len(flat)] = flat
+        numbers[PLANNED] += 1
+        self._beat(self._times.limit(sum(row.count for row in plan.rows)))
+
+    def commit(self, plan: StepPlan, seconds: float) -> None:
+        """Notes that the oldest step in flight has ended, and how long it took."""
+        self._numbers[COMMITTED] = plan.step
+        if seconds:
+            self._times.observe(sum(row.count for row in plan.rows), seconds)
+        self._beat(LEAST)
+
+
+class FlightRow(NamedTuple):
+    """Is a row of a recorded plan."""
+
+    seq: int
+    start: int
+    count: int  # type: ignore[assignment]  # as in types.Row
+    sample: int
+
+
+class FlightRecord(NamedTuple):
+    """Holds what an engine was doing, as its recorder has it."""
+
+    beat: int = 0
+    limit: float = 0.0  # seconds that it may be silent; 0: for ever, unless a message waits for it
+    taken: int = 0  # messages
+    committed: int = 0  # the last step that has ended
+    adding: int = NOTHING  # the request that is being added
+    waiting: tuple[int, ...] = ()  # requests in the waiting room
+    plans: tuple[tuple[int, tuple[FlightRow, ...]], ...] = ()  # the last steps, in order, with their rows
+    times: tuple[int, ...] = ()  # microseconds that steps take, by their size
+
+    @property
+    def suspects(self) -> set[int]:
+        """Returns the requests that were being worked on: if the engine has died, one of them may be why."""
+        rows = (row.seq for step, rows in self.plans if step > self.committed for row in rows)
+        return {*rows, *self.waiting, self.adding} - {NOTHING}
+
+
+def write_times(memory: Memory, times: tuple[int, ...]) -> None:
+    """Lets a recorder begin with what another has learned."""
+    _numbers(memory)[TIMES_AT : TIMES_AT + len(times)] = array("q", times)
+
+
+def read_pulse(memory: Memory) -> tuple[int, float, int]:
+    """Returns the beat, the limit and the number of messages taken of a recorder that may be writing."""
+    numbers = _numbers(memory)
+    return numbers[BEAT], numbers[LIMIT] / MICRO, numbers[TAKEN]
+
+
+def read_record(memory: Memory) -> FlightRecord:
+    """Returns what a recorder has written that writes no more."""
+    numbers = _numbers(memory)
+    planned = numbers[PLANNED]
+    plans = []
+    for number in range(max(planned - PLANS, 0), planned):
+        at = HEADER + number % PLANS * PLAN
+        step, count = numbers[at : at + 2]
+        flat = numbers[at + 2 : at + 2 + ROW * count].tolist()
+        plans.append((step, tuple(FlightRow(*flat[row : row + ROW]) for row in range(0, len(flat), ROW))))
+    waiting = tuple(numbers[8 : 8 + numbers[ROOM]].tolist())
+    beat, limit, taken, committed, adding = numbers[:5].tolist()
+    times = tuple(numbers[TIMES_AT:HEADER].tolist())
+    return FlightRecord(beat, limit / MICRO, taken, committed, adding, waiting, tuple(plans), times)

@@ -1,0 +1,158 @@
+"""Writes a bundle about an engine that has died: what it ran on, what it was doing and what it was asked, so that the
+death can be understood and replayed. Tokens are in it only if that is allowed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock import __version__
+from penstock.config import TOKENS, Config, home
+from penstock.engine.flight_recorder import FlightRecord
+from penstock.types import Hello, Limits, Request, SamplingParams
+
+log = logging.getLogger(__name__)
+
+KEPT = 8  # bundles
+SUFFIX = ".json"
+
+
+class BundledRequest(msgspec.Struct):
+    """Describes a request that was in flight. `message` is the request itself, in msgpack."""
+
+    id: int
+    suspect: bool  # the engine was working on it, and had not answered it yet
+    prompt_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    message: bytes
+
+
+class PostMortem(msgspec.Struct):
+    """Is what a bundle holds."""
+
+    version: str
+    python: str
+    packages: dict[str, str]
+    platform: str
+    when: str
+    reason: str
+    stack: str
+    config: dict[str, Any]
+    limits: Limits
+    flight: FlightRecord
+    requests: list[BundledRequest]
+    tokens: bool  # the requests have their own tokens, not made-up ones
+
+
+def post_mortem_home() -> Path:
+    """Returns the folder of all bundles."""
+    return home() / "post-mortem"
+
+
+def describe(
+    config: Config, hello: Hello, reason: str, stack: str, flight: FlightRecord, requests: Sequence[Request]
+) -> PostMortem:
+    """Returns what a bundle holds about an engine that died while it had these requests."""
+    tokens, vocab = config.post_mortem == TOKENS, hello.limits.vocab
+    kept = requests if tokens else [without_text(request, vocab) for request in requests]
+    return PostMortem(
+        version=__version__,
+        python=sys.version.split()[0],
+        packages={name: version(name) for name in ("numpy", "msgspec", "pyzmq")},
+        platform=f"{platform.platform()}, {os.cpu_count()} cores",
+        when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        reason=reason,
+        stack=stack,
+        config=msgspec.to_builtins(config),
+        limits=hello.limits,
+        flight=flight,
+        requests=[_bundled(request, flight.suspects) for request in kept],
+        tokens=tokens,
+    )
+
+
+def _bundled(request: Request, suspects: Collection[int]) -> BundledRequest:
+    counts = len(request.prompt), len(request.generated), request.max_tokens
+    return BundledRequest(request.id, request.id in suspects, *counts, msgspec.msgpack.encode(request))
+
+
+def without_text(request: Request, vocab: int) -> Request:
+    """Returns a request of the same shape that says nothing about what was asked: its tokens are made up."""
+    params = request.sampling
+    sampling = SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        seed=params.seed,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        chain=params.chain,
+        penalty_window=params.penalty_window,
+    )
+    count = len(request.prompt) + len(request.generated)
+    made_up = tuple((request.id * 31 + place * 7) % vocab for place in range(count))
+    return Request(
+        id=request.id,
+        prompt=made_up[: len(request.prompt)],
+        sampling=sampling,
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        pooling=request.pooling,
+        background=request.background,
+        speculation=request.speculation,
+        generated=made_up[len(request.prompt) :],
+        scored=request.scored,
+        mirostat_mu=request.mirostat_mu,
+    )
+
+
+def write(bundle: PostMortem) -> Path:
+    """Writes a bundle to the folder of bundles, of which it keeps the last ones; returns its path."""
+    folder = post_mortem_home()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns()}{SUFFIX}"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(bundle)))
+    for old in sorted(folder.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns)[:-KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def write_about(
+    config: Config, hello: Hello, reason: str, stack: str, flight: FlightRecord, requests: Sequence[Request]
+) -> None:
+    """Writes a bundle about an engine that died while it had these requests. A death is no reason for another failure:
+    what goes wrong is logged."""
+    try:
+        path = write(describe(config, hello, reason, stack, flight, requests))
+        log.error("what is known of the engine's death is in %s; `penstock replay` runs it again", path)
+    except Exception:
+        log.exception("what is known of the engine's death could not be written")
+
+
+def read(path: Path) -> PostMortem:
+    """Returns what a bundle holds; raises OSError or msgspec.ValidationError if it is none."""
+    return msgspec.json.decode(path.read_bytes(), type=PostMortem)
+
+
+def to_replay(bundle: PostMortem) -> tuple[Config, list[Request]]:
+    """Returns the config and the requests with which a death can be replayed: those that the engine was working on
+    first."""
+    config = replace(msgspec.convert(bundle.config, Config), post_mortem="off")
+    ordered = sorted(bundle.requests, key=lambda request: not request.suspect)
+    return config, [msgspec.msgpack.decode(request.message, type=Request) for request in ordered]

@@ -1,0 +1,206 @@
+"""Engine processes are killed, crash and hang: every answer goes on where it was, except that of a request which is the
+reason, and the reason is found."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from random import Random
+from typing import Any
+
+import pytest
+
+from penstock.backend.fake import continuation
+from penstock.config import Config
+from penstock.errors import EngineUnavailable
+from penstock.ipc.launchers import SpawnLauncher
+from penstock.ipc.spawn import ProcessClient
+from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Tokens
+from tests.engine.test_ipc import LIMITS, VOCAB, events_of, run, started, tokens_of, until
+
+POISON, FREEZE, LATER = 666, 667, 668  # tokens that end the engine: of prompts, by a crash and a hang; of an answer
+
+HOST = f"""
+import ctypes, os, signal, sys, time
+from penstock.backend.fake import FakeBackend
+from penstock.engine.engine import Engine
+from penstock.ipc.host import host
+from penstock.types import Limits
+
+class Mortal(FakeBackend):
+    def launch(self, batch):
+        for token, at in zip(batch.tokens.tolist(), batch.positions.tolist()):
+            if (token == {POISON} and at < 4) or (token == {LATER} and at > 30 and self.later):
+                ctypes.string_at(0)
+            if token == {FREEZE} and at < 4:
+                time.sleep(600)
+        return super().launch(batch)
+
+    def wait(self, ticket):
+        time.sleep(0.002)
+        return super().wait(ticket)
+
+def open(config):
+    backend = Mortal({VOCAB})
+    backend.later = config.model == "later"
+    limits = Limits{tuple(LIMITS)}
+    backend.reserve_kv(limits.num_blocks, limits.block_size)
+    return Engine(backend, limits, sleeper=backend.sleeper)
+
+host(open)
+"""
+COUNT = 150
+
+
+def mortal(
+    model: str = "fake", post_mortem: str = "off", pauses: tuple[float, ...] = (0.0, 0.01, 0.05)
+) -> ProcessClient:
+    config = Config(model=model, post_mortem=post_mortem)
+    return ProcessClient(config, SpawnLauncher((sys.executable, "-c", HOST)), pauses)
+
+
+def request(client: Any, prompt: list[int], max_tokens: int = COUNT) -> Request:
+    return Request(client.next_id(), tuple(prompt), SamplingParams(), max_tokens)
+
+
+def check_whole(events: list[Event], prompt: list[int], max_tokens: int = COUNT) -> None:
+    """Checks that nothing is missing, nothing different and nothing there twice."""
+    assert tokens_of(events) == continuation(prompt, max_tokens, VOCAB)
+    *tokens, last = events
+    assert all(isinstance(event, Tokens) for event in tokens)
+    assert isinstance(last, Finished)
+    assert last.reason == "length"
+    assert last.report is not None
+    assert {event.cached for event in tokens} == {last.report.cached}
+
+
+async def kill_after_tokens(client: Any, kind: signal.Signals) -> int:
+    """Sends a signal to the engine once it has generated something; returns which process that was."""
+    await until(lambda: client.state == "ready" and client.stats.generated_tokens > 20)
+    pid = client.hello.pid
+    os.kill(pid, kind)
+    await until(lambda: client.hello is not None and client.hello.pid != pid)
+    return pid
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_every_answer_goes_on_where_it_was(kind: signal.Signals) -> None:
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            random = Random(5)
+            prompts = [[random.randrange(600) for _ in range(random.randrange(4, 90))] for _ in range(24)]  # 16 run
+            asking = [asyncio.create_task(events_of(client, request(client, prompt))) for prompt in prompts]
+            for _ in range(1 if kind is signal.SIGSTOP else 3):
+                await kill_after_tokens(client, kind)
+            for prompt, answer in zip(prompts, await asyncio.gather(*asking), strict=True):
+                check_whole(answer, prompt)
+                report = answer[-1].report
+                waits = dict(report.waited)
+            assert waits["restart"] > 0
+            assert client.in_flight == 0
+
+    run(scenario())
+
+
+def test_requests_that_come_while_there_is_no_engine_wait_for_the_next() -> None:
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            os.kill(client.hello.pid, signal.SIGKILL)
+            await until(lambda: client.state == "resuming")
+            assert client.hello is not None
+            with pytest.raises(EngineUnavailable, match="a new one is being started"):
+                await client.describe_weights()
+            check_whole(await events_of(client, request(client, [1, 2])), [1, 2])
+            assert (client.state, client.restarts) == ("ready", 1)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("token", [POISON, FREEZE])
+def test_a_poisoned_request_fails_alone_after_two_deaths(token: int) -> None:
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            prompts = [[seed, 2, 3] for seed in range(12)]
+            asking = [asyncio.create_task(events_of(client, request(client, prompt, 400))) for prompt in prompts]
+            await until(lambda: client.stats.generated_tokens > 20)
+            poisoned = await events_of(client, request(client, [1, 2, token]))
+            assert [type(event) for event in poisoned] == [Failed]
+            assert poisoned[0].code == "poisoned_request"
+            assert client.restarts <= 2
+            await until(lambda: client.state == "ready")
+            for prompt, answer in zip(prompts, await asyncio.gather(*asking), strict=True):
+                check_whole(answer, prompt, 400)
+            (again,) = await events_of(client, request(client, [1, 2, token]))
+            assert again.code == "poisoned_request"
+            assert "refused at once" in again.message
+            assert client.restarts == 2
+
+    run(scenario())
+
+
+def test_of_many_new_requests_only_the_poisoned_one_fails() -> None:
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            prompts = [[seed, 2, 3] + [POISON] * (seed == 7) for seed in range(14)]
+            answers = await asyncio.gather(*(events_of(client, request(client, prompt)) for prompt in prompts))
+            for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                if seed == 7:
+                    assert [type(event) for event in answer] == [Failed]
+                else:
+                    check_whole(answer, prompt)
+            assert client.restarts <= 3
+
+    run(scenario())
+
+
+def test_a_request_that_is_poisoned_by_its_answer_fails_alone() -> None:
+    def deadly(seed: int) -> bool:
+        return LATER in continuation([seed, 2, 3], COUNT - 1, VOCAB)[30:]
+
+    async def scenario() -> None:
+        async with started(mortal("later")) as client:
+            seeds = [seed for seed in range(100) if not deadly(seed)][:9] + list(filter(deadly, range(100)))[:1]
+            answers = await asyncio.gather(*(events_of(client, request(client, [seed, 2, 3])) for seed in seeds))
+            for seed, answer in zip(seeds[:-1], answers, strict=False):
+                check_whole(answer, [seed, 2, 3])
+            assert isinstance(answers[-1][-1], Failed)
+            assert len(answers[-1]) > 20
+            assert client.restarts <= 6
+
+    run(scenario())
+
+
+def test_what_was_aborted_or_left_is_not_resumed() -> None:
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            reader = asyncio.create_task(events_of(client, request(client, [1], 5000)))
+            left = asyncio.create_task(events_of(client, request(client, [2], 5000)))
+            stays = asyncio.create_task(events_of(client, request(client, [3], COUNT)))
+            await until(lambda: client.stats.running == 3)
+            os.kill(client.hello.pid, signal.SIGKILL)
+            await until(lambda: client.state == "resuming")
+            client.abort(1)
+            left.cancel()
+            assert isinstance((await reader)[-1], Aborted)
+            check_whole(await stays, [3])
+            assert client.stats.generated_tokens <= COUNT
+
+    run(scenario())
+
+
+def test_control_messages_fail_and_pauses_are_told_again() -> None:
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            assert (await client.pause()).paused
+            os.kill(client.hello.pid, signal.SIGKILL)
+            await until(lambda: client.restarts == 1 and client.state == "ready")
+            assert (await client.describe_weights()).paused
+            asking = asyncio.create_task(events_of(client, request(client, [1, 2])))
+            await asyncio.sleep(2.5)  # a pause is no hang
+            assert client.restarts == 1
+            await client.resume()
+            check_whole(await asking, [1, 2])
+
+    run(scenario())
