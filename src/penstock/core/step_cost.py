@@ -22,9 +22,8 @@ class PromptCost:
 
     def __init__(self) -> None:
         self._tokens = self._pairs = 0.0  # seconds of each
-        self._sums: tuple[float, ...] = (
-            0.0,
-        ) * 5  # decayed: tokens², tokens·pairs, pairs², tokens·seconds, pairs·seconds
+        # decayed: tokens², tokens·pairs, pairs², tokens·seconds, pairs·seconds
+        self._sums: tuple[float, ...] = (0.0,) * 5
         self._steps = 0
 
     @property

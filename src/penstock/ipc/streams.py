@@ -75,6 +75,7 @@ class RequestStreams:
         """Sends the request and yields its events, a list per step, to the last. Leaving before that aborts it. The
         mailbox is bounded by what one sequence can produce."""
         if self._poisoned and _fingerprint(request) in self._poisoned:
+            self.endings.pop(request.id, None)
             yield [_poisoned(request.id, "it was refused at once this time")]
             return
         stream = self._streams[request.id] = RequestStream(request)
