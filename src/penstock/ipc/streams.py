@@ -134,8 +134,9 @@ class RequestStreams:
 
     def fail(self, code: str, message: str) -> None:
         """Ends all that is in flight. There will be no other engine."""
-        self.held = False
+        self.held = True  # those that are left when one is forgotten are not sent
         self.deliver([Failed(id, code, message) for id in (*self._streams, *self._answers)])
+        self.held = False
 
     # -- when an engine is lost ----------------------------------------------------------------------------------
 
