@@ -47,11 +47,12 @@ def test_a_prediction_that_is_the_answer_is_accepted_whole(parrot: Any) -> None:
     assert plain.usage.completion_tokens_details is None
     assert counted(told.usage) == (len(ANSWER), 0)
     assert told.usage.completion_tokens == plain.usage.completion_tokens
-    drafted = len(ANSWER) - 1  # the first token comes from the prompt's computation
-    assert told.penstock["choices"][0]["drafts"] == [
-        {"source": "prediction", "drafted_tokens": drafted, "accepted_tokens": drafted}
-    ]
-    assert parrot.client.stats.steps - steps < 6
+    (drafts,) = told.penstock["choices"][0]["drafts"]
+    assert drafts["source"] == "prediction"
+    assert drafts["accepted_tokens"] == drafts["drafted_tokens"]
+    taken = parrot.client.stats.steps - steps
+    assert taken < 6
+    assert drafts["drafted_tokens"] >= len(ANSWER) - taken, "each step adds one token of its own"
 
 
 def test_what_is_not_in_the_answer_is_rejected(parrot: Any) -> None:
