@@ -181,7 +181,7 @@ def answers(draft: int | None) -> tuple[dict[int, list[int]], DraftCounts]:
 
 @pytest.mark.parametrize("seed", [1, 0])
 def test_a_draft_model_changes_no_answer(seed: int) -> None:
-    """With the seed of the target, it is its target, and all of its drafts are accepted."""
+    """Compares answers with a draft model and without. One with its target's seed is that target: all is accepted."""
     (plain, _), (drafted, counts) = answers(None), answers(seed)
     assert drafted == plain
     assert counts.drafted > 1

@@ -26,9 +26,10 @@ from penstock.model.draft import open_draft
 from penstock.model.eagle import observed, open_eagle
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.forecast import make_forecasts
-from penstock.types import DraftCounts, Limits, Request, SamplingParams, Tokens
+from penstock.types import DraftCounts, Limits, Request, SamplingParams
 from tests.engine.changed_weights import change_weights
 from tests.engine.test_draft_model import RandomDepths, RandomLengths
+from tests.engine.test_draft_options import answer
 from tests.engine.test_speculation import STEERED, requests, run, sorted_out
 from tests.engine.test_weights import UPDATE, ask, drain, tokens_of
 from tests.models.test_eagle import FOLDER, HEADS, changed, load_pair
@@ -161,18 +162,6 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(DraftDepths, "choose", choose)
     monkeypatch.setattr(Drafting, "lengths", lengths)
-
-
-def answer(config: Config) -> tuple[list[int], list[str]]:
-    """Returns an answer of the config's engine, and the sources of drafts in it."""
-    engine = open_engine(config)
-    engine.add(Request(1, (5, 9, 3, 7, 5, 2), SamplingParams(temperature=0.0), 50))
-    tokens: list[int] = []
-    while not engine.idle:
-        tokens += [token for event in engine.step() if isinstance(event, Tokens) for token in event.tokens]
-    drafts = engine.stats().drafts
-    engine.close()
-    return tokens, [counts.source for counts in drafts]
 
 
 @pytest.mark.usefixtures("eager")

@@ -109,7 +109,7 @@ def test_a_head_that_is_right_saves_steps() -> None:
 
 
 def test_a_shared_prefix_is_computed_once_for_all_who_share_it() -> None:
-    """Of a shared block the last position is computed again, because it was computed with another token behind it."""
+    """Shows that a shared block's last position is computed again: it was computed with another token behind it."""
     engine, backend = engine_with_head(LIMITS._replace(num_blocks=200), share=1.0)
     prompt = list(range(60))
     ask(engine, 1, prompt, 30)

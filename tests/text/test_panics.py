@@ -13,7 +13,7 @@ LONG = "one two three four five six seven eight nine ten"
 
 
 def panicking(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same, with a truncation that the library does not survive."""
+    """Returns the tokenizer with a truncation that the library does not survive."""
     twin = tokenizers.Tokenizer.from_str(library.to_str())
     twin.enable_truncation(5, stride=5)
     return twin
