@@ -8,6 +8,7 @@ from hashlib import blake2b
 import pytest
 
 from penstock.core import Scheduler, Sequence, hashing
+from penstock.core.block_events import BlockEvents
 from penstock.types import BlockCopy, BlockEvent, BlockRemoved, BlockStored
 from tests.core.world import limits, run, step
 
@@ -35,36 +36,32 @@ def test_a_chain_hash_is_of_the_parent_and_the_tokens() -> None:
     assert hashing.chain("", tokens, 4) == []
 
 
-def test_nothing_is_recorded_unless_asked_for() -> None:
-    scheduler = Scheduler(limits())
-    run(scheduler, Sequence(1, tuple(range(12)), 1))
-    assert scheduler.take_block_events() == []
-
-
 def test_stored_blocks_are_told_with_their_chain_and_their_tokens() -> None:
-    scheduler = Scheduler(limits(), epoch=7)
+    recorded = BlockEvents(7)
+    scheduler = Scheduler(limits(), watchers=(recorded,))
     run(scheduler, Sequence(1, tuple(range(9)), 8, salt="a"))
-    events = scheduler.take_block_events()
+    events = recorded.take()
     stream = (*range(9), *[50] * 7)
     assert [(event.number, event.epoch) for event in events] == [(0, 7), (1, 7), (2, 7), (3, 7)]
     assert [event.hash for event in events] == hashing.chain("a", stream, 4)
     parents = [hashing.root("a"), *hashing.chain("a", stream, 4)[:-1]]
     assert [event.parent for event in events if isinstance(event, BlockStored)] == parents
     assert [event.tokens for event in events if isinstance(event, BlockStored)][2:] == [(8, 50, 50, 50), (50,) * 4]
-    assert scheduler.take_block_events() == []
+    assert recorded.take() == []
     run(scheduler, Sequence(2, tuple(range(9)), 8, salt="a"))  # the same blocks again are no news
-    assert scheduler.take_block_events() == []
+    assert recorded.take() == []
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 6), (6,)])
 def test_events_tell_exactly_what_the_cache_has(windows: tuple[int, ...]) -> None:
-    scheduler = Scheduler(limits(windows=windows, num_blocks=24, max_len=32), epoch=1)
+    recorded = BlockEvents(1)
+    scheduler = Scheduler(limits(windows=windows, num_blocks=24, max_len=32), watchers=(recorded,))
     for id in range(9):
         scheduler.add(Sequence(id, (*range(10 * (id % 3), 12), id, 5, id), 9))
     events: list[BlockEvent] = []
     while scheduler.sequences:
         step(scheduler)
-        events += scheduler.take_block_events()
+        events += recorded.take()
     assert any(isinstance(event, BlockRemoved) for event in events)
     assert [event.number for event in events] == list(range(len(events)))
     nodes = {node.hash: node for node in scheduler.cache.trie.nodes()}

@@ -196,12 +196,12 @@ def test_a_slot_in_use_is_kept_and_the_least_recent_one_is_taken(folder: Path):
     engine = engine_with(folder, most=2)
     engine.add(request(1, AdapterUse("one")))
     run(engine)
-    held = engine._with_adapters.hold([AdapterUse("one")])
+    held = engine._adapter_control.adapters.hold([AdapterUse("one")])
     for id, name in ((2, "two"), (3, "three"), (4, "two")):
         engine.add(request(id, AdapterUse(name), max_tokens=2))
         run(engine)
         assert {info.name for info in engine.adapters if info.loaded} == {"one", name}
-    engine._with_adapters.release(held)
+    engine._adapter_control.adapters.release(held)
     engine.add(request(5, AdapterUse("three")))
     run(engine)
     assert {info.name for info in engine.adapters if info.loaded} == {"two", "three"}  # "one" was used before "two"
@@ -323,7 +323,7 @@ def test_an_adapter_larger_than_the_memory_is_refused(folder: Path):
 def test_where_memory_is_short_adapters_are_evicted_and_else_the_request_fails(folder: Path):
     free = 10 * BYTES
     engine = engine_with(folder)
-    engine._with_adapters._available = lambda: free
+    engine._adapter_control.adapters._available = lambda: free
     engine.add(request(1, AdapterUse("one")))
     assert tokens_of(run(engine)[1]) == continuation(range(20), 8, VOCAB, adapter=11)
     free = BYTES  # less than reading another one takes
@@ -421,7 +421,7 @@ def test_an_adapter_is_replaced_by_a_message(folder: Path):
 
 def test_thousands_of_registered_adapters_take_no_slot(folder: Path):
     engine = engine_with(folder)
-    adapters = engine._with_adapters
+    adapters = engine._adapter_control.adapters
     for number in range(5000):
         adapters.register(f"a{number}", folder / "one")
     assert not any(info.loaded for info in engine.adapters)

@@ -1,8 +1,24 @@
-"""Records which blocks enter and leave the prefix cache, for whoever routes requests to where their prefix is."""
+"""Tells watchers what enters and leaves the prefix cache, and records it for whoever routes requests by prefix."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from penstock.core.prefix import PrefixNode
 from penstock.types import BlockEvent, BlockRemoved, BlockStored
+
+
+class BlockWatcher(Protocol):
+    """Is told what happens to the nodes of the prefix cache. Their chain hashes are known then."""
+
+    def stored(self, node: PrefixNode, parent: bytes) -> None:
+        """Takes note of a node that entered the prefix cache below the chain hash `parent`. Its KV is computed."""
+
+    def changed(self, node: PrefixNode) -> None:
+        """Takes note of a node that lost blocks of windowed layer groups, or has them again."""
+
+    def removed(self, node: PrefixNode) -> None:
+        """Takes note of a node that left the prefix cache. Its blocks may be written to from the next step on."""
 
 
 class BlockEvents:
@@ -13,14 +29,17 @@ class BlockEvents:
         self._number = 0
         self._events: list[BlockEvent] = []
 
-    def stored(self, hash: bytes, parent: bytes, tokens: tuple[int, ...]) -> None:
+    def stored(self, node: PrefixNode, parent: bytes) -> None:
         """Records that a block entered the prefix cache."""
-        self._events.append(BlockStored(self._number, self._epoch, hash, parent, tokens))
+        self._events.append(BlockStored(self._number, self._epoch, node.hash, parent, node.tokens))
         self._number += 1
 
-    def removed(self, hash: bytes) -> None:
+    def changed(self, node: PrefixNode) -> None:
+        """Records nothing: a block stays in the prefix cache without its windows."""
+
+    def removed(self, node: PrefixNode) -> None:
         """Records that a block left the prefix cache."""
-        self._events.append(BlockRemoved(self._number, self._epoch, hash))
+        self._events.append(BlockRemoved(self._number, self._epoch, node.hash))
         self._number += 1
 
     def take(self) -> list[BlockEvent]:

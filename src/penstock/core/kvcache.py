@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from penstock.core import hashing
-from penstock.core.block_events import BlockEvents
+from penstock.core.block_events import BlockWatcher
 from penstock.core.blocks import BlockPool
 from penstock.core.prefix import BlockTrie, PrefixNode
 from penstock.core.sequence import Sequence
@@ -21,20 +21,22 @@ from penstock.types import Grown, Limits, Row, blocks_for
 
 
 class KvCache:
-    """Gives blocks to sequences, publishes the full ones and takes them back. `chain` computes chain hashes; `events`
-    records what enters and leaves the prefix cache, if anyone wants to know."""
+    """Gives blocks to sequences, publishes the full ones and takes them back. `chain` computes chain hashes;
+    `watchers` are told what enters and leaves the prefix cache."""
 
-    def __init__(self, limits: Limits, chain: hashing.Chain = hashing.chain, events: BlockEvents | None = None) -> None:
+    def __init__(
+        self, limits: Limits, chain: hashing.Chain = hashing.chain, watchers: Iterable[BlockWatcher] = ()
+    ) -> None:
         size = self.block_size = limits.block_size
         self.groups = len(limits.windows)
         self.pool = BlockPool(limits.num_blocks)
-        self.trie = BlockTrie(size, limits.windows, self._forget)
+        self.trie = BlockTrie(size, limits.windows, self._forget, self._changed)
         self.states = NoStates()
         if limits.states:
             self.states = SavedStates(limits.states, size, self.blocks_for(limits.step_tokens) * size)
         self.in_flight: dict[bytes, int] = {}  # chain hash of a block being computed -> sequence id
         self._chain = chain
-        self._events = events
+        self._watchers = tuple(watchers)
         self._windowed = tuple(
             (group, blocks_for(limits.max_len, (window,), size, limits.step_tokens))
             for group, window in enumerate(limits.windows)
@@ -239,19 +241,25 @@ class KvCache:
         if self.in_flight.get(hash) == seq.id:
             del self.in_flight[hash]
 
-    # -- block events --------------------------------------------------------------------------------------------
+    # -- watchers ------------------------------------------------------------------------------------------------
 
     def _record(self, seq: Sequence, node: PrefixNode) -> None:
-        if self._events is None:
+        if not self._watchers:
             return
         index = len(seq.nodes) - 1
         parent = seq.nodes[index - 1].hash if index else hashing.root(seq.salt)
         known = index < len(seq.block_hashes)
         node.hash = seq.block_hashes[index] if known else hashing.extend(parent, node.tokens)
-        self._events.stored(node.hash, parent, node.tokens)
+        for watcher in self._watchers:
+            watcher.stored(node, parent)
+
+    def _changed(self, node: PrefixNode) -> None:
+        """Takes note that a node has lost blocks of windowed layer groups, or has them again."""
+        for watcher in self._watchers:
+            watcher.changed(node)
 
     def _forget(self, node: PrefixNode) -> None:
         """Takes note that a node has left the trie."""
         self.states.forget(node)
-        if self._events is not None:
-            self._events.removed(node.hash)
+        for watcher in self._watchers:
+            watcher.removed(node)

@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-Key = tuple[int | str, ...]  # a block's tokens; the first block's are preceded by the salt
+from penstock.core import hashing
+
+Key = tuple[int | bytes, ...]  # a block's tokens; the first block's are preceded by the hash of the salt
 
 
 class PrefixNode:
@@ -34,7 +36,7 @@ class PrefixNode:
         self.holders = 1
         self.window_holders = window_holders  # by layer group; counted for windowed groups only
         self.kept = False  # its windowed blocks are worth keeping: streams are likely to begin after them
-        self.hash = b""  # its chain hash, where block events are recorded
+        self.hash = b""  # its chain hash, where anyone watches
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -46,9 +48,16 @@ Idle = PrefixNode | tuple[PrefixNode, int]  # a node's blocks of full groups, or
 
 
 class BlockTrie:
-    """Finds, shares and evicts full blocks. `removed` is called with every node that leaves the trie."""
+    """Finds, shares and evicts full blocks. `removed` is called with every node that leaves the trie, `changed` with
+    every node that loses windowed blocks or has them again."""
 
-    def __init__(self, block_size: int, windows: tuple[int, ...], removed: Callable[[PrefixNode], None]) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        windows: tuple[int, ...],
+        removed: Callable[[PrefixNode], None],
+        changed: Callable[[PrefixNode], None],
+    ) -> None:
         self.idle_blocks = 0  # blocks that could be evicted
         self._block_size = block_size
         self._windows = windows
@@ -56,6 +65,7 @@ class BlockTrie:
         self._full = len(windows) - len(self._windowed)
         self._held_once = [1] * len(windows) if self._windowed else []
         self._removed = removed
+        self._changed = changed
         self._root = PrefixNode(None, (), [], [])
         self._idle: OrderedDict[Idle, None] = OrderedDict()  # the least recently used comes first
         self._behind: OrderedDict[Idle, None] = OrderedDict()  # idle windowed blocks that are evicted before those
@@ -112,6 +122,7 @@ class BlockTrie:
             if node.blocks[group] < 0:
                 node.blocks[group] = blocks[group]
                 node.window_holders[group] = 1
+                self._changed(node)
             else:
                 self._hold_window(node, group)
         return node
@@ -215,6 +226,7 @@ class BlockTrie:
                 freed.append(node.blocks[other])
                 node.blocks[other] = -1
         self.idle_blocks -= len(freed)
+        self._changed(node)
         if not self._full:
             self._prune(node)
         return freed
@@ -229,4 +241,4 @@ class BlockTrie:
     def _key(self, salt: str, tokens: Sequence[int], index: int) -> Key:
         size = self._block_size
         key = tuple(tokens[index * size : (index + 1) * size])
-        return key if index else (salt, *key)
+        return key if index else (hashing.root(salt), *key)

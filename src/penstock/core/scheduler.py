@@ -8,11 +8,11 @@ the order they were planned, so a block taken back in one plan may be handed out
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from penstock.core import hashing
-from penstock.core.block_events import BlockEvents
+from penstock.core.block_events import BlockWatcher
 from penstock.core.drafts import DraftRows, Drafts
 from penstock.core.kvcache import KvCache
 from penstock.core.policy import Policy, Room, StandardPolicy, StepBudget
@@ -26,7 +26,6 @@ from penstock.errors import InvalidRequest
 from penstock.types import (
     Aborted,
     BlockCopy,
-    BlockEvent,
     Event,
     Failed,
     Finished,
@@ -46,7 +45,7 @@ COMPARED = 32  # waiting sequences that a starting one is compared with, for whe
 
 class Scheduler:
     """Plans steps and commits their results. `policy` decides where there is a choice, `drafts` proposes how sequences
-    may go on, `chain` computes chain hashes, and block events are recorded under the number `epoch`; None: none are."""
+    may go on, `chain` computes chain hashes, and `watchers` are told what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -55,13 +54,12 @@ class Scheduler:
         policy: Policy | None = None,
         drafts: Drafts | None = None,
         chain: hashing.Chain = hashing.chain,
-        epoch: int | None = None,
+        watchers: Iterable[BlockWatcher] = (),
     ) -> None:
         refuse_unworkable(limits)
         self.limits = limits
         self.policy = policy or StandardPolicy(limits)
-        self._block_events = None if epoch is None else BlockEvents(epoch)
-        self.cache = KvCache(limits, chain, self._block_events)
+        self.cache = KvCache(limits, chain, watchers)
         self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order
@@ -107,10 +105,6 @@ class Scheduler:
     def copy(self, *copies: BlockCopy) -> None:
         """Has the next plan copy blocks from or to places in host memory."""
         self._copies += copies
-
-    def take_block_events(self) -> list[BlockEvent]:
-        """Returns what entered and left the prefix cache since the last call, if that is recorded."""
-        return self._block_events.take() if self._block_events else []
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -6,24 +6,24 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from penstock.backend.base import Backend, Sleeper, Ticket
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.core import Policy, Scheduler, StandardPolicy, hashing
+from penstock.core.block_events import BlockEvents
 from penstock.core.deadlines import expire
 from penstock.core.refusal import refuse_impossible
 from penstock.core.requeue import requeue
 from penstock.core.step_cost import CostModel
-from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
+from penstock.engine.adapter_control import AdapterControl
+from penstock.engine.adapter_messages import AdapterMessage
 from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.draft_model import DraftModel
 from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
-from penstock.engine.reading import Reading
 from penstock.engine.record import RequestRecord, observe_surprises
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
 from penstock.engine.resuming import Decided, append_decided
@@ -36,7 +36,6 @@ from penstock.errors import (
     InvalidGrammar,
     InvalidRequest,
     NotFinite,
-    NotSupported,
     OutOfMemory,
     PenstockError,
     StepFailed,
@@ -46,7 +45,6 @@ from penstock.types import (
     STEP_SIZES,
     Aborted,
     AdapterInfo,
-    AdapterList,
     BlockEvent,
     Event,
     Failed,
@@ -107,16 +105,17 @@ class Engine(WeightControl):
         self._classifier = classifier
         self._dense = dense
         self._adapters = adapters
-        self._registering: list[tuple[RegisterAdapter, Reading[int]]] = []
+        self._adapter_control = AdapterControl(adapters)
         self._sleep = SleepState(sleeper)
-        epoch = time.time_ns() if block_events else None
+        self._block_events = BlockEvents(time.time_ns()) if block_events else None
+        watchers = () if self._block_events is None else (self._block_events,)
         self._records: dict[int, RequestRecord] = {}
         self._speculation = (
             Speculation(drafting, self._records, self.draft_tokens, draft_model) if drafting is not None else None
         )
         self._costs = costs or CostModel()
         policy = policy or StandardPolicy(limits, self._costs)
-        self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, epoch=epoch)
+        self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks()
         self._waiting_room = WaitingRoom()
@@ -136,7 +135,7 @@ class Engine(WeightControl):
     def idle(self) -> bool:
         """Returns whether there is nothing to compute and no event to return."""
         asked = self._sleep.asked and not self._pause.paused
-        return not (self._waiting_room or self._computing or self._registering or self._update or asked)
+        return not (self._waiting_room or self._computing or self._adapter_control or self._update or asked)
 
     @property
     def _computing(self) -> bool:
@@ -194,8 +193,8 @@ class Engine(WeightControl):
 
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
-        if self._registering:
-            self._register_ready()
+        if self._adapter_control:
+            self._emit(self._adapter_control.register_ready(0 if self._computing else PATIENCE))
         if self._update:
             self._exchange_ready(*self._update)
         if self._waiting_room:
@@ -221,7 +220,7 @@ class Engine(WeightControl):
 
     def block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache since the last call, if that is recorded."""
-        return self._scheduler.take_block_events()
+        return [] if self._block_events is None else self._block_events.take()
 
     def prepare_in_idle(self) -> bool:
         """Uses a moment without requests to make later steps faster; returns False when nothing is left to do."""
@@ -296,7 +295,7 @@ class Engine(WeightControl):
         if grammar is not None and grammar.kind != "free":
             needs.append(self._compile(record, grammar))
         if uses := [use for use in record.request.adapters if use.scale]:
-            record.lease = self._with_adapters.hold(uses)
+            record.lease = self._adapter_control.adapters.hold(uses)
             if record.lease.in_slot:
                 record.adapt()
             else:
@@ -362,39 +361,11 @@ class Engine(WeightControl):
     @property
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Returns the adapters that requests may name."""
-        return () if self._adapters is None else self._adapters.listed()
-
-    @property
-    def _with_adapters(self) -> Adapters:
-        if self._adapters is None:
-            raise NotSupported("this engine has no adapters")
-        return self._adapters
+        return self._adapter_control.listed()
 
     def control_adapters(self, message: AdapterMessage) -> None:
         """Registers, unregisters or lists adapters; a step returns the answer. Raises what cannot be done at once."""
-        adapters = self._with_adapters
-        match message:
-            case RegisterAdapter():
-                path = Path(message.path).expanduser()
-                reading = adapters.begin_registration(message.name, path, message.scale, replace=message.replace)
-                self._registering.append((message._replace(path=str(path)), reading))
-            case UnregisterAdapter(id, name):
-                self._emit([AdapterList(id, (adapters.unregister(name),))])
-            case ListAdapters(id):
-                self._emit([AdapterList(id, adapters.listed())])
-
-    def _register_ready(self) -> None:
-        """Registers the adapters whose files were checked. If there is nothing to compute, it waits a little."""
-        if not self._computing:
-            self._registering[0][1].wait(PATIENCE)
-        for message, reading in [one for one in self._registering if one[1].ready]:
-            self._registering.remove((message, reading))
-            try:
-                _, name, path, scale, replace = message
-                info = self._with_adapters.registered(name, Path(path), scale, reading.result(), replace=replace)
-                self._emit([AdapterList(message.id, (info,))])
-            except PenstockError as error:
-                self._emit([Failed(message.id, error.code, error.message)])
+        self._emit(self._adapter_control.answer(message))
 
     # -- one step ------------------------------------------------------------------------------------------------
 
