@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
 from penstock.backend.exchange import KeepingPacker
-from penstock.backend.packed_cache import packed_cache_of
+from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
@@ -103,7 +103,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         tell = silent
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
-    backend = open_backend(config, packed_cache_of(config, checkpoint))
+    backend = open_backend(config, packed_caches_of(config, checkpoint, draft))
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:

@@ -111,13 +111,14 @@ class CpuProgram:
 class CpuBackend(SynchronousBackend[CpuProgram]):
     """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
 
-    A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`.
+    A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`. `packed`
+    says where the weights of each program are cached, in the order in which programs are loaded.
     """
 
     device = "cpu"
 
     def __init__(
-        self, threads: int = 0, *, isa: str = "auto", kv: str = "auto", packed: PackedCache | None = None
+        self, threads: int = 0, *, isa: str = "auto", kv: str = "auto", packed: Sequence[PackedCache | None] = ()
     ) -> None:
         super().__init__()
         supported = _native.isas()
@@ -131,8 +132,9 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self.kv: BlockMemory = NativeBlocks(self._programs, self._first.hidden)
         self._adapters = NativeAdapters(self._first)
         self.adapters: AdapterSlots = self._adapters
-        self._packing = Packing(self._first.threads, PackedFile(packed) if packed else None)
-        self._write_behind: WriteBehind | None = None
+        self._caches = iter(packed)
+        self._packing = self._new_packing()
+        self._write_behind = WriteBehind()
 
     @property
     def isa(self) -> str:
@@ -155,9 +157,15 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
 
     def load(self, model: Model, program: int = 0) -> None:
         if unsaved := self._packing.finish():
-            self._write_behind = WriteBehind(unsaved)
+            self._write_behind.add(unsaved)
         self._packing.log_growth()
         self._programs[program] = self.program_beside(model) if self._programs else CpuProgram(self._first, model)
+        self._packing = self._new_packing()
+
+    def _new_packing(self) -> Packing:
+        """Returns what packs the weights of the next program."""
+        cache = next(self._caches, None)
+        return Packing(self._first.threads, PackedFile(cache) if cache else None)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         for number, program in self._programs.items():
@@ -207,8 +215,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = self._adapters.program = program.native
 
     def close(self) -> None:
-        if self._write_behind:
-            self._write_behind.end()
+        self._write_behind.end()
         self._programs.clear()
         del self._first
 
