@@ -163,7 +163,9 @@ def load_draft(
     """Loads a draft model or a head of the target's `model` as the backend's program 1; returns its checkpoint as it is
     stored. A draft model that is larger than its target is logged."""
     draft = quantized(draft, config)
-    backend.load(load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend), 1)
+    token_ids = draft.token_ids if isinstance(draft, EagleHead) else ()
+    made = load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend)
+    backend.load(made, 1, token_ids)
     sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
     if sizes[0] > sizes[1]:
         import logging  # takes longer than reading the rest

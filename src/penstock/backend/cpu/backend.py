@@ -50,9 +50,11 @@ NO_WORDS = np.zeros((0, 0), np.int32)
 class CpuProgram:
     """Runs one loaded model: a native program with its own KV cache, recurrent states and last sampled tokens."""
 
-    def __init__(self, native: _native.Program, model: Model) -> None:
+    def __init__(self, native: _native.Program, model: Model, token_ids: Sequence[int] = ()) -> None:
         self.native = native
         self._answer, self._states = record(model, native)
+        if token_ids:
+            native.read_tokens_as(list(token_ids))
         self._pools = Pools()
 
     def take_over(self, other: CpuProgram) -> None:
@@ -155,11 +157,12 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor)
 
-    def load(self, model: Model, program: int = 0) -> None:
+    def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
         if unsaved := self._packing.finish():
             self._write_behind.add(unsaved)
         self._packing.log_growth()
-        self._programs[program] = self.program_beside(model) if self._programs else CpuProgram(self._first, model)
+        native = self._native_beside() if self._programs else self._first
+        self._programs[program] = CpuProgram(native, model, token_ids)
         self._packing = self._new_packing()
 
     def _new_packing(self) -> Packing:
@@ -205,8 +208,12 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     def program_beside(self, model: Model) -> CpuProgram:
         """Returns a program of a model whose weights this backend has packed, without a KV cache."""
         self._packing.finish()
+        return CpuProgram(self._native_beside(), model)
+
+    def _native_beside(self) -> _native.Program:
+        """Returns a native program that shares the threads of the first."""
         first = self._first
-        return CpuProgram(_native.Program(first.isa, first.threads, self._kv_type, first), model)
+        return _native.Program(first.isa, first.threads, self._kv_type, first)
 
     def replace(self, program: CpuProgram) -> None:
         """Puts a program in the place of program 0, from which it takes over everything that steps have left."""
