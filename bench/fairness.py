@@ -104,9 +104,11 @@ class Server:
 
 
 def body_of(prompt: int, answer: int) -> dict[str, object]:
-    """Returns the request of a prompt of about so many tokens for so many tokens of its answer."""
+    """Returns the request of a prompt of about so many tokens for so many tokens of its answer. Each token has an
+    event, also one that is only a part of a character."""
     words = " ".join(random.choice(WORDS) for _ in range(prompt - 1))
-    return {"prompt": words, "max_tokens": answer, "ignore_eos": True, "stream": True, "temperature": 1}
+    stream = {"stream": True, "return_token_ids": True}
+    return {"prompt": words, "max_tokens": answer, "ignore_eos": True, "temperature": 1, **stream}
 
 
 def refusals(url: str, key: str, seconds: float) -> list[float]:
