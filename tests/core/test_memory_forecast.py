@@ -162,6 +162,16 @@ def test_one_starts_whatever_it_may_need_and_others_when_they_will_find_their_bl
     assert scheduler.stats().preemptions == 0
 
 
+def test_more_start_where_host_memory_keeps_what_a_preemption_takes() -> None:
+    started = []
+    for places in (0, 16):
+        scheduler = Scheduler(limits(num_blocks=16, max_len=64)._replace(host_places=places))
+        for id in range(4):
+            scheduler.add(Sequence(id, (id,) * 5, 50))
+        started.append(len(counts(step(scheduler)[0])))
+    assert started == [1, 2]
+
+
 def test_a_first_request_does_not_wait_for_the_answers_of_who_has_several() -> None:
     """The tenant that has several running grows into less memory, instead of giving one of its places up at once."""
     scheduler = Scheduler(limits(num_blocks=32, max_len=64, step_tokens=64, max_rows=8))

@@ -16,6 +16,7 @@ from penstock.core.sequence import Sequence
 from penstock.core.step_cost import CostModel, PromptCost
 from penstock.types import Limits, Row, prefill_budget
 
+OVERCOMMIT = 0.5  # share of host memory's blocks that sequences may need beyond the device's: copies cost little
 CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
 LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
 
@@ -113,6 +114,7 @@ class StandardPolicy:
         self._costs = costs
         self._lengths = AnswerLengths()
         self._memory = MemoryForecast(limits, self._lengths)
+        self._overcommit = OVERCOMMIT * limits.host_places  # blocks
         self._background_rows = max(1, limits.max_rows // 2)
         self._few = max(1, self._background_rows // 4)
 
@@ -183,14 +185,14 @@ class StandardPolicy:
 
     def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
         """Returns whether every running sequence still finds the blocks for what it already has to compute, can then
-        grow once in each layer group, and will likely find what its answer needs. A tenant's first request does not
-        wait for the latter if another would have to give way to it."""
+        grow once in each layer group, and will likely find what its answer needs, or a place in host memory for what it
+        has. A tenant's first request does not wait for the latter if another would have to give way to it."""
         if not running:
             return True
         if room.available < room.needed + room.reserved + (len(running) + 1) * room.groups:
             return False
         first = self.displaced(seq, running) is not None
-        return first or self._memory.peak(seq, room.needed, running) <= room.available
+        return first or self._memory.peak(seq, room.needed, running) <= room.available + self._overcommit
 
     def ended(self, seq: Sequence) -> None:
         """Learns how long answers get, and what preemptions have cost."""
