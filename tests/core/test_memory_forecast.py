@@ -164,7 +164,7 @@ def test_one_starts_whatever_it_may_need_and_others_when_they_will_find_their_bl
 
 def test_more_start_where_host_memory_keeps_what_a_preemption_takes() -> None:
     started = []
-    for places in (0, 16):
+    for places in (0, 32):
         scheduler = Scheduler(limits(num_blocks=16, max_len=64)._replace(host_places=places))
         for id in range(4):
             scheduler.add(Sequence(id, (id,) * 5, 50))
