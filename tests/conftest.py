@@ -29,3 +29,11 @@ def smollm2() -> Path:
     from penstock.store import fetch
 
     return fetch("smollm2")
+
+
+@pytest.fixture
+def overcommitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets sequences start as if no answer would get longer, so that they run out of blocks and are preempted."""
+    from penstock.core.memory_forecast import MemoryForecast
+
+    monkeypatch.setattr(MemoryForecast, "peak", lambda *_: 0.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
 from penstock.core import Policy, Sequence, StandardPolicy, check
-from penstock.core.policy import StepBudget
+from penstock.core.policy import Room, StepBudget
 from penstock.core.step_cost import CostModel
 from penstock.engine.engine import Engine
 from penstock.planning.memory_plan import all_states
@@ -115,7 +115,8 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 class Shuffles(StandardPolicy):
-    """Orders sequences at random, gives turns at random for some steps, and takes any of those allowed as a victim."""
+    """Orders sequences at random, gives turns at random for some steps, takes any of those allowed as a victim, and
+    lets sequences start that will find too few blocks."""
 
     def __init__(self, limits: Limits, random: Random) -> None:
         super().__init__(limits)
@@ -135,6 +136,9 @@ class Shuffles(StandardPolicy):
 
     def victim(self, behind: Line[Sequence]) -> Sequence:
         return self._random.choice(behind)
+
+    def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
+        return not running or room.available >= room.needed + room.reserved + (len(running) + 1) * room.groups
 
     def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
         return self._random.choice([None, *running]) if self.steps > 0 else super().displaced(seq, running)
