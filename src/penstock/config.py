@@ -233,7 +233,7 @@ class Config:
     draft: str = option(
         "",
         "What drafts (speculative decoding): a small model with the vocabulary of the model itself, named as that is, "
-        "or, on a CPU, an EAGLE-3 head of it, or mtp for the head in the model's own checkpoint that predicts further "
+        "or an EAGLE-3 head of it, or mtp for the head in the model's own checkpoint that predicts further "
         "tokens. Answers stay the same. A server of several models gives it to the first.",
     )
 

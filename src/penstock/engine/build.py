@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
 from penstock.backend.exchange import KeepingPacker
-from penstock.backend.packed_cache import packed_cache_of
+from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
@@ -111,7 +111,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         tell = silent
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
-    backend = open_backend(config, packed_cache_of(config, checkpoint))
+    backend = open_backend(config, packed_caches_of(config, checkpoint, draft))
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
@@ -171,7 +171,9 @@ def load_draft(
     """Loads a draft model or a head of the target's `model` as the backend's program 1; returns its checkpoint as it is
     stored. A draft model that is larger than its target is logged."""
     draft = quantized(draft, config)
-    backend.load(load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend), 1)
+    token_ids = draft.token_ids if isinstance(draft, EagleHead) else ()
+    made = load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend)
+    backend.load(made, 1, token_ids)
     sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
     if sizes[0] > sizes[1]:
         import logging  # takes longer than reading the rest

@@ -301,6 +301,8 @@ class Program:
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...
+    def read_tokens_as(self, ids: list[int]) -> None:
+        """Says which token each one that it samples is when a step reads it as the last sampled; none: the same."""
     def reserve_kv(self, blocks: int, block_size: int, states: int = 0, groups: list[list[int]] = ...) -> None:
         """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one."""
     def take_over(self, other: Program) -> None:
