@@ -14,6 +14,7 @@ from penstock.core import Scheduler, Sequence, check, hashing
 from penstock.core.block_events import BlockEvents
 from penstock.core.prefix import PrefixNode
 from penstock.types import BlockEvent, BlockRemoved, BlockStored, Event, Finished, Limits, blocks_for
+from tests.core.test_memory_forecast import Greedy
 from tests.core.test_properties import VOCAB, Arrival, Shuffles, World, beyond, run_world
 from tests.core.world import answer, limits, run, step
 from tests.engine.guesses import RandomDrafting
@@ -172,7 +173,8 @@ def test_a_node_that_finds_no_place_takes_those_below_it_along() -> None:
 
 def test_preemption_loses_nothing_but_what_does_not_fill_a_block() -> None:
     def recomputed(host_places: int) -> int:
-        scheduler = Scheduler(limits(max_len=40, num_blocks=14, max_rows=4, host_places=host_places))
+        few = limits(max_len=40, num_blocks=14, max_rows=4, host_places=host_places)
+        scheduler = Scheduler(few, policy=Greedy(few))
         events: list[Event] = run(scheduler, *(Sequence(id, (id,) * 9, 30) for id in range(4)))
         reports = [event.report for event in events if isinstance(event, Finished) and event.report]
         assert sum(report.preemptions for report in reports) > 2

@@ -297,7 +297,7 @@ class BlockTrie:
         for group in self._windowed:
             if self._unqueue(node, group):
                 self._host.keep((node, group), node.kept and pays(node, 1))
-        kept = self._host.keep(node, pays(node, self._full))
+        kept = self._host.total > 0 and self._host.keep(node, pays(node, self._full))
         self._removed(node)
         node.blocks = [-1] * len(node.blocks)
         if not kept:
@@ -343,7 +343,8 @@ class BlockTrie:
         while stack:
             node = stack.pop()
             self._host.drop(node)
-            self._removed(node)
+            if not self._full:  # else it was told when the node left the device
+                self._removed(node)
             stack.extend(node.children.values())
 
     def _key(self, salt: str, tokens: Sequence[int], index: int) -> Key:
