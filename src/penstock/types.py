@@ -448,6 +448,7 @@ class Stats(NamedTuple):
     adapter_bytes: int = 0  # that the adapters in memory take
     adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
     drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
+    adopted_blocks: int = 0  # that the engine before had computed
     in_line: int = 0  # requests that could run and find no room; others wait for a grammar or the end of a pause
 
 

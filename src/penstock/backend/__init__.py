@@ -12,6 +12,7 @@ from penstock.config import OPTIONS, QUANTIZATIONS, Config, Device, available_th
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.backend.kv_file import KvFile
     from penstock.backend.packed_cache import PackedCache
 
 NVIDIA = Path("/dev/nvidiactl")  # exists where a driver is loaded
@@ -38,9 +39,9 @@ def resolve_defaults(config: Config, fp8: bool = False, whole: int = 0) -> Confi
     )
 
 
-def open_backend(config: Config, packed: PackedCache | None = None) -> Backend:
+def open_backend(config: Config, packed: PackedCache | None = None, kv_file: KvFile | None = None) -> Backend:
     """Returns the backend for a config that `resolve_defaults` has completed. On a CPU, weights are read from the
-    `packed` cache if they are there, and written to it if not."""
+    `packed` cache if they are there, and written to it if not, and the KV cache lies in the `kv_file`."""
     device = Device.parse(config.device)
     check_quantize(config)
     if device.kind == "cuda":
@@ -48,7 +49,8 @@ def open_backend(config: Config, packed: PackedCache | None = None) -> Backend:
     if device.kind == "cpu":
         from penstock.backend.cpu import CpuBackend
 
-        return CpuBackend(threads=config.threads or available_threads(), kv=config.kv, packed=packed)
+        threads = config.threads or available_threads()
+        return CpuBackend(threads=threads, kv=config.kv, packed=packed, kv_file=kv_file)
     if device.kind == "ref":
         from penstock.backend.ref import RefBackend
 

@@ -250,6 +250,10 @@ class KvCache:
         parent = seq.nodes[index - 1].hash if index else hashing.root(seq.salt)
         known = index < len(seq.block_hashes)
         node.hash = seq.block_hashes[index] if known else hashing.extend(parent, node.tokens)
+        self.tell_stored(node, parent)
+
+    def tell_stored(self, node: PrefixNode, parent: bytes) -> None:
+        """Tells watchers that a node, whose chain hash is set, has entered the prefix cache."""
         for watcher in self._watchers:
             watcher.stored(node, parent)
 
