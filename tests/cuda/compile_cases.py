@@ -112,6 +112,7 @@ def quantized(name: str, rows: int, width: int) -> QuantizedWeight:
 @case()
 def tokens_and_rows(tilings: Tilings) -> None:
     resolve_tokens(ints(8), ints(8), ints(8), ints(8))
+    resolve_tokens(ints(8), ints(8), ints(8), ints(8), token_ids=ints(8))
     gather_rows(empty(VOCAB, DIM), ints(8), empty(8, DIM))
     scatter_rows(empty(8, DIM), ints(8), empty(VOCAB, DIM))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,9 +40,9 @@ def resolve_defaults(config: Config, fp8: bool = False, whole: int = 0) -> Confi
     )
 
 
-def open_backend(config: Config, packed: PackedCache | None = None, kv_file: KvFile | None = None) -> Backend:
-    """Returns the backend for a config that `resolve_defaults` has completed. On a CPU, weights are read from the
-    `packed` cache if they are there, and written to it if not, and the KV cache lies in the `kv_file`."""
+def open_backend(config: Config, packed: Sequence[PackedCache | None] = (), kv_file: KvFile | None = None) -> Backend:
+    """Returns the backend for a config that `resolve_defaults` has completed. On a CPU, weights of each program are
+    read from its `packed` cache if they are there, and written to it if not, and the KV cache lies in the `kv_file`."""
     device = Device.parse(config.device)
     check_quantize(config)
     if device.kind == "cuda":

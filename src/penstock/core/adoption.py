@@ -41,7 +41,7 @@ def adopt(cache: KvCache, limits: Limits, stored: Iterable[StoredNode]) -> int:
         used.update(block for block in found.blocks if block >= 0)
     cache.pool.remove(used)
     for found in adopted:
-        cache.tell_stored(nodes[found.hash], found.parent)
+        cache.tell_stored(nodes[found.hash])
     for found in _in_order_of_eviction(adopted):
         cache.trie.drop([nodes[found.hash]], [int(block < 0) for block in found.blocks])
     return len(used)

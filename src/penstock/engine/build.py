@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
 from penstock.backend.exchange import KeepingPacker
-from penstock.backend.packed_cache import packed_cache_of
+from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
 from penstock.core import hashing
@@ -36,7 +36,15 @@ from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, loa
 from penstock.model.low_rank import Placement
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
-from penstock.planning.memory_plan import adapter_memory, all_states, block_token, footprint_of, gigabytes, plan_memory
+from penstock.planning.memory_plan import (
+    adapter_memory,
+    all_states,
+    block_token,
+    footprint_of,
+    gigabytes,
+    host_places,
+    plan_memory,
+)
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
@@ -107,7 +115,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     kv_file = open_kv_file(config, checkpoint)
     if kv_file is not None:
         config = replace(config, kv_memory=config.kv_memory or kv_file.kv_memory)
-    backend = open_backend(config, packed_cache_of(config, checkpoint), kv_file)
+    backend = open_backend(config, packed_caches_of(config, checkpoint, draft), kv_file)
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
@@ -172,7 +180,9 @@ def load_draft(
     """Loads a draft model or a head of the target's `model` as the backend's program 1; returns its checkpoint as it is
     stored. A draft model that is larger than its target is logged."""
     draft = quantized(draft, config)
-    backend.load(load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend), 1)
+    token_ids = draft.token_ids if isinstance(draft, EagleHead) else ()
+    made = load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend)
+    backend.load(made, 1, token_ids)
     sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
     if sizes[0] > sizes[1]:
         import logging  # takes longer than reading the rest
@@ -272,7 +282,11 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend, draft: Ch
             break
     kept = limits.num_blocks * limits.block_size * group_token + all_states(limits) * needs.state_bytes
     weights = sum(weight_bytes(each, backend) for each in (checkpoint, draft) if each is not None)
-    return limits._replace(memory=weights + kept), group_token
+    block_bytes = limits.block_size * group_token
+    places = host_places(config, limits, block_bytes, available_memory())
+    if Device.parse(config.device).kind != "cuda":
+        kept += places * block_bytes
+    return limits._replace(memory=weights + kept, host_places=places), group_token
 
 
 def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:

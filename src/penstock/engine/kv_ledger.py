@@ -98,10 +98,9 @@ class KvLedger:
                 self._words[block * self._stride // NUMBER] = 0
 
     def _write(self, node: PrefixNode, group: int, block: int) -> None:
-        above = node.parent
+        above, first = node.parent, node.depth == 0
         assert above is not None
-        first = len(node.key) > self._limits.block_size  # it begins with the root of its salt
-        parent = node.key[0] if first else above.hash
+        parent = node.salt_hash if first else above.hash
         at = block * self._stride
         self._words[at // NUMBER] = 0
         self._entry.pack_into(self._memory, at + NUMBER, node.hash, parent, first, group, *node.tokens)

@@ -309,6 +309,8 @@ class Program:
     def keep(self, buffer: int) -> None:
         """The buffer's rows can be read after a step: whoever adds ops after this leaves it alone."""
     def answer(self, buffer: int) -> None: ...
+    def read_tokens_as(self, ids: list[int]) -> None:
+        """Says which token each one that it samples is when a step reads it as the last sampled; none: the same."""
     def reserve_kv(
         self,
         blocks: int,

@@ -51,9 +51,11 @@ NO_WORDS = np.zeros((0, 0), np.int32)
 class CpuProgram:
     """Runs one loaded model: a native program with its own KV cache, recurrent states and last sampled tokens."""
 
-    def __init__(self, native: _native.Program, model: Model) -> None:
+    def __init__(self, native: _native.Program, model: Model, token_ids: Sequence[int] = ()) -> None:
         self.native = native
         self._answer, self._states = record(model, native)
+        if token_ids:
+            native.read_tokens_as(list(token_ids))
         self._pools = Pools()
 
     def take_over(self, other: CpuProgram) -> None:
@@ -112,8 +114,9 @@ class CpuProgram:
 class CpuBackend(SynchronousBackend[CpuProgram]):
     """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
 
-    A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`. With a
-    `kv_file`, the KV cache lies there and outlives the process.
+    A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`. `packed`
+    says where the weights of each program are cached, in the order in which programs are loaded. With a `kv_file`, the
+    KV cache lies there and outlives the process.
     """
 
     device = "cpu"
@@ -124,7 +127,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         *,
         isa: str = "auto",
         kv: str = "auto",
-        packed: PackedCache | None = None,
+        packed: Sequence[PackedCache | None] = (),
         kv_file: KvFile | None = None,
     ) -> None:
         super().__init__()
@@ -139,8 +142,9 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self.kv: BlockMemory = NativeBlocks(self._programs, self._first.hidden)
         self._adapters = NativeAdapters(self._first)
         self.adapters: AdapterSlots = self._adapters
-        self._packing = Packing(self._first.threads, PackedFile(packed) if packed else None)
-        self._write_behind: WriteBehind | None = None
+        self._caches = iter(packed)
+        self._packing = self._new_packing()
+        self._write_behind = WriteBehind()
         self._kv_file = kv_file
 
     @property
@@ -162,11 +166,18 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor)
 
-    def load(self, model: Model, program: int = 0) -> None:
+    def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
         if unsaved := self._packing.finish():
-            self._write_behind = WriteBehind(unsaved)
+            self._write_behind.add(unsaved)
         self._packing.log_growth()
-        self._programs[program] = self.program_beside(model) if self._programs else CpuProgram(self._first, model)
+        native = self._native_beside() if self._programs else self._first
+        self._programs[program] = CpuProgram(native, model, token_ids)
+        self._packing = self._new_packing()
+
+    def _new_packing(self) -> Packing:
+        """Returns what packs the weights of the next program."""
+        cache = next(self._caches, None)
+        return Packing(self._first.threads, PackedFile(cache) if cache else None)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         file = None if self._kv_file is None else _native.MemoryFile(self._kv_file.descriptor, self._kv_file.end)
@@ -209,8 +220,12 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     def program_beside(self, model: Model) -> CpuProgram:
         """Returns a program of a model whose weights this backend has packed, without a KV cache."""
         self._packing.finish()
+        return CpuProgram(self._native_beside(), model)
+
+    def _native_beside(self) -> _native.Program:
+        """Returns a native program that shares the threads of the first."""
         first = self._first
-        return CpuProgram(_native.Program(first.isa, first.threads, self._kv_type, first), model)
+        return _native.Program(first.isa, first.threads, self._kv_type, first)
 
     def replace(self, program: CpuProgram) -> None:
         """Puts a program in the place of program 0, from which it takes over everything that steps have left."""
@@ -219,8 +234,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = self._adapters.program = program.native
 
     def close(self) -> None:
-        if self._write_behind:
-            self._write_behind.end()
+        self._write_behind.end()
         self._programs.clear()
         del self._first
 

@@ -119,7 +119,8 @@ def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
 def embed(context: Context, step: DeviceInputs, out: Any, *, table: Weight, partial: bool) -> None:
     memory = context.memory
     tokens = memory.tokens[: len(out)]
-    resolve_tokens(step.tokens, step.token_slots, memory.last, tokens, table.rows if partial else MAX_TOKEN)
+    vocab = table.rows if partial else MAX_TOKEN
+    resolve_tokens(step.tokens, step.token_slots, memory.last, tokens, vocab, memory.token_ids)
     table.gather(tokens, out)
 
 

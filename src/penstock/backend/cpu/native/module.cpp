@@ -376,6 +376,7 @@ NB_MODULE(_native, m) {
       .def("load_hidden", &Program::load_hidden, "number"_a, "out"_a)
       .def("keep", &Program::keep, "buffer"_a)
       .def("answer", &Program::answer, "buffer"_a)
+      .def("read_tokens_as", &Program::read_tokens_as, "ids"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
            "groups"_a = LayerGroups(), "file"_a.none() = nb::none())
       .def("take_over", &Program::take_over, "other"_a)
