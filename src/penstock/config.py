@@ -154,6 +154,7 @@ class Config:
     name: str = ""  # what clients call it; empty: from the file
     yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
     grammars_wait: bool = False  # requests with grammars wait for this engine
+    kv_file: str = ""  # that a CPU's KV cache lies in, in memory, so that the next engine finds it
     device: str = option(
         "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
     )

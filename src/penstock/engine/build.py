@@ -23,6 +23,7 @@ from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, Draf
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
+from penstock.engine.kept_kv import fingerprint_of, open_kv_file, open_ledger
 from penstock.engine.low_priority import run_yielding
 from penstock.engine.weights import WeightReader
 from penstock.errors import OutOfMemory, WeightsError
@@ -111,7 +112,10 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         tell = silent
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
-    backend = open_backend(config, packed_caches_of(config, checkpoint, draft))
+    kv_file = open_kv_file(config, checkpoint)
+    if kv_file is not None:
+        config = replace(config, kv_memory=config.kv_memory or kv_file.kv_memory)
+    backend = open_backend(config, packed_caches_of(config, checkpoint, draft), kv_file)
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
@@ -125,6 +129,10 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         draft = load_draft(draft, config, checkpoint, model, backend)
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend, draft)
+    ledger = None
+    if kv_file is not None:
+        fingerprint = fingerprint_of(config, checkpoint, backend, limits)
+        ledger = open_ledger(kv_file, fingerprint, limits, limits.num_blocks * limits.block_size * group_token)
     timer.stop("cache")
     backend.warm_up()
     timer.stop("kernels")
@@ -150,6 +158,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint, draft)),
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
+        ledger=ledger,
     )
 
 

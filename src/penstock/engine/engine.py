@@ -25,6 +25,7 @@ from penstock.engine.draft_model import DraftModel
 from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
+from penstock.engine.kv_ledger import KvLedger
 from penstock.engine.record import RequestRecord, observe_surprises
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
 from penstock.engine.resuming import Decided, append_decided
@@ -72,8 +73,9 @@ class Engine(WeightControl):
     `drafting` proposes how answers may go on, as does a `draft_model` (a step drafts at most `draft_tokens` tokens of a
     request), `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
     states into embeddings, `adapters` are those that requests may name, `weights` reads others for the model,
-    `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back, and
-    with `block_events` it is recorded what enters and leaves the prefix cache."""
+    `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back,
+    `ledger` has what of the KV cache an engine before has computed, and with `block_events` it is recorded what enters
+    and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class Engine(WeightControl):
         weights: WeightReader | None = None,
         unknown_fields: tuple[str, ...] = (),
         sleeper: Sleeper | None = None,
+        ledger: KvLedger | None = None,
     ) -> None:
         super().__init__(weights)
         self.limits = limits
@@ -109,7 +112,7 @@ class Engine(WeightControl):
         self._adapter_control = AdapterControl(adapters)
         self._sleep = SleepState(sleeper)
         self._block_events = BlockEvents(time.time_ns()) if block_events else None
-        watchers = () if self._block_events is None else (self._block_events,)
+        watchers = [watcher for watcher in (self._block_events, ledger) if watcher is not None]
         self._records: dict[int, RequestRecord] = {}
         self._speculation = (
             Speculation(drafting, self._records, self.draft_tokens, draft_model) if drafting is not None else None
@@ -120,6 +123,8 @@ class Engine(WeightControl):
         self._scheduler = Scheduler(
             limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
         )
+        self._ledger = ledger
+        self._adopted = 0 if ledger is None else ledger.adopt_into(self._scheduler.cache)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
         self._waiting_room = WaitingRoom()
@@ -213,6 +218,8 @@ class Engine(WeightControl):
                 self._speculation.prepare()
         if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
             self._commit(*self._in_flight.popleft())
+        if self._ledger is not None:
+            self._ledger.settle()
         if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
             self._fall_asleep()
         self._busy_seconds += time.perf_counter() - began
@@ -239,6 +246,7 @@ class Engine(WeightControl):
             busy_seconds=self._busy_seconds,
             waiting=stats.waiting + len(self._waiting_room) + len(self._pause),
             computed_tokens=self._computed,
+            adopted_blocks=self._adopted,
             step_sizes=tuple(self._step_sizes),
             drafts=self._speculation.counts if self._speculation else (),
             **costs,
