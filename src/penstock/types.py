@@ -213,6 +213,7 @@ class Limits(NamedTuple):
     activation: str = ""  # what turns the logits of labels into scores: sigmoid, softmax or identity
     second_text: int = 0  # is added to the token ids of a pair's second text
     windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
+    host_places: int = 0  # blocks that host memory keeps when they leave the device; 0: they are forgotten
     memory: int = 0  # bytes that the weights and what is kept of sequences take, without adapters; 0: not known
 
 
@@ -357,6 +358,7 @@ class Report(NamedTuple):
     drafts: tuple[DraftCounts, ...] = ()  # of every source that drafted for it
     nearest: Nearest | None = None  # set if Request.explain
     weights: tuple[WeightSpan, ...] = ()  # that computed it; several if they were updated on the way
+    reused: tuple[tuple[str, int], ...] = ()  # the tiers that `cached` came from (device, ram, disk), and tokens
 
     @property
     def compiling(self) -> float:
@@ -448,6 +450,11 @@ class Stats(NamedTuple):
     adapter_bytes: int = 0  # that the adapters in memory take
     adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
     drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
+    reused: tuple[tuple[str, int], ...] = ()  # cached_tokens by the tier that they came from (device, ram, disk)
+    host_blocks: int = 0  # blocks that host memory keeps
+    host_places: int = 0  # that it has room for
+    copied_in: int = 0  # blocks that came back from there
+    copied_out: int = 0  # blocks that went there
     in_line: int = 0  # requests that could run and find no room; others wait for a grammar or the end of a pause
 
 

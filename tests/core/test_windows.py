@@ -32,7 +32,7 @@ def evict(scheduler: Scheduler, idle: PrefixNode | tuple[PrefixNode, int]) -> li
         queue.pop(idle, None)
     trie._behind[idle] = None
     trie._behind.move_to_end(idle, last=False)
-    freed = trie.evict()
+    freed = trie.evict(lambda node, blocks: False)
     for block in freed:
         scheduler.cache.pool.give(block)
     check(scheduler)
@@ -116,7 +116,8 @@ def test_a_node_is_gone_with_its_blocks_of_full_groups() -> None:
     run(scheduler, Sequence(1, prompt(12), 1))
     trie = scheduler.cache.trie
     last = next(idle for idle in trie.idle() if isinstance(idle, PrefixNode))
-    assert sorted(evict(scheduler, last)) == sorted(last.blocks)
+    blocks = sorted(last.blocks)
+    assert sorted(evict(scheduler, last)) == blocks
     assert len(list(trie.nodes())) == 2
 
 

@@ -16,6 +16,7 @@ def limits(
     encoder: bool = False,
     states: int = 0,
     windows: tuple[int, ...] = (0,),
+    host_places: int = 0,
 ) -> Limits:
     """Returns limits that are small in everything."""
     return Limits(
@@ -28,6 +29,7 @@ def limits(
         encoder=encoder,
         states=states,
         windows=windows,
+        host_places=host_places,
     )
 
 

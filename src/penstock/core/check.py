@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from penstock.core.prefix import PrefixNode
+from penstock.core.prefix import Idle, PrefixNode
 from penstock.core.scheduler import Scheduler
 from penstock.core.sequence import Sequence
 
@@ -14,6 +14,7 @@ def check(scheduler: Scheduler) -> None:
     _check_blocks(scheduler)
     _check_trie(scheduler)
     _check_windows(scheduler)
+    _check_host(scheduler)
     _check_states(scheduler)
     _check_queues(scheduler)
     for seq in scheduler.sequences.values():
@@ -40,25 +41,30 @@ def _check_trie(scheduler: Scheduler) -> None:
     holders = Counter(node for seq in scheduler.running for node in seq.nodes)
     for node in trie.nodes():
         assert node.holders == holders[node], f"block {node.blocks}: {node.holders} holders, {holders[node]} found"
-        gone = [g for g, window in enumerate(windows) if not window and node.blocks[g] < 0]
+        on_device = trie.on_device(node)
+        gone = [g for g, window in enumerate(windows) if not window and (node.blocks[g] >= 0) != on_device]
+        gone += [g for g, window in enumerate(windows) if not window and not on_device and node.places[g] < 0]
         assert not gone, f"block {node.blocks} has lost its blocks of full layer groups {gone}"
-        empty = not (node.holders or node.children) and max(node.blocks) < 0
+        assert on_device or not node.holders, f"block {node.places} is held and on the host alone"
+        empty = not (node.holders or node.children) and max(node.blocks + node.places) < 0
         assert not empty, "a node that nobody needs has no blocks"
     queue = trie.idle()
     idle = [node for node in queue if isinstance(node, PrefixNode)]
     full = windows.count(0)
-    expected = {node for node in trie.nodes() if full and node.holders == 0}
+    expected = {node for node in trie.nodes() if full and node.holders == 0 and trie.on_device(node)}
     assert set(idle) == expected, "idle nodes are not those without holders"
     count = full * len(idle) + len(queue) - len(idle)
     assert trie.idle_blocks == count, f"{trie.idle_blocks} blocks are counted as idle, {count} are"
-    place = {node: index for index, node in enumerate(idle)}
-    for node in idle:
-        _check_children_go_first(node, place)
+    _check_children_go_first(idle)
 
 
-def _check_children_go_first(node: PrefixNode, place: dict[PrefixNode, int]) -> None:
-    for child in node.children.values():
-        assert place[child] < place[node], f"block {node.blocks} would be evicted before its child {child.blocks}"
+def _check_children_go_first(queue: list[PrefixNode]) -> None:
+    """Checks a queue of one tier. The children of a node that are not in it are on the host alone, and their own queue
+    is another."""
+    order = {node: index for index, node in enumerate(queue)}
+    for node in queue:
+        for child in node.children.values():
+            assert order.get(child, -1) < order[node], f"block {node.blocks} would go before its child {child.blocks}"
 
 
 def _check_windows(scheduler: Scheduler) -> None:
@@ -72,6 +78,27 @@ def _check_windows(scheduler: Scheduler) -> None:
             assert node.blocks[group] >= 0 or not found, f"block {node.blocks} is held and gone in group {group}"
             expected = node.blocks[group] >= 0 and not found
             assert (node in idle) == expected, f"block {node.blocks} is wrongly idle or not in group {group}"
+
+
+def _check_host(scheduler: Scheduler) -> None:
+    host, trie, windows = scheduler.cache.host, scheduler.cache.trie, scheduler.limits.windows
+    kept = [place for node in trie.nodes() for place in node.places if place >= 0]
+    places = sorted([*host.free(), *host.reserved, *kept])
+    assert places == list(range(host.total)), f"places of {host.total} blocks are lost or have two owners: {places}"
+    spare, only = set[Idle](), set[Idle]()
+    for node in trie.nodes():
+        entries: list[tuple[Idle, int]] = [((node, group), group) for group, window in enumerate(windows) if window]
+        entries += [(node, group) for group, window in enumerate(windows) if not window]
+        for entry, group in entries:
+            if node.places[group] >= 0:
+                (only if node.blocks[group] < 0 else spare).add(entry)
+    assert set(host.only()) == only, "what is on the host alone is not what its queue has"
+    assert set(host.spare()) == spare, "what is on the host and on the device is not what its queue has"
+    queue = [node for node in host.only() if isinstance(node, PrefixNode)]
+    _check_children_go_first(queue)
+    for node in trie.nodes():
+        alone = trie.on_device(node) and node.parent and node.parent.parent and not trie.on_device(node.parent)
+        assert not alone, f"block {node.blocks} is on the device below one that is not"
 
 
 def _check_states(scheduler: Scheduler) -> None:

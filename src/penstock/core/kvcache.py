@@ -10,31 +10,41 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Line
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockWatcher
 from penstock.core.blocks import BlockPool
-from penstock.core.prefix import BlockTrie, PrefixNode
+from penstock.core.prefix import BlockTrie, Idle, PrefixNode
 from penstock.core.sequence import Sequence
 from penstock.core.states import NoStates, SavedStates
-from penstock.types import Grown, Limits, Row, blocks_for
+from penstock.core.tiers import DEVICE, DISK, RAM, CopyCosts, HostTier
+from penstock.types import BlockCopy, Grown, Limits, Row, blocks_for
 
 
 class KvCache:
     """Gives blocks to sequences, publishes the full ones and takes them back. `chain` computes chain hashes;
-    `watchers` are told what enters and leaves the prefix cache."""
+    `watchers` are told what enters and leaves the prefix cache, and `costs` say whether copying blocks to and from host
+    memory pays."""
 
     def __init__(
-        self, limits: Limits, chain: hashing.Chain = hashing.chain, watchers: Iterable[BlockWatcher] = ()
+        self,
+        limits: Limits,
+        chain: hashing.Chain = hashing.chain,
+        watchers: Iterable[BlockWatcher] = (),
+        costs: CopyCosts | None = None,
     ) -> None:
         size = self.block_size = limits.block_size
         self.groups = len(limits.windows)
         self.pool = BlockPool(limits.num_blocks)
-        self.trie = BlockTrie(size, limits.windows, self._forget, self._changed)
+        self.host = HostTier(limits.host_places, limits.windows, lambda node: self.trie.prune(node))
+        self.trie = BlockTrie(size, limits.windows, self.host, self._forget, self._changed)
         self.states = NoStates()
         if limits.states:
             self.states = SavedStates(limits.states, size, self.blocks_for(limits.step_tokens) * size)
         self.in_flight: dict[bytes, int] = {}  # chain hash of a block being computed -> sequence id
+        self._costs = costs or CopyCosts()
+        self._arriving: list[PrefixNode] = []  # what was or is to be copied in since watchers were told
         self._chain = chain
         self._watchers = tuple(watchers)
         self._windowed = tuple(
@@ -64,13 +74,39 @@ class KvCache:
         return self.trie.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.block_size)
 
     def usable(self, known: list[PrefixNode]) -> list[PrefixNode]:
-        """Returns what of a match a sequence can begin with: up to where all windows are there and, for models with
-        recurrent layers, a state was saved."""
+        """Returns what of a match a sequence should begin with: up to where all windows are there and, for models with
+        recurrent layers, a state was saved. What is on the host counts if copying it in is no slower than computing
+        it."""
+        matched = known[: self._reusable(known, host=True)]
+        absent = self._absent(matched)
+        if not absent:
+            return matched
+        here = self._reusable(known, host=False)
+        missing, context = (len(matched) - here) * self.block_size, here * self.block_size
+        pays = self._costs.pays_to_load(missing, context, self.host.blocks_of(absent))
+        return matched if pays else known[:here]
+
+    def _reusable(self, known: list[PrefixNode], *, host: bool) -> int:
         count, usable = len(known), -1
         while count != usable:
-            count = self.trie.reusable(known, count)
+            count = self.trie.reusable(known, count, host)
             usable, count = count, self.states.deepest(known, count)
-        return known[:count]
+        return count
+
+    def _absent(self, matched: list[PrefixNode]) -> list[Idle]:
+        """Returns what must be copied in for a sequence that begins with these nodes."""
+        return self.trie.absent(matched, self.trie.window_starts(len(matched) * self.block_size))
+
+    def attach(self, salt: str, tokens: Line[int], first: int, places: Line[Line[int]], tier: str = DISK) -> int:
+        """Puts blocks of a prompt into the prefix cache that someone has written to reserved places (HostTier.reserve):
+        its block `first` and those after it, of each a place for every layer group (-1: none, of windowed groups).
+        Blocks before the first must be known. Places that are not used are given back; returns how many blocks
+        are used."""
+        chain = self.trie.match(salt, tokens, first)
+        if len(chain) < first or not places:
+            self.host.give_back(place for each in places for place in each if place >= 0)
+            return 0
+        return self.trie.attach(chain, salt, tokens, places, tier)
 
     def awaited(self, seq: Sequence, matched: int, sequences: Mapping[int, Sequence]) -> bytes | None:
         """Returns the hash of a block that another sequence is just computing and that is worth waiting for."""
@@ -98,7 +134,8 @@ class KvCache:
         """Returns how many blocks a sequence that begins with these nodes needs for its tokens, and how many idle ones
         it takes with the nodes."""
         starts = self.trie.window_starts(len(matched) * self.block_size)
-        return self._left_to_take(seq.end, len(matched), starts), self.trie.idle_among(matched, starts)
+        taken = self._left_to_take(seq.end, len(matched), starts) + self.host.blocks_of(self._absent(matched))
+        return taken, self.trie.idle_among(matched, starts)
 
     def reserved(self, seq: Sequence) -> int:
         """Returns how many blocks a running sequence will still take for the tokens that it already has."""
@@ -109,7 +146,11 @@ class KvCache:
         More blocks may be `known`, where it diverges from another. Returns the entries of its block tables."""
         positions = len(matched) * self.block_size
         starts = seq.window_starts = self.trie.window_starts(positions)
+        absent = self.trie.absent(matched, starts)
         self.trie.hold(matched, starts)
+        self._load(absent)
+        if seq.cached < 0:
+            seq.times.reused = self._tiers(seq, matched, absent)
         seq.nodes = list(matched)
         seq.tables = [
             [-1] * start + [node.blocks[group] for node in matched[start:]] for group, start in enumerate(starts)
@@ -163,8 +204,10 @@ class KvCache:
 
     def flush(self) -> None:
         """Empties the prefix cache: gives back every block that no sequence holds."""
+        self._arriving = [node for node in self._arriving if node.holders]
+        self.host.clear()
         while self.trie.idle_blocks:
-            for block in self.trie.evict():
+            for block in self.trie.evict(lambda node, blocks: False):
                 self.pool.give(block)
 
     def _left_to_take(self, end: int, entries: int, starts: list[int]) -> int:
@@ -186,9 +229,9 @@ class KvCache:
             seq.nodes.append(node)
             if index < len(seq.block_hashes):
                 self._withdraw(seq, seq.block_hashes[index])
-            if node.blocks is mine:
+            if not node.stored:
                 self._record(seq, node)
-            else:
+            if node.blocks is not mine:
                 replaced += self._replace(seq, index, mine, node)
         return replaced
 
@@ -217,9 +260,50 @@ class KvCache:
 
     def _take(self) -> int:
         if not len(self.pool):
-            for block in self.trie.evict():
+            for block in self.trie.evict(self._pays):
                 self.pool.give(block)
         return self.pool.take()
+
+    # -- the host ------------------------------------------------------------------------------------------------
+
+    def open_step(self) -> None:
+        """Begins to plan a step: the copies of the last plan have been carried out."""
+        self.states.open_step()
+        for node in self._arriving:
+            if node.stored:
+                self._changed(node)
+            elif self.trie.on_device(node):
+                self._tell_stored(node)
+        self._arriving.clear()
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Returns the copies that the plan being made is to carry out, in order."""
+        copies, self.host.copies = tuple(self.host.copies), []
+        return copies
+
+    def _pays(self, node: PrefixNode, blocks: int) -> bool:
+        """Returns whether so many blocks of a node that leaves the device may be worth their copies."""
+        return self._costs.may_pay_to_keep(self.block_size, node.depth * self.block_size, blocks)
+
+    def _load(self, absent: list[Idle]) -> None:
+        """Has blocks copied in. All are pinned first: what makes room for one must not take another's places."""
+        for entry in absent:
+            self.host.pin(entry)
+        for entry in absent:
+            self.host.load(entry, self._take)
+            if self._watchers:
+                self._arriving.append(entry if isinstance(entry, PrefixNode) else entry[0])
+
+    def _tiers(self, seq: Sequence, matched: list[PrefixNode], absent: list[Idle]) -> tuple[tuple[str, int], ...]:
+        """Returns how many tokens of its prompt a sequence reuses from each tier."""
+        loaded = {entry if isinstance(entry, PrefixNode) else entry[0] for entry in absent}
+        tokens = Counter[str]()
+        for node in matched:
+            position = node.depth * self.block_size
+            tokens[node.tier if node in loaded else DEVICE] += min(max(seq.prompt_len - position, 0), self.block_size)
+        for node in loaded:
+            node.tier = RAM
+        return tuple((tier, count) for tier, count in tokens.items() if count)
 
     # -- chain hashes --------------------------------------------------------------------------------------------
 
@@ -246,10 +330,15 @@ class KvCache:
     def _record(self, seq: Sequence, node: PrefixNode) -> None:
         if not self._watchers:
             return
-        index = len(seq.nodes) - 1
-        parent = seq.nodes[index - 1].hash if index else hashing.root(seq.salt)
-        known = index < len(seq.block_hashes)
-        node.hash = seq.block_hashes[index] if known else hashing.extend(parent, node.tokens)
+        if node.depth < len(seq.block_hashes):
+            node.hash = seq.block_hashes[node.depth]
+        self._tell_stored(node)
+
+    def _tell_stored(self, node: PrefixNode) -> None:
+        assert node.parent is not None
+        parent = node.parent.hash if node.depth else node.salt_hash
+        node.hash = node.hash or hashing.extend(parent, node.tokens)
+        node.stored = True
         for watcher in self._watchers:
             watcher.stored(node, parent)
 
@@ -259,7 +348,9 @@ class KvCache:
             watcher.changed(node)
 
     def _forget(self, node: PrefixNode) -> None:
-        """Takes note that a node has left the trie."""
+        """Takes note that a node leaves the device or, without full layer groups, the trie."""
         self.states.forget(node)
-        for watcher in self._watchers:
-            watcher.removed(node)
+        if node.stored:
+            node.stored = False
+            for watcher in self._watchers:
+                watcher.removed(node)

@@ -11,14 +11,21 @@ where a windowed block is missing cannot be reused.
 
 Most windowed blocks lie in the middle of a stream, where no other is likely to diverge. They are evicted before
 anything else, so that the ends of prompts and streams, and what has been reused, stay reusable for longer.
+
+Blocks that leave the device may go to host memory (tiers.py): their node then has places there and stays, below nodes
+that have their blocks of full layer groups on the device.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from penstock.core import hashing
+
+if TYPE_CHECKING:
+    from penstock.core.tiers import HostTier
 
 Key = tuple[int | bytes, ...]  # a block's tokens; the first block's are preceded by the hash of the salt
 
@@ -26,43 +33,69 @@ Key = tuple[int | bytes, ...]  # a block's tokens; the first block's are precede
 class PrefixNode:
     """Stands for a full block of tokens that follows the blocks of its parents."""
 
-    __slots__ = ("blocks", "children", "hash", "holders", "kept", "key", "parent", "window_holders")
+    __slots__ = (
+        "blocks",
+        "children",
+        "depth",
+        "hash",
+        "holders",
+        "kept",
+        "key",
+        "parent",
+        "places",
+        "stored",
+        "tier",
+        "window_holders",
+    )
 
     def __init__(self, parent: PrefixNode | None, key: Key, blocks: list[int], window_holders: list[int]) -> None:
         self.parent = parent
         self.key = key
-        self.blocks = blocks  # by layer group; -1: a windowed block that was evicted
+        self.depth: int = parent.depth + 1 if parent else -1  # blocks before it
+        self.blocks = blocks  # by layer group; -1: not on the device
+        self.places = [-1] * len(blocks)  # in host memory, by layer group; -1: none
+        self.tier = ""  # where the places' contents came from
         self.children: dict[Key, PrefixNode] = {}
         self.holders = 1
         self.window_holders = window_holders  # by layer group; counted for windowed groups only
         self.kept = False  # its windowed blocks are worth keeping: streams are likely to begin after them
         self.hash = b""  # its chain hash, where anyone watches
+        self.stored = False  # watchers know that it is there
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Returns the tokens of this block."""
         return tuple(token for token in self.key if isinstance(token, int))
 
+    @property
+    def salt_hash(self) -> bytes:
+        """Returns the hash of its salt, if it is the first block of a prompt."""
+        return b"".join(part for part in self.key if isinstance(part, bytes))
+
 
 Idle = PrefixNode | tuple[PrefixNode, int]  # a node's blocks of full groups, or its block of one windowed group
 
 
 class BlockTrie:
-    """Finds, shares and evicts full blocks. `removed` is called with every node that leaves the trie, `changed` with
-    every node that loses windowed blocks or has them again."""
+    """Finds, shares and evicts full blocks. `host` may keep what is evicted. `removed` is called with every node that
+    leaves the device, before it loses its blocks, and `changed` with every node that loses windowed blocks or has them
+    again."""
 
     def __init__(
         self,
         block_size: int,
         windows: tuple[int, ...],
+        host: HostTier,
         removed: Callable[[PrefixNode], None],
         changed: Callable[[PrefixNode], None],
     ) -> None:
         self.idle_blocks = 0  # blocks that could be evicted
         self._block_size = block_size
         self._windows = windows
+        self._host = host
         self._windowed = tuple(group for group, window in enumerate(windows) if window)
         self._full = len(windows) - len(self._windowed)
+        self._first_full = windows.index(0) if self._full else -1  # it stands for all of them
         self._held_once = [1] * len(windows) if self._windowed else []
         self._removed = removed
         self._changed = changed
@@ -82,12 +115,23 @@ class BlockTrie:
             children = node.children
         return chain
 
-    def reusable(self, chain: Sequence[PrefixNode], count: int) -> int:
+    def reusable(self, chain: Sequence[PrefixNode], count: int, host: bool = True) -> int:
         """Returns how many of the chain's first `count` blocks a sequence can begin with: the most whose last windows
-        are still there."""
-        while (hole := self._hole(chain, count)) >= 0:
+        are still there. Without `host`, only what is on the device counts."""
+        if self._full and not host:
+            count = next((at for at in range(count) if not self.on_device(chain[at])), count)
+        while (hole := self._hole(chain, count, host)) >= 0:
             count = hole
         return count
+
+    def on_device(self, node: PrefixNode) -> bool:
+        """Returns whether a node has its blocks of full layer groups; if there are no such groups, it has."""
+        return not self._full or node.blocks[self._first_full] >= 0
+
+    def absent(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> list[Idle]:
+        """Returns what of a chain, and of each layer group from `starts` on, is not on the device."""
+        nodes: list[Idle] = [node for node in chain if not self.on_device(node)]
+        return nodes + [(node, g) for g in self._windowed for node in chain[starts[g] :] if node.blocks[g] < 0]
 
     def window_starts(self, position: int) -> list[int]:
         """Returns for each layer group the first block that a token at `position`, or a later one, can see."""
@@ -96,8 +140,9 @@ class BlockTrie:
 
     def idle_among(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> int:
         """Returns how many idle blocks a sequence would take by holding this chain."""
-        idle = self._full * sum(node.holders == 0 for node in chain)
-        return idle + sum(node.window_holders[g] == 0 for g in self._windowed for node in chain[starts[g] :])
+        idle = self._full * sum(node.holders == 0 and self.on_device(node) for node in chain)
+        windows = ((node, g) for g in self._windowed for node in chain[starts[g] :])
+        return idle + sum(node.window_holders[g] == 0 and node.blocks[g] >= 0 for node, g in windows)
 
     def hold(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> None:
         """Holds a chain of nodes, and of each layer group the blocks from `starts` on, which have proved useful."""
@@ -110,7 +155,7 @@ class BlockTrie:
 
     def publish(self, chain: Sequence[PrefixNode], salt: str, tokens: Sequence[int], blocks: list[int]) -> PrefixNode:
         """Holds the node one block below `chain`. `blocks` back it if nobody had computed it before, and fill in
-        windowed blocks that were evicted since."""
+        blocks that have left the device since."""
         parent = chain[-1] if chain else self._root
         key = self._key(salt, tokens, len(chain))
         node = parent.children.get(key)
@@ -118,10 +163,14 @@ class BlockTrie:
             node = parent.children[key] = PrefixNode(parent, key, blocks, self._held_once.copy())
             return node
         self._hold_node(node)
+        if not self.on_device(node):
+            node.blocks = [-1 if window else block for block, window in zip(blocks, self._windows, strict=True)]
+            self._host.duplicated(node)
         for group in self._windowed:
             if node.blocks[group] < 0:
                 node.blocks[group] = blocks[group]
                 node.window_holders[group] = 1
+                self._host.duplicated((node, group))
                 self._changed(node)
             else:
                 self._hold_window(node, group)
@@ -148,13 +197,35 @@ class BlockTrie:
             queue[node, group] = None
             self.idle_blocks += 1
 
-    def evict(self) -> list[int]:
-        """Forgets the least recently used idle blocks and returns them: a leaf's blocks of all groups, or of windowed
-        groups alone."""
+    def evict(self, pays: Callable[[PrefixNode, int], bool]) -> list[int]:
+        """Takes the least recently used idle blocks from the device and returns them: a leaf's blocks of all groups, or
+        of windowed groups alone. They go to the host if that `pays` for so many of a node's blocks."""
         idle, _ = (self._behind or self._idle).popitem(last=False)
         if isinstance(idle, PrefixNode):
-            return self._remove(idle)
-        return self._evict_window(*idle)
+            return self._evict_node(idle, pays)
+        return self._evict_window(*idle, pays)
+
+    def attach(
+        self, chain: list[PrefixNode], salt: str, tokens: Sequence[int], places: Iterable[Sequence[int]], tier: str
+    ) -> int:
+        """Lets reserved places, of each block below `chain` one for each layer group, back nodes that are not there;
+        returns how many nodes have got some."""
+        count = 0
+        for given in places:
+            parent = chain[-1] if chain else self._root
+            key = self._key(salt, tokens, len(chain))
+            node = parent.children.get(key)
+            if node is None:
+                node = parent.children[key] = PrefixNode(parent, key, [-1] * len(given), [0] * len(self._held_once))
+                node.holders = 0
+            chain.append(node)
+            count += self._fill(node, given, tier)
+        for node in reversed(chain):
+            for group in self._windowed:
+                self._host.touch((node, group))
+            self._host.touch(node)
+        self.prune(chain[-1])
+        return count
 
     def nodes(self) -> Iterator[PrefixNode]:
         """Yields all nodes."""
@@ -168,25 +239,38 @@ class BlockTrie:
         """Returns what is idle, from the next to be evicted on."""
         return [*self._behind, *self._idle]
 
-    def _hole(self, chain: Sequence[PrefixNode], count: int) -> int:
+    def _hole(self, chain: Sequence[PrefixNode], count: int, host: bool) -> int:
         """Returns a block that is missing in the windows before the end of `count` blocks; -1: none is. No prefix can
         be reused that is shorter and has this block."""
         if not self._windowed:
             return -1
         starts = self.window_starts(count * self._block_size)
-        return max(
-            (at for g in self._windowed for at in range(starts[g], count) if chain[at].blocks[g] < 0), default=-1
-        )
+        windows = ((at, chain[at], g) for g in self._windowed for at in range(starts[g], count))
+        gone = (at for at, node, g in windows if node.blocks[g] < 0 and not (host and node.places[g] >= 0))
+        return max(gone, default=-1)
+
+    def _fill(self, node: PrefixNode, given: Sequence[int], tier: str) -> bool:
+        """Backs a node with reserved places where it has nothing; gives the others back. Returns whether any was
+        used."""
+        entries: list[tuple[Idle, int]] = [((node, g), g) for g in self._windowed]
+        if self._full:
+            entries.append((node, self._first_full))
+        used = set[int]()
+        for entry, group in entries:
+            if given[group] >= 0 and node.blocks[group] < 0 and node.places[group] < 0:
+                self._host.fill(entry, given, tier)
+                used.update(node.places)
+        self._host.give_back(place for place in given if place >= 0 and place not in used)
+        return bool(used)
 
     def _hold_node(self, node: PrefixNode) -> None:
-        if node.holders == 0 and self._full:
+        if node.holders == 0 and self._full and self.on_device(node):
             del self._idle[node]
             self.idle_blocks -= self._full
         node.holders += 1
 
     def _hold_window(self, node: PrefixNode, group: int) -> None:
-        if node.window_holders[group] == 0:
-            self._unqueue(node, group)
+        if node.window_holders[group] == 0 and self._unqueue(node, group):
             self.idle_blocks -= 1
         node.window_holders[group] += 1
 
@@ -204,39 +288,63 @@ class BlockTrie:
             self._idle[node] = None
             self.idle_blocks += self._full
         else:
-            self._prune(node)
+            self.prune(node)
 
-    def _remove(self, node: PrefixNode) -> list[int]:
-        """Takes a leaf that nobody holds out of the trie and returns its blocks."""
-        assert node.parent is not None
-        del node.parent.children[node.key]
+    def _evict_node(self, node: PrefixNode, pays: Callable[[PrefixNode, int], bool]) -> list[int]:
+        """Takes a node from the device that nobody holds and that has no children there, and returns its blocks."""
         freed = [block for block in node.blocks if block >= 0]
         self.idle_blocks -= len(freed)
         for group in self._windowed:
-            self._unqueue(node, group)
+            if self._unqueue(node, group):
+                self._host.keep((node, group), node.kept and pays(node, 1))
+        kept = self._host.keep(node, pays(node, self._full))
         self._removed(node)
+        node.blocks = [-1] * len(node.blocks)
+        if not kept:
+            self._cut(node)
         return freed
 
-    def _evict_window(self, node: PrefixNode, group: int) -> list[int]:
-        """Frees a node's block of one group and its idle blocks of groups with no larger window: every prefix that
-        needs those needs this one too, so they are of no use without it."""
-        freed = []
-        for other in self._windowed:
-            if other == group or (self._windows[other] <= self._windows[group] and self._unqueue(node, other)):
-                freed.append(node.blocks[other])
-                node.blocks[other] = -1
+    def _evict_window(self, node: PrefixNode, group: int, pays: Callable[[PrefixNode, int], bool]) -> list[int]:
+        """Frees a node's block of one group. If the host does not keep it, idle blocks of groups with no larger window
+        are freed too: every prefix that needs those needs this one too, so they are of no use without it."""
+        leaving = [group]
+        if not self._host.keep((node, group), node.kept and pays(node, 1)):
+            smaller = (g for g in self._windowed if g != group and self._windows[g] <= self._windows[group])
+            leaving += [g for g in smaller if self._unqueue(node, g)]
+            for g in leaving[1:]:
+                self._host.keep((node, g), False)
+        freed = [node.blocks[g] for g in leaving]
+        for g in leaving:
+            node.blocks[g] = -1
         self.idle_blocks -= len(freed)
         self._changed(node)
-        if not self._full:
-            self._prune(node)
+        self.prune(node)
         return freed
 
-    def _prune(self, node: PrefixNode | None) -> None:
-        """Removes nodes without blocks that nobody needs, from a node upwards. Where all groups are windowed, nodes
-        without blocks stay as long as they lead to nodes that have some."""
-        while node and node.parent and not node.holders and not node.children and max(node.blocks) < 0:
-            self._remove(node)
-            node = node.parent
+    def prune(self, node: PrefixNode) -> None:
+        """Removes nodes that nobody needs and that have nothing left, from a node upwards. Where all groups are
+        windowed, such nodes stay as long as they lead to nodes that have some."""
+        while node.parent and not node.holders and not node.children and not self._has_any(node):
+            parent = node.parent
+            self._cut(node)
+            node = parent
+
+    def _has_any(self, node: PrefixNode) -> bool:
+        """Returns whether a node has what makes it useful on either tier."""
+        if self._full:
+            return node.blocks[self._first_full] >= 0 or node.places[self._first_full] >= 0
+        return max(node.blocks) >= 0 or max(node.places) >= 0
+
+    def _cut(self, node: PrefixNode) -> None:
+        """Removes a node without blocks, and all below it, which the device has nothing of."""
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            self._host.drop(node)
+            self._removed(node)
+            stack.extend(node.children.values())
 
     def _key(self, salt: str, tokens: Sequence[int], index: int) -> Key:
         size = self._block_size

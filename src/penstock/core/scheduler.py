@@ -22,6 +22,7 @@ from penstock.core.refusal import refuse_impossible, refuse_unworkable
 from penstock.core.sequence import Sequence
 from penstock.core.tally import Tally
 from penstock.core.tenants import PER_GENERATED, Tenants, Turns
+from penstock.core.tiers import CopyCosts
 from penstock.errors import InvalidRequest
 from penstock.types import (
     Aborted,
@@ -45,7 +46,8 @@ COMPARED = 32  # waiting sequences that a starting one is compared with, for whe
 
 class Scheduler:
     """Plans steps and commits their results. `policy` decides where there is a choice, `drafts` proposes how sequences
-    may go on, `chain` computes chain hashes, and `watchers` are told what enters and leaves the prefix cache."""
+    may go on, `chain` computes chain hashes, `watchers` are told what enters and leaves the prefix cache, and
+    `copy_costs` say whether copying blocks to and from host memory pays."""
 
     def __init__(
         self,
@@ -55,11 +57,12 @@ class Scheduler:
         drafts: Drafts | None = None,
         chain: hashing.Chain = hashing.chain,
         watchers: Iterable[BlockWatcher] = (),
+        copy_costs: CopyCosts | None = None,
     ) -> None:
         refuse_unworkable(limits)
         self.limits = limits
         self.policy = policy or StandardPolicy(limits)
-        self.cache = KvCache(limits, chain, watchers)
+        self.cache = KvCache(limits, chain, watchers, copy_costs)
         self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order
@@ -72,7 +75,6 @@ class Scheduler:
         self._squeezed: Sequence | None = None  # was next in turn in the last plan and found too few blocks
         self._grown: list[Grown] = []
         self._dropped: list[int] = []
-        self._copies: list[BlockCopy] = []
         self._tally = Tally()
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -104,14 +106,14 @@ class Scheduler:
 
     def copy(self, *copies: BlockCopy) -> None:
         """Has the next plan copy blocks from or to places in host memory."""
-        self._copies += copies
+        self.cache.host.copies += copies
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
         """Decides the next step. Every plan is to be carried out, also one without rows."""
         self._step += 1
-        self.cache.states.open_step()
+        self.cache.open_step()
         self._make_way()
         rows: list[Row] = []
         preemptions = self._tally.preemptions
@@ -121,8 +123,8 @@ class Scheduler:
         rows = self.cache.states.assign_saves(rows, self.sequences)
         if self._drafts is not None:
             self._grown += self._drafts.extend(rows, self.sequences, len(self.running))
-        plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), tuple(self._copies))
-        self._grown, self._dropped, self._copies = [], [], []
+        plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), self.cache.take_copies())
+        self._grown, self._dropped = [], []
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Event]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class RequestTimes:
     """Records what has happened to a sequence. Times are those of whoever steps the scheduler; None: not yet."""
 
-    __slots__ = ("admitted", "answered", "arrived", "lost", "nearest", "preemptions", "recomputed")
+    __slots__ = ("admitted", "answered", "arrived", "lost", "nearest", "preemptions", "recomputed", "reused")
 
     def __init__(self) -> None:
         self.arrived = 0.0
@@ -26,6 +26,7 @@ class RequestTimes:
         self.lost = 0  # tokens whose KV the last preemption took
         self.recomputed = 0
         self.nearest: Nearest | None = None
+        self.reused: tuple[tuple[str, int], ...] = ()  # prompt tokens by the tier that their KV came from, at first
 
     def report(self, cached: int, now: float) -> Report:
         """Returns the report of a sequence that ends now and reused `cached` tokens of its prompt."""
@@ -39,6 +40,7 @@ class RequestTimes:
             preemptions=self.preemptions,
             recomputed=self.recomputed,
             nearest=self.nearest,
+            reused=self.reused,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from penstock.core.kvcache import KvCache
 from penstock.core.sequence import Sequence
 from penstock.types import Stats
@@ -15,6 +17,7 @@ class Tally:
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.preemptions = 0
+        self._reused = Counter[str]()  # tokens by tier
 
     def admit(self, seq: Sequence, now: float) -> None:
         """Counts the prompt of a sequence that starts for the first time."""
@@ -22,6 +25,7 @@ class Tally:
         seq.cached = min(seq.computed, seq.prompt_len)
         self.prompt_tokens += seq.prompt_len
         self.cached_tokens += seq.cached
+        self._reused.update(dict(seq.times.reused))
 
     def stats(self, cache: KvCache, steps: int, running: int, waiting: int) -> Stats:
         """Returns how many sequences and blocks there are, and what was counted so far."""
@@ -37,5 +41,10 @@ class Tally:
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
             preemptions=self.preemptions,
+            reused=tuple(self._reused.items()),
+            host_blocks=cache.host.used,
+            host_places=cache.host.total,
+            copied_in=cache.host.copied_in,
+            copied_out=cache.host.copied_out,
             in_line=waiting,
         )

@@ -1,0 +1,188 @@
+"""Keeps the host tier of the prefix cache: places in host memory that hold blocks which have left the device.
+
+A place holds one block. What leaves the device is copied out to places if that pays, and its node stays in the trie; a
+sequence that begins with such nodes takes blocks for them, and its plan copies them in. A node that is back on the
+device keeps its places until they are needed, so that leaving again costs nothing.
+
+Nodes leave the device deepest first and enter the queue here in that order. A node whose blocks are on the host alone
+thus always comes after its children: the one at the front of the queue is a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from penstock.core.prefix import Idle, PrefixNode
+from penstock.core.step_cost import PromptCost
+from penstock.types import BlockCopy
+
+DEVICE, RAM, DISK = "device", "ram", "disk"  # the tiers that reused tokens come from
+
+
+def worth_loading(tokens: int, context: int, seconds: float, prompts: PromptCost) -> bool:
+    """Returns whether copying for so many seconds is no slower than computing `tokens` tokens after `context` others.
+    It is taken to be before any prompt was measured."""
+    return not prompts.known or seconds <= prompts.seconds(tokens, tokens * (context + tokens / 2))
+
+
+class CopyCosts:
+    """Compares copying blocks with computing them, by what was measured: `copy_in` and `copy_out` are the seconds of a
+    block, 0 before any was copied."""
+
+    def __init__(self, prompts: PromptCost | None = None) -> None:
+        self.copy_in = self.copy_out = 0.0
+        self._prompts = prompts or PromptCost()
+
+    def pays_to_load(self, tokens: int, context: int, blocks: int) -> bool:
+        """Returns whether so many blocks should be copied in rather than computed."""
+        return worth_loading(tokens, context, blocks * self.copy_in, self._prompts)
+
+    def may_pay_to_keep(self, tokens: int, context: int, blocks: int) -> bool:
+        """Returns whether copying so many blocks out and in once is no slower than computing them once."""
+        return worth_loading(tokens, context, blocks * (self.copy_in + self.copy_out), self._prompts)
+
+
+class HostTier:
+    """Knows which of `places` places hold the blocks of which nodes, and collects the copies of the next plan. `lost`
+    is called with every node that has lost places."""
+
+    def __init__(self, places: int, windows: Sequence[int], lost: Callable[[PrefixNode], None]) -> None:
+        self.total = places
+        self.copies: list[BlockCopy] = []
+        self.copied_in = self.copied_out = 0  # blocks
+        self.reserved: set[int] = set()
+        self._full = tuple(group for group, window in enumerate(windows) if not window)
+        self._lost = lost
+        self._free = list(range(places - 1, -1, -1))
+        self._spare: OrderedDict[Idle, None] = OrderedDict()  # the device has these blocks too
+        self._only: OrderedDict[Idle, None] = OrderedDict()  # it does not; the least recently used comes first
+
+    @property
+    def used(self) -> int:
+        """Returns how many places hold blocks."""
+        return self.total - len(self._free) - len(self.reserved)
+
+    def blocks_of(self, entries: Iterable[Idle]) -> int:
+        """Returns how many blocks these entries have."""
+        return sum(len(self._parts(entry)[1]) for entry in entries)
+
+    # -- what leaves the device and comes back -------------------------------------------------------------------
+
+    def keep(self, entry: Idle, pays: bool) -> bool:
+        """Takes over blocks that leave the device, while their node still has them. Returns False if it has no places
+        for them and either that does not pay or there are none to be had."""
+        node, groups = self._parts(entry)
+        if node.places[groups[0]] >= 0:
+            del self._spare[entry]
+        elif pays and (places := self._take(len(groups))):
+            for group, place in zip(groups, places, strict=True):
+                node.places[group] = place
+                self.copies.append(BlockCopy(node.blocks[group], place, "out"))
+            self.copied_out += len(groups)
+            node.tier = RAM
+        else:
+            return False
+        self._only[entry] = None
+        return True
+
+    def pin(self, entry: Idle) -> None:
+        """Keeps the places of blocks that are about to be copied in."""
+        del self._only[entry]
+
+    def load(self, entry: Idle, take: Callable[[], int]) -> None:
+        """Has pinned blocks copied into blocks of the device, which `take` returns one by one."""
+        node, groups = self._parts(entry)
+        for group in groups:
+            node.blocks[group] = take()
+            self.copies.append(BlockCopy(node.blocks[group], node.places[group], "in"))
+        self.copied_in += len(groups)
+        self._spare[entry] = None
+
+    def duplicated(self, entry: Idle) -> None:
+        """Takes note that the device has computed blocks again that were here alone, if they were."""
+        if entry in self._only:
+            del self._only[entry]
+            self._spare[entry] = None
+
+    # -- places --------------------------------------------------------------------------------------------------
+
+    def reserve(self, count: int) -> list[int]:
+        """Takes places out, at most `count` of them, for whoever fills them by other means. What was least recently
+        used makes room."""
+        while len(self._free) < count and self._forget():
+            pass
+        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        self.reserved.update(taken)
+        return taken
+
+    def give_back(self, places: Iterable[int]) -> None:
+        """Takes reserved places back."""
+        for place in places:
+            self.reserved.remove(place)
+            self._free.append(place)
+
+    def fill(self, entry: Idle, places: Sequence[int], tier: str) -> None:
+        """Lets reserved places, one for each layer group, be those of blocks that are nowhere else."""
+        node, groups = self._parts(entry)
+        for group in groups:
+            self.reserved.remove(places[group])
+            node.places[group] = places[group]
+        node.tier = tier
+        self._only[entry] = None
+
+    def touch(self, entry: Idle) -> None:
+        """Makes blocks that are here alone the most recently used ones."""
+        if entry in self._only:
+            self._only.move_to_end(entry)
+
+    def drop(self, node: PrefixNode) -> None:
+        """Frees all places of a node."""
+        for group, place in enumerate(node.places):
+            if place >= 0:
+                self._free.append(place)
+                node.places[group] = -1
+                entry = node if group in self._full else (node, group)
+                self._spare.pop(entry, None)
+                self._only.pop(entry, None)
+
+    def clear(self) -> None:
+        """Frees all places but reserved ones."""
+        while self._forget():
+            pass
+
+    def spare(self) -> Collection[Idle]:
+        """Returns what the device has too, from the next to be forgotten on."""
+        return self._spare.keys()
+
+    def only(self) -> Collection[Idle]:
+        """Returns what the device does not have, from the next to be forgotten on."""
+        return self._only.keys()
+
+    def free(self) -> list[int]:
+        """Returns the places that hold nothing."""
+        return list(self._free)
+
+    def _take(self, count: int) -> list[int]:
+        """Returns so many places, or none if there are fewer even if everything is forgotten."""
+        while len(self._free) < count:
+            if not self._forget():
+                return []
+        return [self._free.pop() for _ in range(count)]
+
+    def _forget(self) -> bool:
+        """Frees the places of what the device has too or, if there is nothing, of the least recently used leaf. Returns
+        False if nothing is left."""
+        queue = self._spare or self._only
+        if not queue:
+            return False
+        node, groups = self._parts(queue.popitem(last=False)[0])
+        for group in groups:
+            self._free.append(node.places[group])
+            node.places[group] = -1
+        self._lost(node)
+        return True
+
+    def _parts(self, entry: Idle) -> tuple[PrefixNode, tuple[int, ...]]:
+        """Returns the node of an entry and the layer groups that it stands for."""
+        return (entry, self._full) if isinstance(entry, PrefixNode) else (entry[0], entry[1:])
