@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
 from penstock.core import Policy, Sequence, StandardPolicy, check
 from penstock.core.policy import StepBudget
+from penstock.core.step_cost import CostModel
 from penstock.engine.engine import Engine
 from penstock.planning.memory_plan import all_states
 from penstock.types import (
@@ -103,6 +104,7 @@ def worlds(draw: st.DrawFn) -> World:
         prefill_budget=draw(st.sampled_from([0, 1, 5, 20])),
         states=draw(st.sampled_from([0, 0, 1, 2, 3, 20])),
         windows=windows,
+        host_places=draw(st.sampled_from([0, 0, 1, 2, 3, 7, 30])),
     )
     depth = draw(st.sampled_from([0, 1, 2]))
     requests = draw(st.lists(arrivals(limits.max_len), min_size=1, max_size=10))
@@ -137,6 +139,14 @@ class Shuffles(StandardPolicy):
         return self._random.choice([None, *running]) if self.steps > 0 else super().displaced(seq, running)
 
 
+class Unmeasured(CostModel):
+    """Never knows what prompts cost, so that every copy to and from the host is made that is possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts.FEW = 10**9  # type: ignore[misc]
+
+
 def drive(
     limits: Limits,
     depth: int,
@@ -146,7 +156,7 @@ def drive(
 ) -> tuple[Engine, list[Answer]]:
     backend = FakeBackend(limits.vocab, limits.max_rows, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
-    engine = Engine(backend, limits, depth=depth, policy=policy, drafting=drafting)
+    engine = Engine(backend, limits, depth=depth, policy=policy, drafting=drafting, costs=Unmeasured())
     answers = [Answer() for _ in requests]
     work = sum(len(r.prompt) + r.max_tokens for r in requests)
     step = 0

@@ -27,20 +27,32 @@ def worth_loading(tokens: int, context: int, seconds: float, prompts: PromptCost
 
 
 class CopyCosts:
-    """Compares copying blocks with computing them, by what was measured: `copy_in` and `copy_out` are the seconds of a
-    block, 0 before any was copied."""
+    """Compares copying blocks with computing them, by what was measured of both. It has no clock: times come in."""
+
+    KEEP = 0.95  # of the weight of all earlier copies, with each new one
 
     def __init__(self, prompts: PromptCost | None = None) -> None:
-        self.copy_in = self.copy_out = 0.0
         self._prompts = prompts or PromptCost()
+        self._copied = {"in": (0.0, 0.0), "out": (0.0, 0.0)}  # decayed: blocks and seconds
+
+    def observe(self, direction: str, blocks: int, seconds: float) -> None:
+        """Learns that so many blocks were copied in or out in so many seconds."""
+        before, took = self._copied[direction]
+        self._copied[direction] = self.KEEP * before + blocks, self.KEEP * took + seconds
+
+    def seconds(self, direction: str, blocks: int) -> float:
+        """Returns how long so many blocks take to be copied; 0 before any was."""
+        copied, took = self._copied[direction]
+        return blocks * took / copied if copied else 0.0
 
     def pays_to_load(self, tokens: int, context: int, blocks: int) -> bool:
         """Returns whether so many blocks should be copied in rather than computed."""
-        return worth_loading(tokens, context, blocks * self.copy_in, self._prompts)
+        return worth_loading(tokens, context, self.seconds("in", blocks), self._prompts)
 
     def may_pay_to_keep(self, tokens: int, context: int, blocks: int) -> bool:
         """Returns whether copying so many blocks out and in once is no slower than computing them once."""
-        return worth_loading(tokens, context, blocks * (self.copy_in + self.copy_out), self._prompts)
+        seconds = self.seconds("in", blocks) + self.seconds("out", blocks)
+        return worth_loading(tokens, context, seconds, self._prompts)
 
 
 class HostTier:

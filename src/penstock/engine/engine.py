@@ -16,6 +16,7 @@ from penstock.core.deadlines import expire
 from penstock.core.refusal import refuse_impossible
 from penstock.core.requeue import requeue
 from penstock.core.step_cost import CostModel
+from penstock.core.tiers import CopyCosts
 from penstock.engine.adapter_control import AdapterControl
 from penstock.engine.adapter_messages import AdapterMessage
 from penstock.engine.adapters import Adapters
@@ -115,9 +116,12 @@ class Engine(WeightControl):
         )
         self._costs = costs or CostModel()
         policy = policy or StandardPolicy(limits, self._costs)
-        self._scheduler = Scheduler(limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers)
+        copying = CopyCosts(self._costs.prompts)
+        self._scheduler = Scheduler(
+            limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
+        )
         self._batcher = Batcher(limits)
-        self._host_blocks = HostBlocks()
+        self._host_blocks = HostBlocks(limits.host_places, backend.kv, copying, limits.num_blocks)
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
         self._mirostats = 0  # requests that run and learn from their tokens' surprise
@@ -203,9 +207,7 @@ class Engine(WeightControl):
         self._emit(expire(self._scheduler))
         plan = NOTHING if self._pause.paused else self._scheduler.plan()
         self._batcher.apply(plan)
-        if plan.copies:
-            self._host_blocks.carry_out(plan.copies, self._backend.kv)
-        if plan.rows:
+        if self._carry_out(plan) and plan.rows:
             self._launch(plan)
             if self._speculation is not None:
                 self._speculation.prepare()
@@ -347,6 +349,7 @@ class Engine(WeightControl):
 
     def _fall_asleep(self) -> None:
         self.flush_cache()
+        self._host_blocks.release()
         if self._adapters is not None:
             self._adapters.evict_unheld()
         try:
@@ -368,6 +371,18 @@ class Engine(WeightControl):
         self._emit(self._adapter_control.answer(message))
 
     # -- one step ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, plan: StepPlan) -> bool:
+        """Carries out a plan's copies. If one fails, nobody can tell what blocks hold that are not in use: the step's
+        requests fail and the prefix cache is emptied; returns False."""
+        try:
+            if plan.copies:
+                self._host_blocks.carry_out(plan.copies)
+        except Exception as error:
+            self._fail(plan, error)
+            self.flush_cache()
+            return False
+        return True
 
     def _launch(self, plan: StepPlan) -> None:
         speculation = self._speculation if any(row.draft for row in plan.rows) and self._goes_on else None
