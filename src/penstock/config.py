@@ -26,7 +26,7 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
-AUTO, OFF = "auto", "off"  # values of speculation
+AUTO, OFF = "auto", "off"  # values of options
 SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
 MTP = "mtp"  # the value of draft that means a head of the model itself
 T = TypeVar("T")
@@ -132,6 +132,14 @@ def read_speculation(value: Any) -> str:
     raise ConfigError(f"speculation is {AUTO}, {OFF}, or the most tokens that a step may draft; got {value!r}")
 
 
+def read_kv_ram(value: Any) -> str:
+    """Returns what `--kv-ram` takes as text: auto, or a number of bytes; raises ConfigError for anything else."""
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if text == AUTO or (isinstance(text, str) and text.isascii() and text.isdigit()):
+        return text
+    raise ConfigError(f"kv_ram is {AUTO}, or a number of bytes, 0 for none; got {value!r}")
+
+
 def draft_limit(speculation: str) -> int | None:
     """Returns the most tokens that a step may draft for one answer, by what `read_speculation` returned; 0: none;
     None: as many as pay."""
@@ -177,6 +185,13 @@ class Config:
     )
     kv_memory: int = option(
         0, "Bytes for the KV cache. 0: a quarter of the free memory; on a GPU all that the weights leave."
+    )
+    kv_ram: str = option(
+        AUTO,
+        "Bytes of host memory for KV blocks that have left the cache; they are copied back where that is faster than "
+        "computing them again. 0: none. auto: on a CPU as many as the cache has, and at most an eighth of the free "
+        "memory; on a GPU none.",
+        read=read_kv_ram,
     )
     block_size: int = option(
         16,

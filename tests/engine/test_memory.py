@@ -211,3 +211,21 @@ def test_requests_answer_as_if_alone_however_often_memory_is_short(seed: int) ->
     for id, prompt in prompts.items():
         assert told(events, id) == continuation(prompt, id + 1, LIMITS.vocab)
     assert engine.stats().blocks_used == 0
+
+
+def test_blocks_that_leave_the_cache_take_host_memory() -> None:
+    config = Config(model="m", max_rows=8, step_tokens=512, max_len=4096, kv_memory=GB, device="cpu")
+    plan = plan_memory(config, SPEC, device(22 * GB))
+    block = config.block_size * plan.group_token
+    assert plan.kv_ram == plan.cache  # as much as the cache
+    assert next(line for line in plan.lines() if "KV in RAM" in line).split()[3] == f"{plan.cache / 1e9:.2f}"
+    scarce = plan_memory(replace(config, kv_memory=4 * GB), SPEC, device(22 * GB))
+    assert scarce.kv_ram <= 22 * GB // 8 < scarce.cache  # an eighth of what is free
+    asked = plan_memory(replace(config, kv_ram=str(3 * block + 1)), SPEC, device(22 * GB))
+    assert asked.limits.host_places == 3
+    on_gpu = replace(config, device="cuda")
+    assert plan_memory(on_gpu, SPEC, device(22 * GB)).kv_ram == 0
+    both = plan_memory(replace(on_gpu, kv_ram=str(GB)), SPEC, device(22 * GB))
+    assert 0 < both.kv_ram <= GB
+    assert "of the host" in "".join(both.lines())
+    assert both.cache == plan_memory(on_gpu, SPEC, device(22 * GB)).cache  # a GPU's own memory is not concerned

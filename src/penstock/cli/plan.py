@@ -58,7 +58,8 @@ def _to_json(forecast: Forecast) -> dict[str, Any]:
     memory, speed = forecast.memory, forecast.speed
     if memory is None:
         return {"fits": False, "trouble": forecast.problem}
-    fields = {**memory.footprint._asdict(), "cache": memory.cache, "adapters": memory.adapters}
+    fields = {**memory.footprint._asdict(), "cache": memory.cache, "kv_ram": memory.kv_ram}
+    fields |= {"adapters": memory.adapters}
     fields |= {**memory.limits._asdict(), "notes": memory.notes}
     return {"fits": True} | fields | {"speed": speed and speed._asdict()}
 

@@ -36,10 +36,12 @@ class FoundModel(NamedTuple):
 
 
 class MemoryShares(NamedTuple):
-    """Gives the options of an engine about memory that no option of the user sets; 0: as the engine decides."""
+    """Gives the options of an engine about memory that no option of the user sets; 0 and auto: as the engine
+    decides."""
 
     kv_memory: int
     adapter_memory: int
+    kv_ram: str
 
 
 class TextChanges(NamedTuple):
@@ -206,23 +208,26 @@ def launcher_of_several(warm: bool) -> Launcher:
 def model_shares(budget: Budget, models: int) -> MemoryShares:
     """Returns what each of several models has for its KV cache and its adapters, where no option says how much; 0: one
     model takes what it wants. Half of the budget is for caches and an eighth for adapters, of as many models as are
-    likely to be loaded at once."""
+    likely to be loaded at once. Blocks that leave their caches are not kept."""
+    from penstock.config import AUTO
+
     if models == 1:
-        return MemoryShares(0, 0)
+        return MemoryShares(0, 0, AUTO)
     each = budget.bytes // min(models, budget.models or LIKELY_LOADED)
-    return MemoryShares(each // 2, each // 8)
+    return MemoryShares(each // 2, each // 8, "0")
 
 
 def source_of(
     found: FoundModel, engine: dict[str, Any], text: TextChanges, launcher: Launcher, shares: MemoryShares
 ) -> ModelSource:
     """Returns how a model is loaded."""
-    from penstock.config import configure, parse_adapter
+    from penstock.config import AUTO, configure, parse_adapter
     from penstock.ipc.spawn import ProcessClient
     from penstock.server.models import ModelSource
     from penstock.store import with_local_draft
 
-    given = engine | {name: engine.get(name) or share for name, share in shares._asdict().items()}
+    unset = {name: share for name, share in shares._asdict().items() if engine.get(name) in (None, 0, AUTO)}
+    given = engine | unset
     config = with_local_draft(configure(found.path, given, name=found.name), obtain)
     load = partial(_load_text, found, config.config, text)
     client = partial(ProcessClient, config, launcher)
@@ -233,11 +238,13 @@ def source_of(
 
 def _expected(config: Config) -> int:
     """Returns the bytes that a model is expected to take: all that counts in the ledger is added up here."""
+    from penstock.config import AUTO
     from penstock.planning.memory_plan import adapter_memory
     from penstock.store import size_of
 
     files = sum(size_of(Path(path)) for path in (config.model, config.draft_model) if path)
-    return int(files * OVERHEAD) + config.kv_memory + adapter_memory(config)
+    kv_ram = 0 if config.kv_ram == AUTO else int(config.kv_ram)
+    return int(files * OVERHEAD) + config.kv_memory + kv_ram + adapter_memory(config)
 
 
 def adapters_by_model(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -35,7 +35,15 @@ from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, loa
 from penstock.model.low_rank import Placement
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
-from penstock.planning.memory_plan import adapter_memory, all_states, block_token, footprint_of, gigabytes, plan_memory
+from penstock.planning.memory_plan import (
+    adapter_memory,
+    all_states,
+    block_token,
+    footprint_of,
+    gigabytes,
+    host_places,
+    plan_memory,
+)
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
@@ -263,7 +271,11 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend, draft: Ch
             break
     kept = limits.num_blocks * limits.block_size * group_token + all_states(limits) * needs.state_bytes
     weights = sum(weight_bytes(each, backend) for each in (checkpoint, draft) if each is not None)
-    return limits._replace(memory=weights + kept), group_token
+    block_bytes = limits.block_size * group_token
+    places = host_places(config, limits, block_bytes, available_memory())
+    if Device.parse(config.device).kind != "cuda":
+        kept += places * block_bytes
+    return limits._replace(memory=weights + kept, host_places=places), group_token
 
 
 def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:

@@ -78,7 +78,8 @@ class HostBlocks:
         self._memory.import_blocks([copy.block for copy in copies], self._room()[places].tobytes())
 
     def _probe(self, blocks: Sequence[int]) -> None:
-        """Measures a copy out and in of some blocks."""
+        """Measures a copy out and in of some blocks, whose memory was touched before."""
+        self._memory.import_blocks(blocks, self._memory.export_blocks(blocks))
         began = time.perf_counter()
         data = self._memory.export_blocks(blocks)
         middle = time.perf_counter()

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.backend.base import Footprint, Tuner
-from penstock.config import Config, parse_adapter, resolve
+from penstock.config import AUTO, Config, Device, parse_adapter, resolve
 from penstock.errors import ConfigError
 from penstock.model.adapters import adapter_bytes
 from penstock.model.load import Checkpoint
 from penstock.model.spec import ModelSpec
 from penstock.types import Limits, blocks_for
 
+KV_RAM_SHARE = 8  # of the free memory, one part is for blocks that have left the cache
 ADVICE = "--quantize fp8 or int4 makes plain weights smaller, lower --step-tokens and --max-rows the workspace"
 
 
@@ -25,12 +26,18 @@ class MemoryPlan:
     limits: Limits
     group_token: int  # bytes of one token in one KV layer group
     adapters: int = 0  # bytes of those in memory at once
+    on_host: bool = True  # the device's memory is the host's
     notes: tuple[str, ...] = ()  # what is less than was asked for
 
     @property
     def cache(self) -> int:
         """Returns the bytes of the KV cache."""
         return self.limits.num_blocks * self.limits.block_size * self.group_token
+
+    @property
+    def kv_ram(self) -> int:
+        """Returns the bytes of host memory for blocks that have left the cache."""
+        return self.limits.host_places * self.limits.block_size * self.group_token
 
     @property
     def states(self) -> int:
@@ -57,7 +64,7 @@ class MemoryPlan:
         for name, size, remark in (
             ("weights", has.weights, self._weights_remark()),
             ("workspace", has.workspace, f"steps of {limits.step_tokens} tokens, {limits.max_rows} rows"),
-            ("reserve", has.reserve, ""),
+            ("reserve", self._reserve, ""),
             ("KV cache", self.cache, self._cache_remark()),
             (
                 "states",
@@ -65,9 +72,10 @@ class MemoryPlan:
                 f"{limits.max_rows} rows and {limits.states} saved, of {has.state / 1e6:.1f} MB",
             ),
             ("adapters", self.adapters, "the size of their files"),
+            ("KV in RAM", self.kv_ram, f"{'at most' if self.on_host else 'of the host, at most'}, taken as it is used"),
             ("left over", self._left_over, ""),
         ):
-            if size or name not in ("states", "adapters"):
+            if size or name not in ("states", "adapters", "KV in RAM"):
                 yield f"  {name:<18}{gigabytes(size):>10}  {remark}".rstrip()
         yield from (f"  note: {note}" for note in self.notes)
 
@@ -79,7 +87,13 @@ class MemoryPlan:
     @property
     def _left_over(self) -> int:
         has = self.footprint
-        return has.free - has.weights - has.workspace - has.reserve - self.cache - self.states - self.adapters
+        taken = has.weights + has.workspace + self._reserve + self.cache + self.states + self.adapters
+        return has.free - taken - (self.kv_ram if self.on_host else 0)
+
+    @property
+    def _reserve(self) -> int:
+        """Returns the bytes that stay free. Blocks that leave a cache in host memory take from them."""
+        return max(self.footprint.reserve - (self.kv_ram if self.on_host else 0), 0)
 
     def _cache_remark(self) -> str:
         """Says what the cache holds; where layers have windows, also what a sequence would take without them."""
@@ -124,13 +138,28 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
         encoder=spec.encoder,
         state_bytes=has.state,
     )
+    on_host = Device.parse(config.device).kind != "cuda"
+    limits = limits._replace(host_places=host_places(config, limits, config.block_size * group_token, has.free))
+    if limits.states and config.kv_ram not in (AUTO, "0"):
+        notes.append("no KV in RAM: recurrent states cannot be copied there yet, and KV is of no use without them")
     if limits.max_rows < config.max_rows:
         notes.append(f"{limits.max_rows} rows in a step, not {config.max_rows}: their states take half of the memory")
     wanted = config.max_len or spec.max_len
     if limits.max_len < wanted:
         short = "a step" if limits.max_len == limits.step_tokens and spec.encoder else "the cache"
         notes.append(f"prompt and answer have {limits.max_len} tokens at most, not {wanted}: {short} holds no more")
-    return MemoryPlan(has, limits, group_token, adapters, tuple(notes))
+    return MemoryPlan(has, limits, group_token, adapters, on_host, tuple(notes))
+
+
+def host_places(config: Config, limits: Limits, block_bytes: int, free: int) -> int:
+    """Returns how many blocks host memory keeps that have left the cache, where `free` bytes of it are. Models with
+    recurrent layers have none: their states cannot be copied yet. Encoders reuse nothing."""
+    if limits.states or limits.encoder:
+        return 0
+    if config.kv_ram != AUTO:
+        return int(config.kv_ram) // block_bytes
+    on_gpu = Device.parse(config.device).kind == "cuda"
+    return 0 if on_gpu else min(limits.num_blocks, free // KV_RAM_SHARE // block_bytes)
 
 
 def adapter_memory(config: Config) -> int:

@@ -25,8 +25,11 @@ class CacheMiss(msgspec.Struct):
 
 
 class CacheUse(msgspec.Struct):
+    """Says how much of a prompt was reused, and from where: the device's cache, host memory or disk."""
+
     prompt_tokens: int
     reused_tokens: int
+    reused_from: dict[str, int]  # tokens by tier
     miss: CacheMiss | None = None
 
 
@@ -135,7 +138,8 @@ class Explanation:
         request, report = self._requests[index], delta.report
         choice = ChoiceExplanation(index, self._finish(request, delta))
         if report is not None:
-            choice.cache = CacheUse(len(request.prompt), report.cached, self._miss(request, report))
+            missed = self._miss(request, report)
+            choice.cache = CacheUse(len(request.prompt), report.cached, dict(report.reused), missed)
             choice.seconds = StageSeconds(*(round(each, 6) for each in (report.queued, report.prefill, report.decode)))
             choice.preemptions, choice.recomputed_tokens = report.preemptions, report.recomputed
             if request.sampling.grammar is not None:

@@ -183,6 +183,7 @@ class EngineCollector:
         requests.add_metric(["running"], stats.running)
         requests.add_metric(["waiting"], stats.waiting)
         yield requests
+        yield from _tiers(stats)
         yield from _adapters(stats)
         up = bool(clients) and all(client.state is EngineState.READY for client in clients)
         yield GaugeMetricFamily("penstock_engine_up", "1 while every loaded model has an engine", up)
@@ -224,6 +225,28 @@ class EngineCollector:
         return info
 
 
+def _tiers(stats: Stats) -> Iterator[Metric]:
+    """Yields where reused tokens came from, and what host memory keeps of the KV cache."""
+    reused = CounterMetricFamily(
+        "penstock_reused_tokens",
+        "Prompt tokens whose KV was reused, by where it was: device, ram or disk",
+        labels=["tier"],
+    )
+    for tier, tokens in stats.reused:
+        reused.add_metric([tier], tokens)
+    yield reused
+    copied = CounterMetricFamily(
+        "penstock_kv_blocks_copied", "Blocks copied from host memory (in) and to it (out)", labels=["direction"]
+    )
+    copied.add_metric(["in"], stats.copied_in)
+    copied.add_metric(["out"], stats.copied_out)
+    yield copied
+    host = GaugeMetricFamily("penstock_host_kv_blocks", "Places for KV blocks in host memory", labels=["state"])
+    host.add_metric(["used"], stats.host_blocks)
+    host.add_metric(["free"], stats.host_places - stats.host_blocks)
+    yield host
+
+
 def _adapters(stats: Stats) -> Iterator[Metric]:
     """Yields which adapters requests use and wait for, and the room that adapters have and take."""
     requests = GaugeMetricFamily(
@@ -244,6 +267,9 @@ def sum_stats(every: Sequence[Stats]) -> Stats:
     sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
     drafts = add_drafts(counts for each in every for counts in each.drafts)
     adapters = tuple(chain.from_iterable(each.adapters for each in every))
-    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters", "drafts")]
+    reused: dict[str, int] = {}
+    for tier, tokens in chain.from_iterable(each.reused for each in every):
+        reused[tier] = reused.get(tier, 0) + tokens
+    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters", "drafts", "reused")]
     added = {name: sum(getattr(each, name) for each in every) for name in names}
-    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts)
+    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts, reused=tuple(reused.items()))
