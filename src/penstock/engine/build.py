@@ -13,7 +13,15 @@ from penstock.backend.base import Backend
 from penstock.backend.exchange import KeepingPacker
 from penstock.backend.packed_cache import packed_cache_of
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
+from penstock.config import (
+    Config,
+    Device,
+    available_memory,
+    draft_limit,
+    log_to_stderr,
+    parse_adapter,
+    resolve,
+)
 from penstock.core import hashing
 from penstock.core.draft_depths import DraftDepths
 from penstock.core.speculation import StepCost
@@ -23,6 +31,7 @@ from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, Draf
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
+from penstock.engine.kv_disk.open import open_store
 from penstock.engine.low_priority import run_yielding
 from penstock.engine.weights import WeightReader
 from penstock.errors import OutOfMemory, WeightsError
@@ -132,6 +141,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
     if config.grammars_wait:
         grammars.warm_up()
+    kv_store = open_store(config, [each for each in (checkpoint, draft) if each], backend, limits, log_to_stderr)
     most = draft_limit(config.speculation)
     drafting = None if most == 0 or not limits.generates else Drafting(backend.padded_sizes)
     return Engine(
@@ -150,6 +160,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint, draft)),
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
+        kv_store=kv_store,
     )
 
 

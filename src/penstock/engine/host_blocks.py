@@ -47,6 +47,12 @@ class HostBlocks:
         self._room()[place] = np.frombuffer(data, np.uint8)
         self._written[place] = 1
 
+    def fill(self, place: int) -> memoryview:
+        """Returns the memory of a reserved place for whoever writes a block's bytes there, in any thread, before the
+        place is used."""
+        self._written[place] = 1
+        return memoryview(self._room()[place])
+
     def read(self, place: int) -> memoryview:
         """Returns the bytes in a place, which the next copy to it changes."""
         return memoryview(self._room()[place])

@@ -11,7 +11,6 @@ recently used first, whichever model they belong to.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -23,8 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.engine.kv_disk.segment import BadSegment, BlockLayout, BlockRecord, Segment, block_crc
-
-log = logging.getLogger(__name__)
 
 SUFFIX = ".kv"
 LOCK = "lock"
@@ -287,6 +284,9 @@ class SegmentStore:
         """Counts what was of no use; the first of each kind is logged."""
         self.skipped[reason] += 1
         if self.skipped[reason] == 1:
+            import logging  # takes longer than reading the rest
+
+            log = logging.getLogger(__name__)
             log.warning("KV on disk: %s (%s); further ones are counted as %s", LINES[reason], about, reason)
 
 
