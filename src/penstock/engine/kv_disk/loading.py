@@ -102,8 +102,8 @@ class Loading:
 class Loader:
     """Reads chains of blocks, one after the other, and learns how fast that is."""
 
-    def __init__(self, store: SegmentStore) -> None:
-        self.rate = 0.0  # bytes in a second; 0: nothing was read yet
+    def __init__(self, store: SegmentStore, rate: float = 0.0) -> None:
+        self.rate = rate  # bytes in a second; 0: nothing was read yet
         self._store = store
         self._queues: list[SimpleQueue[Loading | None]] = []
         self._threads: list[threading.Thread] = []

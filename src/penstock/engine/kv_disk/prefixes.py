@@ -17,9 +17,9 @@ from penstock.core import hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
 from penstock.core.step_cost import PromptCost
-from penstock.core.tiers import worth_loading
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.kv_disk.loading import Loader, Loading
+from penstock.engine.kv_disk.rates import Rates, read_rates, write_rates
 from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
 from penstock.engine.kv_disk.writing import BlockToWrite, Writer
 from penstock.engine.record import RequestRecord
@@ -32,7 +32,9 @@ MOST_CREDIT = 0.005  # seconds of that time that are saved up
 IN_IDLE = 4  # blocks that are prepared at once while nothing runs
 MOST_PENDING = 16384  # blocks that wait until there is time
 CLOSING = 1.0  # seconds for what is left at the end
-UNMEASURED = 1 / 2000  # seconds that computing a token is taken to last before any prompt was measured
+UNMEASURED = Rates(token=1 / 2000)  # is taken for true before any server has measured
+TOUCHED = 48 << 20  # bytes of each tier's memory that are touched at the start
+SAVE = 60.0  # seconds between two notes of the rates
 
 
 class ChainLoad(NamedTuple):
@@ -116,7 +118,8 @@ class DiskPrefixes(NoDiskPrefixes):
         self._size = limits.block_size
         self._prompt_cost = prompts
         self._chain = chain
-        self._loader = Loader(store)
+        self._rates = read_rates(store.folder)  # by the last server
+        self._loader = Loader(store, self._rates.read)
         self._writer = Writer(store)
         self._loads: dict[bytes, ChainLoad] = {}  # by the chain hash of their first block
         self._abandoned: list[tuple[Loading, list[list[int]]]] = []  # with places that threads may still write to
@@ -124,7 +127,17 @@ class DiskPrefixes(NoDiskPrefixes):
         self._answers: dict[bytes, PendingBlock] = {}  # are written while nothing runs
         self._credit = self._cost = 0.0  # seconds: that may be spent, that a block takes
         self._last = time.perf_counter()
+        self._saved = self._last  # when the rates were
         self._read = self._given_up = 0
+        self._touch(min(len(store), TOUCHED // host.block_bytes, limits.num_blocks, limits.host_places))
+
+    def _touch(self, count: int) -> None:
+        """Touches the memory that the first prompts after a restart are read into, which the system gives slowly. No
+        block or place is in use yet."""
+        zeros = bytes(self._host.block_bytes)
+        for at in range(count):
+            self._memory.import_blocks([at], zeros)
+            self._host.fill(at)[:] = zeros
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -219,17 +232,18 @@ class DiskPrefixes(NoDiskPrefixes):
 
     def _pays(self, found: Sequence[StoredBlock], first: int) -> bool:
         seconds = self._loader.seconds(len(found) * self._store.layout.record_bytes)
-        pays = worth_loading(len(found) * self._size, first * self._size, seconds, self._prompt_cost)
+        pays = seconds <= self._compute_seconds(first, first + len(found))
         if not pays:
             self._loader.forgive()
         return pays
 
     def _compute_seconds(self, first: int, end: int) -> float:
         """Returns the seconds that it takes to compute a prompt's blocks from `first` to `end`."""
-        tokens, context = (end - first) * self._size, first * self._size
-        if not self._prompt_cost.known:
-            return tokens * UNMEASURED
-        return self._prompt_cost.seconds(tokens, tokens * (context + tokens / 2))
+        rates = self._measured() if self._prompt_cost.known else self._rates if self._rates.token else UNMEASURED
+        return rates.seconds((end - first) * self._size, first * self._size)
+
+    def _measured(self) -> Rates:
+        return Rates(self._prompt_cost.seconds(1, 0), self._prompt_cost.seconds(0, 1), self._loader.rate)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -264,7 +278,10 @@ class DiskPrefixes(NoDiskPrefixes):
                     self._write_next(pending)
         if self._writer.full:
             time.sleep(0.001)
-        return bool(self._prompts or self._answers)
+        if not (self._prompts or self._answers):
+            self._save_rates()
+            return False
+        return True
 
     def clear(self) -> None:
         self._prompts.clear()
@@ -287,7 +304,15 @@ class DiskPrefixes(NoDiskPrefixes):
         for load in self._loads.values():
             load.loading.given_up = True
         self._loader.close()
+        self._save_rates(at_once=True)
         self._store.close()
+
+    def _save_rates(self, at_once: bool = False) -> None:
+        """Keeps what was measured for the next server, now and then."""
+        now = time.perf_counter()
+        if self._prompt_cost.known and self._store.writable and (at_once or now - self._saved > SAVE):
+            self._saved = now
+            write_rates(self._store.folder, self._measured())
 
     def _keep(self, disk: RequestOnDisk, prompt: Sequence[int]) -> None:
         """Has the full blocks of a prompt written, and those that follow it in the prefix cache: its answers."""

@@ -67,8 +67,8 @@ class SegmentStore:
         self.layout = layout
         self.skipped: Counter[str] = Counter()  # files, blocks and tries to write that were of no use, by reason
         self.written = self.dropped = 0  # blocks
+        self.folder = folder / layout.fingerprint.hex()  # of this layout
         self._home = folder
-        self._folder = folder / layout.fingerprint.hex()
         self._limit = limit
         self._now = now
         self._free = free or _free_bytes
@@ -87,6 +87,11 @@ class SegmentStore:
     def __contains__(self, hash: bytes) -> bool:
         """Returns whether a block with this chain hash is known."""
         return hash in self._blocks
+
+    @property
+    def writable(self) -> bool:
+        """Returns whether this process is the one that writes."""
+        return self._lock_file is not None
 
     @property
     def stored_bytes(self) -> int:
@@ -174,12 +179,12 @@ class SegmentStore:
 
     def _open_segments(self) -> None:
         self._blocks, self._segments, self._active = {}, [], None
-        for file in sorted(_files(self._folder)):
+        for file in sorted(_files(self.folder)):
             self._open_segment(file.path)
 
     def _open_segment(self, path: Path) -> None:
         try:
-            segment = Segment.open(path, self.layout, writable=self._lock_file is not None)
+            segment = Segment.open(path, self.layout, self.writable)
             for slot, record in segment.records():
                 if isinstance(record, BlockRecord):
                     self._blocks[record.hash] = StoredBlock(record, segment, slot)
@@ -257,8 +262,8 @@ class SegmentStore:
         self.dropped += len(gone)
 
     def _new_path(self) -> Path:
-        taken = {path.name for path in self._folder.iterdir()}
-        return self._folder / next(name for n in count() if (name := f"{n:08}{SUFFIX}") not in taken)
+        taken = {path.name for path in self.folder.iterdir()}
+        return self.folder / next(name for n in count() if (name := f"{n:08}{SUFFIX}") not in taken)
 
     def _try_lock(self) -> bool:
         """Returns whether this process may write, and no other."""
@@ -266,13 +271,13 @@ class SegmentStore:
             self._take_lock()
         except OSError as error:
             self._skip(_reason(error), error)
-        return self._lock_file is not None
+        return self.writable
 
     def _take_lock(self) -> None:
         """Makes this process the one that writes; raises OSError if that is not possible."""
         if self._lock_file is None:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_file = _lock(self._folder / LOCK)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock_file = _lock(self.folder / LOCK)
 
     def _stop_writing(self, error: OSError) -> bool:
         """Writes nothing for a while. Returns False."""
