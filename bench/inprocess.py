@@ -33,7 +33,7 @@ def open_penstock(model: str, threads: int) -> Generate:
     from penstock.engine.build import open_engine
     from penstock.types import Request, SamplingParams, Tokens
 
-    engine = open_engine(Config(model=model, threads=threads, max_len=2048))
+    engine = open_engine(Config(model=model, threads=threads, max_len=2048, speculation="off"))
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     ids = iter(range(1 << 30))
 

@@ -48,6 +48,8 @@ class Peer(Protocol):
 
 
 class Penstock:
+    """Runs without drafts: prompts are random, so answers repeat themselves as real ones do not."""
+
     name = "penstock"
 
     def __init__(self, threads: int) -> None:
@@ -62,7 +64,9 @@ class Penstock:
             )
         if cell in HTTP:
             port = free_port()
-            with running([*self._program, "serve", model, "--port", port, "--threads", self._threads]):
+            with running(
+                [*self._program, "serve", model, "--port", port, "--threads", self._threads, "--speculation", "off"]
+            ):
                 return over_http(cell, port, seed)
         return inprocess([sys.executable, INPROCESS, "penstock"], cell, model, self._threads, seed)
 

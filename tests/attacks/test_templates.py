@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.templates.process import RenderProcess
+from penstock.templates.process import RenderProcess, _spare
 from penstock.text import ChatTemplate
 from penstock.text.named_templates import TEMPLATES
 from tests.attacks.conftest import HELLO, WAIT, Attacked, serving
@@ -94,19 +95,29 @@ def test_a_child_that_was_killed_is_started_again() -> None:
     process = RenderProcess()
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}).isolated(process)
     assert template.render(HELLO) == "Hello"
-    child: Any = process._child
+    child: Any = process._children[0]
     os.kill(child._process.pid, signal.SIGKILL)
     assert template.render(HELLO) == "Hello"
-    assert process._child is not child
+    assert process._children[0] is not child
+
+
+def test_a_child_that_nobody_uses_serves_the_next() -> None:
+    process = RenderProcess()
+    assert process.render("one", {}) == "one"
+    child = process._children[0]
+    del process
+    gc.collect()
+    assert RenderProcess()._started() is child
 
 
 def test_what_a_child_is_not_told() -> None:
     """It has none of the server's secrets, should a template get out of the sandbox."""
     os.environ["PENSTOCK_SECRET"] = "key"
     try:
+        _spare.clear()  # it was started before
         process = RenderProcess()
         process.warm_up()
-        child: Any = process._child
+        child: Any = process._children[0]
         assert process.render("ready", {}) == "ready"
         assert b"PENSTOCK_SECRET" not in Path(f"/proc/{child._process.pid}/environ").read_bytes()
     finally:

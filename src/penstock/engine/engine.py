@@ -124,7 +124,7 @@ class Engine(WeightControl):
             limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
         )
         self._batcher = Batcher(limits)
-        self._host_blocks = HostBlocks(limits.host_places, backend.kv, copying, limits.num_blocks)
+        self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
         places = self._scheduler.cache, self._host_blocks, backend.kv
         self._disk = open_prefixes(kv_store, *places, limits, self._costs.prompts, chain)
         self._waiting_room = WaitingRoom()
@@ -360,7 +360,8 @@ class Engine(WeightControl):
 
     def _fall_asleep(self) -> None:
         self._scheduler.cache.flush()
-        self._host_blocks.release()
+        if self._host_blocks is not None:
+            self._host_blocks.release()
         if self._adapters is not None:
             self._adapters.evict_unheld()
         try:
@@ -387,7 +388,7 @@ class Engine(WeightControl):
         """Carries out a plan's copies. If one fails, nobody can tell what blocks hold that are not in use: the step's
         requests fail and the prefix cache is emptied; returns False."""
         try:
-            if plan.copies:
+            if plan.copies and self._host_blocks is not None:
                 self._host_blocks.carry_out(plan.copies)
         except Exception as error:
             self._fail(plan, error)

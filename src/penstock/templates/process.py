@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -31,26 +32,34 @@ class RenderProcess:
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(THREADS, "penstock-render")
         self._lock = Lock()
-        self._child: _Child | None = None
+        self._children: list[_Child] = []  # at most one; whoever comes next may have it when this is gone
+        weakref.finalize(self, _hand_on, self._children).atexit = False
 
     def warm_up(self) -> None:
         """Starts the child, so that the first chat does not wait for its imports."""
         with self._lock:
-            self._child = self._child or _Child()
+            self._started()
 
     def render(self, source: str, given: Mapping[str, Any]) -> str:
         """Returns what the template writes; raises InvalidRequest if it fails or takes too much."""
         message = pickle.dumps((source, given), pickle.HIGHEST_PROTOCOL)
         with self._lock:
             for _ in range(ATTEMPTS):
-                self._child = self._child or _Child()
                 try:
-                    return _text(*self._child.ask(message))
+                    return _text(*self._started().ask(message))
                 except _Ended as ending:
-                    self._child = None
+                    self._children.clear()
                     if ending.too_slow:
                         raise _refusal(f"it takes longer than {CPU_SECONDS:g} seconds, the limit") from None
         raise _refusal("it ended the process that rendered it")
+
+    def _started(self) -> _Child:
+        if not self._children:
+            try:
+                self._children.append(_spare.pop())
+            except IndexError:
+                self._children.append(_Child())
+        return self._children[0]
 
 
 class IsolatedTemplate:
@@ -99,6 +108,13 @@ class _Child:
             too_slow = _exit_code(self._process) == -signal.SIGPROF
         self._end()
         raise _Ended(too_slow=too_slow)
+
+
+_spare: deque[_Child] = deque(maxlen=1)  # a child that nobody uses: models come and go faster than it would start
+
+
+def _hand_on(children: list[_Child]) -> None:
+    _spare.extend(children)
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

@@ -348,14 +348,16 @@ class DiskPrefixes(NoDiskPrefixes):
 def open_prefixes(
     store: SegmentStore | None,
     cache: KvCache,
-    host: HostBlocks,
+    host: HostBlocks | None,
     memory: BlockMemory,
     limits: Limits,
     prompts: PromptCost,
     chain: hashing.Chain,
 ) -> NoDiskPrefixes:
-    """Returns what keeps prompts in a store, if there is one."""
-    return NoDiskPrefixes() if store is None else DiskPrefixes(store, cache, host, memory, limits, prompts, chain)
+    """Returns what keeps prompts in a store, if there is one, and memory to read them into."""
+    if store is None or host is None:
+        return NoDiskPrefixes()
+    return DiskPrefixes(store, cache, host, memory, limits, prompts, chain)
 
 
 def pack(tokens: Sequence[int]) -> bytes:
