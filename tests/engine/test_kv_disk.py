@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +12,16 @@ from pathlib import Path
 import pytest
 
 from penstock.backend.fake import FakeBackend, continuation
+from penstock.config import configure
 from penstock.core import check
 from penstock.core.step_cost import PromptCost
+from penstock.engine.build import open_engine
 from penstock.engine.engine import Engine
 from penstock.engine.kv_disk import loading
+from penstock.engine.kv_disk.rates import Rates, read_rates, write_rates
 from penstock.engine.kv_disk.segment import BlockLayout
 from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
+from penstock.errors import ConfigError
 from penstock.types import (
     Aborted,
     Event,
@@ -310,3 +315,80 @@ def test_reading_that_would_take_longer_than_computing_is_not_begun(serve, monke
         server.engine._scheduler.cache.flush()
     assert server.engine.stats().disk.read == 0
     assert loader.rate > 1.0  # so that it is tried again some time
+
+
+# -- real backends -----------------------------------------------------------------------------------------------------
+
+GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
+OPTIONS = {"threads": 1, "max_rows": 2, "max_len": 64, "block_size": 8, "speculation": "off", "kv_ram": 1 << 20}
+TEXT = tuple((7 * at * at + 3 * at) % 29 + 2 for at in range(45))
+
+
+def answer_once(name: str, text: tuple[int, ...] = TEXT, **options: object) -> tuple[list[object], Report, Engine]:
+    """Starts an engine, has it answer once and stops it. Returns the answer's logprobs and report, and the engine."""
+    engine = open_engine(configure(GOLDENS / name, OPTIONS | options))
+    engine.add(Request(1, text, SamplingParams(temperature=0, logprobs=3), 8))
+    events: list[Event] = []
+    while not engine.idle:
+        events += engine.step()
+    engine.close()
+    told = [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
+    return told, report_of(events, 1), engine
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama3", {"device": "cpu"}),
+        ("llama3", {"device": "ref"}),
+        ("llama3", {"device": "cpu", "kv": "int8"}),
+        ("gemma3", {"device": "cpu"}),
+        ("deepseek_v3", {"device": "cpu"}),
+    ],
+)
+def test_an_answer_after_a_restart_is_the_same_to_the_bit(
+    tmp_path: Path, name: str, options: dict[str, object]
+) -> None:
+    options = options | {"kv_disk": str(tmp_path)}
+    first, before, _ = answer_once(name, **options)
+    again, after, _ = answer_once(name, **options)
+    assert (before.cached, after.cached) == (0, 40)
+    assert "disk" in dict(after.reused)
+    if options["device"] == "cpu":  # the reference's sums depend on how prompts are cut
+        assert again == first
+    else:
+        assert [each.token for each in again] == [each.token for each in first]
+
+
+def test_other_weights_types_and_layouts_are_apart(tmp_path: Path) -> None:
+    disk = {"device": "cpu", "kv_disk": str(tmp_path)}
+    answer_once("llama3", **disk)
+    assert answer_once("llama3", **disk, kv="int8")[1].cached == 0
+    assert answer_once("llama3", **disk, block_size=16)[1].cached == 0
+    copied = tmp_path / "model"
+    shutil.copytree(GOLDENS / "llama3", copied)
+    assert answer_once(str(copied), **disk)[1].cached == 0
+    assert answer_once("llama3", **disk)[1].cached == 40
+
+
+def test_models_with_recurrent_layers_keep_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "kv"
+    for _ in range(2):
+        assert answer_once("qwen3next", device="cpu", kv_disk=str(folder))[1].cached == 0
+    assert not folder.exists()
+    assert "--kv-disk has no effect on this model" in capsys.readouterr().err
+
+
+def test_without_host_memory_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_ram"):
+        answer_once("llama3", device="cpu", kv_disk=str(tmp_path), kv_ram=0)
+
+
+def test_rates_outlive_a_server(tmp_path: Path) -> None:
+    assert read_rates(tmp_path) == Rates()
+    write_rates(tmp_path, Rates(1e-3, 1e-6, 2e9))
+    assert read_rates(tmp_path) == Rates(1e-3, 1e-6, 2e9)
+    assert read_rates(tmp_path).seconds(100, 50) == pytest.approx(0.11)
+    for text in ("", "{}", "[1]", '{"token": -1, "pair": 0, "read": 0}', '{"token": "x", "pair": 0, "read": 0}'):
+        (tmp_path / "rates.json").write_text(text)
+        assert read_rates(tmp_path) == Rates()

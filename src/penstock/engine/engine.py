@@ -125,8 +125,8 @@ class Engine(WeightControl):
         )
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
-        places = self._scheduler.cache, self._host_blocks, backend.kv
-        self._disk = open_prefixes(kv_store, *places, limits, self._costs.prompts, chain)
+        tiers = self._scheduler.cache, self._host_blocks, backend
+        self._disk = open_prefixes(kv_store, *tiers, limits, self._costs.prompts, chain)
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
         self._mirostats = 0  # requests that run and learn from their tokens' surprise

@@ -77,13 +77,19 @@ class Loading:
     def run(self, store: SegmentStore) -> None:
         """Reads blocks in turn with other threads, each from the next one on, in one of THREADS threads."""
         self._started = self._started or time.perf_counter()
-        for at in self._turns:
-            if at >= self._failed or self.given_up:
-                break
-            if store.read(self._blocks[at], self._targets[at]):
-                self._read[at] = 1
-            else:
-                self._failed = min(self._failed, at)
+        try:
+            for at in self._turns:
+                if at >= self._failed or self.given_up:
+                    break
+                if store.read(self._blocks[at], self._targets[at]):
+                    self._read[at] = 1
+                else:
+                    self._failed = min(self._failed, at)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Notes that a thread is done; the last one ends it."""
         with self._lock:
             self._left -= 1
             if not self._left:

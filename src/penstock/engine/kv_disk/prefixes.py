@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.backend.base import BlockMemory
+from penstock.backend.base import Backend, BlockMemory
 from penstock.core import hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
@@ -349,7 +349,7 @@ def open_prefixes(
     store: SegmentStore | None,
     cache: KvCache,
     host: HostBlocks | None,
-    memory: BlockMemory,
+    backend: Backend,
     limits: Limits,
     prompts: PromptCost,
     chain: hashing.Chain,
@@ -357,7 +357,7 @@ def open_prefixes(
     """Returns what keeps prompts in a store, if there is one, and memory to read them into."""
     if store is None or host is None:
         return NoDiskPrefixes()
-    return DiskPrefixes(store, cache, host, memory, limits, prompts, chain)
+    return DiskPrefixes(store, cache, host, backend.kv, limits, prompts, chain)
 
 
 def pack(tokens: Sequence[int]) -> bytes:
