@@ -176,6 +176,14 @@ class BlockTrie:
                 self._hold_window(node, group)
         return node
 
+    def insert(self, parent: PrefixNode | None, key: Key, blocks: list[int]) -> PrefixNode:
+        """Holds a new node below another, or below the root. Its `blocks` have been computed; windowed ones may be
+        missing."""
+        above = parent or self._root
+        holders = [int(block >= 0) for block in blocks] if self._windowed else []
+        node = above.children[key] = PrefixNode(above, key, blocks, holders)
+        return node
+
     def drop(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> None:
         """Lets go of a held chain, given from the root down, and of each layer group's blocks from `starts` on: the
         stream is likely to be continued there."""
