@@ -124,7 +124,7 @@ class Engine(WeightControl):
         )
         self._adopted = 0 if ledger is None else ledger.adopt_into(self._scheduler.cache)
         self._batcher = Batcher(limits)
-        self._host_blocks = HostBlocks(limits.host_places, backend.kv, copying, limits.num_blocks)
+        self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
         self._mirostats = 0  # requests that run and learn from their tokens' surprise
@@ -355,7 +355,8 @@ class Engine(WeightControl):
 
     def _fall_asleep(self) -> None:
         self.flush_cache()
-        self._host_blocks.release()
+        if self._host_blocks is not None:
+            self._host_blocks.release()
         if self._adapters is not None:
             self._adapters.evict_unheld()
         try:
@@ -382,7 +383,7 @@ class Engine(WeightControl):
         """Carries out a plan's copies. If one fails, nobody can tell what blocks hold that are not in use: the step's
         requests fail and the prefix cache is emptied; returns False."""
         try:
-            if plan.copies:
+            if plan.copies and self._host_blocks is not None:
                 self._host_blocks.carry_out(plan.copies)
         except Exception as error:
             self._fail(plan, error)

@@ -12,25 +12,22 @@ from numpy.typing import NDArray
 from penstock.backend.base import BlockMemory
 from penstock.core.tiers import CopyCosts
 from penstock.errors import StepFailed
-from penstock.types import BlockCopy
+from penstock.types import BlockCopy, Limits
 
 PROBED = 4  # blocks that are copied at first, to know what that costs
 
 
 class HostBlocks:
-    """Stores the bytes of blocks in `places` places, of which memory is taken as they are written. `costs` learn how
-    long copies from and to `memory` take. No block of it is in use yet."""
+    """Stores the bytes of blocks in places, of which memory is taken as they are written. `costs` learn how long copies
+    from and to `memory` take, of which no block is in use yet."""
 
-    def __init__(self, places: int, memory: BlockMemory, costs: CopyCosts, num_blocks: int) -> None:
-        self.block_bytes = 0  # 0: there are no places
-        self._places = places
+    def __init__(self, limits: Limits, memory: BlockMemory, costs: CopyCosts) -> None:
+        self.block_bytes = len(memory.export_blocks([0]))
+        self._places = limits.host_places
         self._memory = memory
         self._costs = costs
-        self._written = bytearray(places)
-        self._stored: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
-        if places:
-            self.block_bytes = len(memory.export_blocks([0]))
-            self._probe(range(min(PROBED, num_blocks)))
+        self.release()
+        self._probe(range(min(PROBED, limits.num_blocks)))
 
     def carry_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks in and out, in order; neighbours in one direction go together."""
@@ -53,7 +50,7 @@ class HostBlocks:
 
     def release(self) -> None:
         """Forgets what all places hold and gives their memory back."""
-        self._stored = np.empty((0, 0), np.uint8)
+        self._stored: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
         self._written = bytearray(self._places)
 
     def _room(self) -> NDArray[np.uint8]:
