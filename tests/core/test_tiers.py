@@ -205,6 +205,24 @@ def test_a_window_that_is_missing_on_both_tiers_ends_what_can_be_reused() -> Non
     assert reused(scheduler, 9, longer) == {}
 
 
+def test_a_smaller_window_that_leaves_with_a_larger_one_stays_where_it_is_on_the_host() -> None:
+    scheduler = Scheduler(limits(windows=(0, 8, 6), num_blocks=24, max_len=32, step_tokens=8, host_places=80))
+    for id, prompt in enumerate((FIRST, SECOND, tuple(range(70, 100)), FIRST)):
+        reused(scheduler, id, prompt)
+    cache = scheduler.cache
+    both = [node for node in nodes_of(scheduler, FIRST) if min(node.blocks[1:] + node.places[1:]) >= 0]
+    assert both
+    for node in both:  # as if there had been no place for the larger one
+        del cache.host._spare[node, 1]
+        cache.host._free.append(node.places[1])
+        node.places[1] = -1
+    check(scheduler)
+    while any(node.blocks[1] >= 0 for node in both):
+        for block in cache.trie.evict(lambda node, blocks: False):
+            cache.pool.give(block)
+        check(scheduler)
+
+
 # -- places that others fill -------------------------------------------------------------------------------------
 
 

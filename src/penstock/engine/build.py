@@ -13,7 +13,15 @@ from penstock.backend.base import Backend
 from penstock.backend.exchange import KeepingPacker
 from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
+from penstock.config import (
+    Config,
+    Device,
+    available_memory,
+    draft_limit,
+    log_to_stderr,
+    parse_adapter,
+    resolve,
+)
 from penstock.core import hashing
 from penstock.core.draft_depths import DraftDepths
 from penstock.core.speculation import StepCost
@@ -23,7 +31,9 @@ from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, Draf
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
-from penstock.engine.kept_kv import fingerprint_of, open_kv_file, open_ledger
+from penstock.engine.kept_kv import open_kv_file, open_ledger
+from penstock.engine.kv_disk.open import open_store
+from penstock.engine.kv_identity import kv_identity
 from penstock.engine.low_priority import run_yielding
 from penstock.engine.weights import WeightReader
 from penstock.errors import OutOfMemory, WeightsError
@@ -129,10 +139,9 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         draft = load_draft(draft, config, checkpoint, model, backend)
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend, draft)
-    ledger = None
+    blocks, ledger = kv_identity(config, [each for each in (checkpoint, draft) if each], backend), None
     if kv_file is not None:
-        fingerprint = fingerprint_of(config, checkpoint, backend, limits)
-        ledger = open_ledger(kv_file, fingerprint, limits, limits.num_blocks * limits.block_size * group_token)
+        ledger = open_ledger(kv_file, blocks, limits, limits.num_blocks * limits.block_size * group_token)
     timer.stop("cache")
     backend.warm_up()
     timer.stop("kernels")
@@ -159,6 +168,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
         ledger=ledger,
+        kv_store=open_store(config, blocks, backend, limits, log_to_stderr),
     )
 
 

@@ -25,6 +25,8 @@ from penstock.engine.draft_model import DraftModel
 from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
+from penstock.engine.kv_disk.prefixes import open_prefixes
+from penstock.engine.kv_disk.store import SegmentStore
 from penstock.engine.kv_ledger import KvLedger
 from penstock.engine.record import RequestRecord, observe_surprises
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
@@ -34,14 +36,7 @@ from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.engine.weight_control import PATIENCE, WeightControl
 from penstock.engine.weights import WeightReader
-from penstock.errors import (
-    InvalidGrammar,
-    InvalidRequest,
-    NotFinite,
-    OutOfMemory,
-    PenstockError,
-    StepFailed,
-)
+from penstock.errors import InvalidGrammar, InvalidRequest, NotFinite, OutOfMemory, PenstockError, StepFailed
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
     STEP_SIZES,
@@ -74,8 +69,8 @@ class Engine(WeightControl):
     request), `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
     states into embeddings, `adapters` are those that requests may name, `weights` reads others for the model,
     `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back,
-    `ledger` has what of the KV cache an engine before has computed, and with `block_events` it is recorded what enters
-    and leaves the prefix cache."""
+    `ledger` has what of the KV cache an engine before has computed, `kv_store` keeps prompts on disk, and with
+    `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -98,6 +93,7 @@ class Engine(WeightControl):
         unknown_fields: tuple[str, ...] = (),
         sleeper: Sleeper | None = None,
         ledger: KvLedger | None = None,
+        kv_store: SegmentStore | None = None,
     ) -> None:
         super().__init__(weights, ledger)
         self.limits = limits
@@ -125,6 +121,8 @@ class Engine(WeightControl):
         self._adopted = 0 if ledger is None else ledger.adopt_into(self._scheduler.cache)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
+        tiers = self._scheduler.cache, self._host_blocks, backend
+        self._disk = open_prefixes(kv_store, *tiers, limits, self._costs.prompts, chain)
         self._waiting_room = WaitingRoom()
         self._constrained = 0  # requests that run and have a constraint
         self._mirostats = 0  # requests that run and learn from their tokens' surprise
@@ -195,8 +193,9 @@ class Engine(WeightControl):
             self._emit(self._scheduler.abort(id))
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache. Blocks that a running request holds stay until it ends."""
+        """Empties the prefix cache, on disk too. Blocks that a running request holds stay until it ends."""
         self._scheduler.cache.flush()
+        self._disk.clear()
 
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
@@ -218,6 +217,8 @@ class Engine(WeightControl):
             self._commit(*self._in_flight.popleft())
         if self._ledger is not None:
             self._ledger.settle()
+        if not self._in_flight:
+            self._disk.write_behind()
         if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
             self._fall_asleep()
         self._busy_seconds += time.perf_counter() - began
@@ -231,7 +232,7 @@ class Engine(WeightControl):
 
     def prepare_in_idle(self) -> bool:
         """Uses a moment without requests to make later steps faster; returns False when nothing is left to do."""
-        return not self._sleep.asleep and self._backend.prepare_in_idle()
+        return not self._sleep.asleep and (self._disk.write_in_idle() or self._backend.prepare_in_idle())
 
     def stats(self) -> Stats:
         """Returns the engine's state and counters."""
@@ -247,11 +248,13 @@ class Engine(WeightControl):
             adopted_blocks=self._adopted,
             step_sizes=tuple(self._step_sizes),
             drafts=self._speculation.counts if self._speculation else (),
+            disk=self._disk.counts(),
             **costs,
         )
 
     def close(self) -> None:
         """Gives the backend's memory back."""
+        self._disk.close()
         if self._adapters is not None:
             self._adapters.close()
         if self._weights is not None:
@@ -290,6 +293,7 @@ class Engine(WeightControl):
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
+        needs = needs or self._disk.needs(record, self._weight_state)
         if not needs:
             self._start(record)
             return
@@ -354,7 +358,7 @@ class Engine(WeightControl):
         self._emit([MemoryUse(each, self.limits.memory, self._sleep.host_bytes) for each in (*asked, id)])
 
     def _fall_asleep(self) -> None:
-        self.flush_cache()
+        self._scheduler.cache.flush()
         if self._host_blocks is not None:
             self._host_blocks.release()
         if self._adapters is not None:
@@ -387,7 +391,7 @@ class Engine(WeightControl):
                 self._host_blocks.carry_out(plan.copies)
         except Exception as error:
             self._fail(plan, error)
-            self.flush_cache()
+            self._scheduler.cache.flush()
             return False
         return True
 
@@ -459,7 +463,7 @@ class Engine(WeightControl):
             self._scheduler.abort(id)
             message = f"request {id}: the model computed NaN or infinity instead of logits; check its weights"
             self._emit([Failed(id, NotFinite.code, message)])
-        self.flush_cache()
+        self._scheduler.cache.flush()
 
     def _emit(self, events: Sequence[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
@@ -472,6 +476,7 @@ class Engine(WeightControl):
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
+                self._disk.end(record, event)
                 self._release(record)
                 event = record.complete(event)
             self._events.append(event)

@@ -14,6 +14,7 @@ from penstock.core.tiers import CopyCosts
 from penstock.errors import StepFailed
 from penstock.types import BlockCopy, Limits
 
+CHUNK = 4 << 20  # bytes that are copied in at once: more would not stay in a processor's cache on their way
 PROBED = 4  # blocks that are copied at first, to know what that costs
 
 
@@ -44,6 +45,12 @@ class HostBlocks:
         self._room()[place] = np.frombuffer(data, np.uint8)
         self._written[place] = 1
 
+    def fill(self, place: int) -> memoryview:
+        """Returns the memory of a reserved place for whoever writes a block's bytes there, in any thread, before the
+        place is used."""
+        self._written[place] = 1
+        return memoryview(self._room()[place])
+
     def read(self, place: int) -> memoryview:
         """Returns the bytes in a place, which the next copy to it changes."""
         return memoryview(self._room()[place])
@@ -72,7 +79,10 @@ class HostBlocks:
         missing = [place for place in places if not self._written[place]]
         if missing:
             raise StepFailed(f"KV blocks cannot be copied in: nothing was copied out to places {missing}")
-        self._memory.import_blocks([copy.block for copy in copies], self._room()[places].tobytes())
+        room, few = self._room(), max(CHUNK // self.block_bytes, 1)
+        for at in range(0, len(copies), few):
+            data = b"".join(memoryview(room[place]) for place in places[at : at + few])
+            self._memory.import_blocks([copy.block for copy in copies[at : at + few]], data)
 
     def _probe(self, blocks: Sequence[int]) -> None:
         """Measures a copy out and in of some blocks, whose memory was touched before."""

@@ -284,6 +284,8 @@ class NativeBlocks:
         size = sum(each.block_bytes for each in stored)
         if len(data) != size * len(blocks):
             raise ValueError(f"{len(blocks)} KV blocks take {size * len(blocks)} bytes; got {len(data)}")
+        if len(stored) == 1:
+            return stored[0].import_blocks(list(blocks), data)
         ends = np.cumsum([each.block_bytes for each in stored])
         parts = np.split(_by_block(data, len(blocks)), ends[:-1], axis=1)
         for each, part in zip(stored, parts, strict=True):
