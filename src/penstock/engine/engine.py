@@ -95,12 +95,11 @@ class Engine(WeightControl):
         ledger: KvLedger | None = None,
         kv_store: SegmentStore | None = None,
     ) -> None:
-        super().__init__(weights)
+        super().__init__(weights, ledger)
         self.limits = limits
         self.unknown_fields = unknown_fields
         self.draft_tokens = 0 if drafting is None else min(draft_tokens, MOST_DRAFTED)
-        self._backend = backend
-        self._depth = depth
+        self._backend, self._depth = backend, depth
         self._grammars = grammars
         self._classifier = classifier
         self._dense = dense
@@ -119,7 +118,6 @@ class Engine(WeightControl):
         self._scheduler = Scheduler(
             limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
         )
-        self._ledger = ledger
         self._adopted = 0 if ledger is None else ledger.adopt_into(self._scheduler.cache)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None

@@ -44,10 +44,10 @@ class WeightControl(ABC):
     _sleep: SleepState
     _classifier: ClassifierHead | None
     _dense: DenseHead | None
-    _ledger: KvLedger | None
 
-    def __init__(self, weights: WeightReader | None) -> None:
+    def __init__(self, weights: WeightReader | None, ledger: KvLedger | None) -> None:
         self._weights = weights
+        self._ledger = ledger
         self._weight_state = WeightState()
         self._update: tuple[UpdateWeights, Reading[ReadWeights]] | None = None  # whose weights are being read
         self._pause = PauseState()
