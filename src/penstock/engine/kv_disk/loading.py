@@ -126,7 +126,7 @@ class Loader:
             queue.put(loading)
 
     def observe(self, size: int, seconds: float) -> None:
-        """Learns from so many bytes that took so long."""
+        """Learns the rate from how long so many bytes took."""
         self.rate += (LEARNED if self.rate else 1.0) * (size / seconds - self.rate)
 
     def forgive(self) -> None:
