@@ -99,9 +99,8 @@ class Engine(WeightControl):
         self.limits, self.unknown_fields = limits, unknown_fields
         self.draft_tokens = 0 if drafting is None else min(draft_tokens, MOST_DRAFTED)
         self._backend, self._depth = backend, depth
-        self._grammars = grammars
+        self._grammars, self._adapters = grammars, adapters
         self._classifier, self._dense = classifier, dense
-        self._adapters = adapters
         self._adapter_control = AdapterControl(adapters)
         self._sleep = SleepState(sleeper)
         self._block_events = BlockEvents(time.time_ns()) if block_events else None
@@ -128,8 +127,8 @@ class Engine(WeightControl):
         self._answered = 0.0  # when the last step's answer came
         self._goes_on = False  # after it there was more to compute
         self._events: list[Event] = []
-        self._out_of_memory = False  # the last step found too little memory
         self._busy_seconds, self._computed = 0.0, 0
+        self._out_of_memory = False  # the last step found too little memory
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self.recorder = FlightRecorder()
 
