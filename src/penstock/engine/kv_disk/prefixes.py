@@ -317,12 +317,21 @@ class DiskPrefixes(NoDiskPrefixes):
     def _keep(self, disk: RequestOnDisk, prompt: Sequence[int]) -> None:
         """Has the full blocks of a prompt written, and those that follow it in the prefix cache: its answers."""
         nodes = self._cache.trie.match(disk.salt, prompt, len(disk.hashes))
+        if disk.load is not None and not any(self._windows):
+            self._free_places(nodes[disk.load.first :])
         parents = [hashing.root(disk.salt), *disk.hashes]
         for node, hash, parent in zip(nodes, disk.hashes, parents, strict=False):
             self._pend(self._prompts, PendingBlock(node, hash, parent))
         if nodes and len(nodes) == len(disk.hashes):
             for block in _below(nodes[-1], disk.hashes[-1]):
                 self._pend(self._answers, block)
+
+    def _free_places(self, nodes: Sequence[PrefixNode]) -> None:
+        """Frees the places of blocks that were read and that the device has now: the disk has them too. The next
+        prompt is read into the same memory, which is faster than memory that was never touched."""
+        for node in nodes:
+            if self._cache.trie.on_device(node):
+                self._cache.host.drop(node)
 
     def _pend(self, pending: dict[bytes, PendingBlock], block: PendingBlock) -> None:
         if block.hash not in self._store and len(pending) < MOST_PENDING:
