@@ -18,6 +18,7 @@ from penstock.server.openai.files import Files
 from penstock.server.openapi import DocumentedRoute, document
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
+from penstock.server.streams.endpoints import StreamEndpoints
 
 PAGE = Path(__file__).parents[1] / "docs" / "dialects.md"
 PACKAGE = "penstock.server"
@@ -42,7 +43,7 @@ A field of a request is one of these:
 def render() -> str:
     """Returns the page."""
     nobody = cast(Any, None)
-    routes = all_routes(nobody, Files(nobody), Batches(nobody, nobody), Responses())
+    routes = all_routes(nobody, Files(nobody), Batches(nobody, nobody), Responses(nobody), StreamEndpoints(nobody))
     schemas = document(routes)
     ordered = sorted(routes, key=lambda route: _dialect(route))
     sections = [_section(name, list(found), schemas) for name, found in groupby(ordered, _dialect)]

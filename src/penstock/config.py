@@ -154,6 +154,7 @@ class Config:
     name: str = ""  # what clients call it; empty: from the file
     yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
     grammars_wait: bool = False  # requests with grammars wait for this engine
+    kv_file: str = ""  # that a CPU's KV cache lies in, in memory, so that the next engine finds it
     device: str = option(
         "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
     )
@@ -243,7 +244,7 @@ class Config:
     draft: str = option(
         "",
         "What drafts (speculative decoding): a small model with the vocabulary of the model itself, named as that is, "
-        "or, on a CPU, an EAGLE-3 head of it, or mtp for the head in the model's own checkpoint that predicts further "
+        "or an EAGLE-3 head of it, or mtp for the head in the model's own checkpoint that predicts further "
         "tokens. Answers stay the same. A server of several models gives it to the first.",
     )
 

@@ -12,6 +12,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── RateLimited               the key's limit is met for now                      HTTP 429
 │   └── WaitTooLong           it would begin too late: others wait before it
 ├── NotFound                  there is nothing by that name                       HTTP 404
+│   ├── Gone                  there was, and it is kept no more                   HTTP 410
 │   ├── ModelNotFound         no such model, here or at its source
 │   └── AdapterNotFound       no adapter is registered by that name
 ├── ModelError                the model's files are damaged or not supported
@@ -103,6 +104,10 @@ class WaitTooLong(RateLimited):
 
 class NotFound(PenstockError):
     code = "not_found"
+
+
+class Gone(NotFound):
+    code = "gone"
 
 
 class ModelNotFound(NotFound):

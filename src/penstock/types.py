@@ -452,6 +452,7 @@ class Stats(NamedTuple):
     adapter_bytes: int = 0  # that the adapters in memory take
     adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
     drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
+    adopted_blocks: int = 0  # that the engine before had computed
     reused: tuple[tuple[str, int], ...] = ()  # cached_tokens by the tier that they came from (device, ram, disk)
     host_blocks: int = 0  # blocks that host memory keeps
     host_places: int = 0  # that it has room for

@@ -14,6 +14,7 @@ from penstock.core import Scheduler, Sequence, check, hashing
 from penstock.core.block_events import BlockEvents
 from penstock.core.prefix import PrefixNode
 from penstock.types import BlockEvent, BlockRemoved, BlockStored, Event, Finished, Limits, blocks_for
+from tests.core.test_memory_forecast import Greedy
 from tests.core.test_properties import VOCAB, Arrival, Shuffles, World, beyond, run_world
 from tests.core.world import answer, limits, run, step
 from tests.engine.guesses import RandomDrafting
@@ -172,7 +173,8 @@ def test_a_node_that_finds_no_place_takes_those_below_it_along() -> None:
 
 def test_preemption_loses_nothing_but_what_does_not_fill_a_block() -> None:
     def recomputed(host_places: int) -> int:
-        scheduler = Scheduler(limits(max_len=40, num_blocks=14, max_rows=4, host_places=host_places))
+        few = limits(max_len=40, num_blocks=14, max_rows=4, host_places=host_places)
+        scheduler = Scheduler(few, policy=Greedy(few))
         events: list[Event] = run(scheduler, *(Sequence(id, (id,) * 9, 30) for id in range(4)))
         reports = [event.report for event in events if isinstance(event, Finished) and event.report]
         assert sum(report.preemptions for report in reports) > 2
@@ -203,6 +205,24 @@ def test_a_window_that_is_missing_on_both_tiers_ends_what_can_be_reused() -> Non
     longer = (*FIRST[:20], 98, 98, 98, 98, 98)
     assert len(nodes_of(scheduler, longer)) == 5
     assert reused(scheduler, 9, longer) == {}
+
+
+def test_a_smaller_window_that_leaves_with_a_larger_one_stays_where_it_is_on_the_host() -> None:
+    scheduler = Scheduler(limits(windows=(0, 8, 6), num_blocks=24, max_len=32, step_tokens=8, host_places=80))
+    for id, prompt in enumerate((FIRST, SECOND, tuple(range(70, 100)), FIRST)):
+        reused(scheduler, id, prompt)
+    cache = scheduler.cache
+    both = [node for node in nodes_of(scheduler, FIRST) if min(node.blocks[1:] + node.places[1:]) >= 0]
+    assert both
+    for node in both:  # as if there had been no place for the larger one
+        del cache.host._spare[node, 1]
+        cache.host._free.append(node.places[1])
+        node.places[1] = -1
+    check(scheduler)
+    while any(node.blocks[1] >= 0 for node in both):
+        for block in cache.trie.evict(lambda node, blocks: False):
+            cache.pool.give(block)
+        check(scheduler)
 
 
 # -- places that others fill -------------------------------------------------------------------------------------

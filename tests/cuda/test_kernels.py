@@ -99,6 +99,8 @@ def test_known_tokens() -> None:
     out = ints([-9] * 5)
     resolve_tokens(ints([3, -1, 0, -1, 7]), ints([0, 2, 2, 1, 1]), ints([10, 11, 12]), out)
     assert out.tolist() == [3, 12, 0, 11, 7]
+    resolve_tokens(ints([3, -1, 0, -1, 7]), ints([0, 2, 2, 1, 1]), ints([1, 0, 2]), out, token_ids=ints([40, 50, 60]))
+    assert out.tolist() == [3, 60, 0, 40, 7]
 
 
 @dtypes

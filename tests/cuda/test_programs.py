@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,25 +17,28 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.arena import Arena, tensors_in
 from penstock.backend.cuda.graphs import common_shapes, draft_shapes
+from penstock.backend.ref import RefBackend
 from penstock.config import configure
 from penstock.core.draft_depths import DepthPlan, DraftDepths
 from penstock.core.speculation import Proposal
 from penstock.engine.build import open_engine
-from penstock.engine.draft_model import MTP_HEAD, DraftModel
+from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, DraftModel
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import Engine
+from penstock.model.eagle import EagleHead, observed
 from penstock.model.families import llama, mtp
 from penstock.model.heads import ends_of, head_spec
-from penstock.model.load import open_checkpoint
+from penstock.model.load import load_model, open_checkpoint
 from penstock.model.weights import Packer
 from penstock.planning.memory_plan import footprint_of
 from penstock.types import DraftCounts, Limits, Request, RowResult, SamplingParams, Tokens
-from tests.cuda.device import DEVICE
+from tests.cuda.device import DEVICE, HALF
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.small import load_small, spec_for
 from tests.engine import test_programs as programs
 from tests.engine.test_draft_model import model_counts
 from tests.engine.test_heads import TOY, toy_tensors
+from tests.models import test_eagle as eagle
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 BLOCK_SIZE = 4
@@ -43,9 +47,9 @@ TABLES = ([2, 0, 4], [1, 5, 3])
 SEEDS = (0, 1)  # of the weights of each program
 
 
-def empty(tokens: int = 16) -> CudaBackend:
+def empty(tokens: int = 16, rows: int = 4) -> CudaBackend:
     arena = None if DEVICE == "cuda" else Arena(torch.device(DEVICE), FakeDriver())
-    return CudaBackend(tokens, 4, device=DEVICE, dtype=torch.float32, arena=arena)
+    return CudaBackend(tokens, rows, device=DEVICE, dtype=torch.float32, arena=arena)
 
 
 def loaded(*numbers: int, tokens: int = 16) -> CudaBackend:
@@ -59,7 +63,7 @@ def loaded(*numbers: int, tokens: int = 16) -> CudaBackend:
     return backend
 
 
-def prompt(backend: CudaBackend, program: int) -> None:
+def prompt(backend: Any, program: int) -> None:
     chunks = [Chunk(p[:-1], 0, table, slot, 0) for slot, (p, table) in enumerate(zip(PROMPTS, TABLES, strict=True))]
     backend.wait(backend.launch(replace(greedy_batch(chunks, -1), program=program)))
 
@@ -70,11 +74,16 @@ def step(number: int, program: int, tables: Sequence[Sequence[int]] = TABLES) ->
         Chunk([LAST_SAMPLED if number else p[-1]], len(p) - 1 + number, table, slot, 1)
         for slot, (p, table) in enumerate(zip(PROMPTS, tables, strict=True))
     ]
-    batch = greedy_batch(chunks, 10 * program + number)
+    return scored(chunks, 10 * program + number, program)
+
+
+def scored(chunks: Sequence[Chunk], number: int, program: int = 1) -> Batch:
+    """Returns a batch that also asks for the likeliest tokens."""
+    batch = greedy_batch(chunks, number)
     return replace(batch, program=program, sample=replace(batch.sample, logprobs=np.full(2, 3, np.int32)))
 
 
-def run(backend: CudaBackend, *batches: Batch) -> list[tuple[RowResult, ...]]:
+def run(backend: Any, *batches: Batch) -> list[tuple[RowResult, ...]]:
     return [backend.wait(backend.launch(batch)).rows for batch in batches]
 
 
@@ -212,6 +221,61 @@ def test_a_head_reads_the_hidden_states_that_its_target_has_stored() -> None:
     assert len(backend.kv.export_blocks([0])) == wide > 2 * BLOCK_SIZE * 64 * 4
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("name", eagle.HEADS)
+def test_an_eagle_head_computes_what_its_authors_do(name: str) -> None:
+    eagle.test_logits_and_drafts_are_those_of_the_authors(name, lambda: empty(64, 64))
+
+
+def load_eagle(backend: Any) -> EagleHead:
+    """Loads a target of two layers, and a head of another width that chooses among fewer tokens; returns the head."""
+    target, head = open_checkpoint(eagle.FOLDER / "target"), eagle.open_eagle(eagle.FOLDER / "vllm")
+    kept = {name: tensor for name, tensor in target.tensors.items() if not re.match(r"layers\.[2-7]", name)}
+    head = replace(head, eagle=replace(head.eagle, layers=(0, 1, 2)))
+    eagle.load_pair(backend, head, replace(target, spec=replace(target.spec, layers=2), tensors=kept))
+    return head
+
+
+def test_an_eagle_head_drafts_what_it_does_on_the_reference() -> None:
+    """It reads what its target has projected and, further on, its own stream and the token that it sampled last."""
+    found = []
+    for backend in (RefBackend(), empty()):
+        head = load_eagle(backend)
+        backend.reserve_kv(8, BLOCK_SIZE)
+        prompt(backend, 0)
+        steps = [
+            [
+                Chunk([LAST_SAMPLED] if at else p[1:], at + len(p) - 2 if at else 0, table, slot, 1)
+                for slot, (p, table) in enumerate(zip(PROMPTS, TABLES, strict=True))
+            ]
+            for at in range(3)
+        ]
+        found.append([row for at, chunks in enumerate(steps) for row in run(backend, scored(chunks, at))[0]])
+    for wanted, row in zip(*found, strict=True):
+        assert row.tokens == wanted.tokens
+        assert dict(row.logprobs[0].top) == pytest.approx(dict(wanted.logprobs[0].top), abs=1e-4)
+    assert any(head.token_ids[token] != token for row in found[0] for token in row.tokens)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="takes a minute in the interpreter")
+def test_an_eagle_head_changes_no_answer() -> None:
+    backend = empty()
+    kind = EAGLE3_HEAD._replace(token_ids=load_eagle(backend).token_ids)
+    limits = Limits(max_len=32, max_rows=4, step_tokens=16, block_size=BLOCK_SIZE, num_blocks=16, vocab=64)
+    backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
+    model = DraftModel(backend, limits, 32, depths=TwoTokens(), kind=kind, depth=backend.depth)
+    found = []
+    for drafts in ({}, {"drafting": AllVerified(), "draft_model": model}):
+        engine, tokens = Engine(backend, limits, depth=backend.depth, **drafts), list[int]()
+        engine.add(Request(1, tuple(PROMPTS[1]), SamplingParams(temperature=0.8, seed=7, ignore_eos=True), 24))
+        while not engine.idle:
+            tokens += [token for event in engine.step() if isinstance(event, Tokens) for token in event.tokens]
+        found.append(tokens)
+    assert found[0] == found[1]
+    [counts] = engine.stats().drafts
+    assert counts.drafted > 10
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="the interpreter captures nothing")
 def test_both_get_ready_in_idle() -> None:
     backend = loaded(0, 1, tokens=256)
@@ -229,16 +293,31 @@ def test_both_get_ready_in_idle() -> None:
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_an_engine_drafts_with_the_model_of_its_config() -> None:
-    options = {"device": "cuda", "max_len": 64, "max_rows": 4, "draft": str(GOLDENS / "llama3"), "kv_memory": 1 << 24}
-    engine = open_engine(configure(GOLDENS / "llama3", options))
-    engine.add(Request(1, (5, 9, 3, 7, 5, 2), SamplingParams(temperature=0.0), 50))
+    tokens, counts = answered(GOLDENS / "llama3", GOLDENS / "llama3")
+    assert len(tokens) == 50
+    assert counts["model"].accepted > counts["model"].drafted / 2 > 0
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("quantize", ["", "fp8", "int4"])
+@pytest.mark.parametrize("name", eagle.HEADS)
+def test_an_engine_drafts_with_the_eagle_head_of_its_config(name: str, quantize: str) -> None:
+    tokens, counts = answered(eagle.FOLDER / "target", eagle.FOLDER / name, quantize=quantize)
+    assert len(tokens) == 50
+    assert counts["eagle3"].drafted > 0
+
+
+def answered(target: Path, draft: Path, **options: object) -> tuple[list[int], dict[str, DraftCounts]]:
+    """Returns an answer of an engine with a draft model or head, and what each source has drafted for it."""
+    given = {"device": "cuda", "max_len": 64, "max_rows": 4, "draft": str(draft), "kv_memory": 1 << 24, **options}
+    engine = open_engine(configure(target, given))
+    engine.add(Request(1, (5, 9, 3, 7, 5, 2), SamplingParams(temperature=0.0, ignore_eos=True), 50))
     tokens: list[int] = []
     while not engine.idle:
         tokens += [token for event in engine.step() if isinstance(event, Tokens) for token in event.tokens]
-    counts = model_counts(engine)
+    counts = {each.source: each for each in engine.stats().drafts}
     engine.close()
-    assert len(tokens) == 50
-    assert counts.accepted > counts.drafted / 2 > 0
+    return tokens, counts
 
 
 def test_a_draft_model_takes_no_workspace_of_its_own() -> None:
@@ -250,6 +329,19 @@ def test_a_draft_model_takes_no_workspace_of_its_own() -> None:
     assert both.workspace == max(alone.workspace, other.workspace)
     assert both.reserve == alone.reserve
     assert both.kv_token == alone.kv_token + both.draft_token
+
+
+@pytest.mark.parametrize("name", eagle.HEADS)
+def test_streams_that_an_eagle_head_sees_take_their_part_of_the_workspace(name: str) -> None:
+    told, taken, target = [], [], open_checkpoint(eagle.FOLDER / "target")
+    for each in (target, observed(target, eagle.open_eagle(eagle.FOLDER / name))):
+        backend = CudaBackend(512, 64, device=DEVICE, dtype=HALF)
+        told.append(backend.footprint(each.spec, each.tensors.values()))
+        backend.load(load_model(each, backend))
+        taken.append(sum(buffer.nbytes for buffer in backend._programs[0].program._buffers))
+        assert told[-1].kv_token == backend.memory_needs().kv_bytes_per_token
+    more = taken[1] - taken[0]
+    assert 0 < more <= told[1].workspace - told[0].workspace <= 1.5 * more
 
 
 def test_draft_shapes_are_those_of_prompts_alone_and_of_answers() -> None:

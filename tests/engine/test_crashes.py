@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -52,6 +53,36 @@ def open(config):
 host(open)
 """
 COUNT = 150
+
+LOADING_HOST = f"""
+import os, pathlib, signal, threading, time
+from penstock.backend.fake import FakeBackend
+from penstock.engine import flight_recorder
+from penstock.engine.engine import Engine
+from penstock.ipc import loading_pulse
+from penstock.ipc.host import host
+from penstock.types import Limits
+
+flight_recorder.LOADING, loading_pulse.STALLED = 1.5, 0.5
+
+def open(config):
+    once = pathlib.Path(config.name)
+    if once.exists():
+        once.unlink()
+        if config.model == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif config.model == "locked":
+            threading.Event().wait()
+        else:
+            end = time.monotonic() + 2.5
+            while time.monotonic() < end:
+                sum(range(1000))
+    backend, limits = FakeBackend({VOCAB}), Limits{tuple(LIMITS)}
+    backend.reserve_kv(limits.num_blocks, limits.block_size)
+    return Engine(backend, limits)
+
+host(open)
+"""
 
 
 def mortal(
@@ -204,3 +235,33 @@ def test_control_messages_fail_and_pauses_are_told_again() -> None:
             check_whole(await asking, [1, 2])
 
     run(scenario())
+
+
+def loading(model: str, once: Path) -> ProcessClient:
+    """Returns a client whose engine hangs or takes long while it loads, if the file is there, which it removes."""
+    config = Config(model=model, name=str(once), post_mortem="off")
+    return ProcessClient(config, SpawnLauncher((sys.executable, "-c", LOADING_HOST)), (0.0, 0.0))
+
+
+@pytest.mark.parametrize("model", ["stopped", "slow"])
+def test_an_engine_that_stops_while_it_loads_is_killed_and_a_slow_one_is_left_alone(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check() -> None:
+        async with started(loading(model, tmp_path / "once")) as client:
+            (tmp_path / "once").touch()
+            os.kill(client.hello.pid, signal.SIGKILL)
+            check_whole(await events_of(client, request(client, [1, 2], 5)), [1, 2], 5)
+
+    run(check())
+    assert not (tmp_path / "once").exists()
+    assert ("while it loaded" in caplog.text) == (model == "stopped")
+
+
+def test_an_engine_that_waits_for_ever_while_it_loads_fails_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "once").touch()
+    with pytest.raises(EngineUnavailable, match=r"did not go on for .* and was killed before it was ready"):
+        run(loading("locked", tmp_path / "once").start())
+    assert " in open\n" in caplog.text  # where it hangs

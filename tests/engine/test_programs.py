@@ -16,6 +16,8 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.backend.ref import RefBackend
 from penstock.model.load import load_model, open_checkpoint
+from penstock.types import RowResult
+from tests.models import test_eagle as eagle
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 MODELS = {0: "llama3", 1: "qwen3next"}  # a target, and a draft with recurrent states
@@ -89,6 +91,26 @@ def test_programs_on_a_cpu_share_its_threads() -> None:
     for program, name in MODELS.items():
         backend.load(load_model(open_checkpoint(GOLDENS / name), backend), program)
     assert [each.native.threads for each in backend._programs.values()] == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["ref", "cpu"])
+def test_a_token_of_its_own_vocabulary_is_read_as_what_it_stands_for(name: str) -> None:
+    """A head that chooses among fewer tokens than it reads drafts the same, whether or not the host knows its last."""
+    backend, head = eagle.loaded("sglang", BACKENDS[name])
+    text, drafts = PROMPTS[0], []
+    for knows in (True, False):
+        eagle.run(backend, 0, text[:-1], 0)
+        rows, drafted = [Chunk(text[1:], 0, eagle.TABLE, 0, 1)], list[RowResult]()
+        for depth in range(4):
+            batch = replace(greedy_batch(rows, depth), program=1)
+            batch = replace(batch, sample=replace(batch.sample, logprobs=np.full(1, 3, np.int32)))
+            [row] = backend.wait(backend.launch(batch)).rows
+            drafted.append(row)
+            last = head.token_ids[row.tokens[0]] if knows else LAST_SAMPLED
+            rows = [Chunk([last], len(text) - 1 + depth, eagle.TABLE, 0, 1)]
+        drafts.append(drafted)
+    assert drafts[0] == drafts[1]
+    assert any(head.token_ids[row.tokens[0]] != row.tokens[0] for row in drafts[0])
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------

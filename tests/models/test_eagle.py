@@ -21,7 +21,7 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.eagle import EagleHead, build, observed, open_eagle, problems
-from penstock.model.load import load_model, open_checkpoint
+from penstock.model.load import Checkpoint, load_model, open_checkpoint
 from penstock.model.weights import Packer
 
 FOLDER = Path(__file__).parent / "eagle3"
@@ -38,12 +38,12 @@ def loaded(name: str, make: Callable[[], Any]) -> tuple[Any, EagleHead]:
     return backend, head
 
 
-def load_pair(backend: Any, head: EagleHead) -> None:
-    """Loads the target, and the head as program 1."""
-    model: Any = load_model(observed(open_checkpoint(FOLDER / "target"), head), backend)
+def load_pair(backend: Any, head: EagleHead, target: Checkpoint | None = None) -> None:
+    """Loads the heads' target or another one, and the head as program 1."""
+    model: Any = load_model(observed(target or open_checkpoint(FOLDER / "target"), head), backend)
     backend.load(model)
     pack = Packer(head.tensors, backend)
-    backend.load(build(head, pack, model.ends), 1)
+    backend.load(build(head, pack, model.ends), 1, head.token_ids)
     pack.check_all_used()
 
 

@@ -28,6 +28,8 @@ from penstock.engine.build import build_engine
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.tensor import FORMATS, NF4
 from penstock.types import Request, SamplingParams
+from tests.engine.test_draft_options import answer
+from tests.models.test_heads import with_head
 
 MODELS = Path(__file__).parent
 GOLDENS = MODELS / "goldens"
@@ -52,7 +54,7 @@ def cache_of(path: Path, **options: Any) -> PackedCache:
 
 def load(path: Path, cache: PackedCache | None, isa: str = "auto", quantize: str = "") -> tuple[np.ndarray, bool]:
     """Returns what the model computes, and whether its weights had to be packed; then they are written, too."""
-    backend = CpuBackend(2, isa=isa, kv="f32", packed=cache)
+    backend = CpuBackend(2, isa=isa, kv="f32", packed=[cache])
     checkpoint = quantized(open_checkpoint(path), config_of(path, quantize=quantize))
     model = load_model(checkpoint, backend)
     unsaved = backend._packing.finish()
@@ -134,7 +136,7 @@ def test_a_damaged_file_is_deleted_and_logged(caplog: pytest.LogCaptureFixture) 
     load(TIED, cache)
     data = cache.path.read_bytes()
     cache.path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    backend = CpuBackend(2, packed=cache)
+    backend = CpuBackend(2, packed=[cache])
     backend.load(load_model(open_checkpoint(TIED), backend))
     assert "is damaged" in caplog.text
     assert files() == []
@@ -253,7 +255,7 @@ def test_what_an_interrupted_write_left_is_deleted() -> None:
 
 
 def unsaved_file(path: Path = TIED) -> PackedFile:
-    backend = CpuBackend(2, packed=cache_of(path))
+    backend = CpuBackend(2, packed=[cache_of(path)])
     load_model(open_checkpoint(path), backend)
     file = backend._packing.finish()
     assert file
@@ -304,9 +306,16 @@ class SteppedFile:
             self.closed.set()
 
 
+def write_behind(*files: SteppedFile) -> WriteBehind:
+    behind = WriteBehind()
+    for file in files:
+        behind.add(file)  # type: ignore[arg-type]
+    return behind
+
+
 def test_nothing_is_written_before_the_first_step_and_during_one() -> None:
-    file = SteppedFile(3)
-    behind = WriteBehind(file)  # type: ignore[arg-type]
+    file, other = SteppedFile(3), SteppedFile(2)
+    behind = write_behind(file, other)
     behind.pause()
     assert behind._thread is None
     behind.resume()
@@ -314,8 +323,8 @@ def test_nothing_is_written_before_the_first_step_and_during_one() -> None:
     assert not file.closed.wait(0.2)
     assert file.written == 0
     behind.resume()
-    assert file.closed.wait(5)
-    assert file.written == 3
+    assert other.closed.wait(5)
+    assert (file.written, other.written) == (3, 2)
     behind.end()
 
 
@@ -323,7 +332,7 @@ def test_an_end_waits_for_a_short_rest_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("penstock.backend.cpu.write_behind.LAST_SECONDS", 0.1)
     for pieces in (3, 1 << 30):
         file = SteppedFile(pieces)
-        behind = WriteBehind(file)  # type: ignore[arg-type]
+        behind = write_behind(file)
         behind.resume()
         behind.pause()
         behind.end()
@@ -345,6 +354,22 @@ def test_an_engine_writes_after_its_first_answer() -> None:
     engine.close()
     assert files() == [cache.path]
     assert not load(TIED, cache)[1]
+
+
+@pytest.mark.parametrize("kind", ["model", "mtp", "eagle3"])
+def test_what_drafts_has_a_file_of_its_own(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts again packs nothing, and a draft model's file is the one that serving it would read."""
+    target, draft = {
+        "model": (GOLDENS / "untied", GOLDENS / "llama3"),
+        "mtp": (with_head(tmp_path / "model", "glm4_moe"), "mtp"),
+        "eagle3": (MODELS / "eagle3" / "target", MODELS / "eagle3" / "vllm"),
+    }[kind]
+    config = replace(config_of(target, draft=str(draft), quantize="q8_0"), max_len=64, config=("rope_theta=20000",))
+    wanted, _ = answer(config)
+    assert [file.suffix for file in files()] == [".packed"] * 2
+    monkeypatch.setattr(weights, "fill_parts", lambda parts, _: pytest.fail("packed again") if parts else None)
+    assert answer(config)[0] == wanted
+    assert kind != "model" or cache_of(GOLDENS / "llama3", quantize="q8_0").path in files()
 
 
 def test_a_store_that_cannot_be_written_is_no_error(

@@ -15,6 +15,7 @@ from penstock.server.llamacpp import adapters, server_state
 from penstock.server.openai import files
 from penstock.server.openapi import DocumentedRoute
 from penstock.server.responses import fields as responses_fields
+from penstock.server.streams import endpoints as stream_endpoints
 from penstock.server.vllm import sleeping, weights
 from tests.server import toys
 
@@ -69,7 +70,7 @@ def test_bodies_are_documented_as_they_are_read(
         return read_object(context, given, kind, no_effect, where, **how)
 
     read_object = bodies.read_object
-    for module in (bodies, files, responses_fields, server_state, sleeping, adapters, weights):
+    for module in (bodies, files, responses_fields, stream_endpoints, server_state, sleeping, adapters, weights):
         monkeypatch.setattr(module, "read_object", reading)
     for route in routes:
         read.clear()

@@ -46,7 +46,7 @@ def kept(
         top_p=1.0,
         user=None,
     )
-    job: Any = SimpleNamespace(done=not busy, events=[])
+    job: Any = SimpleNamespace(done=not busy, buffer=SimpleNamespace(bytes=0))
     return StoredResponse(response, [MessageItem(f"in {id}", "user", [InputText(said)])], job)
 
 

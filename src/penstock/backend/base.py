@@ -299,9 +299,10 @@ class Runner(Protocol):
     states, which one stores for another in the same blocks, are common to all.
     """
 
-    def load(self, model: Model, program: int = 0) -> None:
+    def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
         """Takes a packed model and gets ready to run its forward pass for batches with this program number. All
-        programs are loaded before `reserve_kv`."""
+        programs are loaded before `reserve_kv`. Where a model samples from another vocabulary than it reads,
+        `token_ids` has the token that each sampled one is read as when it comes back as LAST_SAMPLED."""
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves the KV cache of every program. `states` counts recurrent states: one for each slot and, after them,

@@ -341,7 +341,8 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return StoredAs("nothing", 0)
 
-    def load(self, model: Model, program: int = 0) -> None:
+    def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
+        assert not token_ids, "all fakes have one vocabulary"
         if isinstance(model, FakeHead):
             self._hidden = np.full((1, 1), -1, np.int64)
             self._programs[program] = self._make_head(program, windows=(0,))

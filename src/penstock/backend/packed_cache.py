@@ -10,12 +10,13 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from penstock import __version__
-from penstock.config import Config, Device, packed_folder, packed_home
+from penstock.config import MTP, Config, Device, packed_folder, packed_home
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 
@@ -33,12 +34,22 @@ class PackedCache(NamedTuple):
     limit: int  # bytes that all files may take together
 
 
+def packed_caches_of(config: Config, target: Checkpoint, draft: Checkpoint | None) -> list[PackedCache | None]:
+    """Returns where the weights of a target are cached, and those of what drafts for it. A draft model's file is the
+    one that it has when it is served by itself."""
+    if draft is None:
+        return [packed_cache_of(config, target)]
+    own = config if draft.spec.arch == MTP else replace(config, config=())  # which changes the target alone
+    return [packed_cache_of(config, target), packed_cache_of(own, draft)]
+
+
 def packed_cache_of(config: Config, checkpoint: Checkpoint) -> PackedCache | None:
     """Returns where the weights of a checkpoint are cached; None if they are not to be. The config's defaults are
     resolved."""
     if not config.packed_cache or Device.parse(config.device).kind != "cpu":
         return None
-    options = json.dumps([config.quantize, *config.config, *map(str, checkpoint.head_files)])
+    head = (MTP,) if checkpoint.spec.arch == MTP else checkpoint.head_files  # its files are those of its target
+    options = json.dumps([config.quantize, *config.config, *map(str, head)])
     try:
         key = json.dumps([LAYOUT, __version__, options, [identity(file) for file in checkpoint.files]])
         folder = packed_folder(checkpoint.path)

@@ -35,6 +35,14 @@ class ListenOptions(NamedTuple):
             "error.",
         ),
     ] = 30
+    resume_seconds: Annotated[
+        float,
+        Option(
+            minimum=0,
+            help="Seconds that a stream goes on, and is kept, without a client that reads it, if its request has the "
+            "header x-penstock-resume. 0: no stream is kept.",
+        ),
+    ] = 60
     name: Annotated[str, Option(help="Name of the first model for clients. By default, the name given here.")] = ""
     alias: Annotated[
         list[str] | None,
@@ -380,6 +388,7 @@ def serve(
 
     from penstock import server
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
+    from penstock.server.streams.kept import KeepLimits
     from penstock.server.telemetry.access_log import LogSettings
 
     engine = engine | speculative.options(engine) | share.engine(engine)
@@ -395,7 +404,8 @@ def serve(
     sources = ModelSources(finder, engine, adapters, TextChanges(template.source(), template.sampling()), budget)
     found_again = sources.find_again if finder.changes else None
     log = LogSettings(telemetry.log_level, telemetry.log_format)
-    setup = server.Setup(_data_name(finder.found), storage.space(), rules, traces, log, listen.drain_seconds)
+    keep = KeepLimits(listen.resume_seconds)
+    setup = server.Setup(_data_name(finder.found), storage.space(), rules, traces, log, listen.drain_seconds, keep)
     served = ModelPool(sources.first, settings, telemetry.metric_sets(), found_again)
     server.serve(served, listen.host, listen.port, setup)
 

@@ -279,7 +279,7 @@ class KvCache:
             if node.stored:
                 self._changed(node)
             else:
-                self._tell_stored(node)
+                self.tell_stored(node)
         self._arriving.clear()
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -338,9 +338,10 @@ class KvCache:
             return
         if node.depth < len(seq.block_hashes):
             node.hash = seq.block_hashes[node.depth]
-        self._tell_stored(node)
+        self.tell_stored(node)
 
-    def _tell_stored(self, node: PrefixNode) -> None:
+    def tell_stored(self, node: PrefixNode) -> None:
+        """Tells watchers that a node has entered the prefix cache."""
         assert node.parent is not None
         parent = node.parent.hash if node.depth else node.salt_hash
         node.hash = node.hash or hashing.extend(parent, node.tokens)

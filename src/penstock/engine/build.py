@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
 from penstock.backend.exchange import KeepingPacker
-from penstock.backend.packed_cache import packed_cache_of
+from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import (
     Config,
@@ -31,7 +31,9 @@ from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, Draf
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
+from penstock.engine.kept_kv import open_kv_file, open_ledger
 from penstock.engine.kv_disk.open import open_store
+from penstock.engine.kv_identity import kv_identity
 from penstock.engine.low_priority import run_yielding
 from penstock.engine.weights import WeightReader
 from penstock.errors import OutOfMemory, WeightsError
@@ -120,7 +122,10 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         tell = silent
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
-    backend = open_backend(config, packed_cache_of(config, checkpoint))
+    kv_file = open_kv_file(config, checkpoint)
+    if kv_file is not None:
+        config = replace(config, kv_memory=config.kv_memory or kv_file.kv_memory)
+    backend = open_backend(config, packed_caches_of(config, checkpoint, draft), kv_file)
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
@@ -134,6 +139,9 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         draft = load_draft(draft, config, checkpoint, model, backend)
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend, draft)
+    blocks, ledger = kv_identity(config, [each for each in (checkpoint, draft) if each], backend), None
+    if kv_file is not None:
+        ledger = open_ledger(kv_file, blocks, limits, limits.num_blocks * limits.block_size * group_token)
     timer.stop("cache")
     backend.warm_up()
     timer.stop("kernels")
@@ -141,7 +149,6 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
     if config.grammars_wait:
         grammars.warm_up()
-    kv_store = open_store(config, [each for each in (checkpoint, draft) if each], backend, limits, log_to_stderr)
     most = draft_limit(config.speculation)
     drafting = None if most == 0 or not limits.generates else Drafting(backend.padded_sizes)
     return Engine(
@@ -160,7 +167,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint, draft)),
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
-        kv_store=kv_store,
+        ledger=ledger,
+        kv_store=open_store(config, blocks, backend, limits, log_to_stderr),
     )
 
 
@@ -182,7 +190,9 @@ def load_draft(
     """Loads a draft model or a head of the target's `model` as the backend's program 1; returns its checkpoint as it is
     stored. A draft model that is larger than its target is logged."""
     draft = quantized(draft, config)
-    backend.load(load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend), 1)
+    token_ids = draft.token_ids if isinstance(draft, EagleHead) else ()
+    made = load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend)
+    backend.load(made, 1, token_ids)
     sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
     if sizes[0] > sizes[1]:
         import logging  # takes longer than reading the rest

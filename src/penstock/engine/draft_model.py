@@ -157,9 +157,8 @@ class DraftingRow:
 
     @property
     def needs_history(self) -> bool:
-        """Returns whether a token cannot be chosen before the one before it is known. One of another vocabulary has
-        another number when it is read again."""
-        return bool(self.kind.token_ids) or Sampler.needs_history(self.request) or self.sampler.constrained
+        """Returns whether a token cannot be chosen before the one before it is known."""
+        return Sampler.needs_history(self.request) or self.sampler.constrained
 
     def goes_on(self, least: float) -> bool:
         """Returns whether it is likely that the token that was asked for last does not end the draft."""

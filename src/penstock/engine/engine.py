@@ -27,6 +27,7 @@ from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.kv_disk.prefixes import open_prefixes
 from penstock.engine.kv_disk.store import SegmentStore
+from penstock.engine.kv_ledger import KvLedger
 from penstock.engine.record import RequestRecord, observe_surprises
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
 from penstock.engine.resuming import Decided, append_decided
@@ -35,14 +36,7 @@ from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.engine.weight_control import PATIENCE, WeightControl
 from penstock.engine.weights import WeightReader
-from penstock.errors import (
-    InvalidGrammar,
-    InvalidRequest,
-    NotFinite,
-    OutOfMemory,
-    PenstockError,
-    StepFailed,
-)
+from penstock.errors import InvalidGrammar, InvalidRequest, NotFinite, OutOfMemory, PenstockError, StepFailed
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
     STEP_SIZES,
@@ -75,7 +69,8 @@ class Engine(WeightControl):
     request), `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
     states into embeddings, `adapters` are those that requests may name, `weights` reads others for the model,
     `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back,
-    `kv_store` keeps prompts on disk, and with `block_events` it is recorded what enters and leaves the prefix cache."""
+    `ledger` has what of the KV cache an engine before has computed, `kv_store` keeps prompts on disk, and with
+    `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -97,6 +92,7 @@ class Engine(WeightControl):
         weights: WeightReader | None = None,
         unknown_fields: tuple[str, ...] = (),
         sleeper: Sleeper | None = None,
+        ledger: KvLedger | None = None,
         kv_store: SegmentStore | None = None,
     ) -> None:
         super().__init__(weights)
@@ -112,7 +108,7 @@ class Engine(WeightControl):
         self._adapter_control = AdapterControl(adapters)
         self._sleep = SleepState(sleeper)
         self._block_events = BlockEvents(time.time_ns()) if block_events else None
-        watchers = () if self._block_events is None else (self._block_events,)
+        watchers = [watcher for watcher in (self._block_events, ledger) if watcher is not None]
         self._records: dict[int, RequestRecord] = {}
         self._speculation = (
             Speculation(drafting, self._records, self.draft_tokens, draft_model) if drafting is not None else None
@@ -123,6 +119,8 @@ class Engine(WeightControl):
         self._scheduler = Scheduler(
             limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
         )
+        self._ledger = ledger
+        self._adopted = 0 if ledger is None else ledger.adopt_into(self._scheduler.cache)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
         tiers = self._scheduler.cache, self._host_blocks, backend
@@ -219,6 +217,8 @@ class Engine(WeightControl):
                 self._speculation.prepare()
         if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
             self._commit(*self._in_flight.popleft())
+        if self._ledger is not None:
+            self._ledger.settle()
         if not self._in_flight:
             self._disk.write_behind()
         if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
@@ -247,6 +247,7 @@ class Engine(WeightControl):
             busy_seconds=self._busy_seconds,
             waiting=stats.waiting + len(self._waiting_room) + len(self._pause),
             computed_tokens=self._computed,
+            adopted_blocks=self._adopted,
             step_sizes=tuple(self._step_sizes),
             drafts=self._speculation.counts if self._speculation else (),
             disk=self._disk.counts(),

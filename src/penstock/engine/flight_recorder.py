@@ -27,6 +27,7 @@ NOTHING = -1  # no request
 
 LEAST = 2.0  # seconds that an engine may take for anything
 SLOW = 60.0  # seconds that work may take which is no step, or a step unlike all before it
+LOADING = 60.0  # seconds that an engine which loads its model may give no sign of life
 TIMES = 20  # a step takes no longer than this many times what such a step has taken
 MICRO = 1_000_000
 Memory = bytearray | mmap
@@ -81,6 +82,10 @@ class FlightRecorder:
     def work(self, slow: bool = False) -> None:
         """Notes that something is done which is no step, and which may be slow."""
         self._beat(SLOW if slow else LEAST)
+
+    def load(self) -> None:
+        """Notes that the loading of a model gets on."""
+        self._beat(LOADING)
 
     def take(self, messages: int) -> None:
         """Notes that messages have arrived."""

@@ -26,6 +26,7 @@ from penstock.errors import PenstockError
 from penstock.ipc import wire
 from penstock.ipc.engine_folder import SOCKET, STACK, engine_file, open_flight
 from penstock.ipc.inprocess_engine import hello_of
+from penstock.ipc.loading_pulse import LoadingPulse
 
 OpenEngine = Callable[[Config], Engine]
 
@@ -67,12 +68,14 @@ def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Cal
     threading.Thread(target=_exit_with_parent, args=[address, until_parent_ends], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)
+        flight = open_flight(address)
         try:
-            engine = open(config)
+            with LoadingPulse(flight):
+                engine = open(config)
         except PenstockError as error:
             socket.send(wire.encode_answer(wire.Refused(error.code, error.message)))
             return
-        engine.record_flight(open_flight(address))
+        engine.record_flight(flight)
         _serve(engine, config.name or Path(config.model).stem, socket)
 
 

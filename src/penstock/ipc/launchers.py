@@ -26,6 +26,9 @@ class EngineChild(Protocol):
     """Represents a process that was started."""
 
     @property
+    def pid(self) -> int: ...
+
+    @property
     def returncode(self) -> int | None:
         """Returns the exit code; below 0 it is a signal's number; None while the process runs."""
 
@@ -103,6 +106,11 @@ class ForkedChild:
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     @property
     def returncode(self) -> int | None:

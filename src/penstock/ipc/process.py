@@ -11,13 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from math import inf
 
 import zmq
 import zmq.asyncio
 
 from penstock import __version__
 from penstock.config import Config
-from penstock.engine.flight_recorder import LEAST, FlightRecord, read_pulse, read_record, write_times
+from penstock.engine.flight_recorder import LEAST, LOADING, FlightRecord, read_pulse, read_record, write_times
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
@@ -96,7 +97,7 @@ class EngineProcess:
     async def read(self, take: Callable[[wire.Step], None]) -> str:
         """Calls `take` with every step until the process has ended; returns how it ended. A process that hangs is
         killed."""
-        tasks = asyncio.create_task(self._forward(take)), asyncio.create_task(self._watch())
+        tasks = asyncio.create_task(self._forward(take)), asyncio.create_task(self._watch(self._allowed))
         try:
             await asyncio.shield(self._exit)
         finally:
@@ -143,12 +144,16 @@ class EngineProcess:
 
     async def _first_answer(self) -> wire.Answer:
         message = asyncio.ensure_future(self._socket.recv())
+        watching = asyncio.create_task(self._watch(lambda limit, _: limit or LOADING))
         await asyncio.wait({message, self._exit}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({message}, timeout=DELIVERY_SECONDS)
+        watching.cancel()
+        if self._hang:
+            log.error("the engine process %s while it loaded its model\n%s", self._hang, self.last_stack())
+        else:
+            await asyncio.wait({message}, timeout=DELIVERY_SECONDS)
         if not message.done():
-            raise EngineUnavailable(
-                f"the engine process {self._ending()} before it was ready; its output above has the reason"
-            )
+            ending = self._hang or self._ending()
+            raise EngineUnavailable(f"the engine process {ending} before it was ready; its output above has the reason")
         return wire.decode_answer(message.result())
 
     async def _forward(self, take: Callable[[wire.Step], None]) -> None:
@@ -161,20 +166,25 @@ class EngineProcess:
             log.exception("a message of the engine process could not be read; the process is killed")
             self._process.kill()
 
-    async def _watch(self) -> None:
-        """Kills the process when it has been silent for longer than it may be. What counts is the time that this
+    def _allowed(self, limit: float, taken: int) -> float:
+        """Returns for how many seconds the engine may be silent, by the limit that it states and the messages that it
+        has taken."""
+        return limit or (LEAST if taken < self._sent else inf)
+
+    async def _watch(self, allowed: Callable[[float, int], float]) -> None:
+        """Kills the process when it has been silent for longer than is allowed. What counts is the time that this
         process was awake to see."""
         beat, silent, before = -1, 0.0, time.monotonic()
         while True:
             await asyncio.sleep(TICK)
             now = time.monotonic()
             seen, limit, taken = read_pulse(self._link.flight)
-            busy = limit > 0 or taken < self._sent
-            silent = silent + min(now - before, 2 * TICK) if busy and seen == beat else 0.0
+            most = allowed(limit, taken)
+            silent = silent + min(now - before, 2 * TICK) if most < inf and seen == beat else 0.0
             beat, before = seen, now
-            if silent > (limit or LEAST):
+            if silent > most:
                 self._hang = f"did not go on for {silent:.1f} s and was killed"
-                os.kill(self.hello.pid, signal.SIGUSR1)
+                os.kill(self._process.pid, signal.SIGUSR1)
                 await asyncio.sleep(STACK_SECONDS)
                 self._process.kill()
                 return

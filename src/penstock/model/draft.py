@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import MTP, OFF, Config, Device
+from penstock.config import MTP, OFF, Config
 from penstock.errors import ConfigError, PenstockError
 from penstock.model import eagle
 from penstock.model.eagle import EagleHead
@@ -28,8 +28,6 @@ def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
     if config.speculation == OFF:
         raise ConfigError("--draft is of no use with --speculation off: leave out one of them")
     draft = open_mtp(target) if config.draft == MTP else _open(Path(config.draft))
-    if isinstance(draft, EagleHead) and Device.parse(config.device).kind == "cuda":
-        raise ConfigError(f"--draft {config.draft}: no GPU runs an EAGLE-3 head yet: leave it out, or use --device cpu")
     for problem in _problems(draft, target):
         raise ConfigError(f"{draft.name} cannot draft for {target.name}: {problem}")
     return draft

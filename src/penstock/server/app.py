@@ -34,6 +34,8 @@ from penstock.server.openai.files import Files
 from penstock.server.request_context import ContextMiddleware
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
+from penstock.server.streams.endpoints import StreamEndpoints
+from penstock.server.streams.kept import KeepLimits, KeptStreams
 from penstock.server.telemetry.access_log import AccessLog, LogSettings, set_up_logging
 from penstock.server.telemetry.http_responses import HttpResponses
 
@@ -55,6 +57,7 @@ class Setup(NamedTuple):
     traces: Traces | None = None
     log: LogSettings = LogSettings()
     drain: float = DRAIN_SECONDS
+    keep: KeepLimits = KeepLimits()  # of streams whose clients may come back
 
 
 DEFAULT_SETUP = Setup()
@@ -64,11 +67,12 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
     """Returns an application that serves the models of the pool. It starts the pool when it starts and closes it when
     it ends."""
     data, space, rules, traces, *_ = setup
+    streams = KeptStreams(setup.keep)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = Archive(space, data or pool.default.name)
     runner = BatchRunner(archive, pool, accounts, lenient=rules.lenient, terms=rules.terms)
     files, batches = Files(archive), Batches(archive, runner)
-    responses = Responses()
+    responses = Responses(streams)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -78,13 +82,15 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
                 yield
         finally:
             await responses.close()
+            await streams.close()
             await pool.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
 
-    routes = all_routes(pool, files, batches, responses)
+    routes = all_routes(pool, files, batches, responses, StreamEndpoints(streams))
     counted = HttpResponses(routes)
     pool.metrics.register(counted)
+    pool.metrics.register(streams)
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -98,7 +104,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
     )
     inner: ASGIApp = app if traces is None else traces.around(app, pool.metrics, pool.default.name)
     logged = AccessLog(guarded(inner, pool, rules, accounts), pool.metrics, counted)
-    return ContextMiddleware(logged, lenient=rules.lenient, terms=rules.terms)
+    return ContextMiddleware(logged, streams, lenient=rules.lenient, terms=rules.terms)
 
 
 def serve(pool: ModelPool, host: str, port: int, setup: Setup = DEFAULT_SETUP) -> None:

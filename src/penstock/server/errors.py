@@ -18,6 +18,7 @@ from penstock.errors import (
     ContextTooLong,
     EngineUnavailable,
     Forbidden,
+    Gone,
     InvalidRequest,
     NotFound,
     NotSupported,
@@ -123,6 +124,8 @@ def status_of(error: PenstockError) -> int:
             return 401
         case Forbidden():
             return 403
+        case Gone():
+            return 410
         case NotFound():
             return 404
         case NotSupported():

@@ -27,9 +27,12 @@ from penstock.store import DerivedModel
 from penstock.types import AdapterUse, Claim, Request
 
 if TYPE_CHECKING:
+    from penstock.server.streams.kept import KeptStreams
     from penstock.server.telemetry.tracing import RequestSpan
 
 EXPLAIN = "x-penstock-explain"
+RESUME = "x-penstock-resume"  # asks that a stream goes on when its client loses the connection
+STREAM = b"x-penstock-stream"  # names the stream, in answers whose clients may come back
 IGNORED = b"x-penstock-ignored"  # lists the ignored fields of a request
 MODEL = b"x-penstock-model"  # names the served model, in answers to requests that call it by another name
 MAX_HEADER = 1024  # characters of a list of ignored fields
@@ -95,6 +98,8 @@ class RequestContext:
     keep_alive: float | None = None  # seconds that the model stays loaded after this request; None: as the server says
     model: str = ""  # that the request uses
     loading_seconds: float = 0.0  # that the request waited for its model to be loaded
+    streams: KeptStreams | None = None  # where its stream is kept; None: it ends when its client leaves
+    stream_id: str = ""  # under which it is kept; empty: a new one
     _endings: list[Callable[[], None]] = field(default_factory=list)
 
     def on_end(self, call: Callable[[], None]) -> None:
@@ -248,8 +253,9 @@ class ContextMiddleware:
     """Creates each HTTP request's context, and adds the context's headers to the answer. It is the outermost
     middleware: `send` is the HTTP server's own here."""
 
-    def __init__(self, app: ASGIApp, *, lenient: bool, terms: ServiceTerms = STANDARD_TERMS) -> None:
+    def __init__(self, app: ASGIApp, streams: KeptStreams, *, lenient: bool, terms: ServiceTerms) -> None:
         self._app = app
+        self._streams = streams
         self._lenient = lenient
         self._terms = terms
 
@@ -257,9 +263,10 @@ class ContextMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         http = HttpRequest(scope)
-        explain = http.headers.get(EXPLAIN, "").lower() not in NO
+        explain, resume = (http.headers.get(name, "").lower() not in NO for name in (EXPLAIN, RESUME))
         owner = _owner(http, self._terms.tenant_header)
         context = RequestContext(send=send, owner=owner, lenient=self._lenient, explain=explain, terms=self._terms)
+        context.streams = self._streams if resume and self._streams.limits.seconds else None
         scope.setdefault("state", {})["context"] = context
 
         async def send_with_headers(message: Message) -> None:

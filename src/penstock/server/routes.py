@@ -26,6 +26,8 @@ from penstock.server.responses.endpoints import Responses
 from penstock.server.responses.routes import responding
 from penstock.server.sglang.routes import ROUTES as SGLANG
 from penstock.server.status import health, hello, list_models, show_metrics, show_model
+from penstock.server.streams.endpoints import StreamEndpoints
+from penstock.server.streams.routes import streaming
 from penstock.server.tgi.routes import ROUTES as TGI
 from penstock.server.tokens import (
     APPLY_TEMPLATE,
@@ -49,12 +51,15 @@ OWN = (
 )
 
 
-def all_routes(pool: ModelPool, files: Files, batches: Batches, responses: Responses) -> list[DocumentedRoute]:
+def all_routes(
+    pool: ModelPool, files: Files, batches: Batches, responses: Responses, streams: StreamEndpoints
+) -> list[DocumentedRoute]:
     """Returns the routes. They are tried in this order, so those with the most requests come first."""
     entries: tuple[AnyRouteEntry, ...] = (
         *GENERATING,
         *ANTHROPIC,
         *responding(responses),
+        *streaming(streams),
         *OLLAMA,
         *OWN,
         *LLAMACPP,
@@ -67,15 +72,17 @@ def all_routes(pool: ModelPool, files: Files, batches: Batches, responses: Respo
         *storing(files, batches),
         ServerRouteEntry("GET", "/openapi.json", OpenApiDocument()),
     )
-    return [_route(pool, entry) for entry in entries]
+    return [_route(pool, entry, streams) for entry in entries]
 
 
-def _route(pool: ModelPool, entry: AnyRouteEntry) -> DocumentedRoute:
+def _route(pool: ModelPool, entry: AnyRouteEntry, streams: StreamEndpoints) -> DocumentedRoute:
     @wraps(entry.endpoint)
     async def call(request: Request) -> Response:
         context = context_of(request.scope)
         if isinstance(entry, ServerRouteEntry):
             return await entry.endpoint(pool, request, context)
+        if (rest := await streams.sent_again(request, context)) is not None:
+            return rest
         served = await pool.use(await named_model(request, context), context)
         return await entry.endpoint(served, request, context)
 

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.errors import PenstockError
 from penstock.server.chat.stream import Deltas, while_connected
 from penstock.server.errors import CLIENT_LEFT, OPENAI_ERRORS
-from penstock.server.request_context import RequestContext
+from penstock.server.request_context import STREAM, RequestContext
 from penstock.text import Delta
 
 _encoder = msgspec.json.Encoder()
@@ -40,6 +40,11 @@ class Framing(NamedTuple):
     frame: Callable[[bytes], bytes]
     end: bytes  # after the last chunk
     error: Callable[[PenstockError], bytes]  # the chunk that reports an error in the middle of a stream
+    lost: Callable[[PenstockError], bytes] | None = None  # that which tells a reader why it gets no more, if it differs
+
+    def for_reader(self) -> Framing:
+        """Returns the framing for one of several readers: what keeps it from reading is no error of the answer."""
+        return self if self.lost is None else self._replace(error=self.lost)
 
 
 def event(data: bytes) -> bytes:
@@ -75,9 +80,13 @@ async def reply(
     streaming: bool,
     framing: Framing = OPENAI,
 ) -> Response:
+    """Returns the answer. A stream whose client may come back is kept; any other ends when its client leaves."""
     context.streaming = streaming
     if streaming:
-        return StreamResponse(context, _framed(writer, deltas, framing), framing)
+        chunks = _framed(writer, deltas, framing)
+        if context.streams is not None:
+            return context.streams.keep(context, chunks, framing)
+        return StreamResponse(context, chunks, framing)
     body = await while_connected(http.receive, _body(writer, deltas))
     return CLIENT_LEFT if body is None else Response(body, media_type="application/json")
 
@@ -111,12 +120,15 @@ def _part(body: bytes, more: bool = True) -> Message:
 
 class StreamResponse(Response):
     """Begins with the first chunk, so that an error before it has its own HTTP status. A later error is reported in a
-    chunk."""
+    chunk. If the stream is kept, a header has the `id` under which it is."""
 
-    def __init__(self, context: RequestContext, chunks: AsyncGenerator[bytes, None], framing: Framing) -> None:
+    def __init__(
+        self, context: RequestContext, chunks: AsyncGenerator[bytes, None], framing: Framing, id: str = ""
+    ) -> None:
         self._context = context
         self._chunks = chunks
         self._framing = framing
+        self._id = id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send(begin=send, send=self._context.send))
@@ -124,8 +136,8 @@ class StreamResponse(Response):
     async def _send(self, begin: Send, send: Send) -> None:
         """Sends the headers through the middlewares, and the chunks past them."""
         async with aclosing(self._chunks) as chunks:
-            first = await anext(chunks)
-            await begin({"type": "http.response.start", "status": 200, "headers": _headers(self._framing)})
+            first = await anext(chunks, b"")
+            await begin({"type": "http.response.start", "status": 200, "headers": self._all_headers()})
             await send(_part(first))
             try:
                 async for chunk in chunks:
@@ -135,6 +147,8 @@ class StreamResponse(Response):
                 await send(_part(self._framing.frame(self._framing.error(error))))
         await send(_part(b"", more=False))
 
-
-def _headers(framing: Framing) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", framing.media_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+    def _all_headers(self) -> list[tuple[bytes, bytes]]:
+        """Returns the headers of a stream. Proxies must not collect it."""
+        plain = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        kept = [(STREAM, self._id.encode())] if self._id else []
+        return [(b"content-type", self._framing.media_type), *plain, *kept]

@@ -28,6 +28,7 @@ from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.cpu.write_behind import WriteBehind
 from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
+from penstock.backend.kv_file import KvFile
 from penstock.backend.packed_cache import PackedCache
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
@@ -50,9 +51,11 @@ NO_WORDS = np.zeros((0, 0), np.int32)
 class CpuProgram:
     """Runs one loaded model: a native program with its own KV cache, recurrent states and last sampled tokens."""
 
-    def __init__(self, native: _native.Program, model: Model) -> None:
+    def __init__(self, native: _native.Program, model: Model, token_ids: Sequence[int] = ()) -> None:
         self.native = native
         self._answer, self._states = record(model, native)
+        if token_ids:
+            native.read_tokens_as(list(token_ids))
         self._pools = Pools()
 
     def take_over(self, other: CpuProgram) -> None:
@@ -111,13 +114,21 @@ class CpuProgram:
 class CpuBackend(SynchronousBackend[CpuProgram]):
     """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
 
-    A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`.
+    A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`. `packed`
+    says where the weights of each program are cached, in the order in which programs are loaded. With a `kv_file`, the
+    KV cache lies there and outlives the process.
     """
 
     device = "cpu"
 
     def __init__(
-        self, threads: int = 0, *, isa: str = "auto", kv: str = "auto", packed: PackedCache | None = None
+        self,
+        threads: int = 0,
+        *,
+        isa: str = "auto",
+        kv: str = "auto",
+        packed: Sequence[PackedCache | None] = (),
+        kv_file: KvFile | None = None,
     ) -> None:
         super().__init__()
         supported = _native.isas()
@@ -131,8 +142,10 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self.kv: BlockMemory = NativeBlocks(self._programs, self._first.hidden)
         self._adapters = NativeAdapters(self._first)
         self.adapters: AdapterSlots = self._adapters
-        self._packing = Packing(self._first.threads, PackedFile(packed) if packed else None)
-        self._write_behind: WriteBehind | None = None
+        self._caches = iter(packed)
+        self._packing = self._new_packing()
+        self._write_behind = WriteBehind()
+        self._kv_file = kv_file
 
     @property
     def isa(self) -> str:
@@ -153,17 +166,27 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor)
 
-    def load(self, model: Model, program: int = 0) -> None:
+    def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
         if unsaved := self._packing.finish():
-            self._write_behind = WriteBehind(unsaved)
+            self._write_behind.add(unsaved)
         self._packing.log_growth()
-        self._programs[program] = self.program_beside(model) if self._programs else CpuProgram(self._first, model)
+        native = self._native_beside() if self._programs else self._first
+        self._programs[program] = CpuProgram(native, model, token_ids)
+        self._packing = self._new_packing()
+
+    def _new_packing(self) -> Packing:
+        """Returns what packs the weights of the next program."""
+        cache = next(self._caches, None)
+        return Packing(self._first.threads, PackedFile(cache) if cache else None)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        file = None if self._kv_file is None else _native.MemoryFile(self._kv_file.descriptor, self._kv_file.end)
         for number, program in self._programs.items():
             layers = [] if number else [list(group.layers) for group in groups]
-            program.native.reserve_kv(num_blocks, block_size, states, layers)
-        self._first.hidden.reserve(num_blocks, block_size)
+            program.native.reserve_kv(num_blocks, block_size, states, layers, file)
+        self._first.hidden.reserve(num_blocks, block_size, file)
+        if self._kv_file is not None and file is not None:
+            self._kv_file.end = file.end
 
     def logits(self, batch: Batch) -> Floats:
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
@@ -197,8 +220,12 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     def program_beside(self, model: Model) -> CpuProgram:
         """Returns a program of a model whose weights this backend has packed, without a KV cache."""
         self._packing.finish()
+        return CpuProgram(self._native_beside(), model)
+
+    def _native_beside(self) -> _native.Program:
+        """Returns a native program that shares the threads of the first."""
         first = self._first
-        return CpuProgram(_native.Program(first.isa, first.threads, self._kv_type, first), model)
+        return _native.Program(first.isa, first.threads, self._kv_type, first)
 
     def replace(self, program: CpuProgram) -> None:
         """Puts a program in the place of program 0, from which it takes over everything that steps have left."""
@@ -207,8 +234,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = self._adapters.program = program.native
 
     def close(self) -> None:
-        if self._write_behind:
-            self._write_behind.end()
+        self._write_behind.end()
         self._programs.clear()
         del self._first
 

@@ -1,4 +1,4 @@
-"""Writes a file of packed weights in a thread, while nothing is computed."""
+"""Writes files of packed weights in a thread, while nothing is computed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Generator
 from math import inf
 
 from penstock.backend.cpu.packed_file import PackedFile
@@ -16,14 +18,20 @@ NICENESS = 10  # of the thread: engines of other models go first
 
 
 class WriteBehind:
-    """Writes a file once a first step has been computed, so that no first token waits for it."""
+    """Writes files in turn once a first step has been computed, so that no first token waits for them."""
 
-    def __init__(self, file: PackedFile) -> None:
-        self._pieces = file.write()
-        self._complete = False
+    def __init__(self) -> None:
+        self._unwritten: deque[Generator[None, None, None]] = deque()  # the first of them has been begun, maybe
         self._resumes = inf  # when there will have been no step for QUIET_SECONDS
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._unwritten)
+
+    def add(self, file: PackedFile) -> None:
+        """Has one more file written, with its weights as they are now. Called before the first step."""
+        self._unwritten.append(file.write())
 
     def pause(self) -> None:
         """Holds the writing up: a step begins."""
@@ -37,19 +45,20 @@ class WriteBehind:
             self._thread.start()
 
     def end(self) -> None:
-        """Writes the rest if that is quick, and gives the file up if not."""
+        """Writes the rest if that is quick, and gives up the files that it is not enough for."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join()
             ends = time.monotonic() + LAST_SECONDS
-            while not self._complete and time.monotonic() < ends:
+            while self._unwritten and time.monotonic() < ends:
                 self._write_piece()
-        self._pieces.close()
+        for pieces in self._unwritten:
+            pieces.close()
 
     def _write(self) -> None:
         if sys.platform == "linux":  # where threads have priorities of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while not self._complete and self._waited_for_quiet():
+        while self._unwritten and self._waited_for_quiet():
             self._write_piece()
 
     def _waited_for_quiet(self) -> bool:
@@ -60,11 +69,11 @@ class WriteBehind:
 
     def _write_piece(self) -> None:
         try:
-            next(self._pieces)
+            next(self._unwritten[0])
         except (StopIteration, BlockingIOError, FileExistsError):  # written, by this process or another
-            self._complete = True
+            self._unwritten.popleft()
         except OSError as error:
             import logging  # takes longer than packing most models
 
             logging.getLogger(__name__).info("packed weights are not cached: %s", error)
-            self._complete = True
+            self._unwritten.popleft()

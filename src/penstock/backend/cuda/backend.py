@@ -146,10 +146,10 @@ class CudaBackend:
         with self._on_device(), self._shortage(f"the weight {tensor.name}"):
             return stacked_values([flat], self._dtype, self._workspace).view(heads, rows, width)
 
-    def load(self, model: Model, program: int = 0) -> None:
+    def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
         adapters = self._new_adapters() if program else self._adapters
         with self._on_device(), self._shortage(f"the workspace of {self._sizes}"):
-            loaded = LoadedProgram(model, self._shared, adapters, capture=self._capture)
+            loaded = LoadedProgram(model, self._shared, adapters, token_ids, capture=self._capture)
         self._programs[program] = loaded
         adapters.forget_graphs = loaded.graphs.forget_adapters
         if program == 0 and self._capture:

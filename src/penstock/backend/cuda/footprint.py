@@ -62,6 +62,9 @@ def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> i
         widths += e.top_k * (3 * e.hidden + spec.dim + 4) + 2 * e.count + 3 * spec.shared_hidden
     if spec.per_layer:
         widths += 2 * spec.layers * spec.per_layer.width
+    if spec.observed:
+        streams = len(spec.observed.layers)  # each is kept, and they are joined one by one
+        widths += (streams + sum(range(2, streams + 1))) * spec.dim + spec.observed.width
     if spec.altup:
         widths += 3 * spec.altup.streams * spec.dim
     if attn.index:

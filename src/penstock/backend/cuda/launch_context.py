@@ -23,6 +23,7 @@ class Memory:
     tokens: Any  # [T] the step's tokens, all known
     arena: Arena  # where weights, caches and buffers are
     adapters: CudaAdapters
+    token_ids: Any = None  # [vocab] the token that each sampled one is read as; None: the same
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
     planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them

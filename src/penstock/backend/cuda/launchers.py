@@ -119,7 +119,8 @@ def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
 def embed(context: Context, step: DeviceInputs, out: Any, *, table: Weight, partial: bool) -> None:
     memory = context.memory
     tokens = memory.tokens[: len(out)]
-    resolve_tokens(step.tokens, step.token_slots, memory.last, tokens, table.rows if partial else MAX_TOKEN)
+    vocab = table.rows if partial else MAX_TOKEN
+    resolve_tokens(step.tokens, step.token_slots, memory.last, tokens, vocab, memory.token_ids)
     table.gather(tokens, out)
 
 
@@ -238,7 +239,8 @@ def attend(
     if len(step.tiles):
         places = step.tiles, step.tables, step.header
         tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
-        how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
+        hopper = tilings.hopper_attention(spec.head_dim)
+        how = {"scales": scales, "tiling": tiling, "hopper": hopper, **options, **whole_rows}
         prefill_attention(qkv, cache, *places, out, spec.scale, **how)
     if len(step.splits):
         places = step.splits, step.tables, step.header

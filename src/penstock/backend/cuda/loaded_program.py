@@ -31,10 +31,20 @@ SAMPLING = ("sampled", "target", "sample_slots", "temperature", "top_p", "top_k"
 class LoadedProgram:
     """Runs one loaded model: it has its own KV cache, recurrent states, last sampled tokens and graphs."""
 
-    def __init__(self, model: Model, shared: SharedMemory, adapters: CudaAdapters, *, capture: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        shared: SharedMemory,
+        adapters: CudaAdapters,
+        token_ids: Sequence[int] = (),
+        *,
+        capture: bool,
+    ) -> None:
         device, sizes = shared.device, shared.sizes
         last = torch.zeros(sizes.rows + 1, dtype=torch.int32, device=device)
         self.memory = Memory(last, shared.tokens, shared.arena, adapters)
+        if token_ids:
+            self.memory.token_ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
         self.program = CudaProgram(model, self.memory, shared)
         self.graphs = Graphs(self.program, capture)
         self.sampler = DeviceSampler(device, sizes.rows)

@@ -41,11 +41,14 @@ from penstock.types import StepResult
 class RefProgram:
     """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
 
-    def __init__(self, model: Model, adapters: LoadedAdapters, hidden: RefHidden) -> None:
+    def __init__(
+        self, model: Model, adapters: LoadedAdapters, hidden: RefHidden, token_ids: Sequence[int] = ()
+    ) -> None:
         self.model = model
+        self._token_ids = token_ids
         self._adapters = adapters
         self._hidden = hidden
-        self._last: dict[int, int] = {}  # slot: the token it sampled last
+        self._last: dict[int, int] = {}  # slot: the token it sampled last, as it is read
         self._pools = Pools()
         self.reserve(1, 1, 1)
         self.kv_bytes = sum(array.nbytes for array in self.cache.arrays)
@@ -67,7 +70,7 @@ class RefProgram:
             result = self._pools.answer(batch, result, lambda first, last: states[0][first:last])
         for slot, row in zip(batch.slots.tolist(), result.rows, strict=True):
             if row.tokens:
-                self._last[slot] = row.tokens[-1]
+                self._last[slot] = self._token_ids[row.tokens[-1]] if self._token_ids else row.tokens[-1]
         return result
 
     def forward(self, batch: Batch) -> tuple[Floats, list[Floats]]:
@@ -119,8 +122,8 @@ class RefBackend(SynchronousBackend[RefProgram]):
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return StoredAs("F32", 32)
 
-    def load(self, model: Model, program: int = 0) -> None:
-        self._programs[program] = RefProgram(model, self._adapters.slots, self._hidden)
+    def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
+        self._programs[program] = RefProgram(model, self._adapters.slots, self._hidden, token_ids)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self._hidden.reserve(num_blocks, block_size)

@@ -147,6 +147,12 @@ class Account:
             values[f"reset-{kind}"] = f"{allowance.seconds_to(allowance.limit):.3f}s"
         return [(f"x-ratelimit-{name}".encode(), str(value).encode()) for name, value in values.items()]
 
+    def count_until_done(self, task: asyncio.Task[None]) -> None:
+        """Counts work that goes on after its HTTP request among what the key has in flight."""
+        if not task.done():
+            self.__enter__()
+            task.add_done_callback(lambda _: self.__exit__(None, None, None))
+
     def __enter__(self) -> Self:
         self.running += 1
         return self

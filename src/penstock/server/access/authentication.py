@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +22,7 @@ CHANGING = (
     *("/pause", "/resume", "/continue_generation", "/update_weights", "/abort_requests", "/reset_prefix_cache"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
 )
+ENDING = re.compile("DELETE /v1/(streams|responses)/[^/]+|POST /v1/(responses|batches)/[^/]+/cancel")
 CHANGING_WITH_GET = ("/flush_cache", "/unload")  # they change what every request finds
 
 
@@ -60,13 +63,18 @@ class Authentication:
 
     def _admit(self, key: Key, account: Account, scope: Scope) -> None:
         """Checks rights and limits. Requests that only read are not limited: they need no engine, and clients
-        that poll an answer send many."""
+        that poll an answer send many. Nor are those that end work: a key at its limits needs them most."""
         path = scope["path"]
-        if scope["method"] in READING and path not in CHANGING_WITH_GET:
+        if (scope["method"] in READING and path not in CHANGING_WITH_GET) or ends_work(scope):
             return
         if path.startswith((*CHANGING, *CHANGING_WITH_GET)) and not key.admin:
             raise account.forbidden("admin", f"{scope['method']} {path}: this needs a key made with --admin")
         account.begin()
+
+
+def ends_work(scope: Scope) -> bool:
+    """Returns whether a request only ends what another has begun."""
+    return ENDING.fullmatch(f"{scope['method']} {scope['path']}") is not None
 
 
 def _given(scope: Scope) -> list[bytes]:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.keys import read
 from penstock.server.access.accounts import Accounts
-from penstock.server.access.authentication import READING, Authentication
+from penstock.server.access.authentication import READING, Authentication, ends_work
 from penstock.server.access.in_flight import Admission, InFlight, requests_in_flight
 from penstock.server.access.origins import Origins, check_origins
 from penstock.server.bodies import MAX_BODY
@@ -93,7 +93,7 @@ class Guard:
         try:
             _check_url(scope)
             context.read_headers(Request(scope).headers)
-            if takes_place := scope["method"] not in READING:
+            if takes_place := scope["method"] not in READING and not ends_work(scope):
                 self._in_flight.check()  # refused at once, before its body comes
         except PenstockError as error:
             return await error_response(Request(scope), error)(scope, receive, send)

@@ -28,6 +28,7 @@ from penstock.server.responses.events import (
     OutputTextDone,
     PartAdded,
     PartDone,
+    ReadingFailed,
     ReasoningDelta,
     ReasoningDone,
     ResponseEvent,
@@ -79,7 +80,9 @@ class ResponseWriter:
         self.response = response
         self.deltas = turn.deltas
         self._explanation = Explanation(served, context, turn.requests)
-        self.framing = Framing(EVENT_STREAM, bytes, b"", lambda error: b"".join(map(framed, self.fail(error))))
+        self.framing = Framing(
+            EVENT_STREAM, bytes, b"", lambda error: b"".join(map(framed, self.fail(error))), self._lost
+        )
         self._turn = turn
         self._tools = tools
         self._tokenizer = served.text.tokenizer
@@ -120,6 +123,9 @@ class ResponseWriter:
 
     def cancel(self) -> Iterator[ResponseEvent]:
         return self._numbered(self._end("cancelled"))
+
+    def _lost(self, error: PenstockError) -> bytes:
+        return framed(ReadingFailed(sequence_number=self._sent, code=error.code, message=error.message))
 
     def _numbered(self, events: Iterable[ResponseEvent]) -> Iterator[ResponseEvent]:
         for event in events:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from math import inf
 
 from penstock.errors import PenstockError
 from penstock.server.chat.stream import Deltas
 from penstock.server.responses.answer import ResponseWriter
 from penstock.server.responses.events import ResponseEvent, framed
+from penstock.server.streams.buffer import ByteBudget, EventBuffer
+from penstock.server.streams.kept import numbered
 
-NO_MORE_EVENTS = b": there are no more events\n\n"
+STREAM_BYTES = 16 * 2**20  # of one response's events that are kept
 
 log = logging.getLogger(__name__)
 
@@ -23,12 +26,11 @@ class BackgroundResponse:
 
     def __init__(self, writer: ResponseWriter, *, streamed: bool, on_end: Callable[[], None]) -> None:
         self.streamed = streamed
-        self.framing = writer.framing
-        self.events: list[bytes] = []  # only if they are kept
+        self.framing = writer.framing.for_reader()
+        self.buffer = EventBuffer(STREAM_BYTES, ByteBudget(inf))  # empty unless they are kept
         self.done = False
         self._writer = writer
         self._on_end = on_end
-        self._changed = asyncio.Event()
         self._keep(writer.queue())
         self.task = asyncio.create_task(self._run(writer.deltas))
 
@@ -37,18 +39,6 @@ class BackgroundResponse:
         await asyncio.wait({self.task})
         if not self.done:
             self._finish(self._writer.cancel())
-
-    async def follow(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Yields its events, as they are made, after the one with this number."""
-        first = at = after + 1
-        while at < len(self.events) or not self.done:
-            if at < len(self.events):
-                yield self.events[at]
-                at += 1
-            else:
-                await self._changed.wait()
-        if at == first:
-            yield NO_MORE_EVENTS
 
     async def _run(self, deltas: Deltas) -> None:
         try:
@@ -69,11 +59,10 @@ class BackgroundResponse:
     def _finish(self, events: Iterable[ResponseEvent]) -> None:
         self.done = True
         self._keep(events)
+        self.buffer.end()
         self._on_end()
 
     def _keep(self, events: Iterable[ResponseEvent]) -> None:
         for event in events:
             if self.streamed:
-                self.events.append(framed(event))
-        self._changed.set()
-        self._changed.clear()
+                self.buffer.append(numbered(self._writer.response.id, event.sequence_number, framed(event)))

@@ -13,7 +13,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
 from penstock.errors import InvalidRequest
-from penstock.server.access.accounts import Account
 from penstock.server.access.in_flight import InFlight
 from penstock.server.bodies import read_body
 from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
@@ -44,6 +43,8 @@ from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.served_model import ServedModel
 from penstock.server.speculation_fields import limit_drafts
 from penstock.server.sse import StreamResponse, json_response, reply
+from penstock.server.streams.endpoints import position, read_on
+from penstock.server.streams.kept import KeptStreams
 from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
 
@@ -59,8 +60,9 @@ INPUT_ITEMS = Operation(query=ItemsQuery)
 class Responses:
     """Holds the endpoints, and the responses they share."""
 
-    def __init__(self, store: ResponseStore | None = None) -> None:
+    def __init__(self, streams: KeptStreams, store: ResponseStore | None = None) -> None:
         self._store = store or ResponseStore()
+        self._streams = streams
         self._background = InFlight("background responses", lambda: MAX_BACKGROUND, ", or cancel one")
         self._jobs: set[BackgroundResponse] = set()  # in progress
 
@@ -80,6 +82,7 @@ class Responses:
             return self._start(context, stored, writer, streamed=bool(body.stream))
         if body.stores:
             writer.on_end = lambda: self._store.put(stored)
+        context.stream_id = stored.response.id
         return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream), framing=writer.framing)
 
     async def input_tokens(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
@@ -90,26 +93,32 @@ class Responses:
         return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
     async def retrieve(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
-        query, stored = (
-            read_query(context, http, RetrieveQuery),
-            self._store.get(http.path_params["id"], context.key_name),
-        )
-        if not query.stream:
-            if query.starting_after is not None:
-                raise InvalidRequest("starting_after needs stream=true", param="starting_after")
-            return json_response(stored.response)
+        query, id = read_query(context, http, RetrieveQuery), http.path_params["id"]
+        if query.stream:
+            return self._stream_again(context, id, position(http, id, query.starting_after))
+        if query.starting_after is not None:
+            raise InvalidRequest("starting_after needs stream=true", param="starting_after")
+        return json_response(self._store.get(id, context.key_name).response)
+
+    def _stream_again(self, context: RequestContext, id: str, after: int) -> HttpResponse:
+        """Returns the events of a response after the one with this number."""
+        if (kept := self._streams.find(id, context.key_name)) is not None:
+            return read_on(self._streams, context, kept, after)
+        stored = self._store.get(id, context.key_name)
         if stored.job is None or not stored.job.streamed:
             raise InvalidRequest(
-                "only a response made with background and stream can be streamed again: leave stream out",
+                "only a response made with stream, and with background or x-penstock-resume, can be streamed again: "
+                "leave stream out",
                 param="stream",
             )
-        after = -1 if query.starting_after is None else query.starting_after
-        return StreamResponse(context, stored.job.follow(after), stored.job.framing)
+        return StreamResponse(context, stored.job.buffer.follow(after), stored.job.framing)
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
         stored = self._store.get(http.path_params["id"], context.key_name)
         if stored.job is not None:
             await stored.job.cancel()
+        if (kept := self._streams.find(stored.response.id, context.key_name)) is not None:
+            await self._streams.delete(kept)
         self._store.remove(stored.response.id, context.key_name)
         return json_response({"id": stored.response.id, "object": "response", "deleted": True})
 
@@ -157,19 +166,12 @@ class Responses:
         self._jobs.add(job)
         job.task.add_done_callback(lambda _: self._end(job))
         if (payer := context.payer) is not None:
-            context.on_end(lambda: _count_until_done(payer, job))
-        return StreamResponse(context, job.follow(), writer.framing) if streamed else json_response(stored.response)
+            context.on_end(lambda: payer.count_until_done(job.task))
+        return StreamResponse(context, job.buffer.follow(), job.framing) if streamed else json_response(stored.response)
 
     def _end(self, job: BackgroundResponse) -> None:
         self._jobs.discard(job)
         self._background.release()
-
-
-def _count_until_done(payer: Account, job: BackgroundResponse) -> None:
-    """Counts a response that goes on after its HTTP request among what its key has in flight."""
-    if not job.task.done():
-        payer.__enter__()
-        job.task.add_done_callback(lambda _: payer.__exit__(None, None, None))
 
 
 def _response(

@@ -92,9 +92,17 @@ class CustomInputDone(ItemEvent, tag="response.custom_tool_call_input.done"):
     input: str
 
 
+class ReadingFailed(ResponseEvent, tag="error"):
+    """Tells one reader why it gets no more events. The response itself may go on."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
 IN_PROGRESS = ItemAdded | ItemDone | PartAdded | PartDone | OutputTextDelta | OutputTextDone | ReasoningDelta
 IN_PROGRESS |= ReasoningDone | ArgumentsDelta | ArgumentsDone | CustomInputDelta | CustomInputDone
-EVENTS: Any = reduce(or_, LIFECYCLE.values(), IN_PROGRESS)
+EVENTS: Any = reduce(or_, LIFECYCLE.values(), IN_PROGRESS | ReadingFailed)
 
 
 def framed(event: ResponseEvent) -> bytes:

@@ -31,8 +31,8 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        events = self.job.events if self.job is not None else []
-        return len(encode(self.response)) + len(encode(self.input)) + sum(map(len, events))
+        events = 0 if self.job is None else self.job.buffer.bytes
+        return len(encode(self.response)) + len(encode(self.input)) + events
 
 
 class ResponseStore:

@@ -195,6 +195,7 @@ class EngineCollector:
             ("steps", "Steps of the engine", stats.steps),
             ("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens),
             ("cached_tokens", "Prompt tokens whose KV was reused", stats.cached_tokens),
+            ("adopted_blocks", "Blocks whose KV an engine before had computed", stats.adopted_blocks),
             ("generated_tokens", "Tokens generated", stats.generated_tokens),
             ("preemptions", "Sequences sent back to wait for blocks", stats.preemptions),
             ("grammars", "Grammars compiled", stats.grammars),

@@ -389,9 +389,10 @@ void Program::answer(int buffer) {
 
 // ---- running ----
 
-void Program::reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups) {
+void Program::reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups,
+                         MemoryFile* file) {
   const std::lock_guard lock(running_);
-  cache_.reserve(blocks, block_size, groups);
+  cache_.reserve(blocks, block_size, groups, file);
   states_.reserve(states);
   group_windows_.assign(cache_.groups(), 1);
   for (size_t layer = 0; layer < windows_.size(); ++layer) {
@@ -502,12 +503,19 @@ void Program::know_tokens(const Step& step) {
   }
 }
 
+void Program::read_tokens_as(std::vector<int32_t> ids) {
+  require(answer_ >= 0 && (ids.empty() || ids.size() == at(answer_).width),
+          "a program reads each of the tokens that it samples as another one, or none of them");
+  read_as_ = std::move(ids);
+}
+
 void Program::remember_tokens(const Step& step, const Draws& draws, const std::vector<int32_t>& tokens) {
   for (size_t s = 0, row = 0; s < tokens.size(); ++s) {
     while (step.row_start[row + 1] <= step.sampled[s]) ++row;
     const auto slot = size_t(step.slots[row]);
     if (slot >= last_sampled_.size()) last_sampled_.resize(slot + 1, LAST_SAMPLED);
-    if (draws.target[s] < 0) last_sampled_[slot] = tokens[s];
+    if (draws.target[s] < 0)
+      last_sampled_[slot] = read_as_.empty() || tokens[s] < 0 ? tokens[s] : read_as_[size_t(tokens[s])];
   }
 }
 

@@ -103,8 +103,11 @@ class Program {
   void load_hidden(size_t number, int out);
   void keep(int buffer);    // no op added later may write to it, so its rows can be read after a step
   void answer(int buffer);  // the result of a step; no op is added after it
+  void read_tokens_as(std::vector<int32_t> ids);  // what each sampled token is as LAST_SAMPLED; empty: the same
 
-  void reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups);
+  // Without a file, the KV cache is private memory; recurrent states always are.
+  void reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups,
+                  MemoryFile* file = nullptr);
   // Takes over the KV cache, recurrent states, last tokens and adapters of a program with the same layers and weights,
   // which cannot run any more.
   void take_over(Program& other);
@@ -175,7 +178,8 @@ class Program {
   Frame frame_;
   Sampler sampler_;
   std::vector<int32_t> known_;         // the step's tokens
-  std::vector<int32_t> last_sampled_;  // by slot
+  std::vector<int32_t> last_sampled_;  // by slot, as it is read
+  std::vector<int32_t> read_as_;       // by sampled token; empty: it is read as it is
   std::mutex running_;
   int answer_ = -1, kept_ = -1;
   size_t vocab_ = 0;      // rows of the smallest embedding table

@@ -13,22 +13,30 @@ MAX_TOKEN = 2**31 - 1
 
 
 @triton.jit(do_not_specialize=["count", "vocab"])
-def _resolve_tokens(tokens, slots, last, out, count, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _resolve_tokens(
+    tokens, slots, last, ids, out, count, vocab, MAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     let_next_start(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     wait_for_previous(PDL)
     token = tl.load(tokens + at, inside, 0)
     sampled = tl.load(last + tl.load(slots + at, inside, 0), inside, 0)
+    if MAPS:
+        sampled = tl.load(ids + sampled, inside, 0)
     token = tl.where(token < 0, sampled, token)
     tl.store(out + at, tl.where(token < vocab, token, 0), inside)
 
 
-def resolve_tokens(tokens: Any, slots: Any, last: Any, out: Any, vocab: int = MAX_TOKEN) -> None:
-    """Writes the step's tokens to `out`; where one is LAST_SAMPLED, the token that its slot sampled in the step before.
-    Tokens from `vocab` on become 0."""
-    count = len(tokens)
-    _resolve_tokens[(triton.cdiv(count, 256),)](tokens, slots, last, out, count, vocab, BLOCK=256, **launch_options())
+def resolve_tokens(
+    tokens: Any, slots: Any, last: Any, out: Any, vocab: int = MAX_TOKEN, token_ids: Any | None = None
+) -> None:
+    """Writes the step's tokens to `out`; where one is LAST_SAMPLED, the token that its slot sampled in the step before,
+    or what `token_ids` has in its place. Tokens from `vocab` on become 0."""
+    count, maps = len(tokens), token_ids is not None
+    ids = token_ids if maps else last
+    how = {"MAPS": maps, "BLOCK": 256, **launch_options()}
+    _resolve_tokens[(triton.cdiv(count, 256),)](tokens, slots, last, ids, out, count, vocab, **how)
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Keeps streams whose clients may lose their connection and come back."""
