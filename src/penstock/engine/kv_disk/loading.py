@@ -124,7 +124,7 @@ class Loader:
             queue.put(loading)
 
     def observe(self, size: int, seconds: float) -> None:
-        """Learns from so many bytes that took so long."""
+        """Takes note of so many bytes that took so long."""
         self.rate += (LEARNED if self.rate else 1.0) * (size / seconds - self.rate)
 
     def forgive(self) -> None:

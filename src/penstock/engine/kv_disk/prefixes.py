@@ -16,7 +16,7 @@ from penstock.backend.base import Backend, BlockMemory
 from penstock.core import hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
-from penstock.core.step_cost import PromptCost
+from penstock.core.step_cost import CostModel, PromptCost
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.kv_disk.loading import Loader, Loading
 from penstock.engine.kv_disk.rates import Rates, read_rates, write_rates
@@ -132,11 +132,12 @@ class DiskPrefixes(NoDiskPrefixes):
         self._touch(min(len(store), TOUCHED // host.block_bytes, limits.num_blocks, limits.host_places))
 
     def _touch(self, count: int) -> None:
-        """Touches the memory that the first prompts after a restart are read into, which the system gives slowly. No
-        block or place is in use yet."""
-        zeros = bytes(self._host.block_bytes)
+        """Touches the memory that the first prompts after a restart are read into, which the system gives slowly: of
+        free blocks, and of places, none of which is in use yet."""
+        zeros, free = bytes(self._host.block_bytes), self._cache.pool.snapshot()
         for at in range(count):
-            self._memory.import_blocks([at], zeros)
+            if at in free:
+                self._memory.import_blocks([at], zeros)
             self._host.fill(at)[:] = zeros
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -360,13 +361,13 @@ def open_prefixes(
     host: HostBlocks | None,
     backend: Backend,
     limits: Limits,
-    prompts: PromptCost,
+    costs: CostModel,
     chain: hashing.Chain,
 ) -> NoDiskPrefixes:
     """Returns what keeps prompts in a store, if there is one, and memory to read them into."""
     if store is None or host is None:
         return NoDiskPrefixes()
-    return DiskPrefixes(store, cache, host, backend.kv, limits, prompts, chain)
+    return DiskPrefixes(store, cache, host, backend.kv, limits, costs.prompts, chain)
 
 
 def pack(tokens: Sequence[int]) -> bytes:
