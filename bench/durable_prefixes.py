@@ -24,6 +24,8 @@ from typing import Any
 import httpx
 
 READY_SECONDS = 120.0
+WINDOW = 2.0  # seconds in which streams are watched
+STREAM_TOKENS = 400
 FIRST_ID, LAST_ID = 1000, 40000  # token ids of plain text, in any vocabulary
 
 
@@ -34,11 +36,11 @@ class Client:
         self._http = http
         self._model = model
 
-    async def first_token(self, prompt: Sequence[int]) -> tuple[float, dict[str, Any]]:
+    async def first_token(self, prompt: Sequence[int], **fields: Any) -> tuple[float, dict[str, Any]]:
         """Returns the seconds to the first token of an answer, and what the server reports about it."""
         began = time.perf_counter()
         first, report = 0.0, {}
-        async for event in self._stream(prompt, 2, penstock=True):
+        async for event in self._stream(prompt, 2, penstock=True, **fields):
             first = first or time.perf_counter() - began
             report = event.get("penstock") or report
         return first, report["choices"][0]
@@ -108,7 +110,7 @@ async def until_written(client: Client, blocks: int) -> None:
 async def first_tokens(options: argparse.Namespace, folder: str) -> bool:
     """Compares the three times to the first token; returns whether they are as they should be."""
     prompts = [random_prompt(seed, options.tokens) for seed in range(options.tries)]
-    disk = ["--kv-disk", folder]
+    disk = ["--kv-disk", folder, "--max-wait", "0"]
     async with server(options, disk) as client:
         await client.first_token(random_prompt(10_000, options.tokens))
         computed = [(await client.first_token(prompt))[0] for prompt in prompts]
@@ -128,30 +130,57 @@ async def first_tokens(options: argparse.Namespace, folder: str) -> bool:
     return ratios[0] <= 1.5 and ratios[1] >= 15
 
 
+class Streams:
+    """Keeps streams running, and knows the time between two tokens of each at any time."""
+
+    def __init__(self, client: Client, count: int) -> None:
+        self._client = client
+        self._gaps: list[tuple[float, float]] = []
+        self._running = [asyncio.create_task(self._run(seed)) for seed in range(count)]
+
+    async def _run(self, seed: int) -> None:
+        while True:
+            await self._client.gaps(random_prompt(20_000 + seed, 32), STREAM_TOKENS, self._gaps)
+
+    async def during(self, prompt: Sequence[int], **fields: Any) -> float:
+        """Returns the mean time between two tokens from when a prompt is sent until WINDOW seconds after its first
+        token. What computing or copying it takes is part of that."""
+        began = time.perf_counter()
+        await self._client.first_token(prompt, **fields)
+        await asyncio.sleep(WINDOW)
+        return mean(gap for at, gap in self._gaps if at >= began)
+
+    def stop(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+
 async def beside_streams(options: argparse.Namespace, folder: str) -> None:
-    """Measures the time between two tokens of other streams while prompts are written and while they are read, against
-    a server that does neither."""
-    prompts = [random_prompt(100 + seed, options.tokens) for seed in range(options.tries)]
-    for name, more in (("no disk", []), ("written", ["--kv-disk", folder]), ("read", ["--kv-disk", folder])):
-        async with server(options, more) as client:
-            found: list[tuple[float, float]] = []
-            tokens = 24 * options.tries
-            streams = [client.gaps(random_prompt(20_000 + at, 32), tokens, found) for at in range(options.streams)]
-            running = asyncio.gather(*streams)
-            await asyncio.sleep(2.0)
-            asked = []
-            for prompt in prompts:
-                asked.append(await client.first_token(prompt))
-                await asyncio.sleep(0.5)
-            end = time.perf_counter()
-            await running
-        gaps = sorted(gap for at, gap in found if at <= end)
-        ttft = median(seconds for seconds, _ in asked)
-        high = gaps[int(len(gaps) * 0.99)]
-        print(
-            f"{name:<8} ITL mean {mean(gaps) * 1e3:6.2f} ms, median {median(gaps) * 1e3:6.2f}, p99 {high * 1e3:6.1f}; "
-            f"TTFT of the prompts {ttft * 1e3:7.1f} ms; reused {asked[-1][1]['cache']['reused_tokens']}"
-        )
+    """Measures the time between two tokens of other streams: with a prompt that is written to disk against one that is
+    not, and with one that is read against one that the cache has, in turn."""
+    prompts = [random_prompt(100 + seed, options.tokens) for seed in range(2 * options.tries)]
+    disk = ["--kv-disk", folder, "--max-wait", "0"]
+    async with server(options, disk) as client:
+        streams = Streams(client, options.streams)
+        await asyncio.sleep(WINDOW)
+        pairs = []
+        for prompt, other in zip(prompts[::2], prompts[1::2], strict=True):
+            pairs.append((await streams.during(prompt), await streams.during(other, cache_prompt=False)))
+        streams.stop()
+        report("written", pairs)
+        await until_written(client, (options.tokens - 1) // 16 * options.tries)
+    async with server(options, disk) as client:
+        streams = Streams(client, options.streams)
+        await asyncio.sleep(WINDOW)
+        pairs = [(await streams.during(prompt), await streams.during(prompt)) for prompt in prompts[::2]]
+        streams.stop()
+        report("read", pairs)
+
+
+def report(name: str, pairs: Sequence[tuple[float, float]]) -> None:
+    with_disk, without = (median(times) * 1e3 for times in zip(*pairs, strict=True))
+    ratio = median(first / second for first, second in pairs)
+    print(f"{name:<8} ITL {with_disk:6.2f} ms, otherwise {without:6.2f} ms, median of ratios {ratio:.3f}")
 
 
 def random_prompt(seed: int, tokens: int) -> list[int]:

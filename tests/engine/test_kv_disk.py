@@ -13,11 +13,15 @@ import pytest
 
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import configure
-from penstock.core import check
+from penstock.core import check, hashing
+from penstock.core.kvcache import KvCache
 from penstock.core.step_cost import PromptCost
+from penstock.core.tiers import CopyCosts
 from penstock.engine.build import open_engine
 from penstock.engine.engine import Engine
+from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.kv_disk import loading
+from penstock.engine.kv_disk.prefixes import DiskPrefixes
 from penstock.engine.kv_disk.rates import Rates, read_rates, write_rates
 from penstock.engine.kv_disk.segment import BlockLayout
 from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
@@ -392,3 +396,19 @@ def test_rates_outlive_a_server(tmp_path: Path) -> None:
     for text in ("", "{}", "[1]", '{"token": -1, "pair": 0, "read": 0}', '{"token": "x", "pair": 0, "read": 0}'):
         (tmp_path / "rates.json").write_text(text)
         assert read_rates(tmp_path) == Rates()
+
+
+def test_blocks_that_are_in_use_at_the_start_are_left_alone(serve) -> None:
+    server = serve()
+    server.answer(*PROMPT)
+    server.close()
+    server.store.open()
+    memory, cache = FakeBackend(LIMITS.vocab), KvCache(LIMITS)
+    memory.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
+    used = cache.pool.take()
+    memory.kv.import_blocks([used], bytes(range(len(memory.kv.export_blocks([used])))))
+    before = memory.kv.export_blocks([used])
+    host = HostBlocks(LIMITS, memory.kv, CopyCosts())
+    DiskPrefixes(server.store, cache, host, memory.kv, LIMITS, PromptCost(), hashing.chain).close()
+    assert memory.kv.export_blocks([used]) == before
+    assert not any(memory.kv.export_blocks([cache.pool.take()]))

@@ -115,20 +115,18 @@ class Engine(WeightControl):
         self._scheduler = Scheduler(
             limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
         )
-        self._adopted = 0 if ledger is None else ledger.adopt_into(self._scheduler.cache)
+        cache = self._scheduler.cache
+        self._adopted = 0 if ledger is None else ledger.adopt_into(cache)
         self._batcher = Batcher(limits)
         self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
-        tiers = self._scheduler.cache, self._host_blocks, backend
-        self._disk = open_prefixes(kv_store, *tiers, limits, self._costs.prompts, chain)
+        self._disk = open_prefixes(kv_store, cache, self._host_blocks, backend, limits, self._costs, chain)
         self._waiting_room = WaitingRoom()
-        self._constrained = 0  # requests that run and have a constraint
-        self._mirostats = 0  # requests that run and learn from their tokens' surprise
+        self._constrained = self._mirostats = 0  # requests that have a constraint, that learn from tokens' surprise
         self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
-        self._answered = 0.0  # when the last step's answer came
-        self._goes_on = False  # after it there was more to compute
+        self._answered = self._busy_seconds = 0.0  # when the last step's answer came; spent in steps
+        self._goes_on = self._out_of_memory = False  # after that step there was more to compute; it found no memory
         self._events: list[Event] = []
-        self._busy_seconds, self._computed = 0.0, 0
-        self._out_of_memory = False  # the last step found too little memory
+        self._computed = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self.recorder = FlightRecorder()
 

@@ -9,10 +9,8 @@ from itertools import count
 from queue import SimpleQueue
 
 from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
-from penstock.engine.low_priority import set_nice
 
 THREADS = 2  # checking blocks takes longer than reading them
-NICE = 5  # a third of the time of a processor that others want too
 LEARNED = 0.3  # weight of the latest rate
 FORGIVEN = 1.02  # factor of the rate, with each chain that was not read because of it
 PATIENCE = 0.05  # of the time that computing takes: so long the first block may take
@@ -126,7 +124,7 @@ class Loader:
             queue.put(loading)
 
     def observe(self, size: int, seconds: float) -> None:
-        """Learns the rate from how long so many bytes took."""
+        """Takes note of so many bytes that took so long."""
         self.rate += (LEARNED if self.rate else 1.0) * (size / seconds - self.rate)
 
     def forgive(self) -> None:
@@ -149,6 +147,5 @@ class Loader:
             thread.start()
 
     def _work(self, queue: SimpleQueue[Loading | None]) -> None:
-        set_nice(threading.get_native_id(), NICE)
         while (loading := queue.get()) is not None:
             loading.run(self._store)

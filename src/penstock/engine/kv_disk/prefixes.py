@@ -16,7 +16,7 @@ from penstock.backend.base import Backend, BlockMemory
 from penstock.core import hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
-from penstock.core.step_cost import PromptCost
+from penstock.core.step_cost import CostModel, PromptCost
 from penstock.engine.host_blocks import HostBlocks
 from penstock.engine.kv_disk.loading import Loader, Loading
 from penstock.engine.kv_disk.rates import Rates, read_rates, write_rates
@@ -132,11 +132,12 @@ class DiskPrefixes(NoDiskPrefixes):
         self._touch(min(len(store), TOUCHED // host.block_bytes, limits.num_blocks, limits.host_places))
 
     def _touch(self, count: int) -> None:
-        """Touches the memory that the first prompts after a restart are read into, which the system gives slowly. No
-        block or place is in use yet."""
-        zeros = bytes(self._host.block_bytes)
+        """Touches the memory that the first prompts after a restart are read into, which the system gives slowly: of
+        free blocks, and of places, none of which is in use yet."""
+        zeros, free = bytes(self._host.block_bytes), self._cache.pool.snapshot()
         for at in range(count):
-            self._memory.import_blocks([at], zeros)
+            if at in free:
+                self._memory.import_blocks([at], zeros)
             self._host.fill(at)[:] = zeros
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -317,12 +318,21 @@ class DiskPrefixes(NoDiskPrefixes):
     def _keep(self, disk: RequestOnDisk, prompt: Sequence[int]) -> None:
         """Has the full blocks of a prompt written, and those that follow it in the prefix cache: its answers."""
         nodes = self._cache.trie.match(disk.salt, prompt, len(disk.hashes))
+        if disk.load is not None and not any(self._windows):
+            self._free_places(nodes[disk.load.first :])
         parents = [hashing.root(disk.salt), *disk.hashes]
         for node, hash, parent in zip(nodes, disk.hashes, parents, strict=False):
             self._pend(self._prompts, PendingBlock(node, hash, parent))
         if nodes and len(nodes) == len(disk.hashes):
             for block in _below(nodes[-1], disk.hashes[-1]):
                 self._pend(self._answers, block)
+
+    def _free_places(self, nodes: Sequence[PrefixNode]) -> None:
+        """Frees the places of blocks that were read and that the device has now: the disk has them too. The next
+        prompt is read into the same memory, which is faster than memory that was never touched."""
+        for node in nodes:
+            if self._cache.trie.on_device(node):
+                self._cache.host.drop(node)
 
     def _pend(self, pending: dict[bytes, PendingBlock], block: PendingBlock) -> None:
         if block.hash not in self._store and len(pending) < MOST_PENDING:
@@ -351,13 +361,13 @@ def open_prefixes(
     host: HostBlocks | None,
     backend: Backend,
     limits: Limits,
-    prompts: PromptCost,
+    costs: CostModel,
     chain: hashing.Chain,
 ) -> NoDiskPrefixes:
     """Returns what keeps prompts in a store, if there is one, and memory to read them into."""
     if store is None or host is None:
         return NoDiskPrefixes()
-    return DiskPrefixes(store, cache, host, backend.kv, limits, prompts, chain)
+    return DiskPrefixes(store, cache, host, backend.kv, limits, costs.prompts, chain)
 
 
 def pack(tokens: Sequence[int]) -> bytes:
