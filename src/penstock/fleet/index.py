@@ -1,0 +1,200 @@
+"""Knows which replicas hold which blocks of the prefix cache, from the block events that they send.
+
+A chain hash vouches for every block before it, and caches evict leaves first. So the replicas that hold a prompt's
+blocks only fall away with depth, and a lookup bisects instead of walking the prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+REMOVED, HOST, DEVICE = 0, 1, 2  # where a block lies now: nowhere, in host memory, on the device
+BITS = (0, 2, 3)  # by tier; of a replica's two bits, the low one means "on the device", the high one "held at all"
+
+BlockChange = tuple[int, Hashable]  # tier, chain hash
+
+
+class Holding(NamedTuple):
+    """Says how many leading blocks of a prompt one replica holds."""
+
+    device: int  # in device memory
+    held: int  # there or in host memory
+
+
+class _Feed:
+    """Follows the numbered events of one replica."""
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None
+        self.next = 0
+        self.retired: set[int] = set()  # epochs of earlier lives, whose late events are ignored
+
+
+class BlockIndex:
+    """Maps chain hashes to replicas and tiers. Replicas are small integers."""
+
+    def __init__(self) -> None:
+        self._bits: dict[Hashable, int] = {}
+        self._feeds: dict[int, _Feed] = {}
+        self._live = 0  # bits of the replicas whose events have no gap
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def is_live(self, replica: int) -> bool:
+        """Returns True if the index knows all that the replica holds, so that lookups may name it."""
+        return bool(self._live >> 2 * replica & 1)
+
+    def apply(self, replica: int, epoch: int, first: int, changes: Sequence[BlockChange]) -> bool:
+        """Applies changes that are numbered from `first` in the replica's epoch.
+
+        Returns False if events before them are missing. Lookups do not name the replica then until `restore` has been
+        given a snapshot. Changes that were applied before are skipped.
+        """
+        feed = self._feeds.setdefault(replica, _Feed())
+        if epoch in feed.retired:
+            return self.is_live(replica)
+        if epoch != feed.epoch:
+            self._begin(replica, feed, epoch, complete=first == 0)
+        elif first > feed.next:
+            self._live &= ~(3 << 2 * replica)
+        if not self.is_live(replica):
+            return False
+        if first < feed.next:
+            changes = changes[feed.next - first :]
+        feed.next += len(changes)
+        self._write(replica, changes)
+        return True
+
+    def restore(self, replica: int, epoch: int, following: int, held: Iterable[BlockChange]) -> None:
+        """Replaces what is known of a replica by a snapshot. `following` is the number of the first event after it.
+        A snapshot of an earlier life is ignored."""
+        feed = self._feeds.setdefault(replica, _Feed())
+        if epoch in feed.retired:
+            return
+        self._begin(replica, feed, epoch, complete=True)
+        feed.next = following
+        self._write(replica, held)
+
+    def drop(self, replica: int) -> None:
+        """Forgets a replica: it has left, or died. An epoch that it had is not believed again."""
+        feed = self._feeds.setdefault(replica, _Feed())
+        if feed.epoch is not None:
+            feed.retired.add(feed.epoch)
+            feed.epoch = None
+        self._clear(replica)
+
+    def holdings(self, hashes: Sequence[Hashable]) -> dict[int, Holding]:
+        """Returns what each replica holds of a prompt with these chain hashes, for those that hold any of it."""
+        if not hashes:
+            return {}
+        get, last = self._bits.get, len(hashes) - 1
+        bits = get(hashes[0], 0) & self._live
+        found: dict[int, Holding] = {}
+        at = 0
+        while bits:
+            if get(hashes[last], 0) & bits == bits:
+                _note(found, bits, last + 1)
+                break
+            low, high = at, last  # `bits` are all set at `low`, not all at `high`
+            while high - low > 1:
+                middle = (low + high) >> 1
+                if get(hashes[middle], 0) & bits == bits:
+                    low = middle
+                else:
+                    high = middle
+            rest = get(hashes[high], 0) & bits
+            _note(found, bits ^ rest, high)
+            bits, at = rest, high
+        return found
+
+    def held_by(self, replica: int) -> set[BlockChange]:
+        """Returns every block that the index believes a replica to hold, as a snapshot has them."""
+        shift = 2 * replica
+        found = ((bits >> shift & 3, block) for block, bits in self._bits.items())
+        return {(DEVICE if own & 1 else HOST, block) for own, block in found if own}
+
+    def _begin(self, replica: int, feed: _Feed, epoch: int, complete: bool) -> None:
+        if feed.epoch is not None and feed.epoch != epoch:
+            feed.retired.add(feed.epoch)
+        feed.epoch, feed.next = epoch, 0
+        self._clear(replica)
+        if complete:
+            self._live |= 3 << 2 * replica
+
+    def _clear(self, replica: int) -> None:
+        own = 3 << 2 * replica
+        self._live &= ~own
+        for block in [block for block, bits in self._bits.items() if bits & own]:
+            rest = self._bits[block] & ~own
+            if rest:
+                self._bits[block] = rest
+            else:
+                del self._bits[block]
+
+    def _write(self, replica: int, changes: Iterable[BlockChange]) -> None:
+        table, shift = self._bits, 2 * replica
+        own = ~(3 << shift)
+        values = [bits << shift for bits in BITS]
+        for tier, block in changes:
+            bits = table.get(block, 0) & own | values[tier]
+            if bits:
+                table[block] = bits
+            else:
+                table.pop(block, None)
+
+
+def _note(found: dict[int, Holding], bits: int, depth: int) -> None:
+    """Records that the replicas of these bits hold `depth` blocks and no more. What is on the device ends first."""
+    while bits:
+        lowest = bits & -bits
+        bits ^= lowest
+        replica, high = divmod(lowest.bit_length() - 1, 2)
+        before = found.get(replica)
+        if high:
+            found[replica] = Holding(before.device if before else 0, depth)
+        else:
+            found[replica] = Holding(depth, before.held if before else depth)
+
+
+class Predictions:
+    """Remembers which blocks a replica is about to hold because a request was just sent there.
+
+    Without this, prompts that arrive before the first one's events would be spread over all replicas.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[Hashable, dict[int, float]] = {}  # by block, then replica: the time at which it is forgotten
+        self._ends: deque[tuple[float, int, Sequence[Hashable]]] = deque()
+
+    def add(self, replica: int, hashes: Sequence[Hashable], until: float) -> None:
+        """Predicts that a replica holds these blocks, until a time in the caller's milliseconds."""
+        for block in hashes:
+            known = self._until.setdefault(block, {})
+            known[replica] = max(until, known.get(replica, until))
+        self._ends.append((until, replica, hashes))
+
+    def expire(self, now: float) -> None:
+        """Forgets predictions that have ended, in the order in which they were made."""
+        while self._ends and self._ends[0][0] <= now:
+            _, replica, hashes = self._ends.popleft()
+            for block in hashes:
+                known = self._until.get(block)
+                if known and known.get(replica, now + 1) <= now:
+                    del known[replica]
+                    if not known:
+                        del self._until[block]
+
+    def depths(self, hashes: Sequence[Hashable], now: float) -> dict[int, int]:
+        """Returns how many leading blocks of a prompt each replica is predicted to hold."""
+        found: dict[int, int] = {}
+        for depth, block in enumerate(hashes, 1):
+            known = self._until.get(block)
+            if not known:
+                break
+            for replica, until in known.items():
+                if until > now and found.get(replica, 0) == depth - 1:
+                    found[replica] = depth
+        return found
