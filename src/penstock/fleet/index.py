@@ -148,53 +148,55 @@ class BlockIndex:
 
 def _note(found: dict[int, Holding], bits: int, depth: int) -> None:
     """Records that the replicas of these bits hold `depth` blocks and no more. What is on the device ends first."""
+    both = Holding(depth, depth)
     while bits:
-        lowest = bits & -bits
-        bits ^= lowest
-        replica, high = divmod(lowest.bit_length() - 1, 2)
-        before = found.get(replica)
-        if high:
-            found[replica] = Holding(before.device if before else 0, depth)
+        replica = (bits & -bits).bit_length() - 1 >> 1
+        own = bits >> 2 * replica & 3
+        bits ^= own << 2 * replica
+        if own == 2 and replica in found:
+            found[replica] = Holding(found[replica].device, depth)
         else:
-            found[replica] = Holding(depth, before.held if before else depth)
+            found[replica] = Holding(0, depth) if own == 2 else both
+
+
+class _Prediction(NamedTuple):
+    replica: int
+    until: float
 
 
 class Predictions:
     """Remembers which blocks a replica is about to hold because a request was just sent there.
 
-    Without this, prompts that arrive before the first one's events would be spread over all replicas.
+    Without this, prompts that arrive before the first one's events would be spread over all replicas. The last decision
+    about a block counts; it vouches for all blocks before it.
     """
 
     def __init__(self) -> None:
-        self._until: dict[Hashable, dict[int, float]] = {}  # by block, then replica: the time at which it is forgotten
-        self._ends: deque[tuple[float, int, Sequence[Hashable]]] = deque()
+        self._last: dict[Hashable, _Prediction] = {}
+        self._ends: deque[tuple[_Prediction, Sequence[Hashable]]] = deque()
 
     def add(self, replica: int, hashes: Sequence[Hashable], until: float) -> None:
         """Predicts that a replica holds these blocks, until a time in the caller's milliseconds."""
-        for block in hashes:
-            known = self._until.setdefault(block, {})
-            known[replica] = max(until, known.get(replica, until))
-        self._ends.append((until, replica, hashes))
+        prediction = _Prediction(replica, until)
+        self._last.update(dict.fromkeys(hashes, prediction))
+        self._ends.append((prediction, hashes))
 
     def expire(self, now: float) -> None:
         """Forgets predictions that have ended, in the order in which they were made."""
-        while self._ends and self._ends[0][0] <= now:
-            _, replica, hashes = self._ends.popleft()
+        last = self._last
+        while self._ends and self._ends[0][0].until <= now:
+            prediction, hashes = self._ends.popleft()
             for block in hashes:
-                known = self._until.get(block)
-                if known and known.get(replica, now + 1) <= now:
-                    del known[replica]
-                    if not known:
-                        del self._until[block]
+                if last.get(block) is prediction:
+                    del last[block]
 
     def depths(self, hashes: Sequence[Hashable], now: float) -> dict[int, int]:
         """Returns how many leading blocks of a prompt each replica is predicted to hold."""
         found: dict[int, int] = {}
         for depth, block in enumerate(hashes, 1):
-            known = self._until.get(block)
-            if not known:
+            prediction = self._last.get(block)
+            if prediction is None:
                 break
-            for replica, until in known.items():
-                if until > now and found.get(replica, 0) == depth - 1:
-                    found[replica] = depth
+            if prediction.until > now:
+                found[prediction.replica] = depth
         return found

@@ -7,6 +7,7 @@ that answer wait while the prompt is computed, and a fuller KV cache evicts what
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
@@ -14,14 +15,20 @@ from penstock.fleet.index import BlockIndex, Holding, Predictions
 from penstock.fleet.ledger import Ledger, load_of
 from penstock.fleet.timing import EngineTiming
 
+OVERFLOW = 4.0  # a token that does not fit waits for an answer to end, which takes longer than computing it
+
+# total, replica, queue, prefill, pull, harm, memory, uncached, cached, pulled: a plain tuple, one for each candidate
+_Cost = tuple[float, int, float, float, float, float, float, int, int, int]
+
 
 class RoutingWeights(NamedTuple):
     """Tunes the router. A weight of 1 counts a millisecond of others like one of the request's own."""
 
     candidates: int = 16  # least loaded replicas that are considered beside those that hold a part of the prompt
     near: float = 0.05  # a replica is chosen at random among those that cost at most this share more than the best
-    harm: float = 0.05  # of a millisecond in which a row that answers has to wait
-    memory: float = 0.5  # of the milliseconds to compute again the tokens that are evicted
+    harm: float = 0.01  # of a millisecond in which a row that answers has to wait
+    later: float = 0.5  # of a millisecond of prefill, for those who will come while it lasts
+    memory: float = 0.1  # of the milliseconds to compute again the tokens that are evicted
     pull: bool = False  # whether blocks may be read from another replica
 
 
@@ -81,72 +88,71 @@ class Router:
         self._weights = weights or RoutingWeights()
         self._random = Random(seed)
         self._predictions = Predictions()
-        self._full_step_ms = timing.prefill_ms(timing.step_tokens)
+        self._ms_per_token = timing.prefill_ms(timing.step_tokens) / timing.step_tokens
 
     def route(self, prompt: Prompt, now: float) -> Route:
         """Returns the route of a request and enters it in the ledger, and in the index for the time of one prefill.
 
-        `now` is in milliseconds of any clock; it only says when predictions end.
+        `now` is in milliseconds of any clock, the one that the ledger's reports have.
         """
         held = self._held(prompt, now)
         source = max(held, key=lambda replica: held[replica].held, default=None) if self._weights.pull else None
         candidates = dict.fromkeys(self._ledger.least(self._weights.candidates))
         candidates.update(dict.fromkeys(held))
-        costs = [self._cost(replica, prompt, held, source, now) for replica in candidates]
-        costs.sort(key=_total)
-        near = costs[0].total * (1 + self._weights.near)
-        count = 1
-        while count < len(costs) and costs[count].total <= near:
-            count += 1
-        chosen = costs[self._random.randrange(count)] if count > 1 else costs[0]
-        if len(costs) > 1:
-            other = costs[1] if chosen is costs[0] else costs[0]
-            chosen = chosen._replace(next_best=(other.replica, other.total))
-        self._ledger.sent(chosen.replica, load_of(chosen.uncached, prompt.tokens))
-        self._predictions.add(chosen.replica, prompt.hashes, now + chosen.queue + chosen.prefill + chosen.pull)
-        return chosen
+        cost = self._cost
+        costs = [cost(replica, prompt, held, source, now) for replica in candidates]
+        best = min(costs)
+        near = best[0] * (1 + self._weights.near)
+        tied = [each for each in costs if each[0] <= near]
+        chosen = self._random.choice(tied) if len(tied) > 1 else best
+        others = [(each[1], each[0]) for each in costs if each is not chosen]
+        total, replica, queue, prefill, pull, harm, memory, uncached, own, pulled = chosen
+        self._ledger.sent(replica, load_of(uncached, prompt.tokens))
+        self._predictions.add(replica, prompt.hashes, now + queue + prefill + pull)
+        return Route(
+            *(replica, total, queue, prefill, pull, harm, memory, uncached, own, pulled),
+            source=source if pulled else None,
+            next_best=min(others, key=itemgetter(1)) if others else None,
+        )
 
     def _held(self, prompt: Prompt, now: float) -> dict[int, Holding]:
         """Returns what replicas hold or are about to hold, of those that may be chosen."""
         held = self._index.holdings(prompt.hashes)
+        for replica in [replica for replica in held if not self._ledger.knows(replica)]:
+            del held[replica]
         self._predictions.expire(now)
         for replica, depth in self._predictions.depths(prompt.hashes, now).items():
             known = held.get(replica)
+            if not self._ledger.knows(replica):
+                continue
             if known is None or known.device < depth:
                 held[replica] = Holding(depth, max(depth, known.held if known else 0))
-        return {replica: holding for replica, holding in held.items() if self._ledger.knows(replica)}
+        return held
 
-    def _cost(self, replica: int, prompt: Prompt, held: dict[int, Holding], source: int | None, now: float) -> Route:
-        timing, weights, load = self._timing, self._weights, self._ledger.load(replica)
-        holding = held.get(replica)
-        size, most = prompt.block_size, prompt.tokens - 1
-        own = min(holding.held * size, most) if holding else 0
-        loaded = own - min(holding.device * size, most) if holding else 0
-        pulled = 0
-        if source is not None and source != replica:
-            pulled = max(min(held[source].held * size, most) - own, 0)
+    def _cost(self, replica: int, prompt: Prompt, held: dict[int, Holding], source: int | None, now: float) -> _Cost:
+        timing, weights, tokens = self._timing, self._weights, prompt.tokens
+        queued, _, rows, kv_tokens, busy_until = self._ledger.load(replica)
+        own = loaded = pulled = 0
+        if held:
+            size, most = prompt.block_size, tokens - 1
+            if (holding := held.get(replica)) is not None:
+                own = min(holding.held * size, most)
+                loaded = own - min(holding.device * size, most)
+            if source is not None and source != replica:
+                pulled = max(min(held[source].held * size, most) - own, 0)
         pull = pulled * timing.pull_ms_per_token + loaded * timing.host_ms_per_token
-        uncached = prompt.tokens - own - pulled
-        share = min(load.kv_tokens / timing.kv_tokens, 1.0)
-        per_token = self._full_step_ms / timing.step_tokens
-        step = timing.decode_ms(share) if load.rows else 0.0
-        ahead = timing.prompt_ms(load.queued)
-        queue = ahead + max(load.busy_until - now, step / 2) + step * (load.queued // timing.step_tokens)
-        steps = (load.queued + uncached - 1) // timing.step_tokens - load.queued // timing.step_tokens + 1
-        prefill = timing.prompt_ms(load.queued + uncached) - ahead + step * steps
-        harm = weights.harm * load.rows * prefill
-        memory = weights.memory * share * (uncached + pulled) * per_token
-        over = load.kv_tokens + prompt.tokens - timing.kv_tokens
+        uncached = tokens - own - pulled
+        share = min(kv_tokens / timing.kv_tokens, 1.0)
+        step = timing.decode_ms(share) if rows else 0.0
+        before = queued // timing.step_tokens  # full steps
+        steps = (queued + uncached - 1) // timing.step_tokens - before + 1
+        ahead = timing.prompt_ms(queued) if queued else 0.0
+        queue = ahead + max(busy_until - now, step / 2) + step * before
+        prefill = timing.prompt_ms(queued + uncached) - ahead + step * steps
+        harm = (weights.harm * rows + weights.later) * prefill
+        memory = weights.memory * share * (uncached + pulled) * self._ms_per_token
+        over = kv_tokens + tokens - timing.kv_tokens
         if over > 0:
-            memory += over * per_token * OVERFLOW
+            memory += over * self._ms_per_token * OVERFLOW
         total = queue + prefill + pull + harm + memory
-        return Route(
-            replica, total, queue, prefill, pull, harm, memory, uncached, own, pulled, source if pulled else None, None
-        )
-
-
-OVERFLOW = 4.0  # a token that does not fit waits for an answer to end, which takes longer than computing it
-
-
-def _total(route: Route) -> float:
-    return route.total
+        return total, replica, queue, prefill, pull, harm, memory, uncached, own, pulled

@@ -32,7 +32,6 @@ class FleetReport(NamedTuple):
     """Sums up a simulation."""
 
     policy: str
-    requests: int
     ttft_mean_ms: float
     ttft_p99_ms: float
     itl_mean_ms: float
@@ -114,7 +113,6 @@ def _sum_up(policy: str, done: list[SimulatedRequest]) -> FleetReport:
     seconds = max(each.finished for each in done) / 1000
     return FleetReport(
         policy=policy,
-        requests=len(done),
         ttft_mean_ms=sum(ttft) / len(ttft),
         ttft_p99_ms=ttft[min(int(0.99 * len(ttft)), len(ttft) - 1)],
         itl_mean_ms=sum(gaps) / len(gaps) if gaps else 0.0,

@@ -7,9 +7,8 @@ reserved when the request is admitted, so nothing is preempted.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, repeat
 from math import ceil
 from typing import NamedTuple
 
@@ -43,13 +42,13 @@ class SimulatedCache:
     def __init__(self, blocks: int, host_blocks: int) -> None:
         self._blocks = blocks
         self._host_blocks = host_blocks
-        self._users: dict[Hashable, int] = {}
-        self._idle: OrderedDict[Hashable, None] = OrderedDict()
-        self._host: OrderedDict[Hashable, None] = OrderedDict()
+        self._users: dict[int, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._host: OrderedDict[int, None] = OrderedDict()
         self.active = 0  # blocks in use, named or not
         self.changes: list[BlockChange] = []  # since they were last taken
 
-    def admit(self, hashes: tuple[Hashable, ...], pulled: int, needed: int) -> tuple[int, int, int] | None:
+    def admit(self, hashes: tuple[int, ...], pulled: int, needed: int) -> tuple[int, int, int] | None:
         """Takes the blocks of a request. Returns how many leading ones were on the device, came from host memory and
         were pulled; None if the blocks do not fit."""
         users, idle = self._users, self._idle
@@ -71,14 +70,14 @@ class SimulatedCache:
         host = device
         while host < len(hashes) and hashes[host] in self._host:
             host += 1
-        for block in hashes[device:]:
-            users[block] = users.get(block, 0) + 1
-            self.changes.append((DEVICE, block))
+        computed = hashes[device:]
+        users.update(dict.fromkeys(computed, 1))
+        self.changes.extend(zip(repeat(DEVICE), computed))
         self.active += needed - shared
         self._evict()
         return device, host - device, max(pulled - host, 0)
 
-    def release(self, hashes: tuple[Hashable, ...], needed: int, filled: int) -> None:
+    def release(self, hashes: tuple[int, ...], needed: int, filled: int) -> None:
         """Gives back the blocks of a request, of which `filled` are full. The last ones are evicted first."""
         users, idle = self._users, self._idle
         for _ in range(filled - len(hashes)):
@@ -96,21 +95,24 @@ class SimulatedCache:
         self._evict()
 
     def _evict(self) -> None:
-        idle = self._idle
-        for _ in range(self.active + len(idle) - self._blocks):
-            block, _ = idle.popitem(last=False)
-            if isinstance(block, int) and block < 0:
-                continue
-            if not self._host_blocks:
-                self.changes.append((REMOVED, block))
-                continue
+        excess = self.active + len(self._idle) - self._blocks
+        evicted = [self._idle.popitem(last=False)[0] for _ in range(excess)]
+        if self._host_blocks:
+            self._demote([block for block in evicted if block >= 0])
+        else:
+            self.changes += [(REMOVED, block) for block in evicted if block >= 0]
+
+    def _demote(self, blocks: list[int]) -> None:
+        """Moves blocks to the RAM tier. What leaves it is gone, unless the device has it too."""
+        host = self._host
+        for block in blocks:
             self.changes.append((HOST, block))
-            self._host[block] = None
-            self._host.move_to_end(block)
-            if len(self._host) > self._host_blocks:
-                oldest, _ = self._host.popitem(last=False)
-                if oldest not in self._users and oldest not in idle:
-                    self.changes.append((REMOVED, oldest))
+            host[block] = None
+            host.move_to_end(block)
+        for _ in range(len(host) - self._host_blocks):
+            oldest, _ = host.popitem(last=False)
+            if oldest not in self._users and oldest not in self._idle:
+                self.changes.append((REMOVED, oldest))
 
 
 class _Run(NamedTuple):

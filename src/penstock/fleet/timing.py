@@ -31,5 +31,7 @@ class EngineTiming(NamedTuple):
 
     def prompt_ms(self, tokens: float) -> float:
         """Returns the milliseconds of all the steps that compute so many prompt tokens."""
+        if tokens <= self.step_tokens:
+            return self.prefill_ms(tokens)
         full, rest = divmod(tokens, self.step_tokens)
         return full * self.prefill_ms(self.step_tokens) + self.prefill_ms(rest)

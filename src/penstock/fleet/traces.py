@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Hashable, Iterable
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ class TracedRequest(NamedTuple):
     arrival: float  # milliseconds after the first request
     prompt: int  # tokens
     output: int  # tokens
-    hashes: tuple[Hashable, ...] = ()  # of the prompt's full blocks; empty: it shares no prefix
+    hashes: tuple[int, ...] = ()  # a number for each full block and all before it; empty: it shares no prefix
 
 
 class Trace(NamedTuple):
@@ -45,19 +46,12 @@ def read_trace(path: Path) -> Trace:
     if not lines:
         raise InvalidRequest(f"{path} has no requests")
     try:
-        trace = _azure(lines) if lines[0].startswith(AZURE_COLUMNS) else _json_lines(lines)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return _azure(lines) if lines[0].startswith(AZURE_COLUMNS) else _json_lines(lines)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InvalidRequest(
             f"{path} is no trace of Mooncake, Dynamo or Azure: {type(error).__name__} {error}. A line of Mooncake's "
             "has timestamp, input_length, output_length and hash_ids"
         ) from error
-    return _from_zero(trace)
-
-
-def _from_zero(trace: Trace) -> Trace:
-    requests = sorted(trace.requests, key=lambda each: each.arrival)
-    begin = requests[0].arrival
-    return Trace(trace.block_size, [each._replace(arrival=each.arrival - begin) for each in requests])
 
 
 def _json_lines(lines: Iterable[str]) -> Trace:
@@ -66,37 +60,50 @@ def _json_lines(lines: Iterable[str]) -> Trace:
 
 
 def _mooncake(rows: Iterable[dict[str, Any]]) -> Trace:
-    return Trace(
-        MOONCAKE_BLOCK,
-        [
-            _request(row["timestamp"], row["input_length"], row["output_length"], row["hash_ids"], MOONCAKE_BLOCK)
-            for row in rows
-        ],
-    )
+    reader = _Reader(MOONCAKE_BLOCK)
+    for row in rows:
+        reader.add(row["timestamp"], row["input_length"], row["output_length"], row["hash_ids"])
+    return reader.trace()
 
 
 def _dynamo(rows: Iterable[dict[str, Any]]) -> Trace:
     """Reads the requests that ended; other events of the trace say nothing that matters here."""
     ended = [row["event"]["request"] for row in rows if row["event"].get("event_type") == "request_end"]
-    size = int(ended[0]["replay"]["trace_block_size"])
-    requests = []
+    reader = _Reader(int(ended[0]["replay"]["trace_block_size"]))
     for request in ended:
         replay = request["replay"]
         begin, hashes = request["request_received_ms"], replay["input_sequence_hashes"]
-        requests.append(_request(begin, replay["input_length"], request["output_tokens"], hashes, size))
-    return Trace(size, requests)
+        reader.add(begin, replay["input_length"], request["output_tokens"], hashes)
+    return reader.trace()
 
 
 def _azure(lines: list[str]) -> Trace:
-    requests = []
+    reader = _Reader(AZURE_BLOCK)
     for line in lines[1:]:
         when, prompt, output = line.split(",")[:3]
-        moment = datetime.fromisoformat(when[:26]).timestamp() * 1000
-        requests.append(_request(moment, int(prompt), int(output), (), AZURE_BLOCK))
-    return Trace(AZURE_BLOCK, requests)
+        reader.add(datetime.fromisoformat(when[:26]).timestamp() * 1000, int(prompt), int(output), ())
+    return reader.trace()
 
 
-def _request(arrival: float, prompt: int, output: int, hashes: Iterable[Hashable], block_size: int) -> TracedRequest:
-    if prompt < 1 or output < 0:
-        raise ValueError(f"a request with {prompt} prompt tokens and {output} output tokens")
-    return TracedRequest(float(arrival), prompt, max(output, 1), tuple(hashes)[: prompt // block_size])
+class _Reader:
+    """Gathers requests and numbers their blocks, so that a number stands for a block and all before it."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._requests: list[TracedRequest] = []
+        self._numbers: dict[tuple[int, Hashable], int] = {}  # by the number of the block before, and the trace's name
+
+    def add(self, arrival: float, prompt: int, output: int, names: Iterable[Hashable]) -> None:
+        if prompt < 1 or output < 0 or not isfinite(arrival):
+            raise ValueError(f"a request at {arrival} with {prompt} prompt tokens and {output} output tokens")
+        hashes, parent = [], -1
+        for name in tuple(names)[: prompt // self._block_size]:
+            parent = self._numbers.setdefault((parent, name), len(self._numbers))
+            hashes.append(parent)
+        self._requests.append(TracedRequest(float(arrival), prompt, max(output, 1), tuple(hashes)))
+
+    def trace(self) -> Trace:
+        """Returns the requests in the order of their arrival, with times from the first one."""
+        requests = sorted(self._requests, key=lambda each: each.arrival)
+        begin = requests[0].arrival
+        return Trace(self._block_size, [each._replace(arrival=each.arrival - begin) for each in requests])
