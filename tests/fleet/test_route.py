@@ -60,8 +60,11 @@ def test_a_step_that_is_under_way_counts() -> None:
 def test_rows_that_answer_and_memory_count() -> None:
     _, ledger, router = fleet(2)
     ledger.report(0, Load(rows=40, kv_tokens=40 * 512), 0)
+    assert router.route(PROMPT, 0.0).replica == 1
+    _, ledger, router = fleet(1, harm=0.1, later=0.0)
+    ledger.report(0, Load(rows=40, kv_tokens=40 * 512), 0)
     route = router.route(PROMPT, 0.0)
-    assert (route.replica, route.harm) == (1, 0.0)
+    assert route.harm == pytest.approx(0.1 * 40 * route.prefill)
     _, ledger, router = fleet(2)
     ledger.report(0, Load(kv_tokens=TIMING.kv_tokens), 0)
     ledger.report(1, Load(queued=2000), 0)
