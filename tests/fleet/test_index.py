@@ -61,7 +61,11 @@ def check(index: BlockIndex, caches: list[Cache], live: set[int], random: Random
         tokens = tuple(random.randrange(2) for _ in range(random.randint(0, 8)))
         path = [tokens[:end] for end in range(1, len(tokens) + 1)]
         scanned = {replica: caches[replica].holding(path) for replica in live}
-        assert index.holdings(path) == {replica: found for replica, found in scanned.items() if found.held}
+        holders = index.lookup(path)
+        assert {replica: holders.of(replica) or Holding(0, 0) for replica in live} == scanned
+        assert all(holders.of(replica) is None for replica in range(5) if replica not in live)
+        order = [scanned[replica].held for replica in holders.deepest(3)]
+        assert order == sorted((each.held for each in scanned.values() if each.held), reverse=True)[:3]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -105,9 +109,9 @@ def test_an_earlier_life_is_not_believed() -> None:
     index.restore(0, 7, 1, [(DEVICE, "a")])
     assert index.held_by(0) == {(DEVICE, "b")}
     assert not index.apply(0, 9, 3, [(DEVICE, "c")])  # a new life whose beginning was missed
-    assert index.holdings(["c"]) == {}
+    assert not index.lookup(["c"])
     index.restore(0, 9, 4, [(DEVICE, "c"), (HOST, "d")])
-    assert index.holdings(["c", "d"]) == {0: Holding(1, 2)}
+    assert index.lookup(["c", "d"]).of(0) == Holding(1, 2)
 
 
 def test_a_dropped_replica_is_gone_from_memory() -> None:
@@ -116,7 +120,8 @@ def test_a_dropped_replica_is_gone_from_memory() -> None:
     index.apply(1, 1, 0, [(DEVICE, "a"), (DEVICE, "b")])
     index.drop(1)
     assert len(index) == 1
-    assert index.holdings(["a", "b"]) == {0: Holding(1, 1)}
+    assert index.lookup(["a", "b"]).of(0) == Holding(1, 1)
+    assert index.lookup(["a", "b"]).of(1) is None
 
 
 def test_predictions_end() -> None:

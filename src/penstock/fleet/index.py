@@ -23,6 +23,32 @@ class Holding(NamedTuple):
     held: int  # there or in host memory
 
 
+class PrefixHolders(list[tuple[int, int]]):
+    """Lists the depths at which holders of a prompt fall away, each with their bits. There are few, even where a whole
+    fleet holds the beginning."""
+
+    def of(self, replica: int) -> Holding | None:
+        """Returns what one replica holds; None: nothing."""
+        device = held = 0
+        on_device = 1 << 2 * replica
+        for depth, bits in self:
+            if bits & on_device:
+                device = depth
+            if bits & on_device << 1:
+                held = depth
+        return Holding(device, held) if held else None
+
+    def deepest(self, count: int) -> list[int]:
+        """Returns so many replicas that hold most, or fewer."""
+        found: dict[int, None] = {}
+        for _, bits in reversed(self):
+            while bits and len(found) < count:
+                replica = (bits & -bits).bit_length() - 1 >> 1
+                bits &= ~(3 << 2 * replica)
+                found[replica] = None
+        return list(found)
+
+
 class _Feed:
     """Follows the numbered events of one replica."""
 
@@ -86,17 +112,17 @@ class BlockIndex:
             feed.epoch = None
         self._clear(replica)
 
-    def holdings(self, hashes: Sequence[Hashable]) -> dict[int, Holding]:
-        """Returns what each replica holds of a prompt with these chain hashes, for those that hold any of it."""
+    def lookup(self, hashes: Sequence[Hashable]) -> PrefixHolders:
+        """Returns who holds how much of a prompt with these chain hashes."""
+        found = PrefixHolders()
         if not hashes:
-            return {}
+            return found
         get, last = self._bits.get, len(hashes) - 1
         bits = get(hashes[0], 0) & self._live
-        found: dict[int, Holding] = {}
         at = 0
         while bits:
             if get(hashes[last], 0) & bits == bits:
-                _note(found, bits, last + 1)
+                found.append((last + 1, bits))
                 break
             low, high = at, last  # `bits` are all set at `low`, not all at `high`
             while high - low > 1:
@@ -106,7 +132,7 @@ class BlockIndex:
                 else:
                     high = middle
             rest = get(hashes[high], 0) & bits
-            _note(found, bits ^ rest, high)
+            found.append((high, bits ^ rest))
             bits, at = rest, high
         return found
 
@@ -144,19 +170,6 @@ class BlockIndex:
                 table[block] = bits
             else:
                 table.pop(block, None)
-
-
-def _note(found: dict[int, Holding], bits: int, depth: int) -> None:
-    """Records that the replicas of these bits hold `depth` blocks and no more. What is on the device ends first."""
-    both = Holding(depth, depth)
-    while bits:
-        replica = (bits & -bits).bit_length() - 1 >> 1
-        own = bits >> 2 * replica & 3
-        bits ^= own << 2 * replica
-        if own == 2 and replica in found:
-            found[replica] = Holding(found[replica].device, depth)
-        else:
-            found[replica] = Holding(0, depth) if own == 2 else both
 
 
 class _Prediction(NamedTuple):

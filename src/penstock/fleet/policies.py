@@ -82,10 +82,10 @@ class DynamoCost:
     def choose(self, prompt: Prompt, now: float) -> Destination:
         """Returns the replica of the lowest cost."""
         size = prompt.block_size
-        held = self._index.holdings(prompt.hashes)
+        held = self._index.lookup(prompt.hashes)
         best, costs = float("inf"), []
         for replica in self._ledger.replicas():
-            load, holding = self._ledger.load(replica), held.get(replica)
+            load, holding = self._ledger.load(replica), held.of(replica)
             device, host = (holding.device, holding.held - holding.device) if holding else (0, 0)
             credit = device + 0.75 * host
             blocks = prompt.tokens / size

@@ -15,6 +15,7 @@ from penstock.fleet.index import BlockIndex, Holding, Predictions
 from penstock.fleet.ledger import Ledger, load_of
 from penstock.fleet.timing import EngineTiming
 
+NOTHING = Holding(0, 0)
 OVERFLOW = 4.0  # a token that does not fit waits for an answer to end, which takes longer than computing it
 
 # total, replica, queue, prefill, pull, harm, memory, uncached, cached, pulled: a plain tuple, one for each candidate
@@ -24,7 +25,7 @@ _Cost = tuple[float, int, float, float, float, float, float, int, int, int]
 class RoutingWeights(NamedTuple):
     """Tunes the router. A weight of 1 counts a millisecond of others like one of the request's own."""
 
-    candidates: int = 16  # least loaded replicas that are considered beside those that hold a part of the prompt
+    candidates: int = 16  # so many least loaded replicas are considered, and as many that hold most of the prompt
     near: float = 0.05  # a replica is chosen at random among those that cost at most this share more than the best
     harm: float = 0.01  # of a millisecond in which a row that answers has to wait
     later: float = 0.5  # of a millisecond of prefill, for those who will come while it lasts
@@ -97,8 +98,8 @@ class Router:
         """
         held = self._held(prompt, now)
         source = max(held, key=lambda replica: held[replica].held, default=None) if self._weights.pull else None
-        candidates = dict.fromkeys(self._ledger.least(self._weights.candidates))
-        candidates.update(dict.fromkeys(held))
+        candidates = self._ledger.least(self._weights.candidates)
+        candidates += held.keys() - candidates
         cost = self._cost
         costs = [cost(replica, prompt, held, source, now) for replica in candidates]
         best = min(costs)
@@ -116,17 +117,19 @@ class Router:
         )
 
     def _held(self, prompt: Prompt, now: float) -> dict[int, Holding]:
-        """Returns what replicas hold or are about to hold, of those that may be chosen."""
-        held = self._index.holdings(prompt.hashes)
-        for replica in [replica for replica in held if not self._ledger.knows(replica)]:
-            del held[replica]
+        """Returns what the least loaded replicas and those that hold most have of a prompt, or are about to have."""
+        count, ledger = self._weights.candidates, self._ledger
+        holders = self._index.lookup(prompt.hashes)
+        held = {}
+        if holders:
+            for replica in {*ledger.least(count), *holders.deepest(count)}:
+                if (holding := holders.of(replica)) is not None and ledger.knows(replica):
+                    held[replica] = holding
         self._predictions.expire(now)
         for replica, depth in self._predictions.depths(prompt.hashes, now).items():
-            known = held.get(replica)
-            if not self._ledger.knows(replica):
-                continue
-            if known is None or known.device < depth:
-                held[replica] = Holding(depth, max(depth, known.held if known else 0))
+            known = held.get(replica) or holders.of(replica) or NOTHING
+            if known.device < depth and ledger.knows(replica):
+                held[replica] = Holding(depth, max(depth, known.held))
         return held
 
     def _cost(self, replica: int, prompt: Prompt, held: dict[int, Holding], source: int | None, now: float) -> _Cost:
