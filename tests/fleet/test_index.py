@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from penstock.fleet.index import DEVICE, HOST, REMOVED, BlockIndex, Holding, Predictions
+from penstock.fleet.index import DEVICE, HOST, REMOVED, STRIDE, BlockIndex, Holding, Predictions
 
 
 class Cache:
@@ -133,3 +133,11 @@ def test_predictions_end() -> None:
     assert predictions.depths(["a", "b"], now=10.0) == {4: 1}
     predictions.expire(20.0)
     assert predictions.depths(["a"], now=20.0) == {}
+
+
+def test_predictions_of_a_long_prompt_are_a_few_blocks_short_at_most() -> None:
+    predictions = Predictions()
+    predictions.add(0, list(range(500)), until=10.0)
+    for shared in (1, 20, 32, 33, 40, 41, 333, 500):
+        depth = predictions.depths([*range(shared), *range(1000, 1100)], now=0.0)[0]
+        assert shared - STRIDE < depth <= shared

@@ -13,6 +13,8 @@ from typing import NamedTuple
 REMOVED, HOST, DEVICE = 0, 1, 2  # where a block lies now: nowhere, in host memory, on the device
 BITS = (0, 2, 3)  # by tier; of a replica's two bits, the low one means "on the device", the high one "held at all"
 
+DENSE, STRIDE = 32, 8  # predictions remember so many leading blocks, and then one of so many
+
 BlockChange = tuple[int, Hashable]  # tier, chain hash
 
 
@@ -118,22 +120,23 @@ class BlockIndex:
         if not hashes:
             return found
         get, last = self._bits.get, len(hashes) - 1
-        bits = get(hashes[0], 0) & self._live
-        at = 0
-        while bits:
-            if get(hashes[last], 0) & bits == bits:
-                found.append((last + 1, bits))
-                break
-            low, high = at, last  # `bits` are all set at `low`, not all at `high`
-            while high - low > 1:
-                middle = (low + high) >> 1
-                if get(hashes[middle], 0) & bits == bits:
-                    low = middle
-                else:
-                    high = middle
-            rest = get(hashes[high], 0) & bits
-            found.append((high, bits ^ rest))
-            bits, at = rest, high
+        at, bits = 0, get(hashes[0], 0) & self._live
+        ahead = [(last, get(hashes[last], 0))] if bits else []  # what is known of deeper blocks, the nearest one last
+        while ahead:
+            depth, there = ahead[-1]
+            there &= bits
+            if there != bits and depth - at > 1:
+                middle = (at + depth) >> 1
+                ahead.append((middle, get(hashes[middle], 0)))
+                continue
+            if there != bits:
+                found.append((depth, bits ^ there))
+            at, bits = depth, there
+            ahead.pop()
+            if not bits:
+                return found
+        if bits:
+            found.append((last + 1, bits))
         return found
 
     def held_by(self, replica: int) -> set[BlockChange]:
@@ -181,7 +184,7 @@ class Predictions:
     """Remembers which blocks a replica is about to hold because a request was just sent there.
 
     Without this, prompts that arrive before the first one's events would be spread over all replicas. The last decision
-    about a block counts; it vouches for all blocks before it.
+    about a block counts; it vouches for all blocks before it, so of a long prompt only some blocks are remembered.
     """
 
     def __init__(self) -> None:
@@ -190,26 +193,33 @@ class Predictions:
 
     def add(self, replica: int, hashes: Sequence[Hashable], until: float) -> None:
         """Predicts that a replica holds these blocks, until a time in the caller's milliseconds."""
-        prediction = _Prediction(replica, until)
-        self._last.update(dict.fromkeys(hashes, prediction))
-        self._ends.append((prediction, hashes))
+        prediction, some = _Prediction(replica, until), _some(hashes)
+        self._last.update(dict.fromkeys(some, prediction))
+        self._ends.append((prediction, some))
 
     def expire(self, now: float) -> None:
         """Forgets predictions that have ended, in the order in which they were made."""
         last = self._last
         while self._ends and self._ends[0][0].until <= now:
-            prediction, hashes = self._ends.popleft()
-            for block in hashes:
+            prediction, some = self._ends.popleft()
+            for block in some:
                 if last.get(block) is prediction:
                     del last[block]
 
     def depths(self, hashes: Sequence[Hashable], now: float) -> dict[int, int]:
-        """Returns how many leading blocks of a prompt each replica is predicted to hold."""
+        """Returns how many leading blocks of a prompt each replica is predicted to hold, or a few less."""
         found: dict[int, int] = {}
-        for depth, block in enumerate(hashes, 1):
+        if not self._last:
+            return found
+        for at, block in enumerate(_some(hashes)):
             prediction = self._last.get(block)
             if prediction is None:
                 break
             if prediction.until > now:
-                found[prediction.replica] = depth
+                found[prediction.replica] = at + 1 if at < DENSE else DENSE + (at - DENSE) * STRIDE + 1
         return found
+
+
+def _some(hashes: Sequence[Hashable]) -> list[Hashable]:
+    """Returns the first blocks of a prompt, and of the rest one in so many."""
+    return [*hashes[:DENSE], *hashes[DENSE::STRIDE]]

@@ -25,7 +25,7 @@ _Cost = tuple[float, int, float, float, float, float, float, int, int, int]
 class RoutingWeights(NamedTuple):
     """Tunes the router. A weight of 1 counts a millisecond of others like one of the request's own."""
 
-    candidates: int = 16  # so many least loaded replicas are considered, and as many that hold most of the prompt
+    candidates: int = 8  # so many least loaded replicas are considered, and as many that hold most of the prompt
     near: float = 0.05  # a replica is chosen at random among those that cost at most this share more than the best
     harm: float = 0.01  # of a millisecond in which a row that answers has to wait
     later: float = 0.5  # of a millisecond of prefill, for those who will come while it lasts
