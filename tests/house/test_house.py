@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "ipc": {"engine"} | WAIST,
     "store": set(WAIST),
     "llm": {"ipc", "engine", "text", "model", "store", "speculative_config"} | WAIST,
+    "fleet": {"server", "ipc", "engine", "core"} | WAIST,
     "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config"}

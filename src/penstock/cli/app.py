@@ -39,6 +39,7 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "bench": "bench.bench",
     "doctor": "doctor.doctor",
     "replay": "replay.replay",
+    "fleet sim": "fleet.sim",
     "keys add": "keys.add",
     "keys list": "keys.list_",
     "keys remove": "keys.remove",

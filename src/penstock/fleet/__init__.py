@@ -1,0 +1,1 @@
+"""Serves one model on many replicas: decides which replica answers a request, and simulates how that goes."""

@@ -1,0 +1,225 @@
+"""Knows which replicas hold which blocks of the prefix cache, from the block events that they send.
+
+A chain hash vouches for every block before it, and caches evict leaves first. So the replicas that hold a prompt's
+blocks only fall away with depth, and a lookup bisects instead of walking the prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+REMOVED, HOST, DEVICE = 0, 1, 2  # where a block lies now: nowhere, in host memory, on the device
+BITS = (0, 2, 3)  # by tier; of a replica's two bits, the low one means "on the device", the high one "held at all"
+
+DENSE, STRIDE = 32, 8  # predictions remember so many leading blocks, and then one of so many
+
+BlockChange = tuple[int, Hashable]  # tier, chain hash
+
+
+class Holding(NamedTuple):
+    """Says how many leading blocks of a prompt one replica holds."""
+
+    device: int  # in device memory
+    held: int  # there or in host memory
+
+
+class PrefixHolders(list[tuple[int, int]]):
+    """Lists the depths at which holders of a prompt fall away, each with their bits. There are few, even where a whole
+    fleet holds the beginning."""
+
+    def of(self, replica: int) -> Holding | None:
+        """Returns what one replica holds; None: nothing."""
+        device = held = 0
+        on_device = 1 << 2 * replica
+        for depth, bits in self:
+            if bits & on_device:
+                device = depth
+            if bits & on_device << 1:
+                held = depth
+        return Holding(device, held) if held else None
+
+    def deepest(self, count: int) -> list[int]:
+        """Returns so many replicas that hold most, or fewer."""
+        found: dict[int, None] = {}
+        for _, bits in reversed(self):
+            while bits and len(found) < count:
+                replica = (bits & -bits).bit_length() - 1 >> 1
+                bits &= ~(3 << 2 * replica)
+                found[replica] = None
+        return list(found)
+
+
+class _Feed:
+    """Follows the numbered events of one replica."""
+
+    def __init__(self) -> None:
+        self.epoch: int | None = None
+        self.next = 0
+        self.retired: set[int] = set()  # epochs of earlier lives, whose late events are ignored
+
+
+class BlockIndex:
+    """Maps chain hashes to replicas and tiers. Replicas are small integers."""
+
+    def __init__(self) -> None:
+        self._bits: dict[Hashable, int] = {}
+        self._feeds: dict[int, _Feed] = {}
+        self._live = 0  # bits of the replicas whose events have no gap
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def is_live(self, replica: int) -> bool:
+        """Returns True if the index knows all that the replica holds, so that lookups may name it."""
+        return bool(self._live >> 2 * replica & 1)
+
+    def apply(self, replica: int, epoch: int, first: int, changes: Sequence[BlockChange]) -> bool:
+        """Applies changes that are numbered from `first` in the replica's epoch.
+
+        Returns False if events before them are missing. Lookups do not name the replica then until `restore` has been
+        given a snapshot. Changes that were applied before are skipped.
+        """
+        feed = self._feeds.setdefault(replica, _Feed())
+        if epoch in feed.retired:
+            return self.is_live(replica)
+        if epoch != feed.epoch:
+            self._begin(replica, feed, epoch, complete=first == 0)
+        elif first > feed.next:
+            self._live &= ~(3 << 2 * replica)
+        if not self.is_live(replica):
+            return False
+        if first < feed.next:
+            changes = changes[feed.next - first :]
+        feed.next += len(changes)
+        self._write(replica, changes)
+        return True
+
+    def restore(self, replica: int, epoch: int, following: int, held: Iterable[BlockChange]) -> None:
+        """Replaces what is known of a replica by a snapshot. `following` is the number of the first event after it.
+        A snapshot of an earlier life is ignored."""
+        feed = self._feeds.setdefault(replica, _Feed())
+        if epoch in feed.retired:
+            return
+        self._begin(replica, feed, epoch, complete=True)
+        feed.next = following
+        self._write(replica, held)
+
+    def drop(self, replica: int) -> None:
+        """Forgets a replica: it has left, or died. An epoch that it had is not believed again."""
+        feed = self._feeds.setdefault(replica, _Feed())
+        if feed.epoch is not None:
+            feed.retired.add(feed.epoch)
+            feed.epoch = None
+        self._clear(replica)
+
+    def lookup(self, hashes: Sequence[Hashable]) -> PrefixHolders:
+        """Returns who holds how much of a prompt with these chain hashes."""
+        found = PrefixHolders()
+        if not hashes:
+            return found
+        get, last = self._bits.get, len(hashes) - 1
+        at, bits = 0, get(hashes[0], 0) & self._live
+        ahead = [(last, get(hashes[last], 0))] if bits else []  # what is known of deeper blocks, the nearest one last
+        while ahead:
+            depth, there = ahead[-1]
+            there &= bits
+            if there != bits and depth - at > 1:
+                middle = (at + depth) >> 1
+                ahead.append((middle, get(hashes[middle], 0)))
+                continue
+            if there != bits:
+                found.append((depth, bits ^ there))
+            at, bits = depth, there
+            ahead.pop()
+            if not bits:
+                return found
+        if bits:
+            found.append((last + 1, bits))
+        return found
+
+    def held_by(self, replica: int) -> set[BlockChange]:
+        """Returns every block that the index believes a replica to hold, as a snapshot has them."""
+        shift = 2 * replica
+        found = ((bits >> shift & 3, block) for block, bits in self._bits.items())
+        return {(DEVICE if own & 1 else HOST, block) for own, block in found if own}
+
+    def _begin(self, replica: int, feed: _Feed, epoch: int, complete: bool) -> None:
+        if feed.epoch is not None and feed.epoch != epoch:
+            feed.retired.add(feed.epoch)
+        feed.epoch, feed.next = epoch, 0
+        self._clear(replica)
+        if complete:
+            self._live |= 3 << 2 * replica
+
+    def _clear(self, replica: int) -> None:
+        own = 3 << 2 * replica
+        self._live &= ~own
+        for block in [block for block, bits in self._bits.items() if bits & own]:
+            rest = self._bits[block] & ~own
+            if rest:
+                self._bits[block] = rest
+            else:
+                del self._bits[block]
+
+    def _write(self, replica: int, changes: Iterable[BlockChange]) -> None:
+        table, shift = self._bits, 2 * replica
+        own = ~(3 << shift)
+        values = [bits << shift for bits in BITS]
+        for tier, block in changes:
+            bits = table.get(block, 0) & own | values[tier]
+            if bits:
+                table[block] = bits
+            else:
+                table.pop(block, None)
+
+
+class _Prediction(NamedTuple):
+    replica: int
+    until: float
+
+
+class Predictions:
+    """Remembers which blocks a replica is about to hold because a request was just sent there.
+
+    Without this, prompts that arrive before the first one's events would be spread over all replicas. The last decision
+    about a block counts; it vouches for all blocks before it, so of a long prompt only some blocks are remembered.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, _Prediction] = {}
+        self._ends: deque[tuple[_Prediction, Sequence[Hashable]]] = deque()
+
+    def add(self, replica: int, hashes: Sequence[Hashable], until: float) -> None:
+        """Predicts that a replica holds these blocks, until a time in the caller's milliseconds."""
+        prediction, some = _Prediction(replica, until), _some(hashes)
+        self._last.update(dict.fromkeys(some, prediction))
+        self._ends.append((prediction, some))
+
+    def expire(self, now: float) -> None:
+        """Forgets predictions that have ended, in the order in which they were made."""
+        last = self._last
+        while self._ends and self._ends[0][0].until <= now:
+            prediction, some = self._ends.popleft()
+            for block in some:
+                if last.get(block) is prediction:
+                    del last[block]
+
+    def depths(self, hashes: Sequence[Hashable], now: float) -> dict[int, int]:
+        """Returns how many leading blocks of a prompt each replica is predicted to hold, or a few less."""
+        found: dict[int, int] = {}
+        if not self._last:
+            return found
+        for at, block in enumerate(_some(hashes)):
+            prediction = self._last.get(block)
+            if prediction is None:
+                break
+            if prediction.until > now:
+                found[prediction.replica] = at + 1 if at < DENSE else DENSE + (at - DENSE) * STRIDE + 1
+        return found
+
+
+def _some(hashes: Sequence[Hashable]) -> list[Hashable]:
+    """Returns the first blocks of a prompt, and of the rest one in so many."""
+    return [*hashes[:DENSE], *hashes[DENSE::STRIDE]]

@@ -1,0 +1,112 @@
+"""Offers several ways to choose a replica, so that they can be compared in the simulator."""
+
+from __future__ import annotations
+
+from itertools import count
+from random import Random
+from typing import NamedTuple, Protocol
+
+from penstock.errors import InvalidRequest
+from penstock.fleet.index import BlockIndex
+from penstock.fleet.ledger import Ledger, load_of
+from penstock.fleet.route import Prompt, Router, RoutingWeights
+from penstock.fleet.timing import EngineTiming
+
+NAMES = ("kv", "round-robin", "least-loaded", "dynamo")
+
+
+class Destination(NamedTuple):
+    """Says where a request goes."""
+
+    replica: int
+    uncached: int  # tokens that it is expected to compute there
+    pulled: int = 0  # leading blocks that are there, or come from another replica
+
+
+class RoutingPolicy(Protocol):
+    """Chooses the replica of a request."""
+
+    def choose(self, prompt: Prompt, now: float) -> Destination:
+        """Returns where the request goes, and enters it in the ledger."""
+
+
+class KvPolicy:
+    """Chooses by the router's cost in milliseconds."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def choose(self, prompt: Prompt, now: float) -> Destination:
+        """Returns the router's choice."""
+        route = self._router.route(prompt, now)
+        blocks = (route.cached + route.pulled + 1) // prompt.block_size if route.pulled else 0
+        return Destination(route.replica, route.uncached, blocks)
+
+
+class RoundRobin:
+    """Chooses one replica after the other."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._next = count()
+
+    def choose(self, prompt: Prompt, now: float) -> Destination:
+        """Returns the next replica."""
+        replica = next(self._next) % len(self._ledger)
+        self._ledger.sent(replica, load_of(prompt.tokens, prompt.tokens))
+        return Destination(replica, prompt.tokens)
+
+
+class LeastLoaded:
+    """Chooses the replica that owes least, whatever it holds."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def choose(self, prompt: Prompt, now: float) -> Destination:
+        """Returns the replica that owes least."""
+        replica = self._ledger.least(1)[0]
+        self._ledger.sent(replica, load_of(prompt.tokens, prompt.tokens))
+        return Destination(replica, prompt.tokens)
+
+
+class DynamoCost:
+    """Chooses by the cost that Dynamo's router has by default, in blocks: prefill that is queued or new and not cached,
+    plus the blocks of active requests. The lowest cost wins; ties are broken at random."""
+
+    def __init__(self, index: BlockIndex, ledger: Ledger, seed: int = 0) -> None:
+        self._index = index
+        self._ledger = ledger
+        self._random = Random(seed)
+
+    def choose(self, prompt: Prompt, now: float) -> Destination:
+        """Returns the replica of the lowest cost."""
+        size = prompt.block_size
+        held = self._index.lookup(prompt.hashes)
+        best, costs = float("inf"), []
+        for replica in self._ledger.replicas():
+            load, holding = self._ledger.load(replica), held.of(replica)
+            device, host = (holding.device, holding.held - holding.device) if holding else (0, 0)
+            credit = device + 0.75 * host
+            blocks = prompt.tokens / size
+            cost = max(load.pending / size + blocks - credit, 0) + load.kv_tokens / size + blocks - device
+            costs.append((cost, replica, prompt.tokens - min((device + host) * size, prompt.tokens - 1)))
+            best = min(best, cost)
+        _, replica, uncached = self._random.choice([each for each in costs if each[0] == best])
+        self._ledger.sent(replica, load_of(uncached, prompt.tokens))
+        return Destination(replica, uncached)
+
+
+def make_policy(
+    name: str, timing: EngineTiming, index: BlockIndex, ledger: Ledger, weights: RoutingWeights
+) -> RoutingPolicy:
+    """Returns the policy of a name."""
+    if name == "kv":
+        return KvPolicy(Router(timing, index, ledger, weights))
+    if name == "round-robin":
+        return RoundRobin(ledger)
+    if name == "least-loaded":
+        return LeastLoaded(ledger)
+    if name == "dynamo":
+        return DynamoCost(index, ledger)
+    raise InvalidRequest(f"there is no routing policy {name!r}; the policies are {', '.join(NAMES)}")
