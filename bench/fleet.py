@@ -22,7 +22,7 @@ from penstock.engine.build import chain_hash
 from penstock.fleet.index import DEVICE, BlockIndex
 from penstock.fleet.ledger import Ledger, Load
 from penstock.fleet.policies import NAMES
-from penstock.fleet.route import Prompt, Router, RoutingWeights
+from penstock.fleet.route import RoutedPrompt, Router, RoutingWeights
 from penstock.fleet.sim import FleetOptions, FleetReport, simulate
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.traces import Trace, TracedRequest, read_trace
@@ -65,11 +65,12 @@ def decision() -> dict[str, float]:
     router = Router(EngineTiming(), index, ledger)
     asked = random.sample(prompts, 200)
     chains = [chain("", tokens, BLOCK) for tokens in asked]
-    clock = iter(range(10**9))
+    clock, received = iter(range(10**9)), [0] * REPLICAS
 
     def route(hashes: list[bytes]) -> None:
-        chosen = router.route(Prompt(hashes, PROMPT_TOKENS, BLOCK), next(clock) * 1e6)
-        ledger.report(chosen.replica, ledger.load(chosen.replica)._replace(queued=1000), 0)
+        chosen = router.route(RoutedPrompt(hashes, PROMPT_TOKENS, BLOCK), next(clock) * 1e6)
+        received[chosen.replica] += 1
+        ledger.report(chosen.replica, Load(1000, 1000, 16, 50_000), received[chosen.replica])
 
     return {
         "blocks": len(index),

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.fleet.index import DEVICE, HOST, BlockIndex
 from penstock.fleet.ledger import Ledger, Load
-from penstock.fleet.route import Prompt, Router, RoutingWeights
+from penstock.fleet.route import RoutedPrompt, Router, RoutingWeights
 from penstock.fleet.timing import EngineTiming
 
 TIMING = EngineTiming()
@@ -25,7 +25,7 @@ def hold(index: BlockIndex, replica: int, blocks: int, tier: int = DEVICE) -> No
     index.apply(replica, 1, 0, [(tier, block) for block in range(blocks)])
 
 
-PROMPT = Prompt(tuple(range(16)), 16 * 512 + 1, 512)
+PROMPT = RoutedPrompt(tuple(range(16)), 16 * 512 + 1, 512)
 
 
 def test_who_holds_the_prompt_answers() -> None:

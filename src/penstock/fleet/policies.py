@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 from penstock.errors import InvalidRequest
 from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger, load_of
-from penstock.fleet.route import Prompt, Router, RoutingWeights
+from penstock.fleet.route import RoutedPrompt, Router, RoutingWeights
 from penstock.fleet.timing import EngineTiming
 
 NAMES = ("kv", "round-robin", "least-loaded", "dynamo")
 
 
-class Destination(NamedTuple):
+class ChosenReplica(NamedTuple):
     """Says where a request goes."""
 
     replica: int
@@ -26,7 +26,7 @@ class Destination(NamedTuple):
 class RoutingPolicy(Protocol):
     """Chooses the replica of a request."""
 
-    def choose(self, prompt: Prompt, now: float) -> Destination:
+    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
         """Returns where the request goes, and enters it in the ledger."""
 
 
@@ -36,11 +36,11 @@ class KvPolicy:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    def choose(self, prompt: Prompt, now: float) -> Destination:
+    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
         """Returns the router's choice."""
         route = self._router.route(prompt, now)
         blocks = (route.cached + route.pulled + 1) // prompt.block_size if route.pulled else 0
-        return Destination(route.replica, route.uncached, blocks)
+        return ChosenReplica(route.replica, route.uncached, blocks)
 
 
 class RoundRobin:
@@ -50,11 +50,11 @@ class RoundRobin:
         self._ledger = ledger
         self._next = count()
 
-    def choose(self, prompt: Prompt, now: float) -> Destination:
+    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
         """Returns the next replica."""
         replica = next(self._next) % len(self._ledger)
         self._ledger.sent(replica, load_of(prompt.tokens, prompt.tokens))
-        return Destination(replica, prompt.tokens)
+        return ChosenReplica(replica, prompt.tokens)
 
 
 class LeastLoaded:
@@ -63,11 +63,11 @@ class LeastLoaded:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def choose(self, prompt: Prompt, now: float) -> Destination:
+    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
         """Returns the replica that owes least."""
         replica = self._ledger.least(1)[0]
         self._ledger.sent(replica, load_of(prompt.tokens, prompt.tokens))
-        return Destination(replica, prompt.tokens)
+        return ChosenReplica(replica, prompt.tokens)
 
 
 class DynamoCost:
@@ -79,7 +79,7 @@ class DynamoCost:
         self._ledger = ledger
         self._random = Random(seed)
 
-    def choose(self, prompt: Prompt, now: float) -> Destination:
+    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
         """Returns the replica of the lowest cost."""
         size = prompt.block_size
         held = self._index.lookup(prompt.hashes)
@@ -94,7 +94,7 @@ class DynamoCost:
             best = min(best, cost)
         _, replica, uncached = self._random.choice([each for each in costs if each[0] == best])
         self._ledger.sent(replica, load_of(uncached, prompt.tokens))
-        return Destination(replica, uncached)
+        return ChosenReplica(replica, uncached)
 
 
 def make_policy(

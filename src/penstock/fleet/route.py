@@ -64,7 +64,7 @@ class Route(NamedTuple):
         return f"{text}; next: replica {self.next_best[0]}, {self.next_best[1]:.0f} ms"
 
 
-class Prompt(NamedTuple):
+class RoutedPrompt(NamedTuple):
     """Describes what is to be routed."""
 
     hashes: Sequence[Hashable]  # chain hashes of the full blocks
@@ -91,7 +91,7 @@ class Router:
         self._predictions = Predictions()
         self._ms_per_token = timing.prefill_ms(timing.step_tokens) / timing.step_tokens
 
-    def route(self, prompt: Prompt, now: float) -> Route:
+    def route(self, prompt: RoutedPrompt, now: float) -> Route:
         """Returns the route of a request and enters it in the ledger, and in the index for the time of one prefill.
 
         `now` is in milliseconds of any clock, the one that the ledger's reports have.
@@ -116,7 +116,7 @@ class Router:
             next_best=min(others, key=itemgetter(1)) if others else None,
         )
 
-    def _held(self, prompt: Prompt, now: float) -> dict[int, Holding]:
+    def _held(self, prompt: RoutedPrompt, now: float) -> dict[int, Holding]:
         """Returns what the least loaded replicas and those that hold most have of a prompt, or are about to have."""
         count, ledger = self._weights.candidates, self._ledger
         holders = self._index.lookup(prompt.hashes)
@@ -132,7 +132,9 @@ class Router:
                 held[replica] = Holding(depth, max(depth, known.held))
         return held
 
-    def _cost(self, replica: int, prompt: Prompt, held: dict[int, Holding], source: int | None, now: float) -> _Cost:
+    def _cost(
+        self, replica: int, prompt: RoutedPrompt, held: dict[int, Holding], source: int | None, now: float
+    ) -> _Cost:
         timing, weights, tokens = self._timing, self._weights, prompt.tokens
         queued, _, rows, kv_tokens, busy_until = self._ledger.load(replica)
         own = loaded = pulled = 0

@@ -9,7 +9,7 @@ from penstock.errors import InvalidRequest
 from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger
 from penstock.fleet.policies import make_policy
-from penstock.fleet.route import Prompt, RoutingWeights
+from penstock.fleet.route import RoutedPrompt, RoutingWeights
 from penstock.fleet.sim_replica import SimulatedReplica, SimulatedRequest
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.traces import Trace
@@ -67,7 +67,7 @@ class FleetSimulation:
                     f"of a replica holds ({self._options.timing.kv_tokens})"
                 )
             self._advance(traced.arrival)
-            to = self._policy.choose(Prompt(traced.hashes, traced.prompt, size), traced.arrival)
+            to = self._policy.choose(RoutedPrompt(traced.hashes, traced.prompt, size), traced.arrival)
             request, replica = SimulatedRequest(id, traced, to.pulled), self._replicas[to.replica]
             before = replica.end
             replica.submit(request, traced.arrival, to.uncached)
