@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
+import json
+import multiprocessing
 import os
 import random
 import re
@@ -21,13 +24,16 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from penstock.bench.http import Connection
 from penstock.keys import Key, changing, digest, new_key, now
 
+KV_BYTES = 400_000_000  # of a server whose memory is watched: its prefix cache is full after some seconds
 WORDS = ("river", "stone", "paper", "cloud", "engine", "garden", "window", "silver", "number", "market", "winter")
 
 
@@ -86,17 +92,40 @@ class Server:
     async def ask(self, key: str, prompt: int, answer: int, sent: Sent | None = None) -> Sent:
         """Sends a prompt of about so many tokens and reads so many tokens of its answer. What comes is recorded in
         `sent` as it comes."""
-        words = " ".join(random.choice(WORDS) for _ in range(prompt - 1))
-        body = {"prompt": words, "max_tokens": answer, "ignore_eos": True, "stream": True, "temperature": 1}
         sent = sent or Sent(time.perf_counter())
         async with Connection(f"{self.url}/v1/completions", self.keys[key]) as connection:
-            response = await connection.ask("POST", body)
+            response = await connection.ask("POST", body_of(prompt, answer))
             sent.status, sent.answered = response.status, time.perf_counter()
             if response.status == 200:
                 async for event in response.events():
                     if event["choices"]:
                         sent.tokens.append(time.perf_counter())
         return sent
+
+
+def body_of(prompt: int, answer: int) -> dict[str, object]:
+    """Returns the request of a prompt of about so many tokens for so many tokens of its answer. Each token has an
+    event, also one that is only a part of a character."""
+    words = " ".join(random.choice(WORDS) for _ in range(prompt - 1))
+    stream = {"stream": True, "return_token_ids": True}
+    return {"prompt": words, "max_tokens": answer, "ignore_eos": True, "temperature": 1, **stream}
+
+
+def refusals(url: str, key: str, seconds: float) -> list[float]:
+    """Returns the seconds to each refusal of requests that are sent one by one. It runs in a process of its own: one
+    that also reads dozens of streams would measure how long it is busy with those."""
+    until, found = time.perf_counter() + seconds, []
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    while time.perf_counter() < until:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc)
+        connection.connect()
+        began = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body_of(64, 32)), headers)
+        if connection.getresponse().status in (429, 503):
+            found.append(time.perf_counter() - began)
+        connection.close()  # an answer is of no interest
+        time.sleep(0.05 * random.random())
+    return found
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -219,51 +248,66 @@ async def itl(model: str, seconds: float) -> None:
 async def overload(model: str, seconds: float) -> None:
     """Sends three times what the server can do, at random times, and looks at what becomes of it."""
     target = 2.0
-    async with Server(model, ["--ttft-target", f"{1000 * target:g}"]) as server:
-        done: list[Sent] = []
+    options = ["--ttft-target", f"{1000 * target:g}", "--kv-memory", str(KV_BYTES)]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as prober:
+        async with Server(model, options) as server:
+            capacity = await capacity_of(server)
+            probed = asyncio.get_running_loop().run_in_executor(prober, refusals, server.url, server.keys["a"], seconds)
+            done, sizes = await sent_at_random(server, 3 * capacity, seconds)
+            recovered = (await server.ask("a", 64, 4)).ttft
+            refused = await probed
+    accepted = [sent.ttft for sent in done if sent.status == 200]
+    met = sum(ttft <= target for ttft in accepted) / max(len(accepted), 1)
+    early = sizes[min(20, len(sizes) // 3)]
+    print(
+        f"overload: capacity {capacity:.1f}/s, {len(done)} sent in {seconds:.0f} s, {len(accepted)} accepted, ", end=""
+    )
+    print(f"{met:.1%} of them within {target:g} s (p95 {percentile(accepted, 0.95):.2f} s); refusals p50 ", end="")
+    print(", p95 ".join(f"{percentile(refused, share) * 1e3:.1f} ms" for share in (0.5, 0.95)), f"({len(refused)});")
+    print(
+        f"          memory {early:.0f} MB early, {sizes[-1]:.0f} MB at the end; a request after it has its first ",
+        end="",
+    )
+    print(f"token in {recovered * 1e3:.0f} ms")
 
-        async def one() -> None:
-            with suppress(OSError):
-                done.append(await server.ask("a", 64, 32))
 
-        async def patient() -> None:
-            await one()
-            await asyncio.sleep(0 if done and done[-1].status == 200 else 0.5)
+async def capacity_of(server: Server) -> float:
+    """Returns how many requests a server answers in a second."""
+    done: list[Sent] = []
 
-        ends: list[float] = []
-        async with busy(patient, 32):
-            while len(ends) < 100 or ends[-1] < ends[0] + 8:
-                await asyncio.sleep(1)
-                ends = sorted(sent.tokens[-1] for sent in done if sent.tokens)
-        capacity = len(ends) / (ends[-1] - ends[0])
-        done.clear()
-        tasks: set[asyncio.Task[None]] = set()
-        began, sizes = time.perf_counter(), []
-        at = began
-        while at < began + seconds:
-            at += random.expovariate(3 * capacity)
-            await asyncio.sleep(max(at - time.perf_counter(), 0))
-            tasks.add(task := asyncio.create_task(one()))
-            task.add_done_callback(tasks.discard)
-            if len(sizes) < int(at - began):
-                sizes.append(server.megabytes())
-        await asyncio.gather(*tasks)
-        recovered = (await server.ask("a", 64, 4)).ttft
-        accepted = [sent for sent in done if sent.status == 200]
-        refused = [sent.answered - sent.sent for sent in done if sent.status in (429, 503)]
-        met = sum(sent.ttft <= target for sent in accepted) / max(len(accepted), 1)
-        early = sizes[min(20, len(sizes) // 3)]
-        print(
-            f"overload: capacity {capacity:.1f}/s, {len(done)} sent in {seconds:.0f} s, {len(accepted)} accepted, ",
-            end="",
-        )
-        print(f"{met:.1%} of them within {target:g} s (p95 {percentile([s.ttft for s in accepted], 0.95):.2f} s);")
-        print(f"          {len(refused)} refused, p50 {percentile(refused, 0.5) * 1e3:.1f} ms, p95 ", end="")
-        print(
-            f"{percentile(refused, 0.95) * 1e3:.1f} ms; memory {early:.0f} MB early, {sizes[-1]:.0f} MB at the end; ",
-            end="",
-        )
-        print(f"a request after it has its first token in {recovered * 1e3:.0f} ms")
+    async def one() -> None:
+        done.append(sent := await server.ask("a", 64, 32))
+        await asyncio.sleep(0 if sent.status == 200 else 0.5)
+
+    ends: list[float] = []
+    async with busy(one, 32):
+        while len(ends) < 100 or ends[-1] < ends[0] + 8:
+            await asyncio.sleep(1)
+            ends = sorted(sent.tokens[-1] for sent in done if sent.tokens)
+    return len(ends) / (ends[-1] - ends[0])
+
+
+async def sent_at_random(server: Server, rate: float, seconds: float) -> tuple[list[Sent], list[float]]:
+    """Sends so many requests in a second whatever becomes of them. Returns those, and the server's memory in MB after
+    each second."""
+    done: list[Sent] = []
+
+    async def one() -> None:
+        with suppress(OSError):
+            done.append(await server.ask("a", 64, 32))
+
+    tasks: set[asyncio.Task[None]] = set()
+    began, sizes = time.perf_counter(), list[float]()
+    at = began
+    while at < began + seconds:
+        at += random.expovariate(rate)
+        await asyncio.sleep(max(at - time.perf_counter(), 0))
+        tasks.add(task := asyncio.create_task(one()))
+        task.add_done_callback(tasks.discard)
+        if len(sizes) < int(at - began):
+            sizes.append(server.megabytes())
+    await asyncio.gather(*tasks)
+    return done, sizes
 
 
 PARTS = {each.__name__: each for each in (light, shares, throughput, itl, overload)}

@@ -13,6 +13,7 @@ from hypothesis import settings
 # looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
+settings.register_profile("few", settings.get_profile("repeatable"), max_examples=20)  # enough to reach every line
 settings.load_profile("repeatable")
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes that tests start and interrupt.
@@ -28,3 +29,11 @@ def smollm2() -> Path:
     from penstock.store import fetch
 
     return fetch("smollm2")
+
+
+@pytest.fixture
+def overcommitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets sequences start as if no answer would get longer, so that they run out of blocks and are preempted."""
+    from penstock.core.memory_forecast import MemoryForecast
+
+    monkeypatch.setattr(MemoryForecast, "peak", lambda *_: 0.0)

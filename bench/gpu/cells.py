@@ -30,6 +30,7 @@ from penstock.types import Failed, Limits, Request, SamplingParams, Tokens, pref
 Figures = dict[str, Any]
 BLOCK_SIZE = 16
 MAX_TOKENS = 8192  # the largest step of any cell
+LONGEST = 32768  # tokens of a request
 MAX_ROWS = 256
 STEP_TOKENS = 2048  # in cells with many clients
 PREFILL_BUDGET = 384  # of them, once up to 64 rows answer
@@ -75,7 +76,7 @@ class Bench:
 
     def engine(self, max_tokens: int, prefill_budget: int = PREFILL_BUDGET) -> Engine:
         backend = self.backend
-        limits = Limits(16384, MAX_ROWS, max_tokens, BLOCK_SIZE, self.num_blocks, 128256, prefill_budget)
+        limits = Limits(LONGEST, MAX_ROWS, max_tokens, BLOCK_SIZE, self.num_blocks, 128256, prefill_budget)
         return Engine(backend, limits, depth=backend.depth)
 
     def requests(self, count: int, prompt: int, answer: int, temperature: float = 0.0) -> list[Request]:
@@ -188,7 +189,7 @@ def prepare(backend: CudaBackend, count: int, mixed: int) -> None:
 
 def prefill(bench: Bench) -> Figures:
     found = {}
-    for tokens in (512, 2048, 4096):
+    for tokens in (512, 2048, 4096, 16000, 32000):
         runs = []
         for _ in range(4):
             runs.append(generate(bench.engine(MAX_TOKENS), bench.requests(1, tokens, 1))["ttft_ms"]["p50"])

@@ -29,6 +29,7 @@ from penstock.backend.cuda.kernels import (
     silu_and_mul,
 )
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
+from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.skinny_gemm import Tiling, skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.model.rope import plain
@@ -272,11 +273,16 @@ class Context:
         inputs = self.qkv, cache, self.splits, self.tables, self.header, self.out, self.shares
         decode_attention.decode_attention(*inputs, None, self.dims**-0.5, 0, tiling=tiling)
 
-    def prefill(self, cache: torch.Tensor, tiling: tuple[int, int, int] | None = None) -> None:
+    def prefill(
+        self,
+        cache: torch.Tensor,
+        tiling: tuple[int, int, int] | None = None,
+        hopper: HopperAttentionTiling | None = None,
+    ) -> None:
         queries = prefill_attention.queries_per_tile(self.group)
         tiling = tiling or self.tilings.prefill_attention(queries, self.dims, self.qkv.element_size())
         inputs = self.qkv, cache, self.tiles, self.tables, self.header, self.out
-        prefill_attention.prefill_attention(*inputs, self.dims**-0.5, 0, tiling=tiling)
+        prefill_attention.prefill_attention(*inputs, self.dims**-0.5, 0, tiling=tiling, hopper=hopper)
 
     def error(self) -> float:
         """Of what was last computed over the first cache, on the last row."""
@@ -299,6 +305,15 @@ def on_device(array: Any) -> torch.Tensor:
 
 # Rows and the mean of their lengths, which differ: rows of one length alone flatter settings that are bad for others.
 DECODES = {"1 x 768": (1, 768), "1 x 8192": (1, 8192), "64 x 768": (64, 768), "256 x 768": (256, 768)}
+
+
+PREFILLS = {
+    "4 x 512": [(512, 0)] * 4,
+    "4096": [(4096, 0)],
+    "16000": [(16000, 0)],
+    "512 after 3584": [(512, 3584)],
+    "8192 after 24000": [(8192, 24000)],
+}
 
 
 def attention(_: Any) -> Figures:
@@ -324,15 +339,18 @@ def attention(_: Any) -> Figures:
             name_of = f"tile {tile} warps {warps} stages {stages}"
             trials[name_of] = [partial(context.decode, cache, (tile, warps, stages)) for cache in context.caches]
         found[f"decode {name}"] = fastest(f"decode {name}", trials, moved, best=7, threads=1)
-    for name, chunks in {"4096": [(4096, 0)], "4 x 512": [(512, 0)] * 4, "512 after 3584": [(512, 3584)]}.items():
+    for name, chunks in PREFILLS.items():
         context = Context(chunks)
-        context.prefill(context.caches[0])
+        hopper = context.tilings.hopper_attention(context.dims)
+        context.prefill(context.caches[0], hopper=hopper)
         say(f"prefill attention {name}: error {context.error():.2e}, {len(context.tiles)} tiles")
         flops = sum(4 * 32 * 128 * (count * start + count * (count + 1) / 2) for count, start in chunks)
         trials = {}
         for tile, warps, stages in ((64, 8, 3), (64, 8, 2), (128, 8, 2), (64, 4, 2), (32, 4, 3), (32, 8, 4)):
             name_of = f"tile {tile} warps {warps} stages {stages}"
             trials[name_of] = [partial(context.prefill, cache, (tile, warps, stages)) for cache in context.caches[:8]]
+        if hopper:
+            trials["hopper"] = [partial(context.prefill, cache, hopper=hopper) for cache in context.caches[:8]]
         found[f"prefill {name}"] = times = fastest(f"prefill {name}", trials, flops, best=6, threads=1)
         good = [t for t in times.values() if isinstance(t, float)]
         say(f"prefill {name}: best {flops / min(good) / 1e6:.0f} TFLOP/s" if good else "none ran")

@@ -154,6 +154,7 @@ class Config:
     name: str = ""  # what clients call it; empty: from the file
     yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
     grammars_wait: bool = False  # requests with grammars wait for this engine
+    kv_file: str = ""  # that a CPU's KV cache lies in, in memory, so that the next engine finds it
     device: str = option(
         "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
     )
@@ -189,9 +190,19 @@ class Config:
     kv_ram: str = option(
         AUTO,
         "Bytes of host memory for KV blocks that have left the cache; they are copied back where that is faster than "
-        "computing them again. 0: none. auto: on a CPU as many as the cache has, and at most an eighth of the free "
-        "memory; on a GPU none.",
+        "computing them again. 0: none. auto: as many as the cache has, and at most an eighth of the free memory; on "
+        "a GPU without --kv-disk none.",
         read=read_kv_ram,
+    )
+    kv_disk: str = option(
+        "",
+        "Folder for the KV of prompts, so that what was computed before a restart is not computed again. Empty: none. "
+        "Prompts can be read from these files by whoever may read the folder.",
+    )
+    kv_disk_bytes: int = option(
+        16 << 30,
+        "Most bytes in the folder of --kv-disk, of all models together. The least recently used go first.",
+        minimum=1 << 20,
     )
     block_size: int = option(
         16,

@@ -55,6 +55,7 @@ class ServiceTerms(NamedTuple):
     patience: float | None = PATIENCE  # see Profile
     tenant_header: str = ""  # in which a trusted proxy names the tenant; empty: nobody does
     share_prefixes: bool = False  # tenants reuse one another's cached prompts
+    durable_salts: bool = False  # prompts with a salt of the client's may be kept on disk
 
 
 STANDARD_TERMS = ServiceTerms()

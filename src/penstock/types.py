@@ -19,6 +19,7 @@ from penstock.control_types import PAUSE_MODES as PAUSE_MODES
 from penstock.control_types import PAUSE_WAIT as PAUSE_WAIT
 from penstock.control_types import WeightSpan as WeightSpan
 from penstock.control_types import WeightState as WeightState
+from penstock.disk_types import DiskCounts as DiskCounts
 from penstock.errors import InvalidRequest
 from penstock.grammar_types import Grammar as Grammar
 from penstock.grammar_types import StructuredOutputsParams as StructuredOutputsParams
@@ -192,6 +193,7 @@ class Request(NamedTuple):
     generated: tuple[int, ...] = ()  # tokens of its answer that another engine has delivered already: it is resumed
     scored: int = 0  # scores of its prompt's tokens that were delivered, if nothing was generated yet
     mirostat_mu: float | None = None  # what mirostat had learned by then, see Tokens
+    durable: bool = True  # the KV of its prompt may be kept on disk, for requests with the same salt
 
 
 class Limits(NamedTuple):
@@ -450,11 +452,13 @@ class Stats(NamedTuple):
     adapter_bytes: int = 0  # that the adapters in memory take
     adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
     drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
+    adopted_blocks: int = 0  # that the engine before had computed
     reused: tuple[tuple[str, int], ...] = ()  # cached_tokens by the tier that they came from (device, ram, disk)
     host_blocks: int = 0  # blocks that host memory keeps
     host_places: int = 0  # that it has room for
     copied_in: int = 0  # blocks that came back from there
     copied_out: int = 0  # blocks that went there
+    disk: DiskCounts = DiskCounts()
     in_line: int = 0  # requests that could run and find no room; others wait for a grammar or the end of a pause
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Line
 
+import pytest
+
 from penstock.core import Scheduler, Sequence, check
 from penstock.core.drafts import DraftRoom, Drafts
 from penstock.types import RowResult, StepPlan, StepResult
@@ -38,6 +40,7 @@ class ByTurns(Nothing):
         return rows > 1
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_a_draft_for_which_others_have_left_no_blocks_is_not_verified() -> None:
     scheduler = Scheduler(limits(max_len=40, step_tokens=64, num_blocks=10), drafts=Greedy())
     for id in (1, 2):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Line
 
+import pytest
+
 from penstock.core import Scheduler, Sequence, StandardPolicy
 from penstock.core.policy import ServingLoad, StepBudget
 from penstock.core.tenants import Tenant
@@ -15,6 +17,7 @@ def prompt(length: int, first: int = 0) -> tuple[int, ...]:
     return (first, *range(1, length))
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_the_policy_chooses_who_loses_its_memory() -> None:
     class First(StandardPolicy):
         def victim(self, behind: Line[Sequence]) -> Sequence:
@@ -42,6 +45,7 @@ def test_background_requests_have_at_most_half_of_the_rows() -> None:
     assert list(counts(step(scheduler)[0])) == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_background_requests_start_after_and_are_preempted_before_all_others() -> None:
     scheduler = Scheduler(limits(max_rows=2, num_blocks=64))
     scheduler.add(Sequence(1, prompt(3), 1, priority=7))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.backend.fake import FakeBackend, continuation, gathered, next_token, pooled
 from penstock.core import Policy, Sequence, StandardPolicy, check
-from penstock.core.policy import StepBudget
+from penstock.core.policy import Room, StepBudget
 from penstock.core.step_cost import CostModel
 from penstock.engine.engine import Engine
 from penstock.planning.memory_plan import all_states
@@ -33,6 +33,7 @@ from penstock.types import (
 )
 from tests.engine.guesses import RandomDrafting
 
+EXAMPLES = settings.default.max_examples  # 100, unless the profile has others
 VOCAB = 97  # small, so that stop tokens are met
 WINDOWS = ((0,), (0,), (0, 5), (0, 8, 8), (0, 0, 3, 17), (4,), (6, 1))
 
@@ -114,7 +115,8 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 class Shuffles(StandardPolicy):
-    """Orders sequences at random, gives turns at random for some steps, and takes any of those allowed as a victim."""
+    """Orders sequences at random, gives turns at random for some steps, takes any of those allowed as a victim, and
+    lets sequences start that will find too few blocks."""
 
     def __init__(self, limits: Limits, random: Random) -> None:
         super().__init__(limits)
@@ -134,6 +136,9 @@ class Shuffles(StandardPolicy):
 
     def victim(self, behind: Line[Sequence]) -> Sequence:
         return self._random.choice(behind)
+
+    def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
+        return not running or room.available >= room.needed + room.reserved + (len(running) + 1) * room.groups
 
     def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
         return self._random.choice([None, *running]) if self.steps > 0 else super().displaced(seq, running)
@@ -232,26 +237,26 @@ def following(context: tuple[int, ...], limits: Limits) -> int:
     return (next_token(context, VOCAB, limits.windows) + (gathered(context) if limits.states else 0)) % VOCAB
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * EXAMPLES)
 @given(worlds())
 def test_each_request_answers_as_if_alone(world: World) -> None:
     run_world(world)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(worlds(), st.randoms(use_true_random=False))
 def test_each_request_answers_as_if_alone_while_the_order_changes(world: World, random: Random) -> None:
     run_world(world, Shuffles(world[0], random))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(worlds().filter(lambda world: not world[0].windows[0]).map(encoding))
 def test_each_text_of_an_encoder_answers_as_if_alone(world: World) -> None:
     stats = run_world(world).stats()
     assert stats.cached_tokens == stats.blocks_cached == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * EXAMPLES)
 @given(worlds(), st.randoms(use_true_random=False))
 def test_each_request_answers_as_if_alone_whatever_is_drafted(world: World, random: Random) -> None:
     limits, _, requests = world

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.core import Scheduler, Sequence
 from penstock.core.recent import RecentStreams
 from penstock.types import Event, Finished, Nearest, Report
@@ -44,6 +46,7 @@ def test_one_that_never_ran_has_only_waited() -> None:
     assert event[1] == Report(queued=5.0)
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_what_a_preemption_cost() -> None:
     """Two sequences outgrow eight blocks of four: the later one is preempted and reuses some of its blocks."""
     scheduler = Scheduler(limits(max_len=24, num_blocks=8))

@@ -281,6 +281,7 @@ def test_a_step_grows_with_the_rows_that_answer(running: int, answering: int, to
 # -- preemption --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_preempts_the_last_in_line_and_finishes_everybody() -> None:
     scheduler = Scheduler(limits(num_blocks=8, max_len=32))
     events = run(scheduler, *(Sequence(id, prompt(5, first=id), 20) for id in range(4)))
@@ -291,6 +292,7 @@ def test_preempts_the_last_in_line_and_finishes_everybody() -> None:
     assert len(answered) == 4 * 20
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_a_preempted_prompt_is_scored_once() -> None:
     scheduler = Scheduler(limits(num_blocks=9, max_len=32, step_tokens=2, max_rows=2))
     scheduler.add(Sequence(1, prompt(4), 25))
@@ -308,6 +310,7 @@ def test_a_preempted_prompt_is_scored_once() -> None:
     assert scores == list(range(1, 19))
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_a_preempted_sequence_comes_back_only_when_all_its_tokens_are_known() -> None:
     scheduler = Scheduler(limits(num_blocks=5, max_len=16))
     scheduler.add(Sequence(1, prompt(3), 10))

@@ -10,6 +10,7 @@ from penstock.core.prefix import PrefixNode
 from penstock.core.requeue import requeue
 from penstock.core.states import SavedStates, save_positions
 from penstock.types import Row, StepPlan, Tokens
+from tests.core.test_memory_forecast import Greedy
 from tests.core.world import answer, counts, limits, run, step
 
 SYSTEM = tuple(range(30))
@@ -161,7 +162,8 @@ def test_what_was_not_written_is_not_kept(how: str) -> None:
 
 
 def test_a_preempted_sequence_goes_on_from_its_last_saved_state() -> None:
-    scheduler = Scheduler(limits(num_blocks=20, max_len=48, states=8, step_tokens=32))
+    few = limits(num_blocks=20, max_len=48, states=8, step_tokens=32)
+    scheduler = Scheduler(few, policy=Greedy(few))
     scheduler.add(Sequence(1, SYSTEM[:21], 27))
     scheduler.add(Sequence(2, (9, *SYSTEM[:20]), 27))
     begun = {}

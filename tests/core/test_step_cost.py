@@ -116,3 +116,23 @@ def test_time_that_is_used_up_leaves_nothing() -> None:
     assert 80 < count < 110
     budget.spend_on_prompt(Row(1, 0, count, 0))
     assert budget.tokens <= 0
+
+
+def test_steps_are_planned_shorter_while_the_machine_is_busy_with_something_else() -> None:
+    """A step that answers two rows and computes a prompt takes as long as forecast, then twice as long, then again as
+    long as forecast."""
+    costs, rows = learned(), (Row(1, 100, 1, 1), Row(2, 100, 1, 1), Row(9, 0, 64, 0))
+    quiet = taken(rows)
+    for _ in range(200):
+        costs.observe(rows, quiet, answers=True)
+    assert costs.lateness == CostModel.LATENESS[0]
+    for _ in range(8):
+        costs.observe(rows, 4 * quiet, answers=True)
+    busy = costs.lateness
+    assert busy > 1.3
+    for _ in range(99):
+        costs.observe(rows, 9e9, answers=True)
+    assert costs.lateness == CostModel.LATENESS[1]
+    for _ in range(999):
+        costs.observe(rows, quiet, answers=True)
+    assert costs.lateness < busy

@@ -200,6 +200,7 @@ def test_who_loses_its_memory_is_of_the_tenant_most_over_its_share_and_has_least
     assert scheduler.policy.victim(scheduler.running).id == 3
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_a_first_request_finds_a_row_and_blocks_at_the_cost_of_who_has_several() -> None:
     scheduler = Scheduler(limits(max_rows=4, num_blocks=13, max_len=48))
     for id in range(4):

@@ -172,6 +172,7 @@ def test_windows_let_more_sequences_run_at_once() -> None:
     assert scheduler.stats().preemptions == 0
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_block_tables_of_all_groups_follow_from_plans_alone() -> None:
     scheduler = Scheduler(limits(windows=(0, 6, 9), num_blocks=24, max_len=32))
     for id in range(4):

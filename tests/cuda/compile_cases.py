@@ -33,6 +33,7 @@ from penstock.backend.cuda.kernels.fp8_blocks import Fp8BlockWeight, fp8_block_g
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.gather_rows import gather_rows, resolve_tokens, scatter_rows
 from penstock.backend.cuda.kernels.gemv import gemv
+from penstock.backend.cuda.kernels.hopper_attention import hopper_attention
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
 from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates, shrink_few
 from penstock.backend.cuda.kernels.low_rank import AdaptedWeight, RowTiles, expand, shrink
@@ -160,6 +161,21 @@ def plain_skinny_gemm(tilings: Tilings, count: int, rows: int, gated: bool) -> N
     tiling = tilings.skinny(count, rows, DIM, 2, gated)
     assert tiling is not None
     skinny_gemm(empty(count, DIM), empty(rows, DIM), empty(rows, dtype=F32), out, tiling, scratch(), gated=gated)
+
+
+@case(
+    hopper=True,
+    plain=(128, 4, {}),
+    wide=(256, 2, {"window": 128, "sinks": True, "soft_cap": 50.0}),
+)
+def hopper_prefill_attention(tilings: Tilings, dims: int, shared: int, about: dict[str, Any]) -> None:
+    kv_heads = 2
+    heads = kv_heads * shared
+    qkv, cache = empty(8, (heads + 2 * kv_heads) * dims), empty(4, 2, kv_heads, 16, dims)
+    sinks = empty(heads, dtype=F32) if "sinks" in about else None
+    how = 0.1, about.get("window", 0), about.get("soft_cap", 0.0), sinks
+    tiling = tilings.hopper_attention(dims)
+    hopper_attention(qkv, cache, ints(4, 5), ints(64), ints(4), empty(8, heads * dims), *how, tiling=tiling)
 
 
 @case(hopper=True, bf16=(BF16, 64, False), gated=(BF16, 64, True), fp8=(FP8, 16, False))

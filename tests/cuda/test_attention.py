@@ -14,6 +14,7 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.graphs import bucket_decode_rows, padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention, queries_of
+from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.ref.ops import attention, query_scales, rotate
@@ -98,10 +99,16 @@ def test_rope_within_attention(name: str, interleaved: bool, dtype: torch.dtype)
 
 
 def attend_with(
-    spec: AttentionSpec, chunks: list[Chunk], dtype: torch.dtype, block_size: int, sunk: bool = False, run: int = 0
+    spec: AttentionSpec,
+    chunks: list[Chunk],
+    dtype: torch.dtype,
+    block_size: int,
+    sunk: bool = False,
+    run: int = 0,
+    hopper: HopperAttentionTiling | None = None,
 ) -> None:
     """Both kernels on a cache full of random keys and values, against the reference. With `run`, the rows verify drafts
-    in runs of so many tokens."""
+    in runs of so many tokens. With `hopper`, its kernel attends with longer rows."""
     heads, kv_heads, dims = spec.heads, spec.kv_heads, spec.head_dim
     batch = greedy_batch(chunks)
     work = inputs.plan_attention(batch, 128 // (heads // kv_heads), padded, 1000 if run else 0, (run,))
@@ -117,7 +124,7 @@ def attend_with(
         run = max(run, 1)
         split_kv = split_kv_of(spec, len(work.splits), run)
         splits = ints(np.concatenate([work.splits, np.full((3, 8), -1)]))
-        about = spec.scale, spec.window, None, 0.0, sinks
+        about = spec.scale, spec.window, None, spec.soft_cap, sinks
         tiling = TILINGS.decode_attention(len(out), dims, qkv.element_size(), queries_of(heads // kv_heads, run))
         how = {**others, "run": run, "tiling": tiling}
         decode_attention(qkv, cache, splits, tables, header, out, split_kv, None, *about, **how)
@@ -134,11 +141,12 @@ def attend_with(
             spec.scale,
             spec.window,
             None,
-            0.0,
+            spec.soft_cap,
             True,
             sinks,
             **others,
             tiling=tiling,
+            hopper=hopper,
         )
 
     keys, values = cache.float().cpu().numpy().swapaxes(2, 3).swapaxes(0, 1)  # [blocks, block_size, kv_heads, D]

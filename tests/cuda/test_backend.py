@@ -154,8 +154,8 @@ def test_shapes_may_be_prepared_while_the_device_is_behind() -> None:
     backend = loaded("tied", backend_of(max_rows=64))
     backend.reserve_kv(64, BLOCK_SIZE, SLOTS)
     shapes = [(1, 0), (8, 0), (40, 0), (64, 0), (8, 100)] if DEVICE == "cuda" else [(2, 0), (8, 100)]
-    for turn in range(3):
-        if DEVICE == "cuda" and turn:
+    for turn in range(3 if DEVICE == "cuda" else 1):
+        if turn:
             with torch.cuda.stream(backend._stream):
                 torch.cuda._sleep(200_000_000)
         for rows, prompts in shapes:

@@ -15,7 +15,7 @@ from tests.cuda.conftest import FOLDER
 from tests.cuda.device import DEVICE
 
 COMPILING = "test_compiles.py"  # launches nothing
-GLUON = {"_hopper_gemm", "_shrink_few"}  # the interpreter does not know its language
+GLUON = {"_hopper_attention", "_hopper_gemm", "_shrink_few"}  # the interpreter does not know its language
 
 
 def entries() -> set[str]:

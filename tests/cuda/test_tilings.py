@@ -78,6 +78,8 @@ def test_attention_of_an_h200_is_as_it_was_measured() -> None:
     tilings = Tilings(H200)
     assert tilings.prefill_attention(128, 128, 2) == (64, 8, 3)
     assert tilings.prefill_attention(128, 256, 2) == (64, 8, 2)
+    assert [tilings.hopper_attention(dims) for dims in (64, 128, 256)] == [(128, 3), (128, 3), (64, 2)]
+    assert tilings.hopper_attention(80) is Tilings(B200).hopper_attention(128) is None
     assert tilings.decode_attention(1, 128, 2) == tilings.decode_attention(8, 256, 2) == (64, 4, 2)
     assert tilings.decode_attention(8, 128, 2) == (64, 2, 2)
     assert tilings.mla_prefill(576, 2) == (64, 32, 8, 2)
@@ -114,6 +116,8 @@ def test_attention_fits_shared_memory(dims: int, device: DeviceProperties) -> No
     for queries, tiling in ((128, tilings.prefill_attention(128, dims, 2)), (16, tilings.decode_attention(4, dims, 2))):
         assert tiling.tile >= 16
         assert 2 * wide * (queries + 2 * tiling.tile * tiling.stages) <= device.shared_memory
+    if hopper := tilings.hopper_attention(dims):
+        assert 2 * wide * (128 + 2 * hopper.tile * hopper.stages) + 1024 <= device.shared_memory
     mla = tilings.mla_prefill(576, 2)
     assert 2 * 576 * (mla.queries + mla.positions * max(mla.stages - 1, 1)) <= device.shared_memory
 

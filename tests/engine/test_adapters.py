@@ -255,6 +255,7 @@ def test_statistics_tell_who_runs_and_who_waits(folder: Path):
     assert not engine.stats().adapters
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_preempted_requests_keep_their_adapter(folder: Path):
     engine = engine_with(folder, limits=LIMITS._replace(num_blocks=24, max_len=80))
     names = ["one", "two", "three", "four"]

@@ -83,7 +83,8 @@ def test_knows_this_machine() -> None:
 
 
 def test_every_field_that_a_user_may_set_is_described() -> None:
-    assert {field.name for field in fields(Config)} == OPTIONS.keys() | {"model", "name", "yielding", "grammars_wait"}
+    others = {"model", "name", "yielding", "grammars_wait", "kv_file"}
+    assert {field.name for field in fields(Config)} == OPTIONS.keys() | others
     for name, option in OPTIONS.items():
         assert option.help.endswith(".")
         assert DEFAULTS[name] == option.check(name, DEFAULTS[name], type(DEFAULTS[name]))

@@ -30,6 +30,7 @@ MEASURED = {
 def test_features_follow_the_compute_capability() -> None:
     assert [device.has_fp8 for device in GPUS] == [False, True, True, True, True, True]
     assert [device.has_hopper_gemm for device in GPUS] == [False, False, False, True, True, False]
+    assert [device.has_hopper_attention for device in GPUS] == [False, False, False, True, True, False]
     assert [device.is_tuned for device in GPUS] == [False, False, False, True, True, False]
 
 

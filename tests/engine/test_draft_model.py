@@ -157,6 +157,7 @@ def answer_all(engine: Engine, random: Random, windows: Sequence[int]) -> None:
             assert said[id] == right[:stop]
 
 
+@pytest.mark.usefixtures("overcommitted")
 @pytest.mark.parametrize(
     ("num_blocks", "windows", "depth"),
     [(44, (0,), 0), (44, (6, 0), 0), (200, (6, 0), 0), (200, (0,), 0), (44, (0,), 1)],

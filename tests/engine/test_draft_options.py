@@ -103,7 +103,7 @@ def test_the_draft_model_takes_its_part_of_the_memory() -> None:
     plans: dict[bool, MemoryPlan] = {}
     built: dict[bool, Limits] = {}
     for draft in ("", GOLDENS / "untied"):
-        asked = config(draft, kv_memory=40_000)
+        asked = config(draft, kv_memory=40_000, kv_ram=0)
         forecast, *_ = make_forecasts(asked, target, 16, lambda *_: None)
         assert forecast.memory is not None
         plans[bool(draft)] = forecast.memory

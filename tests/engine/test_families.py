@@ -93,6 +93,7 @@ def test_a_prefix_that_is_reused(folder: Path, fresh: Make) -> None:
     assert max(abs(value - wanted[token]) for token, value in said[0].top) < NEAR * scale
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_sequences_that_are_preempted(folder: Path, fresh: Make) -> None:
     with np.load(folder / "expected.npz") as file:
         tokens, scale = file["tokens"].tolist(), float(np.abs(file["logits"]).max())

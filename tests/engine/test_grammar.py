@@ -154,6 +154,7 @@ def test_forced_tokens_change_nothing_but_the_steps() -> None:
     assert sampled.stats().forced_tokens == 0
 
 
+@pytest.mark.usefixtures("overcommitted")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_preemption_keeps_the_place_in_the_grammar(depth: int) -> None:
     squeezed = engine(num_blocks=24, max_len=96, depth=depth)

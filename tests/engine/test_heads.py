@@ -81,6 +81,7 @@ def counts_of(engine: Engine) -> DraftCounts:
     return next((each for each in engine.stats().drafts if each.source == "mtp"), DraftCounts("mtp"))
 
 
+@pytest.mark.usefixtures("overcommitted")
 @pytest.mark.parametrize(
     ("num_blocks", "windows", "depth"),
     [(44, (0,), 0), (44, (6, 0), 0), (200, (6, 0), 0), (200, (0,), 0), (44, (0,), 1)],

@@ -117,6 +117,7 @@ def test_a_mean_leaves_what_conversations_cached_alone() -> None:
     assert engine.stats().cached_tokens == 28
 
 
+@pytest.mark.usefixtures("overcommitted")
 @pytest.mark.parametrize("device", BACKENDS)
 def test_preempted_means_count_no_token_twice(device: str) -> None:
     """Answers that grow push the embeddings out of a small cache."""

@@ -205,6 +205,7 @@ def fake(**changed: Any) -> Engine:
     return Engine(backend, FAKE, **changed)
 
 
+@pytest.mark.usefixtures("overcommitted")
 def test_resumed_answers_survive_preemption_and_share_prefixes() -> None:
     prompts = [(1, 2, 3, 4, 5, 6, 7, 8, id % 3) for id in range(12)]
     asked = [

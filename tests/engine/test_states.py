@@ -88,6 +88,7 @@ def test_a_system_prompt_is_computed_once(fresh: Callable[..., Engine]) -> None:
     assert said == [answers(fresh(), prompt)[0][0] for prompt in prompts]
 
 
+@pytest.mark.usefixtures("overcommitted")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_preempted_and_crowded_they_answer_as_if_alone(fresh: Callable[..., Engine], depth: int) -> None:
     prompts = [SYSTEM[: 5 + 3 * i] for i in range(5)]

@@ -171,6 +171,7 @@ def test_logprobs_are_those_of_the_chosen_token() -> None:
     assert all(entry.logprob < entry.top[0][1] for entry in entries)
 
 
+@pytest.mark.usefixtures("overcommitted")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_neither_preemption_nor_steps_in_flight_disturb_mirostat(depth: int) -> None:
     params = chained(mirostat=2, mirostat_tau=2.0, mirostat_eta=0.7)

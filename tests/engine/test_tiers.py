@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.types import Event, Failed, Finished, Limits, Report, Request, SamplingParams, Tokens
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
-OPTIONS = {"threads": 2, "max_rows": 2, "max_len": 64, "block_size": 8}
+OPTIONS = {"threads": 2, "max_rows": 2, "max_len": 64, "block_size": 8, "speculation": "off"}
 PROMPT = tuple((7 * at * at + 3 * at) % 29 + 2 for at in range(45))
 LIMITS = Limits(max_len=64, max_rows=4, step_tokens=64, block_size=4, num_blocks=16, vocab=100, host_places=64)
 
@@ -216,7 +216,7 @@ def test_a_flushed_cache_has_nothing_on_the_host_either() -> None:
 def test_a_place_holds_what_was_written_to_it() -> None:
     backend = FakeBackend(LIMITS.vocab)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    stored = HostBlocks(4, backend.kv, CopyCosts(), LIMITS.num_blocks)
+    stored = HostBlocks(LIMITS, backend.kv, CopyCosts())
     data = bytes(range(stored.block_bytes))
     stored.write(3, data)
     assert bytes(stored.read(3)) == data

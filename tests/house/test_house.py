@@ -17,12 +17,21 @@ LIBRARY = sys.stdlib_module_names
 # Imports point down only. A package may import those named after it, and itself.
 WAIST = {"types", "errors", "config"}
 MAY_IMPORT = {
-    "types": {"adapter_types", "claim_types", "control_types", "errors", "grammar_types", "sampler_types"},
+    "types": {
+        "adapter_types",
+        "claim_types",
+        "control_types",
+        "disk_types",
+        "errors",
+        "grammar_types",
+        "sampler_types",
+    },
     "adapter_types": set(),
     "claim_types": set(),
     "grammar_types": {"errors"},
     "sampler_types": set(),
     "control_types": set(),
+    "disk_types": set(),
     "errors": set(),
     "config": {"types", "errors"},
     "keys": {"errors", "service_levels"},

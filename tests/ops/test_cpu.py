@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from penstock.backend.base import LAST_SAMPLED, Batch
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
+from penstock.backend.kv_file import KvFile
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref import ops as ref_ops
 from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, run
@@ -342,6 +344,28 @@ def test_exported_blocks_are_as_good_as_computed_ones(kv: str, block_size: int):
             second.kv.import_blocks(wrong, data[: len(data) // blocks] + b"x" * (wrong == [0]))
     with pytest.raises(ValueError, match="outside the KV cache"):
         second.kv.export_blocks([2 * blocks])
+
+
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_a_kv_cache_in_a_file_outlives_its_backend(block_size: int, tmp_path: Path):
+    file = tmp_path / "kv"
+    file.touch()
+    tokens = prompt(40, 4)
+    blocks = blocks_for([tokens], block_size)
+    first = loaded(CpuBackend(2, kv_file=KvFile(str(file))))
+    wanted = logits_alone(loaded(CpuBackend(2)), tokens, block_size)[-1]
+    first.reserve_kv(blocks, block_size)
+    first.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
+    first.close()
+    again = KvFile(str(file))
+    second = loaded(CpuBackend(2, kv_file=again))
+    second.reserve_kv(blocks, block_size)
+    assert np.array_equal(second.logits(greedy_batch([Chunk(tokens[-1:], 39, range(blocks))]))[0], wanted)
+    assert file.stat().st_size == again.end
+    closed = KvFile(str(file))
+    closed.close()
+    with pytest.raises(MemoryError):
+        loaded(CpuBackend(1, kv_file=closed)).reserve_kv(blocks, block_size)
 
 
 def test_a_slot_that_sampled_nothing_has_no_last_token():

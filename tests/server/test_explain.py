@@ -144,7 +144,7 @@ def test_a_stop_string_ends_it_before_the_engine_does(fixture: str, request: pyt
 def test_nothing_is_missed_where_all_was_reused(parrot: Any) -> None:
     complete(parrot, LONG + "[same]")
     cache = complete(parrot, LONG + "[same]")["cache"]
-    assert cache == {"prompt_tokens": 58, "reused_tokens": 48, "miss": None}
+    assert cache == {"prompt_tokens": 58, "reused_tokens": 48, "reused_from": {"device": 48}, "miss": None}
 
 
 def test_a_prompt_that_goes_on_where_another_ended(parrot: Any) -> None:

@@ -114,7 +114,9 @@ def test_health_tells_the_truth(parrot_process: Any) -> None:
     assert seen == {(200, "ok", False), (503, "resuming", True)}
     health = server.get("/health").json()
     assert health["engine"]["pid"] not in (pid, os.getpid())
-    assert "penstock_engine_restarts_total 1.0" in server.get("/metrics").text
+    metrics = server.get("/metrics").text
+    assert "penstock_engine_restarts_total 1.0" in metrics
+    assert "penstock_adopted_blocks_total" in metrics
 
 
 def test_without_an_engine_the_answer_is_503(mortal_parrot: Any) -> None:

@@ -137,6 +137,14 @@ def test_prefixes_are_shared_if_the_operator_says_so(tmp_path: Path) -> None:
         assert {shared.send({"x-tenant": name}).salt for name in ("one", "two")} == {""}
 
 
+def test_only_prompts_without_a_salt_may_be_kept_on_disk_unless_the_operator_says_so() -> None:
+    asked = ({}, {"cache_salt": "s"}, {"cache_prompt": False})
+    for plain in watch(Rules()):
+        assert [plain.send(**fields).durable for fields in asked] == [True, False, False]
+    for salted in watch(Rules(terms=ServiceTerms(durable_salts=True))):
+        assert [salted.send(**fields).durable for fields in asked] == [True, True, False]
+
+
 def test_profiles_describe_themselves() -> None:
     assert PROFILES["voice"].described() == (
         "speech, which must not pause: TTFT target 1000 ms, ITL target 50 ms, longest wait 5 s"

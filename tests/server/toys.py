@@ -164,7 +164,7 @@ class Parrot:
     """A backend that reads each context back through its block table and goes on with what it is told to say."""
 
     def __init__(self, limits: Limits, pace: float = 0.0) -> None:
-        self._kv = np.zeros((limits.num_blocks, limits.block_size), np.int64)
+        self.kv = np.zeros((limits.num_blocks, limits.block_size), np.int64)
         self._pace = pace
         self._pools = Pools()
         self._results: dict[int, StepResult] = {}
@@ -190,14 +190,14 @@ class Parrot:
 
     def _row(self, batch: Batch, row: int) -> RowResult:
         mine = slice(batch.row_start[row], batch.row_start[row + 1])
-        places, table, size = batch.positions[mine], batch.tables[0, row], self._kv.shape[1]
-        self._kv[table[places // size], places % size] = batch.tokens[mine]
+        places, table, size = batch.positions[mine], batch.tables[0, row], self.kv.shape[1]
+        self.kv[table[places // size], places % size] = batch.tokens[mine]
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
         scores: list[TokenLogprob] = []
         for sample in range(batch.sample_start[row], batch.sample_start[row + 1]):
             length = int(batch.positions[batch.sampled[sample]]) + 1
-            context = self._kv[table[: -(-length // size)]].reshape(-1)[:length]
+            context = self.kv[table[: -(-length // size)]].reshape(-1)[:length]
             target, top = int(batch.sample.target[sample]), int(batch.sample.logprobs[sample])
             token = spoken(bytes(t for t in context.tolist() if t != END)) if target < 0 else target
             entry = TokenLogprob(token, -token / 64, ((token, -token / 64), (65, -8.0), (66, -9.0))[: max(top, 0)])

@@ -13,6 +13,7 @@ from penstock.config import OPTIONS, QUANTIZATIONS, Config, Device, available_th
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.backend.kv_file import KvFile
     from penstock.backend.packed_cache import PackedCache
 
 NVIDIA = Path("/dev/nvidiactl")  # exists where a driver is loaded
@@ -39,9 +40,9 @@ def resolve_defaults(config: Config, fp8: bool = False, whole: int = 0) -> Confi
     )
 
 
-def open_backend(config: Config, packed: Sequence[PackedCache | None] = ()) -> Backend:
-    """Returns the backend for a config that `resolve_defaults` has completed. On a CPU, weights of each
-    program are read from its `packed` cache if they are there, and written to it if not."""
+def open_backend(config: Config, packed: Sequence[PackedCache | None] = (), kv_file: KvFile | None = None) -> Backend:
+    """Returns the backend for a config that `resolve_defaults` has completed. On a CPU, weights of each program are
+    read from its `packed` cache if they are there, and written to it if not, and the KV cache lies in the `kv_file`."""
     device = Device.parse(config.device)
     check_quantize(config)
     if device.kind == "cuda":
@@ -49,7 +50,8 @@ def open_backend(config: Config, packed: Sequence[PackedCache | None] = ()) -> B
     if device.kind == "cpu":
         from penstock.backend.cpu import CpuBackend
 
-        return CpuBackend(threads=config.threads or available_threads(), kv=config.kv, packed=packed)
+        threads = config.threads or available_threads()
+        return CpuBackend(threads=threads, kv=config.kv, packed=packed, kv_file=kv_file)
     if device.kind == "ref":
         from penstock.backend.ref import RefBackend
 

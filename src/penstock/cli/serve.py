@@ -194,6 +194,13 @@ class ShareOptions(NamedTuple):
             "whether another has sent the same prompt."
         ),
     ] = False
+    kv_disk_salted: Annotated[
+        bool,
+        Option(
+            help="With --kv-disk, keep the prompts of requests with a cache_salt on disk too, for requests with the "
+            "same salt."
+        ),
+    ] = False
 
     def find_profile(self) -> Profile:
         """Returns the settings that the option names; raises if there are none."""
@@ -210,7 +217,8 @@ class ShareOptions(NamedTuple):
         profile = self.find_profile()
         targets = Targets(self.ttft_target / 1000 or None, self.itl_target / 1000 or None)
         patience = profile.patience if self.max_wait is None else self.max_wait or None
-        return ServiceTerms(targets.over(profile.targets), patience, self.tenant_header.lower(), self.share_prefixes)
+        terms = targets.over(profile.targets), patience, self.tenant_header.lower()
+        return ServiceTerms(*terms, self.share_prefixes, self.kv_disk_salted)
 
     def engine(self, given: Mapping[str, Any]) -> dict[str, int]:
         """Returns the engine's options that the profile sets and `given` leaves open."""

@@ -168,8 +168,9 @@ class ModelSources:
         self._made: dict[FoundModel, ModelSource] = {}
         several = len(finder.found) > 1
         launcher = launcher_of_several(warm=True) if several else launcher_of_one()
-        self.first = [self._make(each, launcher, model_shares(budget, len(finder.found))) for each in finder.found]
-        self._shares = model_shares(budget, max(len(finder.found), LIKELY_LOADED))
+        shares = partial(model_shares, budget, disk=bool(engine.get("kv_disk")))
+        self.first = [self._make(each, launcher, shares(len(finder.found))) for each in finder.found]
+        self._shares = shares(max(len(finder.found), LIKELY_LOADED))
 
     def find_again(self) -> list[ModelSource] | None:
         """Returns the sources of the models that there are now; None if they are the same as the last time."""
@@ -205,16 +206,17 @@ def launcher_of_several(warm: bool) -> Launcher:
     return forking
 
 
-def model_shares(budget: Budget, models: int) -> MemoryShares:
+def model_shares(budget: Budget, models: int, disk: bool = False) -> MemoryShares:
     """Returns what each of several models has for its KV cache and its adapters, where no option says how much; 0: one
     model takes what it wants. Half of the budget is for caches and an eighth for adapters, of as many models as are
-    likely to be loaded at once. Blocks that leave their caches are not kept."""
+    likely to be loaded at once. Blocks that leave their caches are not kept, unless they come from `disk` and need room
+    on their way."""
     from penstock.config import AUTO
 
     if models == 1:
         return MemoryShares(0, 0, AUTO)
     each = budget.bytes // min(models, budget.models or LIKELY_LOADED)
-    return MemoryShares(each // 2, each // 8, "0")
+    return MemoryShares(each // 2, each // 8, str(each // 8) if disk else "0")
 
 
 def source_of(

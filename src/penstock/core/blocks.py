@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 
 class BlockPool:
     """Hands out free blocks. Any block can serve any layer group."""
@@ -17,6 +19,10 @@ class BlockPool:
     def take(self) -> int:
         """Removes a free block from the pool and returns it."""
         return self._free.pop()
+
+    def remove(self, blocks: Set[int]) -> None:
+        """Removes these blocks from the pool."""
+        self._free = [block for block in self._free if block not in blocks]
 
     def give(self, block: int) -> None:
         """Returns a block to the pool."""

@@ -40,12 +40,12 @@ def _check_trie(scheduler: Scheduler) -> None:
     trie, windows = scheduler.cache.trie, scheduler.limits.windows
     holders = Counter(node for seq in scheduler.running for node in seq.nodes)
     for node in trie.nodes():
-        assert node.holders == holders[node], f"block {node.blocks}: {node.holders} holders, {holders[node]} found"
         on_device = trie.on_device(node)
         gone = [g for g, window in enumerate(windows) if not window and (node.blocks[g] >= 0) != on_device]
         gone += [g for g, window in enumerate(windows) if not window and not on_device and node.places[g] < 0]
         assert not gone, f"block {node.blocks} has lost its blocks of full layer groups {gone}"
         assert on_device or not node.holders, f"block {node.places} is held and on the host alone"
+        assert node.holders == holders[node], f"block {node.blocks}: {node.holders} holders, {holders[node]} found"
         empty = not (node.holders or node.children) and max(node.blocks + node.places) < 0
         assert not empty, "a node that nobody needs has no blocks"
     queue = trie.idle()

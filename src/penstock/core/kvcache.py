@@ -177,6 +177,7 @@ class KvCache:
     def advance(self, seq: Sequence, row: Row) -> list[Grown]:
         """Publishes every block that a committed row has filled and lets go of what lies behind the windows. Where
         another sequence had computed the same block, its block replaces ours: returns those entries."""
+        self._tell_arrivals()
         replaced = self._publish(seq) if seq.prefix_cache else []
         if self._windowed:
             self._let_go_behind(seq)
@@ -267,13 +268,18 @@ class KvCache:
     # -- the host ------------------------------------------------------------------------------------------------
 
     def open_step(self) -> None:
-        """Begins to plan a step: the copies of the last plan have been carried out."""
+        """Begins to plan a step."""
         self.states.open_step()
+        self._tell_arrivals()
+
+    def _tell_arrivals(self) -> None:
+        """Tells watchers what was copied in: plans are carried out before the next is made and before any is
+        committed."""
         for node in self._arriving:
             if node.stored:
                 self._changed(node)
-            elif self.trie.on_device(node):
-                self._tell_stored(node)
+            else:
+                self.tell_stored(node)
         self._arriving.clear()
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
@@ -332,9 +338,10 @@ class KvCache:
             return
         if node.depth < len(seq.block_hashes):
             node.hash = seq.block_hashes[node.depth]
-        self._tell_stored(node)
+        self.tell_stored(node)
 
-    def _tell_stored(self, node: PrefixNode) -> None:
+    def tell_stored(self, node: PrefixNode) -> None:
+        """Tells watchers that a node has entered the prefix cache."""
         assert node.parent is not None
         parent = node.parent.hash if node.depth else node.salt_hash
         node.hash = node.hash or hashing.extend(parent, node.tokens)

@@ -7,13 +7,16 @@ nowhere else.
 from __future__ import annotations
 
 from collections.abc import Sequence as Line
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
+from penstock.core.lengths import AnswerLengths
+from penstock.core.memory_forecast import MemoryForecast, held_blocks, shared_blocks, shared_nodes
 from penstock.core.sequence import Sequence
 from penstock.core.step_cost import CostModel, PromptCost
 from penstock.types import Limits, Row, prefill_budget
 
-AIMED = 0.9  # share of a target that steps are planned to take: some take longer than forecast
+OVERCOMMIT = 0.5  # share of host memory's blocks that sequences may need beyond the device's: copies cost little
 CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
 LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
 
@@ -32,7 +35,6 @@ class Room(NamedTuple):
     available: int
     needed: int  # for the tokens that the sequence already has
     reserved: int  # still to be taken for the tokens that running sequences already have
-    running: int
     groups: int  # blocks that a sequence takes when it grows: one for each layer group
 
 
@@ -96,8 +98,11 @@ class Policy(Protocol):
         """Returns whether a waiting sequence may start in a step that has so much left. If not, those after it wait
         too."""
 
-    def fits(self, room: Room) -> bool:
-        """Returns whether there are enough blocks for a waiting sequence to start."""
+    def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
+        """Returns whether there are enough blocks for a waiting sequence to start beside those that run."""
+
+    def ended(self, seq: Sequence) -> None:
+        """Takes note that a sequence has ended."""
 
 
 class StandardPolicy:
@@ -107,6 +112,9 @@ class StandardPolicy:
     def __init__(self, limits: Limits, costs: CostModel | None = None) -> None:
         self._limits = limits
         self._costs = costs
+        self._lengths = AnswerLengths()
+        self._memory = MemoryForecast(limits, self._lengths)
+        self._overcommit = OVERCOMMIT * limits.host_places  # blocks
         self._background_rows = max(1, limits.max_rows // 2)
         self._few = max(1, self._background_rows // 4)
 
@@ -122,8 +130,15 @@ class StandardPolicy:
         return (seq.background, seq.priority, tenant.counter, tenant.running, seq.due, seq.arrival)
 
     def victim(self, behind: Line[Sequence]) -> Sequence:
-        """Returns the one of the tenant most over its share, of these the one that has least to compute again."""
-        return max(behind, key=_give_way)
+        """Returns one of the tenant most over its share: that which has least to compute again for each block that it
+        frees, then that which has least in all, then the one that came last."""
+        size = self._limits.block_size
+
+        def give_way(seq: Sequence) -> Any:
+            each, all = wasted(seq, size)
+            return (seq.background, seq.priority, seq.tenant.counter, -each, -all, seq.arrival)
+
+        return max(behind, key=give_way)
 
     def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
         """Returns one of a tenant that has had more and has several running, if the tenant of `seq` has none running.
@@ -152,7 +167,8 @@ class StandardPolicy:
             if not self._costs.known:
                 return StepBudget(min(len(running) + CAUTIOUS, limits.step_tokens))
             alone = self._costs.answer_seconds(len(answering), len(answering))
-            return StepBudget(limits.step_tokens, max(AIMED * target - alone, LEAST * alone), self._costs.prompts)
+            seconds = max(target / self._costs.lateness - alone, LEAST * alone)
+            return StepBudget(limits.step_tokens, seconds, self._costs.prompts)
         if not limits.prefill_budget:
             return StepBudget(limits.step_tokens)
         budget = prefill_budget(limits.prefill_budget, len(answering))
@@ -167,11 +183,21 @@ class StandardPolicy:
             return False
         return budget.tokens >= (seq.end if self._limits.encoder else 1)
 
-    def fits(self, room: Room) -> bool:
-        """Returns whether every running sequence still finds the blocks for what it already has to compute and can
-        then grow once in each layer group."""
-        growth = (room.running + 1) * room.groups
-        return room.running == 0 or room.available >= room.needed + room.reserved + growth
+    def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
+        """Returns whether every running sequence still finds the blocks for what it already has to compute, can then
+        grow once in each layer group, and will likely find what its answer needs, or a place in host memory for what it
+        has. A tenant's first request does not wait for the latter if another would have to give way to it."""
+        if not running:
+            return True
+        if room.available < room.needed + room.reserved + (len(running) + 1) * room.groups:
+            return False
+        first = self.displaced(seq, running) is not None
+        return first or self._memory.peak(seq, room.needed, running) <= room.available + self._overcommit
+
+    def ended(self, seq: Sequence) -> None:
+        """Learns how long answers get, and what preemptions have cost."""
+        self._lengths.end(seq)
+        self._memory.end(seq)
 
     def _background_may_start(self, load: ServingLoad) -> bool:
         """Returns whether one more background request may run: they have at most half of the rows. While foreground
@@ -181,6 +207,9 @@ class StandardPolicy:
         return load.background < self._few or not load.foreground
 
 
-def _give_way(seq: Sequence) -> Any:
-    """Returns what decides who loses its blocks: the greatest does."""
-    return (seq.background, seq.priority, seq.tenant.counter, -seq.computed, seq.arrival)
+def wasted(seq: Sequence, block_size: int) -> tuple[float, int]:
+    """Returns how many tokens a running sequence would have to compute again for each block that it frees, and how many
+    in all. What others hold too is neither lost nor freed."""
+    lost = seq.computed - shared_nodes(seq) * block_size
+    freed = held_blocks(seq) - shared_blocks(seq)
+    return lost / freed if freed else inf, lost

@@ -176,6 +176,14 @@ class BlockTrie:
                 self._hold_window(node, group)
         return node
 
+    def insert(self, parent: PrefixNode | None, key: Key, blocks: list[int]) -> PrefixNode:
+        """Holds a new node below another, or below the root. Its `blocks` have been computed; windowed ones may be
+        missing."""
+        above = parent or self._root
+        holders = [int(block >= 0) for block in blocks] if self._windowed else []
+        node = above.children[key] = PrefixNode(above, key, blocks, holders)
+        return node
+
     def drop(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> None:
         """Lets go of a held chain, given from the root down, and of each layer group's blocks from `starts` on: the
         stream is likely to be continued there."""
@@ -297,7 +305,7 @@ class BlockTrie:
         for group in self._windowed:
             if self._unqueue(node, group):
                 self._host.keep((node, group), node.kept and pays(node, 1))
-        kept = self._host.keep(node, pays(node, self._full))
+        kept = self._host.total > 0 and self._host.keep(node, pays(node, self._full))
         self._removed(node)
         node.blocks = [-1] * len(node.blocks)
         if not kept:
@@ -343,7 +351,8 @@ class BlockTrie:
         while stack:
             node = stack.pop()
             self._host.drop(node)
-            self._removed(node)
+            if not self._full:  # else it was told when the node left the device
+                self._removed(node)
             stack.extend(node.children.values())
 
     def _key(self, salt: str, tokens: Sequence[int], index: int) -> Key:

@@ -251,8 +251,8 @@ class Scheduler:
         if seq.awaited_hash is not None:
             return True
         needed, idle = self.cache.needed(seq, matched)
-        room = Room(self.cache.available - idle, needed, self._reserved, len(self.running), self.cache.groups)
-        if not self.policy.fits(room):
+        room = Room(self.cache.available - idle, needed, self._reserved, self.cache.groups)
+        if not self.policy.fits(seq, room, self.running):
             self._squeezed = seq
             return False
         rows.append(row := self._start(seq, known, matched, budget))
@@ -331,6 +331,7 @@ class Scheduler:
         del self.sequences[seq.id]
         self._leave(seq)
         self.tenants.end(seq)
+        self.policy.ended(seq)
         self.recent.keep(seq)
         return seq.times.report(seq.cached, self.now)
 

@@ -68,6 +68,7 @@ class Sequence:
         "end",
         "explain",
         "id",
+        "learned",
         "lockstep",
         "max_len",
         "next_full",
@@ -128,6 +129,7 @@ class Sequence:
         self.tenant: Tenant  # is set when it is added to a scheduler
         self.due = inf  # when its first token is wanted
         self.charged = 0  # prompt tokens that its tenant has paid for, or that it found in the cache
+        self.learned = 0  # tokens of its answer that lengths.py knows of
         self.times = RequestTimes()
         self.arrival = 0
         self.computed = 0

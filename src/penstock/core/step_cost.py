@@ -65,11 +65,17 @@ class PromptCost:
 
 
 class CostModel:
-    """Forecasts steps: `answers` knows those that only answer, with drafts and without, `prompts` what prompts add."""
+    """Forecasts steps: `answers` knows those that only answer, with drafts and without, `prompts` what prompts add.
+    Most steps with both take no more than `lateness` times as long as forecast."""
+
+    MOST = 0.95  # share of steps: a quantile is followed, so that bursts of other load shorten the steps planned next
+    PACE = 0.05  # by how much a step changes the quantile at most
+    LATENESS = (1.05, 2.0)  # bounds: nobody stops because the machine is busy with something else
 
     def __init__(self, answers: StepCost | None = None) -> None:
         self.answers = answers or StepCost()
         self.prompts = PromptCost()
+        self.lateness = 1.1
         self._answers_known = False
 
     @property
@@ -94,8 +100,17 @@ class CostModel:
                 answering += 1
                 tokens += row.count
         if computed:
-            self.prompts.observe(computed, pairs, max(seconds - self.answer_seconds(answering, tokens), 0.0))
+            alone = self.answer_seconds(answering, tokens)
+            if answering and self.known:
+                self._compare(seconds, alone + self.prompts.seconds(computed, pairs))
+            self.prompts.observe(computed, pairs, max(seconds - alone, 0.0))
             return
         self._answers_known = True
         if answers:
             self.answers.observe(answering, tokens, seconds)
+
+    def _compare(self, seconds: float, forecast: float) -> None:
+        """Follows how much longer than forecast most steps take."""
+        late = seconds > self.lateness * forecast
+        self.lateness += self.PACE * (late - 1 + self.MOST)
+        self.lateness = min(max(self.lateness, self.LATENESS[0]), self.LATENESS[1])

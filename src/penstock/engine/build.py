@@ -13,7 +13,15 @@ from penstock.backend.base import Backend
 from penstock.backend.exchange import KeepingPacker
 from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import Config, Device, available_memory, draft_limit, parse_adapter, resolve
+from penstock.config import (
+    Config,
+    Device,
+    available_memory,
+    draft_limit,
+    log_to_stderr,
+    parse_adapter,
+    resolve,
+)
 from penstock.core import hashing
 from penstock.core.draft_depths import DraftDepths
 from penstock.core.speculation import StepCost
@@ -23,6 +31,9 @@ from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, Draf
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
 from penstock.engine.grammar import Grammars
+from penstock.engine.kept_kv import open_kv_file, open_ledger
+from penstock.engine.kv_disk.open import open_store
+from penstock.engine.kv_identity import kv_identity
 from penstock.engine.low_priority import run_yielding
 from penstock.engine.weights import WeightReader
 from penstock.errors import OutOfMemory, WeightsError
@@ -111,7 +122,10 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         tell = silent
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
-    backend = open_backend(config, packed_caches_of(config, checkpoint, draft))
+    kv_file = open_kv_file(config, checkpoint)
+    if kv_file is not None:
+        config = replace(config, kv_memory=config.kv_memory or kv_file.kv_memory)
+    backend = open_backend(config, packed_caches_of(config, checkpoint, draft), kv_file)
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
@@ -125,6 +139,9 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         draft = load_draft(draft, config, checkpoint, model, backend)
     timer.stop("weights")
     limits, group_token = _reserve(config, checkpoint, backend, draft)
+    blocks, ledger = kv_identity(config, [each for each in (checkpoint, draft) if each], backend), None
+    if kv_file is not None:
+        ledger = open_ledger(kv_file, blocks, limits, limits.num_blocks * limits.block_size * group_token)
     timer.stop("cache")
     backend.warm_up()
     timer.stop("kernels")
@@ -150,6 +167,8 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         weights=WeightReader(backend, checkpoint, packer.kept, partial(open_update, config, checkpoint, draft)),
         unknown_fields=checkpoint.unknown,
         sleeper=backend.sleeper,
+        ledger=ledger,
+        kv_store=open_store(config, blocks, backend, limits, log_to_stderr),
     )
 
 

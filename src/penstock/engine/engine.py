@@ -25,6 +25,9 @@ from penstock.engine.draft_model import DraftModel
 from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostBlocks
+from penstock.engine.kv_disk.prefixes import open_prefixes
+from penstock.engine.kv_disk.store import SegmentStore
+from penstock.engine.kv_ledger import KvLedger
 from penstock.engine.record import RequestRecord, observe_surprises
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
 from penstock.engine.resuming import Decided, append_decided
@@ -33,14 +36,7 @@ from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.engine.weight_control import PATIENCE, WeightControl
 from penstock.engine.weights import WeightReader
-from penstock.errors import (
-    InvalidGrammar,
-    InvalidRequest,
-    NotFinite,
-    OutOfMemory,
-    PenstockError,
-    StepFailed,
-)
+from penstock.errors import InvalidGrammar, InvalidRequest, NotFinite, OutOfMemory, PenstockError, StepFailed
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
     STEP_SIZES,
@@ -72,8 +68,9 @@ class Engine(WeightControl):
     `drafting` proposes how answers may go on, as does a `draft_model` (a step drafts at most `draft_tokens` tokens of a
     request), `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
     states into embeddings, `adapters` are those that requests may name, `weights` reads others for the model,
-    `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back, and
-    with `block_events` it is recorded what enters and leaves the prefix cache."""
+    `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back,
+    `ledger` has what of the KV cache an engine before has computed, `kv_store` keeps prompts on disk, and with
+    `block_events` it is recorded what enters and leaves the prefix cache."""
 
     def __init__(
         self,
@@ -95,21 +92,19 @@ class Engine(WeightControl):
         weights: WeightReader | None = None,
         unknown_fields: tuple[str, ...] = (),
         sleeper: Sleeper | None = None,
+        ledger: KvLedger | None = None,
+        kv_store: SegmentStore | None = None,
     ) -> None:
-        super().__init__(weights)
-        self.limits = limits
-        self.unknown_fields = unknown_fields
+        super().__init__(weights, ledger)
+        self.limits, self.unknown_fields = limits, unknown_fields
         self.draft_tokens = 0 if drafting is None else min(draft_tokens, MOST_DRAFTED)
-        self._backend = backend
-        self._depth = depth
-        self._grammars = grammars
-        self._classifier = classifier
-        self._dense = dense
-        self._adapters = adapters
+        self._backend, self._depth = backend, depth
+        self._grammars, self._adapters = grammars, adapters
+        self._classifier, self._dense = classifier, dense
         self._adapter_control = AdapterControl(adapters)
         self._sleep = SleepState(sleeper)
         self._block_events = BlockEvents(time.time_ns()) if block_events else None
-        watchers = () if self._block_events is None else (self._block_events,)
+        watchers = [watcher for watcher in (self._block_events, ledger) if watcher is not None]
         self._records: dict[int, RequestRecord] = {}
         self._speculation = (
             Speculation(drafting, self._records, self.draft_tokens, draft_model) if drafting is not None else None
@@ -120,17 +115,17 @@ class Engine(WeightControl):
         self._scheduler = Scheduler(
             limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
         )
+        cache = self._scheduler.cache
+        self._adopted = 0 if ledger is None else ledger.adopt_into(cache)
         self._batcher = Batcher(limits)
-        self._host_blocks = HostBlocks(limits.host_places, backend.kv, copying, limits.num_blocks)
+        self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
+        self._disk = open_prefixes(kv_store, cache, self._host_blocks, backend, limits, self._costs, chain)
         self._waiting_room = WaitingRoom()
-        self._constrained = 0  # requests that run and have a constraint
-        self._mirostats = 0  # requests that run and learn from their tokens' surprise
+        self._constrained = self._mirostats = 0  # requests that have a constraint, that learn from tokens' surprise
         self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
-        self._answered = 0.0  # when the last step's answer came
-        self._goes_on = False  # after it there was more to compute
+        self._answered = self._busy_seconds = 0.0  # when the last step's answer came; spent in steps
+        self._goes_on = self._out_of_memory = False  # after that step there was more to compute; it found no memory
         self._events: list[Event] = []
-        self._busy_seconds = 0.0
-        self._out_of_memory = False  # the last step found too little memory
         self._computed = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self.recorder = FlightRecorder()
@@ -192,8 +187,9 @@ class Engine(WeightControl):
             self._emit(self._scheduler.abort(id))
 
     def flush_cache(self) -> None:
-        """Empties the prefix cache. Blocks that a running request holds stay until it ends."""
+        """Empties the prefix cache, on disk too. Blocks that a running request holds stay until it ends."""
         self._scheduler.cache.flush()
+        self._disk.clear()
 
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
@@ -213,6 +209,10 @@ class Engine(WeightControl):
                 self._speculation.prepare()
         if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
             self._commit(*self._in_flight.popleft())
+        if self._ledger is not None:
+            self._ledger.settle()
+        if not self._in_flight:
+            self._disk.write_behind()
         if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
             self._fall_asleep()
         self._busy_seconds += time.perf_counter() - began
@@ -226,7 +226,7 @@ class Engine(WeightControl):
 
     def prepare_in_idle(self) -> bool:
         """Uses a moment without requests to make later steps faster; returns False when nothing is left to do."""
-        return not self._sleep.asleep and self._backend.prepare_in_idle()
+        return not self._sleep.asleep and (self._disk.write_in_idle() or self._backend.prepare_in_idle())
 
     def stats(self) -> Stats:
         """Returns the engine's state and counters."""
@@ -239,13 +239,16 @@ class Engine(WeightControl):
             busy_seconds=self._busy_seconds,
             waiting=stats.waiting + len(self._waiting_room) + len(self._pause),
             computed_tokens=self._computed,
+            adopted_blocks=self._adopted,
             step_sizes=tuple(self._step_sizes),
             drafts=self._speculation.counts if self._speculation else (),
+            disk=self._disk.counts(),
             **costs,
         )
 
     def close(self) -> None:
         """Gives the backend's memory back."""
+        self._disk.close()
         if self._adapters is not None:
             self._adapters.close()
         if self._weights is not None:
@@ -284,6 +287,7 @@ class Engine(WeightControl):
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
+        needs = needs or self._disk.needs(record, self._weight_state)
         if not needs:
             self._start(record)
             return
@@ -348,8 +352,9 @@ class Engine(WeightControl):
         self._emit([MemoryUse(each, self.limits.memory, self._sleep.host_bytes) for each in (*asked, id)])
 
     def _fall_asleep(self) -> None:
-        self.flush_cache()
-        self._host_blocks.release()
+        self._scheduler.cache.flush()
+        if self._host_blocks is not None:
+            self._host_blocks.release()
         if self._adapters is not None:
             self._adapters.evict_unheld()
         try:
@@ -376,11 +381,11 @@ class Engine(WeightControl):
         """Carries out a plan's copies. If one fails, nobody can tell what blocks hold that are not in use: the step's
         requests fail and the prefix cache is emptied; returns False."""
         try:
-            if plan.copies:
+            if plan.copies and self._host_blocks is not None:
                 self._host_blocks.carry_out(plan.copies)
         except Exception as error:
             self._fail(plan, error)
-            self.flush_cache()
+            self._scheduler.cache.flush()
             return False
         return True
 
@@ -452,7 +457,7 @@ class Engine(WeightControl):
             self._scheduler.abort(id)
             message = f"request {id}: the model computed NaN or infinity instead of logits; check its weights"
             self._emit([Failed(id, NotFinite.code, message)])
-        self.flush_cache()
+        self._scheduler.cache.flush()
 
     def _emit(self, events: Sequence[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
@@ -465,6 +470,7 @@ class Engine(WeightControl):
             if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
+                self._disk.end(record, event)
                 self._release(record)
                 event = record.complete(event)
             self._events.append(event)

@@ -12,25 +12,23 @@ from numpy.typing import NDArray
 from penstock.backend.base import BlockMemory
 from penstock.core.tiers import CopyCosts
 from penstock.errors import StepFailed
-from penstock.types import BlockCopy
+from penstock.types import BlockCopy, Limits
 
+CHUNK = 4 << 20  # bytes that are copied in at once: more would not stay in a processor's cache on their way
 PROBED = 4  # blocks that are copied at first, to know what that costs
 
 
 class HostBlocks:
-    """Stores the bytes of blocks in `places` places, of which memory is taken as they are written. `costs` learn how
-    long copies from and to `memory` take. No block of it is in use yet."""
+    """Stores the bytes of blocks in places, of which memory is taken as they are written. `costs` learn how long copies
+    from and to `memory` take, of which no block is in use yet."""
 
-    def __init__(self, places: int, memory: BlockMemory, costs: CopyCosts, num_blocks: int) -> None:
-        self.block_bytes = 0  # 0: there are no places
-        self._places = places
+    def __init__(self, limits: Limits, memory: BlockMemory, costs: CopyCosts) -> None:
+        self.block_bytes = len(memory.export_blocks([0]))
+        self._places = limits.host_places
         self._memory = memory
         self._costs = costs
-        self._written = bytearray(places)
-        self._stored: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
-        if places:
-            self.block_bytes = len(memory.export_blocks([0]))
-            self._probe(range(min(PROBED, num_blocks)))
+        self.release()
+        self._probe(range(min(PROBED, limits.num_blocks)))
 
     def carry_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks in and out, in order; neighbours in one direction go together."""
@@ -47,13 +45,19 @@ class HostBlocks:
         self._room()[place] = np.frombuffer(data, np.uint8)
         self._written[place] = 1
 
+    def fill(self, place: int) -> memoryview:
+        """Returns the memory of a reserved place for whoever writes a block's bytes there, in any thread, before the
+        place is used."""
+        self._written[place] = 1
+        return memoryview(self._room()[place])
+
     def read(self, place: int) -> memoryview:
         """Returns the bytes in a place, which the next copy to it changes."""
         return memoryview(self._room()[place])
 
     def release(self) -> None:
         """Forgets what all places hold and gives their memory back."""
-        self._stored = np.empty((0, 0), np.uint8)
+        self._stored: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
         self._written = bytearray(self._places)
 
     def _room(self) -> NDArray[np.uint8]:
@@ -75,7 +79,10 @@ class HostBlocks:
         missing = [place for place in places if not self._written[place]]
         if missing:
             raise StepFailed(f"KV blocks cannot be copied in: nothing was copied out to places {missing}")
-        self._memory.import_blocks([copy.block for copy in copies], self._room()[places].tobytes())
+        room, few = self._room(), max(CHUNK // self.block_bytes, 1)
+        for at in range(0, len(copies), few):
+            data = b"".join(memoryview(room[place]) for place in places[at : at + few])
+            self._memory.import_blocks([copy.block for copy in copies[at : at + few]], data)
 
     def _probe(self, blocks: Sequence[int]) -> None:
         """Measures a copy out and in of some blocks, whose memory was touched before."""

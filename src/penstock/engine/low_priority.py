@@ -30,7 +30,7 @@ def run_yielding(work: Callable[[], T]) -> T:
     errors: list[BaseException] = []
 
     def run() -> None:
-        _set_thread(threading.get_native_id(), NICE)
+        set_nice(threading.get_native_id(), NICE)
         try:
             results.append(work())
         except BaseException as error:
@@ -41,17 +41,18 @@ def run_yielding(work: Callable[[], T]) -> T:
         thread.start()
         thread.join(LONGEST)
     if thread.is_alive():
-        _set_thread(thread.native_id or 0, 0)
+        set_nice(thread.native_id or 0, 0)
         thread.join()
     if errors:
         raise errors[0]
     return results[0]
 
 
-def _set_thread(id: int, nice: int) -> None:
+def set_nice(id: int, nice: int) -> None:
     """Sets the priority of a thread, which is a process to Linux; to raise it may not be allowed."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, id, nice)
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, id, nice)
 
 
 @contextmanager

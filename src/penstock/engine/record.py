@@ -26,6 +26,7 @@ from penstock.types import (
 FIRST_WEIGHTS = WeightState()
 
 if TYPE_CHECKING:
+    from penstock.engine.kv_disk.prefixes import RequestOnDisk
     from penstock.engine.speculation import RequestDrafts
 
 
@@ -37,6 +38,7 @@ class RequestRecord:
         "classifier",
         "constraint",
         "dense",
+        "disk",
         "drafts",
         "lease",
         "owed",
@@ -59,6 +61,7 @@ class RequestRecord:
         self.sampler = Sampler(request, vocab=vocab)
         self.constraint: Constraint | None = None
         self.drafts: RequestDrafts | None = None
+        self.disk: RequestOnDisk | None = None  # what its prompt is called there, if it may be there
         self.lease: AdapterLease | None = None  # of the adapters that it is computed with
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
         self.weights: list[WeightSpan] = []  # that compute it

@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.backend.base import Ticket
 from penstock.core import Scheduler
 from penstock.core.new_weights import change_salts
+from penstock.engine.kv_ledger import KvLedger
 from penstock.engine.pausing import PauseState
 from penstock.engine.reading import Reading
 from penstock.engine.record import RequestRecord
@@ -44,8 +45,9 @@ class WeightControl(ABC):
     _classifier: ClassifierHead | None
     _dense: DenseHead | None
 
-    def __init__(self, weights: WeightReader | None) -> None:
+    def __init__(self, weights: WeightReader | None, ledger: KvLedger | None) -> None:
         self._weights = weights
+        self._ledger = ledger
         self._weight_state = WeightState()
         self._update: tuple[UpdateWeights, Reading[ReadWeights]] | None = None  # whose weights are being read
         self._pause = PauseState()
@@ -148,6 +150,8 @@ class WeightControl(ABC):
         updates = self._weight_state.updates + 1
         version = message.version or str(updates)
         state = self._weight_state = WeightState(0, version, message.path, updates)
+        if self._ledger is not None:
+            self._ledger.freeze()
         sequences = self._scheduler.sequences
         for id, sequence in sequences.items():
             self._records[id].change_weights(sequence, state, message.recompute)

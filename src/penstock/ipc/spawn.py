@@ -17,6 +17,7 @@ from penstock.engine.loop import Message, Sleep
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import post_mortem, wire
 from penstock.ipc.client import EngineState
+from penstock.ipc.kv_memory import KvMemory
 from penstock.ipc.launchers import Launcher, SpawnLauncher
 from penstock.ipc.process import EngineProcess
 from penstock.ipc.streams import RequestClient
@@ -43,6 +44,7 @@ class ProcessClient(RequestClient):
         self._failures = 0  # engines that died early or did not start, in a row
         self._engine: EngineProcess | None = None
         self._flight = FlightRecord()  # of the engine that was lost last
+        self._kv = KvMemory()
         self._keeper: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None  # about the last death
@@ -51,7 +53,11 @@ class ProcessClient(RequestClient):
     async def start(self, *, yielding: bool = False) -> Hello:
         """Starts the engine; raises what keeps it from starting. Starting twice changes nothing."""
         if self._keeper is None:
-            await self._launch(yielding)
+            try:
+                await self._launch(yielding)
+            except BaseException:
+                self._kv.close()
+                raise
             self.state = EngineState.READY
             self._keeper = asyncio.create_task(self._keep_running())
         if self.hello is None:
@@ -69,6 +75,7 @@ class ProcessClient(RequestClient):
         self._refuse("the engine is closed")
         if engine is not None:
             await engine.end(GRACE)
+        self._kv.close()
 
     async def unregister_adapter(self, name: str) -> AdapterInfo:
         info = await super().unregister_adapter(name)
@@ -86,7 +93,10 @@ class ProcessClient(RequestClient):
         self._streams.deliver(step.events())
 
     async def _launch(self, yielding: bool = False) -> None:
-        config = replace(self._config, yielding=yielding, grammars_wait=self._streams.with_grammars)
+        if self._failures > 1 or self._streams.blamed_twice:  # what is in the KV cache may be why
+            self._kv.close()
+        grammars_wait, kv_file = self._streams.with_grammars, self._kv.open()
+        config = replace(self._config, yielding=yielding, grammars_wait=grammars_wait, kv_file=kv_file)
         self._engine = await EngineProcess.launch(self._launcher, config, self._flight.times)
         self.hello = self._engine.hello
         self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters

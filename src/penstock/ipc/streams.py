@@ -150,6 +150,11 @@ class RequestStreams:
         """Returns whether a request in flight has a grammar."""
         return any(stream.request.sampling.grammar is not None for stream in self._streams.values())
 
+    @property
+    def blamed_twice(self) -> bool:
+        """Returns whether a request in flight is blamed for as much as two crashes."""
+        return any(stream.blamed >= 2 * CRASH for stream in self._streams.values())
+
     def lose_engine(self, suspects: Collection[int], reason: str, *, crashed: bool) -> None:
         """Keeps all requests for the next engine. The lost one was working on the `suspects`; if it has not `crashed`,
         it was killed from outside, perhaps for lack of memory. What was blamed too often fails, and so do control

@@ -158,8 +158,8 @@ def host_places(config: Config, limits: Limits, block_bytes: int, free: int) -> 
         return 0
     if config.kv_ram != AUTO:
         return int(config.kv_ram) // block_bytes
-    on_gpu = Device.parse(config.device).kind == "cuda"
-    return 0 if on_gpu else min(limits.num_blocks, free // KV_RAM_SHARE // block_bytes)
+    unused = Device.parse(config.device).kind == "cuda" and not config.kv_disk
+    return 0 if unused else min(limits.num_blocks, free // KV_RAM_SHARE // block_bytes)
 
 
 def adapter_memory(config: Config) -> int:

@@ -42,6 +42,7 @@ class StageSeconds(msgspec.Struct):
     grammar: float | UnsetType = UNSET  # the wait for its grammar, before the queue
     adapter: float | UnsetType = UNSET  # the wait for its adapters, before that
     pause: float | UnsetType = UNSET  # the wait for a pause to end
+    kv: float | UnsetType = UNSET  # the wait for KV of its prompt to be read from disk
 
 
 class FinishCause(msgspec.Struct):
@@ -146,8 +147,9 @@ class Explanation:
                 choice.seconds.grammar, choice.forced_tokens = round(report.compiling, 6), report.forced
             if report.drafts:
                 choice.drafts = [SourceDrafts(each.source, each.drafted, each.accepted) for each in report.drafts]
-            if "pause" in dict(report.waited):
-                choice.seconds.pause = round(dict(report.waited)["pause"], 6)
+            for reason in ("pause", "kv"):
+                if reason in dict(report.waited):
+                    setattr(choice.seconds, reason, round(dict(report.waited)[reason], 6))
             if request.adapters:
                 choice.seconds.adapter = round(dict(report.waited).get("adapter", 0.0), 6)
         return choice

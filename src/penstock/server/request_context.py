@@ -85,6 +85,7 @@ class RequestContext:
     deadline: float | None = None  # seconds from its arrival
     targets: Targets = NO_TARGETS  # that the request itself states
     salt: str = ""  # prompts share cached blocks only under the same salt
+    unshared: bool = False  # its blocks are nobody else's
     adapters: tuple[AdapterUse, ...] = ()  # that the request is computed with
     prediction: tuple[int, ...] = ()  # how the client expects the answer to go on
     speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: as the server says
@@ -184,6 +185,16 @@ class RequestContext:
         apart = (self.tenant or "\0" in self.salt) and not self.terms.share_prefixes
         return f"{self.tenant}\0{self.salt}" if apart else self.salt
 
+    def share_nothing(self) -> None:
+        """Makes the request's cached blocks its own: no other request has this salt."""
+        self.salt, self.unshared = new_request_id(), True
+
+    @property
+    def durable(self) -> bool:
+        """Returns whether the KV of its prompt may be kept on disk. With a salt of the client's it may if the server's
+        terms say so."""
+        return not self.unshared and (self.terms.durable_salts or not self.salt)
+
     def answer(self) -> AbstractContextManager[Callable[[], None]]:
         """Holds a place for one answer, and yields what is to be called when the answer is computed; raises Overloaded
         if there is no place."""
@@ -223,6 +234,7 @@ class RequestContext:
             prediction=self.prediction,
             speculation=self.speculation,
             claim=self.claim(),
+            durable=self.durable,
         )
 
 

@@ -88,10 +88,18 @@ def read_packed(file: int, offset: int, weights: list[Weight], checksum: int, th
     """Fills weights, which lie in the open file one after the other from `offset` on. Returns False, with all of them
     zeroed, if the file is too short or the checksum of the checksums of all pieces differs."""
 
+class MemoryFile:
+    """A file that is nowhere but in memory, of which KV caches take one part after the other."""
+
+    def __init__(self, descriptor: int, end: int) -> None:
+        """What comes before `end` is taken already."""
+    @property
+    def end(self) -> int: ...
+
 class HiddenRows:
     """Hidden states in KV blocks, which the programs beside each other share."""
 
-    def reserve(self, blocks: int, block_size: int) -> None: ...
+    def reserve(self, blocks: int, block_size: int, file: MemoryFile | None = None) -> None: ...
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
     def export_blocks(self, blocks: list[int]) -> bytes: ...
     def import_blocks(self, blocks: list[int], data: bytes) -> None: ...
@@ -303,8 +311,16 @@ class Program:
     def answer(self, buffer: int) -> None: ...
     def read_tokens_as(self, ids: list[int]) -> None:
         """Says which token each one that it samples is when a step reads it as the last sampled; none: the same."""
-    def reserve_kv(self, blocks: int, block_size: int, states: int = 0, groups: list[list[int]] = ...) -> None:
-        """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one."""
+    def reserve_kv(
+        self,
+        blocks: int,
+        block_size: int,
+        states: int = 0,
+        groups: list[list[int]] = ...,
+        file: MemoryFile | None = None,
+    ) -> None:
+        """Makes room for so many blocks and states. `groups` has the layers of each layer group; none: all are one. The
+        blocks take the next part of the file, if there is one."""
     def take_over(self, other: Program) -> None:
         """Takes over the KV cache, states, last tokens and adapters of a program with the same layers and weights."""
     def move_states(self, moves: list[tuple[int, int, int, int]]) -> None:

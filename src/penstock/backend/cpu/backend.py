@@ -28,6 +28,7 @@ from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.cpu.write_behind import WriteBehind
 from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
+from penstock.backend.kv_file import KvFile
 from penstock.backend.packed_cache import PackedCache
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
@@ -114,13 +115,20 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
 
     A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`. `packed`
-    says where the weights of each program are cached, in the order in which programs are loaded.
+    says where the weights of each program are cached, in the order in which programs are loaded. With a `kv_file`, the
+    KV cache lies there and outlives the process.
     """
 
     device = "cpu"
 
     def __init__(
-        self, threads: int = 0, *, isa: str = "auto", kv: str = "auto", packed: Sequence[PackedCache | None] = ()
+        self,
+        threads: int = 0,
+        *,
+        isa: str = "auto",
+        kv: str = "auto",
+        packed: Sequence[PackedCache | None] = (),
+        kv_file: KvFile | None = None,
     ) -> None:
         super().__init__()
         supported = _native.isas()
@@ -137,6 +145,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._caches = iter(packed)
         self._packing = self._new_packing()
         self._write_behind = WriteBehind()
+        self._kv_file = kv_file
 
     @property
     def isa(self) -> str:
@@ -171,10 +180,13 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return Packing(self._first.threads, PackedFile(cache) if cache else None)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
+        file = None if self._kv_file is None else _native.MemoryFile(self._kv_file.descriptor, self._kv_file.end)
         for number, program in self._programs.items():
             layers = [] if number else [list(group.layers) for group in groups]
-            program.native.reserve_kv(num_blocks, block_size, states, layers)
-        self._first.hidden.reserve(num_blocks, block_size)
+            program.native.reserve_kv(num_blocks, block_size, states, layers, file)
+        self._first.hidden.reserve(num_blocks, block_size, file)
+        if self._kv_file is not None and file is not None:
+            self._kv_file.end = file.end
 
     def logits(self, batch: Batch) -> Floats:
         """Runs the forward pass of a step; returns its answer, [S, vocab]."""
@@ -272,6 +284,8 @@ class NativeBlocks:
         size = sum(each.block_bytes for each in stored)
         if len(data) != size * len(blocks):
             raise ValueError(f"{len(blocks)} KV blocks take {size * len(blocks)} bytes; got {len(data)}")
+        if len(stored) == 1:
+            return stored[0].import_blocks(list(blocks), data)
         ends = np.cumsum([each.block_bytes for each in stored])
         parts = np.split(_by_block(data, len(blocks)), ends[:-1], axis=1)
         for each, part in zip(stored, parts, strict=True):

@@ -40,6 +40,11 @@ class DeviceProperties:
         return self.capability == (9, 0)
 
     @property
+    def has_hopper_attention(self) -> bool:
+        """Returns whether kernels/hopper_attention.py runs: it needs WGMMA too."""
+        return self.has_hopper_gemm
+
+    @property
     def is_tuned(self) -> bool:
         """Returns whether the tilings of the source code were measured on this architecture (an H200)."""
         return self.capability == (9, 0)

@@ -12,6 +12,7 @@ from penstock.backend.cuda.device_properties import INTERPRETER, DevicePropertie
 from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling as Fp8BlockTiling
 from penstock.backend.cuda.kernels.gemv import Tiling as GemvTiling
+from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.hopper_gemm import Tiling as HopperTiling
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling
 from penstock.backend.cuda.kernels.quant_gemm import Tiling as QuantGemmTiling
@@ -114,6 +115,11 @@ class Tilings:
     @remembered
     def prefill_attention(self, queries: int, dims: int, itemsize: int) -> AttentionTiling:
         return tilings.prefill_attention_tiling(self.device, queries, dims, itemsize)
+
+    @remembered
+    def hopper_attention(self, dims: int) -> HopperAttentionTiling | None:
+        """Returns None where only the kernel for every GPU runs."""
+        return tilings.hopper_attention_tiling(self.device, dims)
 
     @remembered
     def decode_attention(self, rows: int, dims: int, itemsize: int, queries: int = FEWEST_QUERIES) -> AttentionTiling:

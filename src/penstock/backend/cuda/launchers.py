@@ -239,7 +239,8 @@ def attend(
     if len(step.tiles):
         places = step.tiles, step.tables, step.header
         tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
-        how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
+        hopper = tilings.hopper_attention(spec.head_dim)
+        how = {"scales": scales, "tiling": tiling, "hopper": hopper, **options, **whole_rows}
         prefill_attention(qkv, cache, *places, out, spec.scale, **how)
     if len(step.splits):
         places = step.splits, step.tables, step.header

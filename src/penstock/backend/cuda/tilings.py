@@ -9,6 +9,7 @@ from typing import NamedTuple
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
 from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
+from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling
 from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
 
@@ -79,6 +80,11 @@ class AttentionTiling(NamedTuple):
     stages: int
 
 
+HOPPER_ATTENTION_TILINGS = {  # by dimensions of a head; registers hold fewer scores beside a wide mix
+    64: HopperAttentionTiling(128, 3),
+    128: HopperAttentionTiling(128, 3),
+    256: HopperAttentionTiling(64, 2),
+}
 MLA_PREFILL_TILINGS = (  # the fastest first
     MlaTiling(64, 32, 8, 2),
     MlaTiling(32, 32, 8, 2),
@@ -91,6 +97,11 @@ def prefill_attention_tiling(device: DeviceProperties, queries: int, dims: int, 
     """Returns the tiling for `queries` pairs of token and head, and heads of `dims` dimensions."""
     tiling = AttentionTiling(64, 8, 3 if dims <= WIDE_HEAD else 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
+
+
+def hopper_attention_tiling(device: DeviceProperties, dims: int) -> HopperAttentionTiling | None:
+    """Returns the tiling of hopper_attention.py for heads of `dims` dimensions; None where it does not run."""
+    return HOPPER_ATTENTION_TILINGS.get(dims) if device.has_hopper_attention else None
 
 
 def decode_attention_tiling(

@@ -17,7 +17,7 @@ from penstock.types import Claim, Request, Stats
 
 MEMORY = 4.0  # seconds with a line over which the rate is averaged
 MEASURED = 1.0  # seconds with a line after which the rate is used
-CERTAIN = 0.8  # share of the allowed time that a forecast may take: some forecasts are too low
+CERTAIN = 0.7  # share of the allowed time that a forecast may take: some forecasts are too low
 OWN_SHARE = 0.25  # of the allowed time that a prompt may wait which alone takes longer
 BIAS = (0.5, 3.0)  # bounds of how much longer than forecast waits turn out
 BIAS_WEIGHT = 0.1  # of each request

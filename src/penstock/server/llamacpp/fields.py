@@ -14,7 +14,7 @@ from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.llamacpp.prompts import Prompts
 from penstock.server.openai.fields import N_MAX, SamplingFields, drawn_as_llamacpp, sampling
 from penstock.server.openai.fields import NO_EFFECT as OPENAI_NO_EFFECT
-from penstock.server.request_context import RequestContext, new_request_id
+from penstock.server.request_context import RequestContext
 from penstock.server.samplers import sampler_order
 from penstock.server.served_model import ServedModel
 from penstock.server.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
@@ -82,7 +82,7 @@ def sampling_of(
     context.explain |= bool(body.penstock)
     limit_drafts(served, context, body.speculation, (N_MAX, body.speculative_n_max))
     if body.cache_prompt is False:
-        context.salt = new_request_id()  # no other request has it, so no block is shared
+        context.share_nothing()
     if body.samplers is not None:
         body.samplers = _known_samplers(context, body.samplers)
     if isinstance(body.stop, list):

@@ -19,7 +19,7 @@ from penstock.server.adapter_fields import NamedAdapters, NumberedAdapters
 from penstock.server.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.chat.structured import Structured, grammar_of
 from penstock.server.openai.prediction import PredictionTally
-from penstock.server.request_context import RequestContext, new_request_id
+from penstock.server.request_context import RequestContext
 from penstock.server.samplers import LogitBias, logit_biases, sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.server.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
@@ -163,7 +163,9 @@ async def read_fields(
     _unify_limits(fields)
     limit_drafts(served, context, fields.speculation, (N_MAX, fields.speculative_n_max))
     context.explain |= bool(fields.penstock)
-    context.salt = fields.cache_salt or (new_request_id() if fields.cache_prompt is False else "")
+    context.salt = fields.cache_salt or ""
+    if fields.cache_prompt is False and not context.salt:
+        context.share_nothing()
     _take_priority(fields, context)
     context.state_times(*((name, getattr(fields, name)) for name in ("deadline_ms", "ttft_target_ms", "itl_target_ms")))
     return fields

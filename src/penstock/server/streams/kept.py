@@ -58,6 +58,7 @@ class KeptStream:
         self.buffer = buffer
         self.error: Exception | None = None  # that ended it
         self.gone = ""  # why it was ended early
+        self.begun = False  # something of it was sent
         self.task: asyncio.Task[None] | None = None
         self.left_at = 0.0  # when the last reader left, by the loop's clock
         self.timer: asyncio.TimerHandle | None = None  # runs while it has no reader
@@ -171,14 +172,13 @@ class KeptStreams:
         if stream.timer is not None:
             stream.timer.cancel()
             stream.timer = None
-        sent = after >= 0
         try:
             async with aclosing(stream.follow(after)) as events:
                 async for event in events:
-                    sent = True
+                    stream.begun = True
                     yield event
         finally:
-            if not sent and not stream.buffer.readers:
+            if not stream.begun:
                 self._drop(stream, UNSENT)  # nobody knows its id
             elif not stream.buffer.readers:
                 self._leave(stream)

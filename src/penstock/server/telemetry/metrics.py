@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import accumulate, chain
 from time import perf_counter
 from types import TracebackType
@@ -19,7 +20,7 @@ from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
-from penstock.types import STEP_SIZES, DraftCounts, Report, Request, Stats, add_drafts
+from penstock.types import STEP_SIZES, DiskCounts, DraftCounts, Report, Request, Stats, add_drafts
 
 # Bucket bounds in seconds: our own, and those of the dashboards that compat_metrics serves.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
@@ -185,6 +186,7 @@ class EngineCollector:
         yield requests
         yield from _tiers(stats)
         yield from _adapters(stats)
+        yield from _disk(stats.disk)
         up = bool(clients) and all(client.state is EngineState.READY for client in clients)
         yield GaugeMetricFamily("penstock_engine_up", "1 while every loaded model has an engine", up)
         for name, help, value in (
@@ -193,6 +195,7 @@ class EngineCollector:
             ("steps", "Steps of the engine", stats.steps),
             ("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens),
             ("cached_tokens", "Prompt tokens whose KV was reused", stats.cached_tokens),
+            ("adopted_blocks", "Blocks whose KV an engine before had computed", stats.adopted_blocks),
             ("generated_tokens", "Tokens generated", stats.generated_tokens),
             ("preemptions", "Sequences sent back to wait for blocks", stats.preemptions),
             ("grammars", "Grammars compiled", stats.grammars),
@@ -262,6 +265,25 @@ def _adapters(stats: Stats) -> Iterator[Metric]:
     yield GaugeMetricFamily("penstock_adapter_bytes", "Memory that adapters take", stats.adapter_bytes)
 
 
+def _disk(counts: DiskCounts) -> Iterator[Metric]:
+    """Yields what is known of KV blocks on disk."""
+    yield GaugeMetricFamily("penstock_kv_disk_blocks", "KV blocks on disk that can be reused", counts.blocks)
+    yield GaugeMetricFamily("penstock_kv_disk_bytes", "Bytes that they take", counts.bytes)
+    for name, help, value in (
+        ("written_blocks", "KV blocks written to disk", counts.written),
+        ("dropped_blocks", "KV blocks deleted from disk to make room", counts.dropped),
+        ("read_blocks", "KV blocks read from disk", counts.read),
+        ("given_up", "Reads that were given up because computing was sooner", counts.given_up),
+    ):
+        yield CounterMetricFamily(f"penstock_kv_disk_{name}", help, value)
+    skipped = CounterMetricFamily(
+        "penstock_kv_disk_skipped", "Files, KV blocks and writes that were of no use, by reason", labels=["reason"]
+    )
+    for reason, count in counts.skipped:
+        skipped.add_metric([reason], count)
+    yield skipped
+
+
 def sum_stats(every: Sequence[Stats]) -> Stats:
     """Returns what several engines did, added up."""
     sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
@@ -270,6 +292,8 @@ def sum_stats(every: Sequence[Stats]) -> Stats:
     reused: dict[str, int] = {}
     for tier, tokens in chain.from_iterable(each.reused for each in every):
         reused[tier] = reused.get(tier, 0) + tokens
-    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters", "drafts", "reused")]
+    disk = reduce(DiskCounts.plus, (each.disk for each in every), DiskCounts())
+    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters", "drafts", "reused", "disk")]
     added = {name: sum(getattr(each, name) for each in every) for name in names}
-    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts, reused=tuple(reused.items()))
+    tiers = tuple(reused.items())
+    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts, reused=tiers, disk=disk)

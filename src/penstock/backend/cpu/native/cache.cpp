@@ -89,14 +89,14 @@ std::vector<Cache::Place> Cache::places_of(const LayerGroups& groups) const {
   return places;
 }
 
-void Cache::reserve(size_t blocks, size_t block_size, const LayerGroups& groups) {
+void Cache::reserve(size_t blocks, size_t block_size, const LayerGroups& groups, MemoryFile* file) {
   if (blocks == 0 || block_size == 0 || blocks > INT32_MAX || block_size > INT32_MAX / blocks)
     throw std::invalid_argument("a KV cache needs between 1 and 2^31 positions");
   if (groups.empty()) {
     LayerGroups one(1);
     one[0].resize(shapes_.size());
     std::iota(one[0].begin(), one[0].end(), size_t(0));
-    return reserve(blocks, block_size, one);
+    return reserve(blocks, block_size, one, file);
   }
   const std::vector<Place> places = places_of(groups);
   memory_ = Memory();
@@ -113,7 +113,7 @@ void Cache::reserve(size_t blocks, size_t block_size, const LayerGroups& groups)
   }
   const double wanted = double(blocks) * double(block_bytes());
   if (wanted > MAX_BYTES) throw std::bad_alloc();
-  memory_ = Memory(size_t(wanted));
+  memory_ = file ? Memory(size_t(wanted), *file) : Memory(size_t(wanted));
   blocks_ = blocks;
   groups_ = groups.size();
   group_of_.assign(shapes_.size(), 0);

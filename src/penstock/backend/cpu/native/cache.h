@@ -43,8 +43,9 @@ class Cache {
   explicit Cache(const std::string& type);  // f32, f16 or int8
 
   void add_layer(size_t layer, KvShape shape);  // layers come in order; one that is there already is used again
-  void reserve(size_t blocks, size_t block_size, const LayerGroups& groups);  // no groups: all layers are one
-  void copy(const std::vector<std::pair<int64_t, int64_t>>& pairs);           // (source, target) blocks
+  // No groups: all layers are one. No file: its memory is private.
+  void reserve(size_t blocks, size_t block_size, const LayerGroups& groups, MemoryFile* file = nullptr);
+  void copy(const std::vector<std::pair<int64_t, int64_t>>& pairs);  // (source, target) blocks
   void export_blocks(Blocks blocks, std::byte* out) const;  // writes block_bytes() for each, one after the other
   void import_blocks(Blocks blocks, const std::byte* data);  // reads what export_blocks has written
 

@@ -27,13 +27,14 @@ void HiddenRows::declare(size_t number, size_t width) {
   widths_.push_back(width);
 }
 
-void HiddenRows::reserve(size_t blocks, size_t block_size) {
+void HiddenRows::reserve(size_t blocks, size_t block_size, MemoryFile* file) {
   blocks_ = 0;
   memory_.clear();
   block_size_ = block_size;
   for (size_t number = 0; number < widths_.size(); ++number) {
     if (double(blocks) * double(bytes_of(number)) > MAX_BYTES) throw std::bad_alloc();
-    memory_.emplace_back(blocks * bytes_of(number));
+    const size_t bytes = blocks * bytes_of(number);
+    memory_.push_back(file ? Memory(bytes, *file) : Memory(bytes));
   }
   blocks_ = blocks;
 }

@@ -21,7 +21,7 @@ class HiddenRows {
   HiddenRows(const HiddenRows&) = delete;
 
   void declare(size_t number, size_t width);  // numbers come in order; one that is there already has the same width
-  void reserve(size_t blocks, size_t block_size);
+  void reserve(size_t blocks, size_t block_size, MemoryFile* file = nullptr);  // no file: its memory is private
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);  // (source, target)
   void export_blocks(Blocks blocks, std::span<std::byte> out) const;
   void import_blocks(Blocks blocks, std::span<const std::byte> data);

@@ -6,12 +6,19 @@
 
 namespace penstock {
 
+// A file that is nowhere but in memory. Processes map it one after the other: what one has written, the next one finds.
+struct MemoryFile {
+  int descriptor;
+  size_t end;  // of what was taken so far
+};
+
 class Memory {
  public:
   enum Pages { ORDINARY, HUGE_PAGES };  // huge ones where the system has them: fewer address translations
 
   Memory() = default;
   explicit Memory(size_t bytes, Pages pages = ORDINARY);  // throws std::bad_alloc
+  Memory(size_t bytes, MemoryFile& file);  // takes the next bytes of a file, and makes it longer if it is too short
   ~Memory();
   Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
   Memory& operator=(Memory&& other) noexcept {

@@ -221,8 +221,12 @@ NB_MODULE(_native, m) {
   m.def("checksum", checksum_of, "data"_a.noconvert());
   m.def("read_packed", read_packed_weights, "file"_a, "offset"_a, "weights"_a, "checksum"_a, "threads"_a);
 
+  nb::class_<MemoryFile>(m, "MemoryFile")
+      .def(nb::init<int, size_t>(), "descriptor"_a, "end"_a)
+      .def_ro("end", &MemoryFile::end);
+
   nb::class_<HiddenRows>(m, "HiddenRows")
-      .def("reserve", &HiddenRows::reserve, "blocks"_a, "block_size"_a)
+      .def("reserve", &HiddenRows::reserve, "blocks"_a, "block_size"_a, "file"_a.none() = nb::none())
       .def("copy_blocks", &HiddenRows::copy_blocks, "pairs"_a)
       .def("export_blocks", export_blocks<HiddenRows>, "blocks"_a)
       .def("import_blocks", import_blocks<HiddenRows>, "blocks"_a, "data"_a)
@@ -374,7 +378,7 @@ NB_MODULE(_native, m) {
       .def("answer", &Program::answer, "buffer"_a)
       .def("read_tokens_as", &Program::read_tokens_as, "ids"_a)
       .def("reserve_kv", &Program::reserve_kv, "blocks"_a, "block_size"_a, "states"_a = 0,
-           "groups"_a = LayerGroups())
+           "groups"_a = LayerGroups(), "file"_a.none() = nb::none())
       .def("take_over", &Program::take_over, "other"_a)
       .def("move_states",
            [](Program& program, const std::vector<std::tuple<size_t, int32_t, int32_t, int32_t>>& rows) {

@@ -389,9 +389,10 @@ void Program::answer(int buffer) {
 
 // ---- running ----
 
-void Program::reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups) {
+void Program::reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups,
+                         MemoryFile* file) {
   const std::lock_guard lock(running_);
-  cache_.reserve(blocks, block_size, groups);
+  cache_.reserve(blocks, block_size, groups, file);
   states_.reserve(states);
   group_windows_.assign(cache_.groups(), 1);
   for (size_t layer = 0; layer < windows_.size(); ++layer) {

@@ -105,7 +105,9 @@ class Program {
   void answer(int buffer);  // the result of a step; no op is added after it
   void read_tokens_as(std::vector<int32_t> ids);  // what each sampled token is as LAST_SAMPLED; empty: the same
 
-  void reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups);
+  // Without a file, the KV cache is private memory; recurrent states always are.
+  void reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups,
+                  MemoryFile* file = nullptr);
   // Takes over the KV cache, recurrent states, last tokens and adapters of a program with the same layers and weights,
   // which cannot run any more.
   void take_over(Program& other);

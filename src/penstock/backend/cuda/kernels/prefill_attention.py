@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of, temperature_of, with_gain
+from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling, has_all_of, hopper_attention
 from penstock.backend.cuda.kernels.kv8 import largest_of
 from penstock.backend.cuda.kernels.kv_tile import (
     LOG2E,
@@ -206,14 +207,18 @@ def prefill_attention(
     temperature: float = 0.0,
     temperature_span: int = 1,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
+    hopper: HopperAttentionTiling | None = None,
 ) -> None:
-    """Attends with runs of tokens. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens,
-    how many positions their row has reached; header[0] is the width of tables. distance_bias is [heads, 2 * reach +
-    1]."""
+    """Attends with runs of tokens: on Hopper, if `hopper` is a tiling, by its own kernel where that has all that is
+    asked for. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens, how many positions
+    their row has reached; header[0] is the width of tables. distance_bias is [heads, 2 * reach + 1]."""
     shape = shape_of(cache, qkv, out)
     kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
     others = chunk, temperature, temperature_span
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None, *others)
+    if hopper and distance_bias is None and has_all_of(cache, qkv, shape, options):
+        places = tiles, tables, header, out
+        return hopper_attention(qkv, cache, *places, scale, window, soft_cap, sinks, tiling=hopper)
     tile, warps, stages = tiling
     reach = 0 if distance_bias is None else len(distance_bias) // shape.heads // 2
     _prefill_attention[(shape.kv_heads, len(tiles))](

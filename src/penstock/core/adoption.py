@@ -1,0 +1,80 @@
+"""Puts blocks that another engine has computed into a prefix cache that is empty."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from penstock.core import hashing
+from penstock.core.kvcache import KvCache
+from penstock.core.prefix import Key, PrefixNode
+from penstock.types import Limits
+
+
+class StoredNode(NamedTuple):
+    """Describes a node of a prefix cache, as a BlockWatcher was told of it."""
+
+    number: int  # is higher for nodes that were stored later
+    hash: bytes
+    parent: bytes  # the chain hash of the block before, or the root of its salt
+    first: bool  # no block comes before it
+    tokens: tuple[int, ...]
+    blocks: list[int]  # by layer group; -1: missing
+
+
+def adopt(cache: KvCache, limits: Limits, stored: Iterable[StoredNode]) -> int:
+    """Puts nodes into the prefix cache, as idle ones, and returns how many blocks they have. Those that were stored
+    first are evicted first. A node is left out if it lacks a block, if its hash is not that of its tokens, or if the
+    one above it is left out. To be called before the cache is used."""
+    nodes: dict[bytes, PrefixNode] = {}
+    adopted: list[StoredNode] = []
+    used: set[int] = set()
+    for found in _from_the_root_down(stored):
+        if found.hash in nodes or not (found.first or found.parent in nodes) or not _is_sound(found, limits, used):
+            continue
+        key: Key = (found.parent, *found.tokens) if found.first else found.tokens
+        node = cache.trie.insert(None if found.first else nodes[found.parent], key, found.blocks)
+        node.hash = found.hash
+        nodes[found.hash] = node
+        adopted.append(found)
+        used.update(block for block in found.blocks if block >= 0)
+    cache.pool.remove(used)
+    for found in adopted:
+        cache.tell_stored(nodes[found.hash])
+    for found in _in_order_of_eviction(adopted):
+        cache.trie.drop([nodes[found.hash]], [int(block < 0) for block in found.blocks])
+    return len(used)
+
+
+def _from_the_root_down(stored: Iterable[StoredNode]) -> Iterator[StoredNode]:
+    """Yields each node after the one above it; nodes that no first block leads to are left out."""
+    below: defaultdict[bytes, list[StoredNode]] = defaultdict(list)
+    stack: list[StoredNode] = []
+    for node in stored:
+        (stack if node.first else below[node.parent]).append(node)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += below.pop(node.hash, [])
+
+
+def _is_sound(found: StoredNode, limits: Limits, used: set[int]) -> bool:
+    """Returns whether a node can be reused as it is described. Other nodes have the `used` blocks."""
+    here = [block for block in found.blocks if block >= 0]
+    if not here or len({*here} - used) < len(here) or max(here) >= limits.num_blocks:
+        return False
+    if any(block < 0 and not window for block, window in zip(found.blocks, limits.windows, strict=True)):
+        return False
+    return len(found.tokens) == limits.block_size and found.hash == hashing.extend(found.parent, found.tokens)
+
+
+def _in_order_of_eviction(adopted: list[StoredNode]) -> list[StoredNode]:
+    """Returns nodes, given from the root down, as they are to be evicted: a node is as recent as the last that was
+    stored below it, and goes after it."""
+    recent = {node.hash: node.number for node in adopted}
+    deepest_first = adopted[::-1]
+    for node in deepest_first:
+        if not node.first:
+            recent[node.parent] = max(recent[node.parent], recent[node.hash])
+    return sorted(deepest_first, key=lambda node: recent[node.hash])  # equal ones keep their order

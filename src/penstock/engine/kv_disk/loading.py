@@ -1,0 +1,151 @@
+"""Reads blocks from disk in threads while steps run, and gives up where computing them is sooner."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from queue import SimpleQueue
+
+from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
+
+THREADS = 2  # checking blocks takes longer than reading them
+LEARNED = 0.3  # weight of the latest rate
+FORGIVEN = 1.02  # factor of the rate, with each chain that was not read because of it
+PATIENCE = 0.05  # of the time that computing takes: so long the first block may take
+LONGEST = 1.0  # seconds that closing waits for the disk
+LEAST = 0.01  # seconds that are waited in any case
+
+Compute = Callable[[int], float]  # returns the seconds that it takes to compute all but so many of the blocks
+Targets = Sequence[memoryview | None]  # where a block is read to, by layer group
+
+
+class Loading:
+    """Is a chain of blocks that is being read: see Pending. It counts as ready once all are read, one cannot be, or to
+    compute the rest is sooner than to read it by the rate of those that are."""
+
+    def __init__(self, blocks: Sequence[StoredBlock], targets: Sequence[Targets], compute: Compute) -> None:
+        self.began = time.perf_counter()
+        self.given_up = False
+        self.waiters = 1  # requests
+        self._blocks = blocks
+        self._targets = targets
+        self._compute = compute
+        self._turns = count()
+        self._read = bytearray(len(blocks))
+        self._failed = len(blocks)  # the first block that cannot be used
+        self._started = self._ended = 0.0
+        self._left = THREADS
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+
+    @property
+    def begun(self) -> bool:
+        """Returns whether a thread reads it."""
+        return self._started > 0
+
+    @property
+    def finished(self) -> bool:
+        """Returns whether no thread reads it, or will."""
+        return self._done.is_set()
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether what is read by now is all that is worth waiting for."""
+        if not (self.finished or self.given_up):
+            self.given_up = self._too_slow(time.perf_counter() - self.began)
+        return self.finished or self.given_up
+
+    @property
+    def usable(self) -> int:
+        """Returns how many blocks from the first on are read and right."""
+        end = self._read.find(0)
+        return len(self._read) if end < 0 else end
+
+    @property
+    def seconds(self) -> float:
+        """Returns how long threads have read it, up to now."""
+        return (self._ended or time.perf_counter()) - (self._started or self.began)
+
+    def wait(self, seconds: float) -> None:
+        """Returns when it is read, or after this many seconds."""
+        self._done.wait(seconds)
+
+    def run(self, store: SegmentStore) -> None:
+        """Reads blocks in turn with other threads, each from the next one on, in one of THREADS threads."""
+        self._started = self._started or time.perf_counter()
+        try:
+            for at in self._turns:
+                if at >= self._failed or self.given_up:
+                    break
+                if store.read(self._blocks[at], self._targets[at]):
+                    self._read[at] = 1
+                else:
+                    self._failed = min(self._failed, at)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Notes that a thread is done; the last one ends it."""
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._ended = time.perf_counter()
+                self._done.set()
+
+    def _too_slow(self, elapsed: float) -> bool:
+        """Returns whether to compute the rest is sooner than to read it. The first block may take a little."""
+        usable = self.usable
+        if not usable:
+            return elapsed > LEAST + PATIENCE * self._compute(0)
+        left = elapsed / usable * (len(self._blocks) - usable)
+        return left > LEAST + self._compute(usable)
+
+
+class Loader:
+    """Reads chains of blocks, one after the other, and learns how fast that is."""
+
+    def __init__(self, store: SegmentStore, rate: float = 0.0) -> None:
+        self.rate = rate  # bytes in a second; 0: nothing was read yet
+        self._store = store
+        self._queues: list[SimpleQueue[Loading | None]] = []
+        self._threads: list[threading.Thread] = []
+
+    def seconds(self, size: int) -> float:
+        """Returns how long it takes to read so many bytes, as far as is known."""
+        return size / self.rate if self.rate else 0.0
+
+    def load(self, loading: Loading) -> None:
+        """Begins to read, after what was begun before."""
+        if not self._threads:
+            self._start()
+        for queue in self._queues:
+            queue.put(loading)
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Takes note of so many bytes that took so long."""
+        self.rate += (LEARNED if self.rate else 1.0) * (size / seconds - self.rate)
+
+    def forgive(self) -> None:
+        """Trusts the disk a little more after nothing was read from it because it was slow, so that it is tried
+        again."""
+        self.rate *= FORGIVEN
+
+    def close(self) -> None:
+        """Ends the threads once they have read what was begun. A disk that hangs is not waited for."""
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(LONGEST)
+
+    def _start(self) -> None:
+        self._queues = [SimpleQueue() for _ in range(THREADS)]
+        for queue in self._queues:
+            thread = threading.Thread(target=self._work, args=[queue], name="penstock-kv-reading", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self, queue: SimpleQueue[Loading | None]) -> None:
+        while (loading := queue.get()) is not None:
+            loading.run(self._store)

@@ -1,0 +1,200 @@
+"""Defines the file format of KV blocks on disk, and reads and writes one such file.
+
+A segment has a header, a table of slots and, after the table, room for the contents of each slot's blocks: one KV block
+for each layer group. Contents are written before their slot, and slots are filled in order, so a file that a crash has
+cut has whole records and then nothing. Whoever opens a segment reads its table alone; contents are checked when they
+are read.
+
+header  magic, fingerprint of what computed the blocks, tokens of a block, layer groups, bytes of a block, slots, CRC
+slot    magic, CRC of the rest, a bit for each layer group whose block is there, chain hash, the parent's chain hash,
+        tokens, CRC of each layer group's block
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple, Self
+from zlib import crc32
+
+HEADER = Struct("<8s16sIIQII")
+MAGIC = b"PENSTKV1"  # the last character is the version of the format
+SLOT_MAGIC = b"slot"
+CHECKED = 8  # a slot's CRC covers what comes after these bytes: the magic and the CRC itself
+PAGE = 4096
+MODE = 0o600  # prompts are private
+
+
+class BadSegment(Exception):
+    """Says in one word why a file is no segment that can be used: foreign, damaged or cut."""
+
+
+class BlockLayout(NamedTuple):
+    """Says what the records of one folder have in common."""
+
+    fingerprint: bytes  # 16 bytes: a digest of all that the contents of blocks depend on
+    block_size: int  # tokens of a block
+    groups: int  # layer groups, each with a block of its own
+    block_bytes: int  # of one group's block
+
+    @property
+    def slot(self) -> Struct:
+        """Returns the fields of a slot."""
+        return Struct(f"<4sII16s16s{4 * self.block_size}s{self.groups}I")
+
+    @property
+    def record_bytes(self) -> int:
+        """Returns the bytes of a record's contents."""
+        return self.groups * self.block_bytes
+
+    def data_start(self, slots: int) -> int:
+        """Returns where the contents in a segment with so many slots begin."""
+        return -(-(HEADER.size + slots * self.slot.size) // PAGE) * PAGE
+
+    def segment_bytes(self, slots: int) -> int:
+        """Returns the size of a full segment."""
+        return self.data_start(slots) + slots * self.record_bytes
+
+
+class BlockRecord(NamedTuple):
+    """Describes a block of tokens whose KV is in a slot."""
+
+    hash: bytes  # the chain hash, 16 bytes: of its tokens and of all before them
+    parent: bytes  # the chain hash of the block before, or the root of its salt
+    tokens: bytes  # as little-endian 32-bit integers
+    present: int  # a bit for each layer group whose block is there
+    crcs: tuple[int, ...]  # of each layer group's block
+
+    @classmethod
+    def of(cls, hash: bytes, parent: bytes, tokens: bytes, contents: Sequence[bytes | None]) -> Self:
+        """Returns the record of blocks with these contents, by layer group; None: the block is not there."""
+        present = sum(1 << group for group, data in enumerate(contents) if data is not None)
+        return cls(hash, parent, tokens, present, tuple(block_crc(hash, data or b"") for data in contents))
+
+    def has(self, group: int) -> bool:
+        """Returns whether the block of a layer group is there."""
+        return bool(self.present >> group & 1)
+
+
+def block_crc(hash: bytes, data: bytes | memoryview) -> int:
+    """Returns the CRC of a block's contents. It begins with the chain hash, so that no block passes for another."""
+    return crc32(data, crc32(hash))
+
+
+class Segment:
+    """Is an open segment file. The file is closed when nobody refers to the segment any more, so that whoever reads
+    from a segment that is being deleted can finish."""
+
+    def __init__(self, path: Path, fd: int, layout: BlockLayout, slots: int) -> None:
+        self.path = path
+        self.slots = slots
+        self.filled = 0  # slots
+        self.used = 0.0  # when a block was read or written last
+        self._layout = layout
+        self._slot = layout.slot
+        self._data_start = layout.data_start(slots)
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def create(cls, path: Path, layout: BlockLayout, slots: int) -> Self:
+        """Creates a file with an empty table; raises OSError if that is not possible."""
+        segment = cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, MODE), layout, slots)
+        head = HEADER.pack(MAGIC, *layout, slots, 0)[:-4]
+        segment._write(head + crc32(head).to_bytes(4, "little"), 0)
+        return segment
+
+    @classmethod
+    def open(cls, path: Path, layout: BlockLayout, writable: bool) -> Self:
+        """Opens a file; raises BadSegment if its blocks are of another kind or its header is damaged, and OSError if it
+        cannot be read."""
+        fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            slots, used = _read_header(os.pread(fd, HEADER.size, 0), layout), os.fstat(fd).st_mtime
+        except (BadSegment, OSError):
+            os.close(fd)
+            raise
+        segment = cls(path, fd, layout, slots)
+        segment.used = used
+        return segment
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes of the file when all slots are filled."""
+        return self._layout.segment_bytes(self.slots)
+
+    @property
+    def full(self) -> bool:
+        """Returns whether no slot is left."""
+        return self.filled >= self.slots
+
+    def records(self) -> Iterator[tuple[int, BlockRecord | str]]:
+        """Yields each slot that was written: its record, or in one word why it cannot be used."""
+        size, end = self._slot.size, os.fstat(self._fd).st_size
+        table = os.pread(self._fd, self.slots * size, HEADER.size)
+        for slot in range(-(-len(table) // size)):
+            entry = table[slot * size : (slot + 1) * size]
+            if any(entry):
+                self.filled = slot + 1
+                yield slot, self._read_slot(entry, slot, end)
+
+    def append(self, record: BlockRecord, contents: Sequence[bytes | None]) -> int:
+        """Fills the next slot and returns its number; raises OSError if that is not possible."""
+        slot, size = self.filled, self._slot.size
+        for group, data in enumerate(contents):
+            if data is not None:
+                self._write(data, self._place(slot, group))
+        fields = record.present, record.hash, record.parent, record.tokens, *record.crcs
+        entry = self._slot.pack(SLOT_MAGIC, 0, *fields)[CHECKED:]
+        self._write(SLOT_MAGIC + crc32(entry).to_bytes(4, "little") + entry, HEADER.size + slot * size)
+        self.filled = slot + 1
+        return slot
+
+    def erase(self, slot: int) -> None:
+        """Makes a slot's record unknown to whoever opens the file again; raises OSError if that is not possible."""
+        self._write(bytes(self._slot.size), HEADER.size + slot * self._slot.size)
+
+    def read_into(self, slot: int, group: int, target: memoryview) -> int:
+        """Reads the block of a layer group, which may be damaged; returns how many bytes there were. Raises OSError."""
+        return os.preadv(self._fd, [target], self._place(slot, group))
+
+    def touch(self, now: float) -> None:
+        """Notes when the segment was used, for whoever looks for the least recently used one; raises OSError."""
+        self.used = now
+        os.utime(self._fd, (now, now))
+
+    def _place(self, slot: int, group: int) -> int:
+        return self._data_start + slot * self._layout.record_bytes + group * self._layout.block_bytes
+
+    def _read_slot(self, entry: bytes, slot: int, end: int) -> BlockRecord | str:
+        if len(entry) < self._slot.size:
+            return "cut"
+        magic, crc, present, hash, parent, tokens, *crcs = self._slot.unpack(entry)
+        if magic != SLOT_MAGIC or crc32(entry[CHECKED:]) != crc:
+            return "damaged"
+        if self._place(slot, present.bit_length()) > end:
+            return "cut"
+        return BlockRecord(hash, parent, tokens, present, tuple(crcs))
+
+    def _write(self, data: bytes, at: int) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._fd, view, at)
+            view, at = view[written:], at + written
+
+
+def _read_header(head: bytes, layout: BlockLayout) -> int:
+    """Returns the slots of a segment with this header; raises BadSegment if it is not of this layout."""
+    if len(head) < HEADER.size:
+        raise BadSegment("cut")
+    magic, *found, slots, crc = HEADER.unpack(head)
+    if magic != MAGIC:
+        raise BadSegment("foreign")
+    if crc32(head[:-4]) != crc:
+        raise BadSegment("damaged")
+    if tuple(found) != layout:
+        raise BadSegment("foreign")
+    return int(slots)

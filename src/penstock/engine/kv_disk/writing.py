@@ -1,0 +1,62 @@
+"""Writes blocks to disk in a thread of low priority."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from queue import Empty, Full, Queue
+from typing import NamedTuple
+
+from penstock.engine.kv_disk.store import SegmentStore
+from penstock.engine.low_priority import NICE, set_nice
+
+QUEUED = 32  # blocks that wait to be written
+LONGEST = 2.0  # seconds that closing waits for the disk
+
+
+class BlockToWrite(NamedTuple):
+    """Is a block with its contents, by layer group; None: a windowed group's block that is gone."""
+
+    hash: bytes
+    parent: bytes
+    tokens: bytes
+    contents: tuple[bytes | None, ...]
+
+
+class Writer:
+    """Writes blocks in the order in which they come."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+        self._queue: Queue[BlockToWrite | None] = Queue(QUEUED)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def full(self) -> bool:
+        """Returns whether no further block can be taken now."""
+        return self._queue.full()
+
+    def write(self, block: BlockToWrite) -> None:
+        """Takes a block, unless it is full."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="penstock-kv-writing", daemon=True)
+            self._thread.start()
+        self._queue.put_nowait(block)
+
+    def close(self) -> None:
+        """Ends the thread once it has written what it was given. A disk that hangs is not waited for."""
+        if self._thread is not None:
+            with suppress(Full):
+                self._queue.put(None, timeout=LONGEST)
+                self._thread.join(LONGEST)
+
+    def drop(self) -> None:
+        """Forgets what is not written yet."""
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+
+    def _work(self) -> None:
+        set_nice(threading.get_native_id(), NICE)
+        while (block := self._queue.get()) is not None:
+            self._store.append(*block)

@@ -1,0 +1,36 @@
+"""Says whose KV blocks can be used again: by the next engine process, and after a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from penstock import __version__
+from penstock.backend.base import Backend
+from penstock.backend.packed_cache import identity
+from penstock.config import Config
+from penstock.model.load import Checkpoint
+from penstock.types import Limits
+
+KERNELS = 1  # of all backends: a change of what any of them computes needs another number
+SIZE = 16  # bytes
+
+
+def kv_identity(config: Config, checkpoints: Sequence[Checkpoint], backend: Backend) -> bytes:
+    """Returns a digest of all that the contents of blocks depend on: the weights of a model and of what drafts for it,
+    how they are changed at load, RoPE, and what computes and stores. Adapters and the version of updated weights are
+    part of a prompt's salt."""
+    files = [[identity(file) for file in each.files] for each in checkpoints]
+    contexts = [each.spec.max_len if each.spec.long else 0 for each in checkpoints]
+    computes = [KERNELS, __version__, backend.device, backend.name, backend.kv.fingerprint()]
+    return _digest([computes, config.quantize, config.config, contexts, files])
+
+
+def cache_identity(blocks: bytes, limits: Limits) -> bytes:
+    """Returns a digest of a KV cache as a whole, whose blocks have this identity: also of how many there are."""
+    return _digest([blocks.hex(), limits.num_blocks, limits.max_len, limits.windows])
+
+
+def _digest(parts: Sequence[object]) -> bytes:
+    return blake2b(json.dumps(parts).encode(), digest_size=SIZE).digest()

@@ -1,0 +1,25 @@
+"""Owns the memory that the KV caches of one engine process after another lie in."""
+
+from __future__ import annotations
+
+import os
+
+
+class KvMemory:
+    """Holds a file in memory (see backend/kv_file.py), where the system has such files. Once it is closed, it can be
+    opened again, and is empty."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def open(self) -> str:
+        """Returns the path that engines open it by; empty: there is none."""
+        if self._file is None and hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("penstock-kv")
+        return "" if self._file is None else f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def close(self) -> None:
+        """Gives the memory back, with what engines have left there."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
