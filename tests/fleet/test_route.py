@@ -98,9 +98,11 @@ def test_blocks_come_from_another_replica_when_that_is_cheaper() -> None:
     assert (route.replica, route.source, route.pulled, route.uncached) == (1, 0, 16 * 512, 1)
     assert "pull of 8,192 from 0" in route.why()
     index, ledger, router = fleet(2)
+    slow = Router(TIMING._replace(pull_ms_per_token=0.1), index, ledger, RoutingWeights(pull=True))
     hold(index, 0, 16)
     ledger.report(0, Load(queued=20_000), 0)
     assert router.route(PROMPT, 0.0).pulled == 0
+    assert slow.route(PROMPT, 0.0).pulled == 0
 
 
 def test_blocks_in_host_memory_cost_their_way_back() -> None:

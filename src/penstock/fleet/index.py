@@ -13,7 +13,7 @@ from typing import NamedTuple
 REMOVED, HOST, DEVICE = 0, 1, 2  # where a block lies now: nowhere, in host memory, on the device
 BITS = (0, 2, 3)  # by tier; of a replica's two bits, the low one means "on the device", the high one "held at all"
 
-DENSE, STRIDE = 32, 8  # predictions remember so many leading blocks, and then one of so many
+DENSE, STRIDE = 32, 16  # predictions remember so many leading blocks, and then one of so many
 
 BlockChange = tuple[int, Hashable]  # tier, chain hash
 

@@ -30,7 +30,7 @@ class RoutingWeights(NamedTuple):
     harm: float = 0.01  # of a millisecond in which a row that answers has to wait
     later: float = 0.5  # of a millisecond of prefill, for those who will come while it lasts
     memory: float = 0.1  # of the milliseconds to compute again the tokens that are evicted
-    pull: bool = False  # whether blocks may be read from another replica
+    pull: bool = False  # whether blocks may be read from another replica, where that is faster than to compute them
 
 
 class Route(NamedTuple):
@@ -90,6 +90,7 @@ class Router:
         self._random = Random(seed)
         self._predictions = Predictions()
         self._ms_per_token = timing.prefill_ms(timing.step_tokens) / timing.step_tokens
+        self._pulls = self._weights.pull and timing.pull_ms_per_token < self._ms_per_token
 
     def route(self, prompt: RoutedPrompt, now: float) -> Route:
         """Returns the route of a request and enters it in the ledger, and in the index for the time of one prefill.
@@ -97,7 +98,7 @@ class Router:
         `now` is in milliseconds of any clock, the one that the ledger's reports have.
         """
         held = self._held(prompt, now)
-        source = max(held, key=lambda replica: held[replica].held, default=None) if self._weights.pull else None
+        source = max(held, key=lambda replica: held[replica].held, default=None) if self._pulls else None
         candidates = self._ledger.least(self._weights.candidates)
         candidates += held.keys() - candidates
         cost = self._cost
