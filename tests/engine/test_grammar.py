@@ -145,6 +145,18 @@ def test_noise_becomes_what_was_asked_for(settings: dict[str, Any], depth: int) 
     assert stats.forced_tokens > 0
 
 
+def test_white_space_that_was_ruled_out_is_not_generated() -> None:
+    pair = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
+    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    compact, flexible = ({**pair, "x-guidance": spacing}, pair)
+    fond = engine(Babble(ord(" "), 50.0))
+    (got, _), (spaced, _) = ask(
+        fond, request(1, Grammar("json", json.dumps(compact))), request(2, Grammar("json", json.dumps(flexible)))
+    )
+    assert re.fullmatch(r"\[[12], [12]\]", got)
+    assert re.fullmatch(r"\[ [12] , [12] \]", spaced)
+
+
 def test_forced_tokens_change_nothing_but_the_steps() -> None:
     forced, sampled = engine(), engine()
     text = ask(forced, request(1, JSON))[0]

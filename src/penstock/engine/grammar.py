@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -347,8 +347,11 @@ def _in_library_form(grammar: Grammar, special: Mapping[str, int]) -> str:
 
     match grammar.kind:
         case "json":
-            schema = json.dumps(guaranteed(grammar.text))
-            return LLMatcher.grammar_from_json_schema(schema, defaults=WHITESPACE)  # type: ignore[arg-type]
+            schema = guaranteed(grammar.text)
+            spacing = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+            flexible = spacing.get("whitespace_flexible", True)  # if not, a default pattern would count all the same
+            defaults: Any = WHITESPACE if flexible else None
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults)
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "lark":
