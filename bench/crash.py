@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from served import until_ready
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -50,7 +51,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "n=2": {"n": 2},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
 }
-READY_SECONDS = 120.0
 
 
 @dataclass
@@ -170,7 +170,7 @@ async def measure(options: argparse.Namespace, url: str) -> Tally:
     tally = Tally()
     limits = httpx.Limits(max_connections=options.streams + 8)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        await _until_ready(http)
+        await until_ready(http)
         streams = Streams(http, options.model)
         await streams.learn(questions)
         killing = asyncio.create_task(kill_again_and_again(http, options.signals.split(","), options.every, tally))
@@ -178,17 +178,6 @@ async def measure(options: argparse.Namespace, url: str) -> Tally:
         await asyncio.gather(*(ask_until(streams, questions, end, tally) for _ in range(options.streams)))
         killing.cancel()
     return tally
-
-
-async def _until_ready(http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(READY_SECONDS):
-        while True:
-            try:
-                if (await http.get("/health?generate=1")).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.1)
 
 
 async def serve(model: str, port: int, more: list[str]) -> Process:

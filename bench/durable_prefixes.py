@@ -22,8 +22,8 @@ from statistics import mean, median
 from typing import Any
 
 import httpx
+from served import until_ready
 
-READY_SECONDS = 120.0
 WINDOW = 2.0  # seconds in which streams are watched
 STREAM_TOKENS = 400
 FIRST_ID, LAST_ID = 1000, 40000  # token ids of plain text, in any vocabulary
@@ -81,22 +81,11 @@ async def server(options: argparse.Namespace, more: Sequence[str]) -> AsyncItera
     limits = httpx.Limits(max_connections=options.streams + 8)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, limits=limits) as http:
-            await _until_ready(http)
+            await until_ready(http)
             yield Client(http, options.model)
     finally:
         process.terminate()
         await process.wait()
-
-
-async def _until_ready(http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(READY_SECONDS):
-        while True:
-            try:
-                if (await http.get("/health?generate=1")).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.1)
 
 
 async def until_written(client: Client, blocks: int) -> None:
