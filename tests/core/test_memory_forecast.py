@@ -102,7 +102,7 @@ def test_blocks_are_counted_as_a_sequence_of_each_length_holds_them(
 
 
 def test_a_certain_future_is_forecast_exactly() -> None:
-    """Of answers that have the one token left that they may have, the forecast is what they still take."""
+    """Answers that may have one more token are forecast to take what that token needs."""
     some = limits(num_blocks=64, windows=(0, 6))
     scheduler = Scheduler(some)
     for id in range(3):

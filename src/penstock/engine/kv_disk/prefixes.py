@@ -144,8 +144,8 @@ class DiskPrefixes(NoDiskPrefixes):
 
     def needs(self, record: RequestRecord, weights: WeightState) -> list[Need]:
         request = record.request
-        short = self._size <= len(request.prompt) < self._longest
-        if record.disk is not None or not (request.durable and short) or weights.updates or record.pooling == "mean":
+        fits = self._size <= len(request.prompt) < self._longest
+        if record.disk is not None or not (request.durable and fits) or weights.updates or record.pooling == "mean":
             return []
         salt = record.salt(weights)
         record.disk = disk = RequestOnDisk(salt, self._chain(salt, request.prompt, self._size))
