@@ -16,7 +16,13 @@ from penstock.backend.cuda.inputs import run_sizes_of
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv, streams
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, StateRows, causal_conv, store_conv_state
-from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention, queries_of
+from penstock.backend.cuda.kernels.decode_attention import (
+    Rotation,
+    SharedPlaces,
+    SplitKV,
+    decode_attention,
+    queries_of,
+)
 from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net, sigmoid_mul
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.expert_gemm import (
@@ -47,11 +53,13 @@ from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sampl
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
 from penstock.backend.cuda.kernels.select_positions import select_positions, store_index
 from penstock.backend.cuda.kernels.selective_scan import selective_scan
+from penstock.backend.cuda.kernels.shared_prefix_attention import SharedTiles, shared_prefix_attention
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
+from penstock.backend.cuda.shared_prefixes import tile_tokens
 from penstock.model.ops import DeltaInputs, DeltaWeights, Mamba2Weights, ScanWeights
 from penstock.model.recurrence import DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import ExpertSpec
@@ -328,6 +336,12 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
         tiling = tilings.decode_attention(8, dims, 2, queries_of(shared, run))
         common = tables, header, out, split_kv, None
         decode_attention(qkv, cache, ints(72, 8), *common, *about, **others, run=run, tiling=tiling)
+    if together := 0 if others or window or q_gain is not None else tile_tokens(shared):
+        places, tiles = SharedPlaces(ints(8, 4), 72, together), SharedTiles(ints(96, 8), ints(8))
+        tiling = tilings.shared_prefix(dims, 2, queries_of(shared, together))
+        common = tables, header, out, split_kv
+        shared_prefix_attention(qkv, cache, tiles, *common, places, 0.1, scales, cap, tiling=tiling)
+        decode_attention(qkv, cache, ints(72, 8), *common, None, *about, shared=places, tiling=many)
     alone = tables, header, out[:1], split_kv, rotation
     decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
 

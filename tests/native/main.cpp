@@ -24,6 +24,7 @@ int main(int count, char** arguments) {
   using namespace penstock;
   if (count > 1) choose(arguments[1]);
   test::test_chain_hash();
+  test::test_crc32();
   for (const Isa& isa : isas()) {
     const size_t before = test::checks;
     test::test_rows(isa);

@@ -27,7 +27,11 @@ def resolve_defaults(config: Config, fp8: bool = False, whole: int = 0) -> Confi
     """
     device = Device.parse(config.device)
     if device.kind == "auto":
-        device = Device("cuda" if has_cuda() else "cpu")
+        device = Device("cuda" if has_cuda() else "cpu" if has_native() else "ref")
+        if device.kind == "ref":
+            from penstock.backend.availability import warn_of_numpy
+
+            warn_of_numpy()
         config = replace(config, device=device.kind)
     fp8_weights = fp8 or config.quantize == "fp8"
     defaults = {name: entry.defaults.of(device, fp8_weights) for name, entry in OPTIONS.items() if entry.defaults}
@@ -48,6 +52,10 @@ def open_backend(config: Config, packed: Sequence[PackedCache | None] = (), kv_f
     if device.kind == "cuda":
         return open_cuda(config, device)
     if device.kind == "cpu":
+        if not has_native():
+            from penstock.backend.availability import NO_NATIVE
+
+            raise ConfigError(f"device cpu needs native code: {NO_NATIVE}")
         from penstock.backend.cpu import CpuBackend
 
         threads = config.threads or available_threads()
@@ -84,6 +92,15 @@ def has_cuda() -> bool:
     from penstock.backend.availability import why_no_cuda
 
     return not why_no_cuda()
+
+
+def has_native() -> bool:
+    """Returns True if the native code of the CPU backend is there."""
+    try:
+        import penstock.backend.cpu  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def open_cuda(config: Config, device: Device) -> Backend:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.backend.base import HostRoom
+from penstock.backend.block_rows import Rows
+from penstock.backend.host_room import PlainRoom
 
 Arrays = Callable[[], Sequence[NDArray[Any]]]
 
 
 class ArrayBlocks:
-    """Implements BlockMemory over arrays whose first axis is the block."""
+    """Implements BlockMemory and BlockRows over arrays whose first axis is the block."""
 
     def __init__(self, kind: str, arrays: Arrays) -> None:
         self._kind = kind  # the backend, and what it stores
@@ -26,7 +31,7 @@ class ArrayBlocks:
     def export_blocks(self, blocks: Sequence[int]) -> bytes:
         return b"".join(array[block].tobytes() for block in blocks for array in self._arrays())
 
-    def import_blocks(self, blocks: Sequence[int], data: bytes) -> None:
+    def import_blocks(self, blocks: Sequence[int], data: bytes | memoryview) -> None:
         arrays = self._arrays()
         size = sum(array[0].nbytes for array in arrays)
         if len(data) != size * len(blocks):
@@ -37,6 +42,23 @@ class ArrayBlocks:
                 values = np.frombuffer(data, array.dtype, array[block].size, at)
                 array[block] = values.reshape(array[block].shape)
                 at += values.nbytes
+
+    def copy_out(self, blocks: Sequence[int], rows: Rows, places: Sequence[int], crcs: Sequence[int] = ()) -> list[int]:
+        for block, place in zip(blocks, places, strict=True):
+            rows[place] = np.frombuffer(self.export_blocks([block]), np.uint8)
+        return [crc32(rows[place], crc) for place, crc in zip(places, crcs, strict=False)]
+
+    def copy_in(self, blocks: Sequence[int], rows: Rows, places: Sequence[int], crcs: Sequence[int] = ()) -> list[int]:
+        for block, place in zip(blocks, places, strict=True):
+            self.import_blocks([block], rows[place].tobytes())
+        return [crc32(self.export_blocks([block]), crc) for block, crc in zip(blocks, crcs, strict=False)]
+
+    def host_room(self, places: int) -> HostRoom:
+        return PlainRoom(self, places)
+
+    def touch_blocks(self, blocks: Sequence[int]) -> None:
+        for array in self._arrays():
+            array[list(blocks)] = 0
 
     def fingerprint(self) -> str:
         shapes = " ".join("x".join(map(str, array.shape[1:])) for array in self._arrays())

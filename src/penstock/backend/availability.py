@@ -1,4 +1,4 @@
-"""Finds out why a GPU that is there cannot be used."""
+"""Says why what would compute fastest cannot be used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+
+NO_NATIVE = (
+    "it was not built when Penstock was installed, because there was no C++ compiler; install one (on Debian and "
+    "Ubuntu the package g++, on Fedora gcc-c++, on macOS `xcode-select --install`), then install Penstock again"
+)
+
+
+def warn_of_numpy() -> None:
+    """Logs that NumPy computes, and what to install."""
+    log.warning("NumPy computes, which is slow, since there is no native code: %s", NO_NATIVE)
 
 
 def why_no_cuda() -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.backend.sharing import DeviceSharing
 from penstock.config import available_memory, total_memory
 from penstock.model.low_rank import LowRankUpdate
 from penstock.model.spec import KvGroup, ModelSpec
@@ -349,6 +350,21 @@ class Tuner(Protocol):
         launches it. To be called while no step is in flight."""
 
 
+class HostRoom(Protocol):
+    """Is host memory with places for blocks that have left the device."""
+
+    array: NDArray[np.uint8]  # [places, bytes of a block]; empty once it is closed
+
+    def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> float:
+        """Copies blocks to places; returns how many seconds that took by itself."""
+
+    def copy_in(self, blocks: Sequence[int], places: Sequence[int]) -> float:
+        """Copies what is in places to blocks; returns how many seconds that took by itself."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+
+
 class BlockMemory(Protocol):
     """Copies KV blocks within a backend, and out of it and back. Every call happens after all launched steps."""
 
@@ -359,8 +375,15 @@ class BlockMemory(Protocol):
         """Returns the contents of the blocks, one after the other, each with the layers of every program and, last,
         hidden states."""
 
-    def import_blocks(self, blocks: Sequence[int], data: bytes) -> None:
+    def import_blocks(self, blocks: Sequence[int], data: bytes | memoryview) -> None:
         """Writes what `export_blocks` returned for as many blocks, here or on a backend with the same fingerprint."""
+
+    def host_room(self, places: int) -> HostRoom:
+        """Returns room in host memory for so many blocks, each as `export_blocks` returns it."""
+
+    def touch_blocks(self, blocks: Sequence[int]) -> None:
+        """Has the system back blocks with memory that it would otherwise give slowly, when they are first written. What
+        they hold is lost."""
 
     def fingerprint(self) -> str:
         """Names the layout of a block: type, block size, layers, heads. Blocks may be exchanged if it is the same."""
@@ -429,8 +452,10 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     depth: int  # steps that it pays to have in flight while the next one is planned
     padded_sizes: Sequence[int]  # the numbers of tokens that steps with drafts are padded to; empty: to none
     kv: BlockMemory
+    states: BlockMemory | None  # recurrent states, each as if it were a block; None: they cannot be copied
     adapters: AdapterSlots
     sleeper: Sleeper | None  # None: memory comes back when the process ends
+    sharing: DeviceSharing | None  # None: blocks reach other processes through host memory
 
     def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
         """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""

@@ -152,13 +152,13 @@ class FakeProgram:
 
     def reserve(self, num_blocks: int, block_size: int, states: int, hidden: NDArray[np.int64] | None) -> None:
         self.kv = np.full((num_blocks, block_size), -1, np.int64)
-        self._states = [-1] * states
+        self.states = np.full(states, -1, np.int64)
         self.hidden = hidden
 
     def forget(self) -> None:
         """Loses all that was stored."""
         self.kv[:] = -1
-        self._states = [-1] * len(self._states)
+        self.states[:] = -1
         self._last[:] = -1
         if self.hidden is not None:
             self.hidden[:] = -1
@@ -196,7 +196,7 @@ class FakeProgram:
         self._store(tables, positions, tokens)
         if self.hidden is not None:
             self._store_hidden(self.hidden, tables[self._windows.index(0)], positions)
-        states = self._gather(tokens.tolist(), int(positions[0]), int(slot), move) if self._states else None
+        states = self._gather(tokens.tolist(), int(positions[0]), int(slot), move) if len(self.states) else None
         result = RowResult()
         for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
             length = int(batch.positions[batch.sampled[s]]) + 1
@@ -216,12 +216,12 @@ class FakeProgram:
 
     def _gather(self, tokens: list[int], start: int, slot: int, move: StateMove | None) -> list[int]:
         """Returns the recurrent state after each of a row's tokens."""
-        states = [0 if start == 0 else self._states[slot if move is None or move.begin < 0 else move.begin]]
+        states = [0 if start == 0 else int(self.states[slot if move is None or move.begin < 0 else move.begin])]
         for token in tokens:
             states.append(gathered((token,), states[-1]))
-        self._states[slot] = states[-1]
+        self.states[slot] = states[-1]
         if move is not None and move.save >= 0:
-            self._states[move.save] = states[move.after]
+            self.states[move.save] = states[move.after]
         return states[1:]
 
     def _store(self, tables: NDArray[np.int32], positions: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
@@ -325,6 +325,7 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
         self.sleeper = self._sleeper
         self._hidden: NDArray[np.int64] | None = None  # in the same blocks, if there is a head
         self.kv: BlockMemory = ArrayBlocks("fake", self._block_arrays)
+        self.states: BlockMemory | None = ArrayBlocks("fake", lambda: [each.states for each in self._programs.values()])
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
         return None

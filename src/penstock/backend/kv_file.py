@@ -52,8 +52,10 @@ class KvFile:
         self._header[MAGIC_AT : len(MAGIC)] = MAGIC
 
     def close(self) -> None:
-        """Closes the file. What was taken of it stays mapped."""
-        os.close(self.descriptor)
+        """Closes the file, once. What was taken of it stays mapped."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _grow(self, size: int) -> None:
         if os.fstat(self.descriptor).st_size < size:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 from penstock import __version__
 from penstock.config import MTP, Config, Device, packed_folder, packed_home
 from penstock.errors import ConfigError
+from penstock.file_locks import try_lock
 from penstock.model.load import Checkpoint
 
 LAYOUT = 1  # of packed weights: a change of what any weight is packed into needs another number
@@ -47,6 +49,8 @@ def packed_cache_of(config: Config, checkpoint: Checkpoint) -> PackedCache | Non
     """Returns where the weights of a checkpoint are cached; None if they are not to be. The config's defaults are
     resolved."""
     if not config.packed_cache or Device.parse(config.device).kind != "cpu":
+        return None
+    if not hasattr(os, "pread"):  # Windows, where no file is renamed while it is open, and locked
         return None
     head = (MTP,) if checkpoint.spec.arch == MTP else checkpoint.head_files  # its files are those of its target
     options = json.dumps([config.quantize, *config.config, *map(str, head)])
@@ -82,8 +86,7 @@ def make_room(cache: PackedCache, size: int) -> None:
     for part in packed_home().glob("*/*.part"):
         with suppress(OSError), locked(part):
             delete(part)
-    disk = os.statvfs(packed_home())
-    if size + FREE > disk.f_bavail * disk.f_frsize:
+    if size + FREE > shutil.disk_usage(packed_home()).free:
         raise OSError(f"the disk of {packed_home()} has no room for {size:,} bytes")
 
 
@@ -113,10 +116,9 @@ def delete(file: Path) -> None:
 @contextmanager
 def locked(part: Path) -> Iterator[BinaryIO]:
     """Opens a part that nobody else writes; raises OSError if somebody does. Closing it unlocks it."""
-    import fcntl  # where there is no such thing, there is no CPU backend either
-
     with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(file.fileno()):
+            raise BlockingIOError(f"{part} is written by another process")
         if not os.path.samestat(os.fstat(file.fileno()), part.stat()):  # another writer has just renamed it
             raise FileExistsError(f"{part} was written by another process meanwhile")
         yield file

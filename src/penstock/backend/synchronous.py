@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from penstock.backend.base import Batch, Bitmasks, Ints, Sleeper, Ticket
+from penstock.backend.sharing import DeviceSharing
 from penstock.types import StepResult
 
 Launch = Callable[[Batch], Ticket]
@@ -31,6 +32,7 @@ class SynchronousBackend(Generic[P]):
     depth = 0
     padded_sizes: Sequence[int] = ()
     sleeper: Sleeper | None = None
+    sharing: DeviceSharing | None = None
 
     def __init__(self) -> None:
         self._programs: dict[int, P] = {}

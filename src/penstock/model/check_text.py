@@ -7,7 +7,6 @@ or one that the tokenizer library does not survive.
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from contextlib import suppress
@@ -44,16 +43,25 @@ def _too_large() -> MalformedFile:
 def main(path: str) -> int:
     from penstock.model.load import load_text
 
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit()
     try:
         load_text(Path(path))
     except ModelError as error:
         print(error)
         return 1
     return 0
+
+
+def _limit() -> None:
+    """Limits what this process may take, where the system has such limits; on Windows only its time is limited."""
+    try:
+        import resource
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,9 +6,24 @@ from numpy.typing import NDArray
 def isas() -> list[str]:
     """The instruction sets this CPU and this build have, the fastest first."""
 
+def has_fast_crc32() -> bool:
+    """Returns whether this CPU has instructions for CRCs; without them zlib is the faster one."""
+
+def crc32(data: bytes | bytearray | memoryview | NDArray[np.uint8], start: int = 0) -> int:
+    """Returns zlib.crc32(data, start)."""
+
 def chain_hashes(parent: bytes, tokens: Sequence[int] | NDArray[np.int32], block_size: int) -> list[bytes]:
     """Returns a digest for each whole block of tokens: blake2b, 16 bytes, of the digest before it and of the block's
     tokens as little-endian int32. `parent` stands before the first block."""
+
+class BlockTable:
+    """Maps chain hashes to the replicas that hold a block: fleet/block_table.py defines it."""
+
+    def get(self, block: bytes, otherwise: int) -> int: ...
+    def write(self, replica: int, changes: Iterable[tuple[int, object]], bits: tuple[int, int, int]) -> None: ...
+    def clear(self, replica: int) -> None: ...
+    def held_by(self, replica: int) -> list[tuple[int, bytes]]: ...
+    def __len__(self) -> int: ...
 
 class SuffixAutomaton:
     """Indexes all substrings of a text that grows, of at most `capacity` tokens: core/suffixes.py defines it."""
@@ -102,7 +117,13 @@ class HiddenRows:
     def reserve(self, blocks: int, block_size: int, file: MemoryFile | None = None) -> None: ...
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None: ...
     def export_blocks(self, blocks: list[int]) -> bytes: ...
-    def import_blocks(self, blocks: list[int], data: bytes) -> None: ...
+    def import_blocks(self, blocks: list[int], data: bytes | memoryview) -> None: ...
+    def copy_out(
+        self, blocks: list[int], rows: NDArray[np.uint8], places: list[int], offset: int, crcs: list[int]
+    ) -> list[int]: ...
+    def copy_in(
+        self, blocks: list[int], rows: NDArray[np.uint8], places: list[int], offset: int, crcs: list[int]
+    ) -> list[int]: ...
     @property
     def kv_bytes_per_token(self) -> int: ...
     @property
@@ -333,8 +354,21 @@ class Program:
         """Copies blocks, given as (source, target)."""
     def export_blocks(self, blocks: list[int]) -> bytes:
         """Returns the contents of blocks, one after the other."""
-    def import_blocks(self, blocks: list[int], data: bytes) -> None:
+    def import_blocks(self, blocks: list[int], data: bytes | memoryview) -> None:
         """Writes the contents of blocks, as export_blocks of a cache with the same layout has returned them."""
+    def copy_out(
+        self, blocks: list[int], rows: NDArray[np.uint8], places: list[int], offset: int, crcs: list[int]
+    ) -> list[int]:
+        """Copies blocks to rows, each to its place, at an offset. Returns the CRC of each copy, with which that of what
+        comes before it goes on."""
+    def copy_in(
+        self, blocks: list[int], rows: NDArray[np.uint8], places: list[int], offset: int, crcs: list[int]
+    ) -> list[int]:
+        """Copies rows to blocks, as copy_out has written them. Returns the CRC of what each block has got."""
+    def export_states(self, states: list[int]) -> bytes:
+        """Returns recurrent states, one after the other."""
+    def import_states(self, states: list[int], data: bytes | memoryview) -> None:
+        """Writes recurrent states, as export_states of a program with the same layout has returned them."""
     def run(
         self,
         tokens: NDArray[np.int32],
@@ -399,6 +433,9 @@ class Program:
         """Describes how blocks are laid out: caches with equal layouts can exchange them."""
     @property
     def state_bytes(self) -> int: ...
+    @property
+    def state_layout(self) -> str:
+        """Describes how states are laid out: programs with equal layouts can exchange them."""
 
 def quantize(
     source: str, values: NDArray[np.uint8], target: str, out: NDArray[np.uint8], threads: int, isa: str = "auto"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from penstock.backend.base import (
 )
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.adapters import NativeAdapters
+from penstock.backend.cpu.blocks import NativeBlocks, NativeStates
 from penstock.backend.cpu.packed_file import PackedFile
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
@@ -140,6 +141,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs, self._first.hidden)
+        self.states: BlockMemory | None = NativeStates(self._programs)
         self._adapters = NativeAdapters(self._first)
         self.adapters: AdapterSlots = self._adapters
         self._caches = iter(packed)
@@ -254,50 +256,6 @@ class CpuUpdate:
         for loaded, new in self.packer.pairs:
             loaded.exchange(new)
         self._backend.replace(self._program)
-
-
-class NativeBlocks:
-    """Copies KV blocks of the native caches: see BlockMemory."""
-
-    def __init__(self, programs: Mapping[int, CpuProgram], hidden: _native.HiddenRows) -> None:
-        self._programs = programs
-        self._hidden = hidden
-
-    @property
-    def _stored(self) -> list[_native.Program | _native.HiddenRows]:
-        """Returns all that keeps something in blocks."""
-        hidden = [self._hidden] if self._hidden.block_bytes else []
-        return [*(program.native for program in self._programs.values()), *hidden]
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for each in self._stored:
-            each.copy_blocks(list(pairs))
-
-    def export_blocks(self, blocks: Sequence[int]) -> bytes:
-        parts = [each.export_blocks(list(blocks)) for each in self._stored]
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate([_by_block(part, len(blocks)) for part in parts], axis=1).tobytes()
-
-    def import_blocks(self, blocks: Sequence[int], data: bytes) -> None:
-        stored = self._stored
-        size = sum(each.block_bytes for each in stored)
-        if len(data) != size * len(blocks):
-            raise ValueError(f"{len(blocks)} KV blocks take {size * len(blocks)} bytes; got {len(data)}")
-        if len(stored) == 1:
-            return stored[0].import_blocks(list(blocks), data)
-        ends = np.cumsum([each.block_bytes for each in stored])
-        parts = np.split(_by_block(data, len(blocks)), ends[:-1], axis=1)
-        for each, part in zip(stored, parts, strict=True):
-            each.import_blocks(list(blocks), part.tobytes())
-
-    def fingerprint(self) -> str:
-        return "; ".join(["cpu 1", *(each.kv_layout for each in self._stored)])
-
-
-def _by_block(data: bytes, blocks: int) -> NDArray[np.uint8]:
-    """Returns the bytes as [blocks, bytes of one]."""
-    return np.frombuffer(data, np.uint8).reshape(blocks, -1)
 
 
 def _flat(edits: LogitEdits) -> Any:

@@ -49,9 +49,11 @@ from penstock.backend.cuda.loaded_program import LoadedProgram
 from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import ActivationMemory, SharedMemory, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
+from penstock.backend.cuda.sharing import CudaIpcMemory, CudaSharing, device_name
 from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.exchange import PackedWeight
+from penstock.backend.sharing import DeviceSharing
 from penstock.backend.synchronous import program_of, time_step
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.dequantize import dequantize
@@ -116,12 +118,17 @@ class CudaBackend:
         self._programs: dict[int, LoadedProgram] = {}
         self._blocks = CudaBlocks(self._programs, self._hidden, self._device, self._on_stream)
         self.kv: BlockMemory = self._blocks
+        self.states: BlockMemory | None = None  # those of its programs stay on the device
         self._adapters = self._new_adapters()
         self.adapters: AdapterSlots = self._adapters
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
         self._last_memory = LastMemory(self._device)
         self.sleeper: Sleeper | None = CudaSleeper.of(self._arena, self._workspace.transfer, self._last_memory)
+        name = device_name(self._device)
+        self.sharing: DeviceSharing | None = (
+            CudaSharing(name, self._blocks.rows, lambda: CudaIpcMemory(self._device)) if name else None
+        )
         self._preparing = self._prepare_shapes()
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -249,7 +256,7 @@ class CudaBackend:
             (program, shape)
             for number, program in self._programs.items()
             for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, program.program.run_sizes)
-            if shape == self._pad(shape)
+            if shape == self._pad(shape) and (program.sharing or not shape.shared)
         ]
         with closing(Compiler()) as compiler:
             for program, shape in work:
@@ -372,7 +379,7 @@ class CudaBackend:
 
     def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
         sizes = self._sizes.rows, program.program.run_sizes
-        return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes)
+        return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes, program.sharing)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
         """Queues the copy of the step's numbers to the device; returns where they will be."""

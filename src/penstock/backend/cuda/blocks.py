@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 
+from penstock.backend.base import HostRoom
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.kv_cache import LayerCache, copy_blocks, export_blocks, import_blocks
 from penstock.backend.cuda.loaded_program import LoadedProgram
+from penstock.backend.cuda.pinned_room import PinnedRoom
+from penstock.backend.cuda.sharing import KvRows
+from penstock.backend.host_room import PlainRoom
 
 
 class CudaBlocks:
@@ -37,9 +41,23 @@ class CudaBlocks:
         with self._on_stream():
             return export_blocks(self._caches(), self._index(blocks))
 
-    def import_blocks(self, blocks: Sequence[int], data: bytes) -> None:
+    def import_blocks(self, blocks: Sequence[int], data: bytes | memoryview) -> None:
         with self._on_stream():
             import_blocks(self._caches(), self._index(blocks), data)
+
+    def host_room(self, places: int) -> HostRoom:
+        if self._device.type != "cuda":
+            return PlainRoom(self, places)
+        parts = [data for cache in self._caches() for data in cache.by_block()]
+        return PinnedRoom(parts, places, self._on_stream)
+
+    def rows(self) -> KvRows:
+        """Returns whole blocks, once they are reserved."""
+        parts = [data for cache in self._caches() for data in cache.by_block()]
+        return KvRows(parts, self._device, self._on_stream)
+
+    def touch_blocks(self, blocks: Sequence[int]) -> None:
+        """Does nothing: the memory of a GPU is there once it is reserved."""
 
     def fingerprint(self) -> str:
         layouts = [

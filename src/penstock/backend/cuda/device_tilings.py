@@ -126,6 +126,10 @@ class Tilings:
         return tilings.decode_attention_tiling(self.device, rows, dims, itemsize, queries)
 
     @remembered
+    def shared_prefix(self, dims: int, itemsize: int, queries: int) -> AttentionTiling:
+        return tilings.shared_prefix_tiling(self.device, dims, itemsize, queries)
+
+    @remembered
     def mla_prefill(self, dims: int, itemsize: int) -> MlaTiling:
         return tilings.mla_prefill_tiling(self.device, dims, itemsize)
 

@@ -20,6 +20,7 @@ ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 LEAST_GRANULARITY = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 DEFAULT_STREAM = None
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class MemoryLocation(Structure):
@@ -52,6 +53,12 @@ class MemoryAccess(Structure):
     _fields_ = (("location", MemoryLocation), ("flags", c_int))
 
 
+class IpcHandle(Structure):
+    """Is CUipcMemHandle."""
+
+    _fields_ = (("reserved", c_ubyte * 64),)
+
+
 Flags = Address = Handle = ctypes.c_ulonglong  # CUdeviceptr, CUmemGenericAllocationHandle
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
@@ -74,6 +81,11 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemFreeHost": (c_void_p,),
     "cuMemcpyHtoDAsync_v2": (Address, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, Address, c_size_t, c_void_p),
+    "cuMemAlloc_v2": (POINTER(Address), c_size_t),
+    "cuMemFree_v2": (Address,),
+    "cuIpcGetMemHandle": (POINTER(IpcHandle), Address),
+    "cuIpcOpenMemHandle_v2": (POINTER(Address), IpcHandle, c_uint),
+    "cuIpcCloseMemHandle": (Address,),
     "cuMemsetD8Async": (Address, c_ubyte, c_size_t, c_void_p),
 }
 
@@ -150,6 +162,34 @@ class CudaDriver:
 
     def zero(self, address: int, size: int) -> None:
         self._call_on_device("cuMemsetD8Async", address, 0, size, DEFAULT_STREAM)
+
+    def allocate(self, size: int) -> int:
+        """Returns the address of memory that other processes may open, which mapped memory is not."""
+        address = Address()
+        self._call_on_device("cuMemAlloc_v2", byref(address), size)
+        return address.value
+
+    def release(self, address: int) -> None:
+        """Gives back what `allocate` returned."""
+        self._call_on_device("cuMemFree_v2", address)
+
+    def export_handle(self, address: int) -> bytes:
+        """Returns what another process opens allocated memory with."""
+        handle = IpcHandle()
+        self._call_on_device("cuIpcGetMemHandle", byref(handle), address)
+        return bytes(handle.reserved)
+
+    def open_handle(self, handle: bytes) -> int:
+        """Returns the address of memory that another process has exported; raises DriverError if it is gone, or is this
+        process's own."""
+        address, known = Address(), IpcHandle()
+        ctypes.memmove(byref(known), handle.ljust(ctypes.sizeof(known), b"\0"), ctypes.sizeof(known))
+        self._call_on_device("cuIpcOpenMemHandle_v2", byref(address), known, LAZY_PEER_ACCESS)
+        return address.value
+
+    def close_handle(self, address: int) -> None:
+        """Lets go of memory that `open_handle` returned."""
+        self._call_on_device("cuIpcCloseMemHandle", address)
 
     def synchronize(self) -> None:
         self._call_on_device("cuCtxSynchronize")

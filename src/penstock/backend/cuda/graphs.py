@@ -11,6 +11,7 @@ import torch
 
 from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape, most_runs
 from penstock.backend.cuda.program import CudaProgram
+from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 from penstock.types import prefill_budget
 
 log = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ MAX_GRAPHS = 256
 CAPTURE_MEMORY = 64 << 20  # bytes that must be free: a capture that finds no memory leaves the stream unusable
 PROMPT_TOKENS = 128  # steps with prompts have a multiple: for sizes in between, cuBLAS picks slower kernels
 TOKENS_PER_TILE = 16  # decides how many tiles there is room for; full tiles hold more
+FEW_SHARING = 16  # rows below which sharing a prefix seldom pays
 MOST_IN_RUNS, MOST_ALONE = 384, 64  # tokens of steps that verify drafts, where those of a row attend together, or not
 
 
@@ -46,7 +48,8 @@ def padded(shape: Shape) -> Shape:
     if not shape.tiles:
         rows = bucket_decode_rows(shape.decodes)
         adapters = bucket_adapter_tiles(shape.adapter_tiles, rows)
-        return Shape(rows, rows, rows, most_runs(rows, shape.run) + SPARE_SPLITS, 0, adapters, shape.run)
+        splits = most_runs(rows, shape.run) + SPARE_SPLITS
+        return Shape(rows, rows, rows, splits, 0, adapters, shape.run, SHARED_SPLITS if shape.shared else 0)
     tokens = round_up(shape.tokens, PROMPT_TOKENS)
     if tokens > MAX_TOKENS:
         return shape
@@ -54,7 +57,7 @@ def padded(shape: Shape) -> Shape:
     decodes = rows if shape.decodes else 0
     tiles = round_up(max(tokens // TOKENS_PER_TILE, shape.tiles), 64)
     splits, adapters = decodes + SPARE_SPLITS if decodes else 0, bucket_adapter_tiles(shape.adapter_tiles, tokens)
-    return Shape(tokens, rows, decodes, splits, tiles, adapters)
+    return Shape(tokens, rows, decodes, splits, tiles, adapters, 0, SHARED_SPLITS if shape.shared else 0)
 
 
 def bucket_mixed_rows(rows: int) -> int:
@@ -85,7 +88,8 @@ def round_up(value: int, to: int) -> int:
 
 def common_shapes(rows: int, tokens: int, budget: int, run_sizes: Sequence[int]) -> Iterator[Shape]:
     """Yields the shapes that most steps of at most so many rows and tokens have, the likeliest first: prompts, then
-    answers, then both, with up to `budget` tokens while 64 rows answer, then drafts, in runs of these sizes."""
+    answers, then both, with up to `budget` tokens while 64 rows answer, then answers that share prefixes, then drafts,
+    in runs of these sizes."""
     sizes = padded_sizes(rows)
     many = dict.fromkeys(bucket_mixed_rows(count) for count in range(1, rows + 1))
     tokens = min(tokens, MAX_TOKENS)
@@ -95,6 +99,7 @@ def common_shapes(rows: int, tokens: int, budget: int, run_sizes: Sequence[int])
     yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
     yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
     yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
+    yield from (padded(Shape(size, size, size, size, 0, shared=1)) for size in sizes if size >= FEW_SHARING)
     for run in run_sizes:
         drafted = verified_sizes(step_rows(rows), (run,))
         yield from (padded(Shape(size, size, size, size, 0, run=run)) for size in drafted if size > run)

@@ -19,6 +19,15 @@ import numpy as np
 
 from penstock.backend.base import Batch, Floats, Ints
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, AdapterTiles, adapter_tiles
+from penstock.backend.cuda.shared_prefixes import (
+    MOST_TOKENS,
+    SharedPrefixes,
+    Sharing,
+    find_shared_prefixes,
+    shared_places,
+)
+from penstock.backend.cuda.shared_prefixes import SPARE_SPLITS as SHARED_SPARE
+from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
@@ -42,6 +51,7 @@ class Shape(NamedTuple):
     tiles: int  # runs of all other tokens
     adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
     run: int = 0  # tokens of a row that attend together, at most; 0: no row has several but in tiles
+    shared: int = 0  # pieces that prefixes are split into which several rows have in common
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,9 @@ class DeviceInputs:
     adapter_order: Any  # [T], or [0] without adapters
     adapter_slots: Any  # [T] of each token, or [0] without adapters
     sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
+    shared_splits: Any  # [U, 8] see shared_prefix_attention
+    shared_tokens: Any  # [decodes], or [0] without shared prefixes
+    shared_places: Any  # [T, 4] see `shared_places`, or [0, 4]
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
     run: int = 0  # above 0, the step's KV is stored before anything attends: see Shape
@@ -84,12 +97,13 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
     of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, _, p, q, d, _ = shape
+    t, s, decodes, p, q, d, _, u = shape
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
     by_adapter = (d, 4), (min(t, d * t),), (min(t, d * t),), (min(s, d * s),)
-    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter)
+    by_prefix = (u, 8), (min(decodes, u * decodes),), (min(t, u * t), 4)
+    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter, *by_prefix)
     found = []
     at = 0
     for size in sizes:
@@ -131,6 +145,9 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
     return replace(each[0], groups=each)
 
 
+NO_SPLITS: Ints = np.zeros((0, 8), np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """Says what attention and adapters have to do for a batch, and which shape the step has."""
@@ -139,6 +156,8 @@ class AttentionPlan:
     splits: Ints  # [P, 8]
     tiles: Ints  # [Q, 5]
     adapters: AdapterTiles
+    shared: SharedPrefixes | None
+    shared_splits: Ints  # [U, 8]
 
 
 def plan_attention(
@@ -147,20 +166,30 @@ def plan_attention(
     pad: Callable[[Shape], Shape],
     most_decodes: int = 0,
     run_sizes: Sequence[int] = (1,),
+    sharing: Sharing | None = None,
 ) -> AttentionPlan:
     """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
     the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, they
-    attend in runs of one of the `run_sizes`."""
+    attend in runs of one of the `run_sizes`. With `sharing`, rows that decode attend together to prefixes that they
+    have in common."""
     counts = np.diff(batch.row_start)
     verifies = only_verifies(batch, counts, most_decodes)
     rows = np.flatnonzero((counts > 0) if verifies else counts == 1).astype(np.int32)
     run = run_size(counts, batch.positions[batch.row_start[1:] - 1] + 1, run_sizes) if verifies else 0
     first, owners, sizes = runs_of(batch, rows, max(run, 1))
-    splits = split_contexts(first, owners, batch.positions[first + sizes - 1] + 1, sizes)
+    lengths = batch.positions[first + sizes - 1] + 1
+    shared = find_shared_prefixes(batch.tables[0, rows], first, lengths, sharing) if sharing and not verifies else None
+    splits = split_contexts(first, owners, lengths, sizes, None if shared is None else shared.starts)
+    pieces = NO_SPLITS if shared is None else split_shared(shared, rows)
     tiles = tiles_of(batch, [] if verifies else np.flatnonzero(counts > 1).tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
     total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
-    return AttentionPlan(pad(Shape(*total, run)), splits, tiles, adapters)
+    return AttentionPlan(pad(Shape(*total, run, len(pieces))), splits, tiles, adapters, shared, pieces)
+
+
+def split_shared(shared: SharedPrefixes, rows: Ints) -> Ints:
+    """Returns the splits of shared prefixes, whose rows are some of `rows` of the batch."""
+    return split_contexts(shared.first, rows[shared.rows], shared.lengths, shared.sizes, spare=SHARED_SPARE)
 
 
 def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
@@ -209,23 +238,28 @@ def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
 
 
 def split_lines(rows: int, run_sizes: Sequence[int]) -> int:
-    """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV."""
-    return max((most_runs(rows, size) + SPARE_SPLITS) * size for size in run_sizes)
+    """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV.
+    Those of shared prefixes come after the ones of rows."""
+    runs = max((most_runs(rows, size) + SPARE_SPLITS) * size for size in run_sizes)
+    return max(runs, rows + SPARE_SPLITS + SHARED_SPLITS * MOST_TOKENS)
 
 
-def split_contexts(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints) -> Ints:
+def split_contexts(
+    tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints, starts: Ints | None = None, spare: int = SPARE_SPLITS
+) -> Ints:
     """Returns splits of about the same size: of runs of `sizes` tokens, from `tokens` on, whose last sees `lengths`
-    positions. They are at most SPARE_SPLITS more than there are runs. The last split of a context takes a rest that
-    would be less than half a split. The longest contexts come first, so that none is left for the end."""
-    longest = np.argsort(-lengths, kind="stable")
-    tokens, rows, lengths, sizes = tokens[longest], rows[longest], lengths[longest], sizes[longest]
-    size = max(SHORTEST_SPLIT, -(-int(lengths.sum()) // SPARE_SPLITS))
+    positions, from `starts` on. They are at most `spare` more than there are runs. The last split of a context takes a
+    rest that would be less than half a split. The longest contexts come first, so that none is left for the end."""
+    starts = np.zeros_like(lengths) if starts is None else starts
+    longest = np.argsort(starts - lengths, kind="stable")
+    tokens, rows, lengths, sizes, starts = (each[longest] for each in (tokens, rows, lengths, sizes, starts))
+    size = max(SHORTEST_SPLIT, -(-int((lengths - starts).sum()) // spare))
     size = -(-size // SHORTEST_SPLIT) * SHORTEST_SPLIT
-    counts = np.maximum((lengths + size // 2) // size, 1)  # [D]
+    counts = np.maximum((lengths - starts + size // 2) // size, 1)  # [D]
     first = np.cumsum(counts) - counts
     owner = np.repeat(np.arange(len(rows)), counts)  # [P]
     index = np.arange(len(owner)) - first[owner]
-    begin = index * size
+    begin = starts[owner] + index * size
     end = np.where(index == counts[owner] - 1, lengths[owner], begin + size)
     columns = [tokens[owner], rows[owner], begin, end, lengths[owner], counts[owner], first[owner], sizes[owner]]
     return np.stack(columns, axis=1).astype(np.int32)
@@ -267,6 +301,10 @@ def fill(
     put(into.adapter_order, plan.adapters.order, 0)
     put(into.adapter_slots, plan.adapters.slots, -1)
     put(into.sampled_adapters, plan.adapters.sampled, -1)
+    put(into.shared_splits, plan.shared_splits, -1)
+    if plan.shared is not None:
+        put(into.shared_tokens, plan.shared.tokens, 0)
+        put(into.shared_places, shared_places(plan.shared_splits, plan.shared.tokens, len(batch.tokens)), 0)
     count = int(batch.tables.size)
     into.tables[:count].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)
     return words(plan.shape, groups) + count

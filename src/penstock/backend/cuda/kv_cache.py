@@ -153,7 +153,7 @@ def export_blocks(caches: Iterable[LayerCache], blocks: Any) -> bytes:
     return bytes(found.cpu().numpy().tobytes())
 
 
-def import_blocks(caches: Sequence[LayerCache], blocks: Any, data: bytes) -> None:
+def import_blocks(caches: Sequence[LayerCache], blocks: Any, data: bytes | memoryview) -> None:
     """Writes the contents of blocks as `export_blocks` returned them, sent with one copy."""
     targets = [target for cache in caches for target in cache.by_block()]
     sizes = [target.shape[1] for target in targets]

@@ -23,7 +23,7 @@ from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels import select_positions as select
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
 from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
-from penstock.backend.cuda.kernels.decode_attention import Rotation, decode_attention, queries_of
+from penstock.backend.cuda.kernels.decode_attention import Rotation, SharedPlaces, decode_attention, queries_of
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens, scatter_rows
@@ -31,8 +31,10 @@ from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_pre
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.selective_scan import selective_scan as scan
+from penstock.backend.cuda.kernels.shared_prefix_attention import SharedTiles, shared_prefix_attention
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
 from penstock.backend.cuda.launch_context import Context
+from penstock.backend.cuda.shared_prefixes import tile_tokens
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import (
@@ -231,7 +233,7 @@ def attend(
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales, _), rotation = context.memory.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
-    if len(step.tiles) or step.run:
+    if len(step.tiles) or step.run or len(step.shared_splits):
         rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales, stores=not spec.shares_kv)
     else:
@@ -247,8 +249,24 @@ def attend(
         run = max(step.run, 1)
         queries = queries_of(spec.heads // spec.kv_heads, run)
         tiling = tilings.decode_attention(len(out), *sizes, queries)
-        how = {"scales": scales, "tiling": tiling, "run": run, **options}
+        shared = attend_shared(context, step, qkv, out, spec, (cache, scales)) if len(step.shared_splits) else None
+        how = {"scales": scales, "tiling": tiling, "run": run, "shared": shared, **options}
         decode_attention(qkv, cache, *places, out, context.memory.split_kv, rotation, spec.scale, **how)
+
+
+def attend_shared(
+    context: Context, step: DeviceInputs, qkv: Any, out: Any, spec: AttentionSpec, kv: tuple[Any, Any]
+) -> SharedPlaces:
+    """Attends to the prefixes that rows have in common; returns where what was found is."""
+    cache, scales = kv
+    group = spec.heads // spec.kv_heads
+    tokens = tile_tokens(group)
+    tiles, split_kv = SharedTiles(step.shared_splits, step.shared_tokens), context.memory.split_kv
+    shared = SharedPlaces(step.shared_places, len(step.splits), tokens)
+    tiling = context.tilings.shared_prefix(spec.head_dim, qkv.element_size(), queries_of(group, tokens))
+    places, how = (step.tables, step.header), (spec.scale, scales, spec.soft_cap)
+    shared_prefix_attention(qkv, cache, tiles, *places, out, split_kv, shared, *how, tiling=tiling)
+    return shared
 
 
 def attend_mla(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from penstock.backend.cuda.launch_context import Memory
 from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.program import CudaProgram, SharedMemory
 from penstock.backend.cuda.sampler import DeviceSampler, PendingTokenLogprobs, sampling_kinds
-from penstock.model.spec import KvGroup
+from penstock.backend.cuda.shared_prefixes import Sharing, tile_tokens
+from penstock.model.spec import AttentionSpec, KvGroup
 
 # Queues the copy of sampled tokens to the host, if any are given; returns where they will be, and an event that happens
 # when all that was queued has.
@@ -51,6 +52,7 @@ class LoadedProgram:
         self.sampler.reserve(self.program.answer.width)
         self.groups = 1  # KV layer groups
         layers = self.program.layers.values()
+        self.sharing: Sharing | None = None  # once a cache is reserved, if rows may attend together to what they share
         self.tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
         self._rows = sizes.rows
         self._sampled = SampledTokens(sizes.tokens, device)
@@ -77,6 +79,7 @@ class LoadedProgram:
         memory.caches, memory.planes = reserve_caches(layout, layers, groups, size, memory.arena)
         if any(spec.index_dim for spec in layers.values()):
             memory.index_scores = memory.arena.zeros((max(LINES, self.tile_tokens), size[0] * size[1]))
+        self.sharing = sharing_of(layers.values(), size[1]) if len(groups) < 2 else None
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
         memory.reserve_arrivals((self._rows + SPARE_SPLITS) * heads)
         memory.states.reserve(states, memory.arena)
@@ -131,3 +134,15 @@ class LoadedProgram:
         tokens, done = fetch(None if have_tokens else self._sampled, len(batch.sampled))
         tokens = sent[0] if have_tokens else tokens
         return Flight(batch, tokens, asked, pooled, done, chained, masks)
+
+
+def sharing_of(layers: Collection[AttentionSpec], block_size: int) -> Sharing | None:
+    """Returns how rows of a model with these layers may attend together to a prefix; None if some layer does not see
+    all of it, or weighs it by where a token stands."""
+    plain = all(
+        not (spec.window or spec.chunk or spec.temperature or spec.v_dim or spec.q_gain) and spec.causal
+        for spec in layers
+    )
+    tokens = min([tile_tokens(spec.heads // spec.kv_heads) for spec in layers], default=0)
+    alike = len({spec.heads // spec.kv_heads for spec in layers}) == 1
+    return Sharing(block_size, tokens) if plain and alike and tokens > 1 else None

@@ -113,6 +113,12 @@ def decode_attention_tiling(
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
+def shared_prefix_tiling(device: DeviceProperties, dims: int, itemsize: int, queries: int) -> AttentionTiling:
+    """Returns the tiling for tiles of so many pairs of token and head that attend together to a prefix."""
+    tiling = AttentionTiling(64, 4, 3 if dims <= WIDE_HEAD and itemsize <= 2 else 2)
+    return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
+
+
 def mla_prefill_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:
     """Returns the fastest tiling of MLA whose queries and keys fit shared memory; keys hold the values."""
     for tiling in MLA_PREFILL_TILINGS:

@@ -94,6 +94,7 @@ class RefBackend(SynchronousBackend[RefProgram]):
     def __init__(self) -> None:
         super().__init__()
         self.kv: BlockMemory = ArrayBlocks("ref", self._kv_arrays)
+        self.states: BlockMemory | None = ArrayBlocks("ref states", self._state_arrays)
         self._adapters = RefAdapters()
         self._hidden = RefHidden()
         self.adapters: AdapterSlots = self._adapters
@@ -133,6 +134,10 @@ class RefBackend(SynchronousBackend[RefProgram]):
     def _kv_arrays(self) -> list[Floats]:
         kv = [array for program in self._programs.values() for array in program.cache.arrays]
         return [*kv, *self._hidden.arrays.values()]
+
+    def _state_arrays(self) -> list[Floats]:
+        layers = [layer for program in self._programs.values() for layer in program.cache.recurrent.values()]
+        return [array for layer in layers for array in layer]
 
     def logits(self, batch: Batch) -> Floats:
         """Returns what the forward pass gives for the sampled positions: [S, vocab]."""

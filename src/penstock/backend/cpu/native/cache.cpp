@@ -157,13 +157,11 @@ void Cache::export_blocks(Blocks blocks, std::byte* out) const {
     }
 }
 
-void Cache::import_blocks(Blocks blocks, const std::byte* data) {
-  check_blocks(blocks);
-  for (int64_t block : blocks)
-    for (const auto& [base, bytes] : planes_) {
-      std::memcpy(base + size_t(block) * bytes, data, bytes);
-      data += bytes;
-    }
+void Cache::import_block(int64_t block, const std::byte* data) {
+  for (const auto& [base, bytes] : planes_) {
+    std::memcpy(base + size_t(block) * bytes, data, bytes);
+    data += bytes;
+  }
 }
 
 }  // namespace penstock

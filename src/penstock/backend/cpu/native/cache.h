@@ -47,7 +47,13 @@ class Cache {
   void reserve(size_t blocks, size_t block_size, const LayerGroups& groups, MemoryFile* file = nullptr);
   void copy(const std::vector<std::pair<int64_t, int64_t>>& pairs);  // (source, target) blocks
   void export_blocks(Blocks blocks, std::byte* out) const;  // writes block_bytes() for each, one after the other
-  void import_blocks(Blocks blocks, const std::byte* data);  // reads what export_blocks has written
+  void import_block(int64_t block, const std::byte* data);  // reads what export_blocks has written for one
+  void check_blocks(Blocks blocks) const;                   // throws if one of them is not there
+  // Visits the parts of a block in the order in which export_blocks writes them.
+  template <class Visit>
+  void visit(int64_t block, Visit visit) const {
+    for (const auto& [base, bytes] : planes_) visit(std::span(base + size_t(block) * bytes, bytes));
+  }
 
   size_t layers() const { return shapes_.size(); }
   size_t groups() const { return groups_; }
@@ -98,7 +104,6 @@ class Cache {
   static Type type_of(const std::string& name);
 
   std::vector<Place> places_of(const LayerGroups& groups) const;
-  void check_blocks(Blocks blocks) const;
   size_t tile_bytes(const KvShape& shape) const {
     const size_t index = shape.index_dim ? type_.scale_bytes + TILE * shape.index_dim * type_.value_bytes : 0;
     return kv_tile_bytes(shape) + index;

@@ -100,4 +100,10 @@ void HiddenRows::import_blocks(Blocks blocks, std::span<const std::byte> data) {
     }
 }
 
+void HiddenRows::copy_rows(Blocks blocks, BlockRows& rows, Way way) const {
+  check_blocks(blocks, blocks.size() * block_bytes());
+  const RowJob job(*this, blocks, rows, way);
+  for (uint32_t chunk = 0; chunk < job.chunks(0); ++chunk) job.run(0, chunk, 0);
+}
+
 }  // namespace penstock

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "block_rows.h"
 #include "cache.h"
 #include "memory.h"
 
@@ -25,6 +26,13 @@ class HiddenRows {
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);  // (source, target)
   void export_blocks(Blocks blocks, std::span<std::byte> out) const;
   void import_blocks(Blocks blocks, std::span<const std::byte> data);
+  void copy_rows(Blocks blocks, BlockRows& rows, Way way) const;
+  // Visits the parts of a block in the order in which export_blocks writes them.
+  template <class Visit>
+  void visit(int64_t block, Visit visit) const {
+    for (size_t number = 0; number < widths_.size(); ++number)
+      visit(std::span(memory_[number].as() + size_t(block) * bytes_of(number), bytes_of(number)));
+  }
 
   size_t blocks() const { return blocks_; }
   size_t bytes_per_token() const;

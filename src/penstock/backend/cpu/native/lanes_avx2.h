@@ -124,7 +124,7 @@ template <int SHIFT, int BITS>
 Codes field(Codes x) {
   if constexpr (SHIFT) x = {_mm256_srli_epi16(x.a, SHIFT), _mm256_srli_epi16(x.b, SHIFT)};
   if constexpr (BITS == 8) return x;
-  const __m256i mask = _mm256_set1_epi8((1 << BITS) - 1);
+  const __m256i mask = _mm256_set1_epi8(char((1 << BITS) - 1));
   return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
 }
 template <int SHIFT>

@@ -70,7 +70,7 @@ inline Codes load_codes(const std::byte* p) { return _mm512_loadu_si512(p); }
 template <int SHIFT, int BITS>
 Codes field(Codes x) {
   if constexpr (SHIFT) x = _mm512_srli_epi16(x, SHIFT);
-  return BITS == 8 ? x : _mm512_and_si512(x, _mm512_set1_epi8((1 << BITS) - 1));
+  return BITS == 8 ? x : _mm512_and_si512(x, _mm512_set1_epi8(char((1 << BITS) - 1)));
 }
 template <int SHIFT>
 Codes join(Codes low, Codes high) {

@@ -20,10 +20,11 @@ class Memory {
   explicit Memory(size_t bytes, Pages pages = ORDINARY);  // throws std::bad_alloc
   Memory(size_t bytes, MemoryFile& file);  // takes the next bytes of a file, and makes it longer if it is too short
   ~Memory();
-  Memory(Memory&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Memory(Memory&& other) noexcept { *this = std::move(other); }
   Memory& operator=(Memory&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
+    std::swap(shared_, other.shared_);
     return *this;
   }
 
@@ -36,6 +37,7 @@ class Memory {
  private:
   void* data_ = nullptr;
   size_t bytes_ = 0;
+  bool shared_ = false;  // with a file
 };
 
 }  // namespace penstock

@@ -1,6 +1,7 @@
 // Binds what Python may call. Types, shapes and layouts of arrays are checked here, their contents in Program.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -9,7 +10,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "block_table.h"
 #include "chain_hash.h"
+#include "crc32.h"
 #include "dispatch.h"
 #include "packed_file.h"
 #include "program.h"
@@ -125,36 +128,158 @@ nb::list chain_of(nb::bytes parent, std::span<const int32_t> tokens, size_t bloc
   return found;
 }
 
+int32_t token_id(PyObject* object) {
+  const long value = PyLong_AsLong(object);
+  if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+  if (value < INT32_MIN || value > INT32_MAX) throw nb::value_error("a token id does not fit 32 bits");
+  return int32_t(value);
+}
+
+// An int of one digit and no sign, read where it lies: PyLong_AsLong for each token took a quarter of the time to hash
+// them. -1: it is none.
+inline int32_t one_digit(PyObject* object) {
+  if (!PyLong_CheckExact(object)) return -1;
+  const auto* number = reinterpret_cast<const PyLongObject*>(object);
+#if PY_VERSION_HEX >= 0x030C0000
+  return PyUnstable_Long_IsCompact(number) ? int32_t(PyUnstable_Long_CompactValue(number)) : -1;
+#else
+  return Py_SIZE(object) == 1 ? int32_t(number->ob_digit[0]) : -1;
+#endif
+}
+
 std::vector<int32_t> token_ids(nb::sequence tokens) {
   const auto ids = nb::steal(PySequence_Fast(tokens.ptr(), "tokens are a sequence of ints"));
   if (!ids.is_valid()) throw nb::python_error();
   std::vector<int32_t> values(size_t(PySequence_Fast_GET_SIZE(ids.ptr())));
+  PyObject** items = PySequence_Fast_ITEMS(ids.ptr());
   for (size_t i = 0; i < values.size(); ++i) {
-    const long value = PyLong_AsLong(PySequence_Fast_GET_ITEM(ids.ptr(), Py_ssize_t(i)));
-    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
-    if (value < INT32_MIN || value > INT32_MAX) throw nb::value_error("a token id does not fit 32 bits");
-    values[i] = int32_t(value);
+    values[i] = one_digit(items[i]);
+    if (values[i] < 0) values[i] = token_id(items[i]);
   }
   return values;
+}
+
+Digest digest_of(nb::handle block) {
+  const bool fits = PyBytes_Check(block.ptr()) && PyBytes_GET_SIZE(block.ptr()) == sizeof(Digest);
+  if (!fits) throw nb::value_error("a chain hash is 16 bytes");
+  Digest digest;
+  std::memcpy(digest.data(), PyBytes_AS_STRING(block.ptr()), sizeof digest);
+  return digest;
+}
+
+// All replicas' bits as one int.
+nb::object bits_of(const BlockTable& table, nb::handle block, nb::object otherwise) {
+  const auto words = table.find(digest_of(block));
+  if (words.empty()) return otherwise;
+  if (words.size() == 1) return nb::int_(words[0]);
+#if PY_VERSION_HEX >= 0x030D0000
+  return nb::steal(PyLong_FromUnsignedNativeBytes(words.data(), words.size_bytes(), Py_ASNATIVEBYTES_LITTLE_ENDIAN));
+#else
+  const auto* bytes = reinterpret_cast<const unsigned char*>(words.data());
+  return nb::steal(_PyLong_FromByteArray(bytes, words.size_bytes(), true, false));
+#endif
+}
+
+// Changes are pairs of a tier and a block; `bits` has a replica's bits for each tier.
+void write_blocks(BlockTable& table, size_t replica, nb::iterable changes, const std::array<uint64_t, 3>& bits) {
+  for (nb::handle each : changes) {
+    const auto change = nb::cast<std::pair<size_t, nb::handle>>(each);
+    table.set(replica, digest_of(change.second), bits.at(change.first));
+  }
+}
+
+nb::list blocks_held(const BlockTable& table, size_t replica) {
+  nb::list found;
+  for (const auto& [bits, block] : table.held_by(replica))
+    found.append(nb::make_tuple(bits, nb::bytes(block.data(), block.size())));
+  return found;
+}
+
+// The bytes of any object that shows them, such as a memoryview, without a copy.
+class BytesView {
+ public:
+  explicit BytesView(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE)) throw nb::python_error();
+  }
+  BytesView(const BytesView&) = delete;
+  BytesView& operator=(const BytesView&) = delete;
+  ~BytesView() { PyBuffer_Release(&view_); }
+  std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(view_.buf), size_t(view_.len)}; }
+
+ private:
+  Py_buffer view_;
+};
+
+uint32_t crc32_of(nb::handle data, uint32_t start) {
+  const BytesView view(data);
+  nb::gil_scoped_release release;
+  return crc32(view.bytes(), start);
+}
+
+// Returns so many bytes, which `fill` writes.
+template <class Fill>
+nb::bytes filled_bytes(size_t size, Fill fill) {
+  auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
+  if (!data.is_valid()) throw nb::python_error();
+  const std::span out(reinterpret_cast<std::byte*>(PyBytes_AsString(data.ptr())), size);
+  nb::gil_scoped_release release;
+  fill(out);
+  return data;
+}
+
+nb::bytes export_states(Program& program, const std::vector<int64_t>& states) {
+  return filled_bytes(states.size() * program.state_bytes(), [&](auto out) { program.export_states(states, out); });
+}
+
+void import_states(Program& program, const std::vector<int64_t>& states, nb::handle data) {
+  const BytesView view(data);
+  nb::gil_scoped_release release;
+  program.import_states(states, view.bytes());
 }
 
 // Of a program's KV or of hidden states.
 template <class Stored>
 nb::bytes export_blocks(Stored& stored, const std::vector<int64_t>& blocks) {
-  const size_t size = blocks.size() * stored.block_bytes();
-  auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
-  if (!data.is_valid()) throw nb::python_error();
-  const std::span out(reinterpret_cast<std::byte*>(PyBytes_AsString(data.ptr())), size);
-  nb::gil_scoped_release release;
-  stored.export_blocks(blocks, out);
-  return data;
+  return filled_bytes(blocks.size() * stored.block_bytes(), [&](auto out) { stored.export_blocks(blocks, out); });
 }
 
 template <class Stored>
-void import_blocks(Stored& stored, const std::vector<int64_t>& blocks, nb::bytes data) {
-  const std::span bytes(static_cast<const std::byte*>(data.data()), data.size());
+void import_blocks(Stored& stored, const std::vector<int64_t>& blocks, nb::handle data) {
+  const BytesView view(data);
   nb::gil_scoped_release release;
-  stored.import_blocks(blocks, bytes);
+  stored.import_blocks(blocks, view.bytes());
+}
+
+// Copies blocks to or from rows, at `offset` of each; returns their CRCs, with which those of what comes before go on.
+template <class Stored>
+std::vector<uint32_t> copy_rows(Stored& stored, const std::vector<int64_t>& blocks, std::byte* data, size_t count,
+                                size_t row_bytes, const std::vector<size_t>& places, size_t offset,
+                                std::vector<uint32_t> crcs, Way way) {
+  require(places.size() == blocks.size(), "each block has a place");
+  require(crcs.empty() || crcs.size() == blocks.size(), "each block has a CRC, or none has");
+  require(offset <= row_bytes && stored.block_bytes() <= row_bytes - offset, "the blocks are longer than rows");
+  BlockRows rows = {{}, std::move(crcs)};
+  for (const size_t place : places) {
+    require(place < count, "place " + std::to_string(place) + " is not among " + std::to_string(count));
+    rows.begin.push_back(data + place * row_bytes + offset);
+  }
+  nb::gil_scoped_release release;
+  stored.copy_rows(blocks, rows, way);
+  return std::move(rows.crcs);
+}
+
+template <class Stored>
+std::vector<uint32_t> copy_out(Stored& stored, const std::vector<int64_t>& blocks, Array<uint8_t, 2> rows,
+                               const std::vector<size_t>& places, size_t offset, std::vector<uint32_t> crcs) {
+  auto* data = reinterpret_cast<std::byte*>(rows.data());
+  return copy_rows(stored, blocks, data, rows.shape(0), rows.shape(1), places, offset, std::move(crcs), Way::OUT);
+}
+
+template <class Stored>
+std::vector<uint32_t> copy_in(Stored& stored, const std::vector<int64_t>& blocks, Array<const uint8_t, 2> rows,
+                              const std::vector<size_t>& places, size_t offset, std::vector<uint32_t> crcs) {
+  auto* data = reinterpret_cast<std::byte*>(const_cast<uint8_t*>(rows.data()));  // is only read
+  return copy_rows(stored, blocks, data, rows.shape(0), rows.shape(1), places, offset, std::move(crcs), Way::IN);
 }
 
 Routing::Scoring scoring_of(const std::string& name) {
@@ -173,6 +298,9 @@ NB_MODULE(_native, m) {
     return names;
   });
 
+  m.def("has_fast_crc32", has_fast_crc32);
+  m.def("crc32", crc32_of, "data"_a, "start"_a = 0);
+
   m.def("chain_hashes",
         [](nb::bytes parent, IntArray tokens, size_t block_size) { return chain_of(parent, flat(tokens), block_size); },
         "parent"_a, "tokens"_a.noconvert(), "block_size"_a);
@@ -181,6 +309,14 @@ NB_MODULE(_native, m) {
           return chain_of(parent, token_ids(tokens), block_size);
         },
         "parent"_a, "tokens"_a, "block_size"_a);
+
+  nb::class_<BlockTable>(m, "BlockTable")
+      .def(nb::init<>())
+      .def("get", bits_of, "block"_a, "otherwise"_a)
+      .def("write", write_blocks, "replica"_a, "changes"_a, "bits"_a)
+      .def("clear", &BlockTable::clear, "replica"_a)
+      .def("held_by", blocks_held, "replica"_a)
+      .def("__len__", &BlockTable::size);
 
   nb::class_<SuffixAutomaton>(m, "SuffixAutomaton")
       .def(nb::init<size_t>(), "capacity"_a)
@@ -230,6 +366,8 @@ NB_MODULE(_native, m) {
       .def("copy_blocks", &HiddenRows::copy_blocks, "pairs"_a)
       .def("export_blocks", export_blocks<HiddenRows>, "blocks"_a)
       .def("import_blocks", import_blocks<HiddenRows>, "blocks"_a, "data"_a)
+      .def("copy_out", copy_out<HiddenRows>, "blocks"_a, "rows"_a.noconvert(), "places"_a, "offset"_a, "crcs"_a)
+      .def("copy_in", copy_in<HiddenRows>, "blocks"_a, "rows"_a.noconvert(), "places"_a, "offset"_a, "crcs"_a)
       .def_prop_ro("kv_bytes_per_token", &HiddenRows::bytes_per_token)
       .def_prop_ro("block_bytes", &HiddenRows::block_bytes)
       .def_prop_ro("kv_layout", &HiddenRows::layout);
@@ -394,6 +532,10 @@ NB_MODULE(_native, m) {
       .def("copy_blocks", &Program::copy_blocks, "pairs"_a)
       .def("export_blocks", export_blocks<Program>, "blocks"_a)
       .def("import_blocks", import_blocks<Program>, "blocks"_a, "data"_a)
+      .def("copy_out", copy_out<Program>, "blocks"_a, "rows"_a.noconvert(), "places"_a, "offset"_a, "crcs"_a)
+      .def("copy_in", copy_in<Program>, "blocks"_a, "rows"_a.noconvert(), "places"_a, "offset"_a, "crcs"_a)
+      .def("export_states", export_states, "states"_a)
+      .def("import_states", import_states, "states"_a, "data"_a)
       .def("run", run, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
            "slots"_a.noconvert(), "tables"_a.noconvert(), "sampled"_a.noconvert(), "out"_a.noconvert())
       .def("sample", sample, "tokens"_a.noconvert(), "positions"_a.noconvert(), "row_start"_a.noconvert(),
@@ -412,7 +554,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("kv_bytes_per_token", &Program::kv_bytes_per_token)
       .def_prop_ro("block_bytes", &Program::block_bytes)
       .def_prop_ro("kv_layout", &Program::kv_layout)
-      .def_prop_ro("state_bytes", &Program::state_bytes);
+      .def_prop_ro("state_bytes", &Program::state_bytes)
+      .def_prop_ro("state_layout", &Program::state_layout);
 
   m.def("quantize", quantize_values, "source"_a, "values"_a.noconvert(), "target"_a, "out"_a.noconvert(), "threads"_a,
         "isa"_a = "auto");

@@ -1,12 +1,12 @@
 #include "packed_file.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstring>
 #include <thread>
+
+#include "system.h"
 
 namespace penstock {
 
@@ -24,7 +24,7 @@ uint64_t mixed(uint64_t sum, uint64_t word) { return std::rotl((sum ^ word) * 0x
 
 bool read_whole(int file, const Piece& piece) {
   for (size_t done = 0; done < piece.bytes;) {
-    const ssize_t got = pread(file, piece.data + done, piece.bytes - done, off_t(piece.offset + done));
+    const int64_t got = read_at(file, piece.data + done, piece.bytes - done, piece.offset + done);
     if (got <= 0) return false;
     done += size_t(got);
   }

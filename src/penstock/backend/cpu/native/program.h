@@ -105,7 +105,7 @@ class Program {
   void answer(int buffer);  // the result of a step; no op is added after it
   void read_tokens_as(std::vector<int32_t> ids);  // what each sampled token is as LAST_SAMPLED; empty: the same
 
-  // Without a file, the KV cache is private memory; recurrent states always are.
+  // Without a file, the KV cache and recurrent states are private memory.
   void reserve_kv(size_t blocks, size_t block_size, size_t states, const LayerGroups& groups,
                   MemoryFile* file = nullptr);
   // Takes over the KV cache, recurrent states, last tokens and adapters of a program with the same layers and weights,
@@ -114,8 +114,11 @@ class Program {
   void copy_blocks(const std::vector<std::pair<int64_t, int64_t>>& pairs);
   void export_blocks(Blocks blocks, std::span<std::byte> out);
   void import_blocks(Blocks blocks, std::span<const std::byte> data);
+  void copy_rows(Blocks blocks, BlockRows& rows, Way way);
 
   void move_states(std::vector<StateMove> moves);  // takes effect in the next step
+  void export_states(Blocks states, std::span<std::byte> out);
+  void import_states(Blocks states, std::span<const std::byte> data);
   void load_adapter(size_t slot, std::shared_ptr<const Adapter> adapter);
   void drop_adapter(size_t slot);
   void choose_adapters(std::vector<int32_t> slots);  // of each row of the next step, -1: none
@@ -132,6 +135,7 @@ class Program {
   size_t block_bytes() const { return cache_.block_bytes(); }
   std::string kv_layout() const { return cache_.layout(); }
   size_t state_bytes() const { return states_.bytes(); }
+  std::string state_layout() const { return states_.layout(); }
 
  private:
   const Buffer& at(int buffer) const;

@@ -78,6 +78,16 @@ void Program::move_states(std::vector<StateMove> moves) {
   moves_ = std::move(moves);
 }
 
+void Program::export_states(Blocks states, std::span<std::byte> out) {
+  const std::lock_guard lock(running_);
+  states_.export_states(states, out);
+}
+
+void Program::import_states(Blocks states, std::span<const std::byte> data) {
+  const std::lock_guard lock(running_);
+  states_.import_states(states, data);
+}
+
 void Program::find_states(const Step& step) {
   const auto moves = std::exchange(moves_, {});
   auto& rows = frame_.row_states;

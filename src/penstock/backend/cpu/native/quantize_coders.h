@@ -28,7 +28,7 @@ inline Row least(const Row& a, const Row& b) { return a < b ? a : b; }
 inline Row most(const Row& a, const Row& b) { return a > b ? a : b; }
 
 inline Row inverse(const Row& values, float of = 1) {
-  return (values > TINY) | (values < -TINY) ? of / values : Row{};
+  return ((values > TINY) | (values < -TINY)) ? of / values : Row{};
 }
 
 inline Row nearest(const Row& values, float low, float high) {

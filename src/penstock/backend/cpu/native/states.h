@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "memory.h"
@@ -28,15 +30,20 @@ struct StateMove {
 class States {
  public:
   void add_layer(size_t layer, size_t floats);  // layers come in order
-  void reserve(size_t count);
+  void reserve(size_t count, MemoryFile* file = nullptr);  // no file: its memory is private
+  void export_states(std::span<const int64_t> states, std::span<std::byte> out) const;
+  void import_states(std::span<const int64_t> states, std::span<const std::byte> data);
 
   size_t layers() const { return floats_.size(); }
   size_t count() const { return count_; }
   size_t bytes() const;  // of one state
+  std::string layout() const;
   bool same_layers(const States& other) const { return floats_ == other.floats_; }
-  float* at(size_t layer, int32_t state) const { return base_[layer] + size_t(state) * floats_[layer]; }
+  float* at(size_t layer, int64_t state) const { return base_[layer] + size_t(state) * floats_[layer]; }
 
  private:
+  void check(std::span<const int64_t> states, size_t size) const;
+
   std::vector<size_t> floats_;
   std::vector<float*> base_;  // of each layer
   size_t count_ = 0;

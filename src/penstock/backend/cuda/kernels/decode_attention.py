@@ -37,7 +37,7 @@ from penstock.backend.cuda.kernels.kv_tile import (
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.rope import rotation_of
 
-__all__ = ["AttentionOptions", "Rotation", "SplitKV", "decode_attention", "sink_of"]
+__all__ = ["AttentionOptions", "Rotation", "SharedPlaces", "SplitKV", "decode_attention", "sink_of"]
 
 KV8 = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 KV8_RUN = 4, 1  # the same with twice as many queries, which take the registers of a group
@@ -68,6 +68,14 @@ class Rotation(NamedTuple):
     interleaved: bool
 
 
+class SharedPlaces(NamedTuple):
+    """Says where partial results are of prefixes to which tokens have attended together."""
+
+    places: Any  # [T, 4] see `shared_places`
+    base: int  # lines of SplitKV before the first of them
+    tile_tokens: int  # for which each of their splits has lines
+
+
 class DecodeConfig(NamedTuple):
     """Holds the constants of a launch. A split is computed by tiles of positions, or in groups of 16 over an 8-bit
     cache."""
@@ -83,6 +91,7 @@ class DecodeConfig(NamedTuple):
     groups: int  # 0: by tiles
     run: int  # tokens of a row that attend together, at most
     joined: int  # splits that are joined at a time
+    shared: int = 0  # tokens that attend together to a prefix, at most; 0: none do
 
 
 @triton.jit
@@ -169,6 +178,15 @@ def attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG:
 
 
 @triton.jit
+def attend_by_kind(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG: tl.constexpr):
+    """Returns what queries find from `begin` to `end`, as `attend_split` does, by the way that the cache's type has."""
+    if CONFIG.groups:
+        return attend_kv8(q, kv, table, kv_head, begin, end, lengths, scale, CONFIG)
+    else:
+        return attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG)
+
+
+@triton.jit
 def load_run(splits, split, length, query, CONFIG: tl.constexpr):
     """Returns how many tokens attend, which of them each query is of, and how many positions that one sees."""
     if CONFIG.run == 1:
@@ -179,8 +197,32 @@ def load_run(splits, split, length, query, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def with_shared(softmax, shared, token, chosen, head, d, there, split_kv, CONFIG: tl.constexpr):
+    """Takes what was found in a shared prefix into the running softmax of a token, if this split is `chosen` for it."""
+    highest, total, mix = softmax
+    places, base = shared
+    SHAPE: tl.constexpr = CONFIG.shape
+    DIMS: tl.constexpr = SHAPE.dims
+    first = tl.load(places + token * 4).to(tl.int64)
+    count = tl.where(chosen, tl.load(places + token * 4 + 1), 0)
+    place = tl.load(places + token * 4 + 2)
+    inside = there[:, None] & (d < DIMS)[None, :]
+    for split in tl.range(0, count):
+        line = (base + (first + split) * CONFIG.shared + place) * SHAPE.heads + head
+        peaks = tl.load(split_kv.stats + line * 2, there, -1e30, cache_modifier=".cg")
+        totals = tl.load(split_kv.stats + line * 2 + 1, there, 0.0, cache_modifier=".cg")
+        mixes = tl.load(split_kv.outputs + line[:, None] * DIMS + d[None, :], inside, 0.0, cache_modifier=".cg")
+        peak = tl.maximum(highest, peaks)
+        shrink, factor = tl.exp2(highest - peak), tl.exp2(peaks - peak)
+        total = total * shrink + totals * factor
+        mix = mix * shrink[:, None] + mixes * factor[:, None]
+        highest = peak
+    return highest, total, mix
+
+
+@triton.jit
 def _decode_attention(
-    qkv, kv, splits, out, split_kv, rotation, sinks, q_gain, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr
+    qkv, kv, splits, out, split_kv, rotation, sinks, q_gain, shared, scale, cap, CONFIG: tl.constexpr, PDL: tl.constexpr
 ):
     let_next_start(PDL)
     SHAPE: tl.constexpr = CONFIG.shape
@@ -223,10 +265,10 @@ def _decode_attention(
     if OPTIONS.q_gain:
         q = with_gain(q, q_gain, d, DIMS)
 
-    if CONFIG.groups:
-        highest, total, mix = attend_kv8(q, kv, table, kv_head, begin, end, lengths, scale, CONFIG)
-    else:
-        highest, total, mix = attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG)
+    highest, total, mix = attend_by_kind(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG)
+    if CONFIG.shared:
+        found = highest, total, mix
+        highest, total, mix = with_shared(found, shared, token, split == first, head, kept, there, split_kv, CONFIG)
 
     if count == 1:
         if OPTIONS.sinks:
@@ -314,12 +356,14 @@ def decode_attention(
     temperature: float = 0.0,
     temperature_span: int = 1,
     run: int = 1,
+    shared: SharedPlaces | None = None,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with the newest tokens of rows, at most `run` of each context. splits [P, 8]: first token (-1: none), row
     of tables, begin, end, length of the whole context, how many splits it has, the first of them and how many tokens;
-    header[0] is the width of tables. Without `rotation`, queries are rotated and keys stored already."""
-    assert run == 1 or rotation is None, "all keys of a run are stored before it attends"
+    header[0] is the width of tables. Without `rotation`, queries are rotated and keys stored already. With `shared`,
+    splits begin where the prefixes end that other programs have attended to."""
+    assert (run == 1 and not shared) or rotation is None, "all keys of a run are stored before it attends"
     shape = shape_of(cache, qkv, out)
     others = chunk, temperature, temperature_span
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, True, q_gain is not None, *others)
@@ -329,7 +373,8 @@ def decode_attention(
     rotated = rotation[3:] if rotation else (-1, False)
     sizes = sizes_of(shape, tile, warps, kv8, run)
     joined = tile // 4 if run == 1 else max(JOINED // queries_of(shape.group, run), 1)
-    config = DecodeConfig(shape, options, largest_of(cache, scales), *rotated, *sizes, run, joined)
+    *places, together = shared or (splits, 0, 0)
+    config = DecodeConfig(shape, options, largest_of(cache, scales), *rotated, *sizes, run, joined, together)
     _decode_attention[(shape.kv_heads, len(splits))](
         qkv,
         PagedKv(cache, splits if scales is None else scales, tables, header),
@@ -339,6 +384,7 @@ def decode_attention(
         rotation[:3] if rotation else (splits, splits, 1.0),
         splits if sinks is None else sinks,
         splits if q_gain is None else q_gain,
+        tuple(places),
         scale * LOG2E,
         soft_cap * LOG2E,
         CONFIG=config,

@@ -1,0 +1,43 @@
+"""Defines the seam to device memory that several processes on one device share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class SharedRoom(Protocol):
+    """Is memory of the device with places for copies of KV blocks, which other processes on that device can open."""
+
+    handle: bytes  # to open it with
+    places: int
+
+    def write(self, blocks: Sequence[int], places: Sequence[int]) -> list[int]:
+        """Copies blocks to places, after all launched steps, and waits for that. Returns each block's checksum
+        (block_checksum.py)."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+
+
+class OpenedRoom(Protocol):
+    """Is the shared room of another process."""
+
+    def read(self, places: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        """Copies places to own blocks, after all launched steps, and waits for that. Returns the checksum of what each
+        block has got."""
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+
+
+class DeviceSharing(Protocol):
+    """Lets processes that compute on one device copy KV blocks from each other without host memory."""
+
+    name: str  # by which all processes know the device
+
+    def share(self, places: int) -> SharedRoom:
+        """Returns room for so many blocks, or for fewer if there is little memory. Raises OSError if there is none."""
+
+    def open(self, handle: bytes) -> OpenedRoom:
+        """Returns a room of another process. Raises OSError if it cannot be opened, or has blocks of another size."""
