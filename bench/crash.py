@@ -9,16 +9,15 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-from served import until_ready
+from served import free_port, until_ready
 
 QUESTIONS = (
     "Why is the sky blue?",
@@ -60,8 +59,13 @@ class Tally:
     answers: int = 0
     lost: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # the longest of each stream, in seconds
-    kills: Counter[str] = field(default_factory=Counter)
+    gaps: dict[str, list[float]] = field(default_factory=dict)  # the longest of each stream, in seconds, by its reason
+    kills: list[tuple[float, str]] = field(default_factory=list)  # when, and by which signal
+
+    def note_gap(self, seconds: float, end: float) -> None:
+        """Counts the longest gap of a stream with the first signal in it."""
+        reason = next((kind for at, kind in self.kills if end - seconds < at < end), "no signal in it")
+        self.gaps.setdefault(reason, []).append(seconds)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,13 @@ class Question:
         return asked | KINDS[self.kind] | {"stream_options": {"include_usage": True}}
 
 
+class Gap(NamedTuple):
+    """Is a time between two events of a stream, in seconds, and when it ended."""
+
+    seconds: float
+    end: float
+
+
 class Streams:
     """Asks questions over HTTP, and keeps the answers that came without kills."""
 
@@ -87,12 +98,12 @@ class Streams:
         self._model = model
         self._known: dict[Question, Any] = {}
 
-    async def ask(self, question: Question) -> tuple[Any, float]:
+    async def ask(self, question: Question) -> tuple[Any, Gap]:
         """Returns an answer in a form that can be compared, and the longest time between two of its events: that until
         the first one is the queue's."""
         said: dict[int, list[Any]] = {}
         usage: dict[str, Any] = {}
-        last, gap = 0.0, 0.0
+        last, gap = 0.0, Gap(0.0, 0.0)
         async with self._http.stream("POST", "/v1/chat/completions", json=question.body(self._model)) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode()[:300]}")
@@ -100,7 +111,7 @@ class Streams:
                 if not line.startswith("data: {"):
                     continue
                 now = time.perf_counter()
-                last, gap = now, max(gap, now - (last or now))
+                last, gap = now, max(gap, Gap(now - (last or now), now))
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise RuntimeError(str(event["error"])[:300])
@@ -112,10 +123,11 @@ class Streams:
             return {index: answer["calls"] for index, answer in answers.items()}, gap
         return (answers, usage.get("prompt_tokens"), usage.get("completion_tokens")), gap
 
-    async def learn(self, questions: list[Question]) -> None:
-        """Keeps the answers of an engine that lives."""
+    async def learn(self, questions: list[Question]) -> list[float]:
+        """Keeps the answers of an engine that lives; returns the longest gap of each."""
         answers = await asyncio.gather(*(self.ask(question) for question in questions))
         self._known = {question: answer for question, (answer, _) in zip(questions, answers, strict=True)}
+        return [gap.seconds for _, gap in answers]
 
     async def check(self, question: Question, tally: Tally) -> None:
         """Asks a question once more and counts what came of it."""
@@ -125,7 +137,7 @@ class Streams:
         except (httpx.HTTPError, RuntimeError) as error:
             tally.lost.append(f"{question.kind}: {error!r}")
             return
-        tally.gaps.append(gap)
+        tally.note_gap(*gap)
         if answer != self._known[question]:
             tally.different.append(f"{question}: {answer} instead of {self._known[question]}")
 
@@ -152,9 +164,9 @@ async def kill_again_and_again(http: httpx.AsyncClient, kinds: list[str], every:
         await asyncio.sleep(every)
         health = (await http.get("/health")).json()
         if health["engine"] is not None:
-            kind = kinds[sum(tally.kills.values()) % len(kinds)]
+            kind = kinds[len(tally.kills) % len(kinds)]
             os.kill(health["engine"]["pid"], signal.Signals[f"SIG{kind}"])
-            tally.kills[kind] += 1
+            tally.kills.append((time.perf_counter(), kind))
 
 
 async def ask_until(streams: Streams, questions: list[Question], end: float, tally: Tally) -> None:
@@ -172,7 +184,7 @@ async def measure(options: argparse.Namespace, url: str) -> Tally:
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
         await until_ready(http)
         streams = Streams(http, options.model)
-        await streams.learn(questions)
+        tally.gaps["before any signal"] = await streams.learn(questions)
         killing = asyncio.create_task(kill_again_and_again(http, options.signals.split(","), options.every, tally))
         end = time.monotonic() + options.seconds
         await asyncio.gather(*(ask_until(streams, questions, end, tally) for _ in range(options.streams)))
@@ -186,12 +198,13 @@ async def serve(model: str, port: int, more: list[str]) -> Process:
 
 
 def report(tally: Tally) -> None:
-    gaps = sorted(tally.gaps) or [0.0]
-    print(
-        f"{tally.answers} answers, {len(tally.lost)} lost, {len(tally.different)} different; kills {dict(tally.kills)}"
-    )
-    middle, high = gaps[len(gaps) // 2], gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)]
-    print(f"longest gap of a stream: median {middle:.2f} s, p99 {high:.2f} s, most {gaps[-1]:.2f} s")
+    kills = dict(Counter(kind for _, kind in tally.kills))
+    print(f"{tally.answers} answers, {len(tally.lost)} lost, {len(tally.different)} different; kills {kills}")
+    for reason, found in tally.gaps.items():
+        gaps = sorted(found)
+        middle, high = gaps[len(gaps) // 2], gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)]
+        print(f"longest gap of {len(gaps)} streams, {reason}: median {middle:.2f} s, p99 {high:.2f} s, ", end="")
+        print(f"most {gaps[-1]:.2f} s")
     for line in (tally.lost + tally.different)[:5]:
         print(line[:1000])
 
@@ -205,9 +218,7 @@ async def main() -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer at most")
     parser.add_argument("--signals", default="KILL", help="KILL, SEGV and STOP, in turn")
     options, more = parser.parse_known_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = await serve(options.model, port, more)
     try:
         tally = await measure(options, f"http://127.0.0.1:{port}")

@@ -14,5 +14,10 @@ class Claim(NamedTuple):
     ttft: float | None = None  # target, from its arrival to the first token of the answer
     itl: float | None = None  # target, from one token of the answer to the next
 
+    def after(self, seconds: float) -> Claim:
+        """Returns what is left of the claim when so many seconds have passed."""
+        deadline, ttft = (None if time is None else max(time - seconds, 0.0) for time in (self.deadline, self.ttft))
+        return self._replace(deadline=deadline, ttft=ttft)
+
 
 NO_CLAIM = Claim()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -27,6 +28,7 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
 AUTO, OFF = "auto", "off"  # values of options
+LOG_FORMAT = "PENSTOCK_LOG_FORMAT"  # the variable that tells the processes of a server how it logs
 SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
 MTP = "mtp"  # the value of draft that means a head of the model itself
 T = TypeVar("T")
@@ -155,6 +157,10 @@ class Config:
     yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
     grammars_wait: bool = False  # requests with grammars wait for this engine
     kv_file: str = ""  # that a CPU's KV cache lies in, in memory, so that the next engine finds it
+    standby: bool = False  # it loads the model and waits: another engine has the KV cache until that is lost
+    offers: tuple[str, ...] = ()  # where it offers KV blocks to other engines: shm, tcp:HOST:PORT
+    listen: str = ""  # the address at which several clients may join; ipc://*: in the folder of the engine's socket
+    secret: str = ""  # that clients who join have to know
     device: str = option(
         "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
     )
@@ -171,8 +177,9 @@ class Config:
     )
     prefill_budget: int = option(
         0,
-        "Most tokens computed in one step while up to 64 sequences decode; every 64 more add half as much again. A "
-        "lower value shortens the time between two tokens, a higher one the time to the first token.",
+        "Most tokens computed in one step while up to 64 sequences decode; every 64 more add half as much again, and a "
+        "prompt of more than 16 such steps adds what keeps steps within 75 ms. A lower value shortens the time between "
+        "two tokens, a higher one the time to the first token.",
         defaults=DeviceDefaults(192, 384, 640),  # 640 FP8 tokens take no longer than 384 with weights of 16 bits
         older=("mixed_tokens",),
     )
@@ -294,7 +301,13 @@ DEFAULTS: dict[str, Any] = {entry.name: entry.default for entry in fields(Config
 _NEWER = {older: name for name, described in OPTIONS.items() for older in described.older}
 
 
-def log_to_stderr(line: str) -> None:
+def log_to_stderr(line: str, level: str = "info") -> None:
+    """Writes a line to stderr: as it is, or as JSON where the server that this process belongs to logs so."""
+    if os.environ.get(LOG_FORMAT) == "json":
+        seconds = time.time()
+        when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(seconds * 1000) % 1000:03}Z"
+        told = {"time": when, "level": level, "logger": "penstock", "message": line}
+        line = json.dumps(told, ensure_ascii=False)
     print(line, file=sys.stderr, flush=True)
 
 
@@ -396,10 +409,21 @@ def _system_memory() -> int:
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
-    return total_memory() // 2
+    return _windows_memory()[1] if sys.platform == "win32" else total_memory() // 2
+
+
+def _windows_memory() -> tuple[int, int]:
+    """Returns the bytes of memory that Windows has, and how many of them are available."""
+    import ctypes
+
+    status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its length and the load in the first, then total, available
+    ctypes.WinDLL("kernel32").GlobalMemoryStatusEx(status)  # type: ignore[attr-defined, unused-ignore]
+    return status[1], status[2]
 
 
 def total_memory() -> int:
+    if sys.platform == "win32":
+        return _windows_memory()[0]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -22,6 +22,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 ├── ConfigError               settings that cannot work together or on this machine
 ├── KvLayoutMismatch          KV blocks of a cache that is laid out in another way
 ├── StepFailed                the step that computed a request failed             HTTP 500
+│   ├── PoisonedRequest       its step killed the engine process each time it was tried
 │   ├── OutOfMemory           there was no memory for it
 │   └── NotFinite             what it computed are no finite numbers
 ├── Overloaded                as many wait already as may                         HTTP 503

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,9 @@ from penstock.adapter_types import AdapterInfo as AdapterInfo
 from penstock.adapter_types import AdapterList as AdapterList
 from penstock.adapter_types import AdapterRequests as AdapterRequests
 from penstock.adapter_types import AdapterUse as AdapterUse
+from penstock.carry_types import BlockOffer as BlockOffer
+from penstock.carry_types import Offered as Offered
+from penstock.carry_types import PeerCounts as PeerCounts
 from penstock.claim_types import NO_CLAIM as NO_CLAIM
 from penstock.claim_types import Claim as Claim
 from penstock.control_types import FIRST_VERSION as FIRST_VERSION
@@ -20,6 +23,8 @@ from penstock.control_types import PAUSE_WAIT as PAUSE_WAIT
 from penstock.control_types import WeightSpan as WeightSpan
 from penstock.control_types import WeightState as WeightState
 from penstock.disk_types import DiskCounts as DiskCounts
+from penstock.draft_types import DraftCounts as DraftCounts
+from penstock.draft_types import add_drafts as add_drafts
 from penstock.errors import InvalidRequest
 from penstock.grammar_types import Grammar as Grammar
 from penstock.grammar_types import StructuredOutputsParams as StructuredOutputsParams
@@ -51,6 +56,7 @@ class SamplingParams:
     max_tokens: int | None = 16  # as in vLLM, whose scripts count on it; None: to the end of the context
     min_tokens: int = 0
     ignore_eos: bool = False
+    loop_guard: bool = True  # a loop ends an answer at temperature 0; not with ignore_eos, nor before min_tokens
     logprobs: int | None = None  # how many alternatives beside the chosen token; None: no logprobs
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
@@ -194,6 +200,7 @@ class Request(NamedTuple):
     scored: int = 0  # scores of its prompt's tokens that were delivered, if nothing was generated yet
     mirostat_mu: float | None = None  # what mirostat had learned by then, see Tokens
     durable: bool = True  # the KV of its prompt may be kept on disk, for requests with the same salt
+    pull: BlockOffer | None = None  # blocks of its prompt that another engine has: they are read before it runs
 
 
 class Limits(NamedTuple):
@@ -216,6 +223,7 @@ class Limits(NamedTuple):
     second_text: int = 0  # is added to the token ids of a pair's second text
     windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
     host_places: int = 0  # blocks that host memory keeps when they leave the device; 0: they are forgotten
+    host_states: int = 0  # saved states that host memory keeps when their places are needed
     memory: int = 0  # bytes that the weights and what is kept of sequences take, without adapters; 0: not known
 
 
@@ -257,7 +265,7 @@ class Grown(NamedTuple):
 
 
 class BlockCopy(NamedTuple):
-    """Asks for a copy of one block between the device and a place in host memory, done before the step."""
+    """Asks for a copy of one block, or of one saved state, between the device and a place in host memory."""
 
     block: int
     place: int
@@ -272,6 +280,7 @@ class StepPlan(NamedTuple):
     grown: tuple[Grown, ...] = ()
     dropped: tuple[int, ...] = ()  # sequences that lost their block tables since the last plan
     copies: tuple[BlockCopy, ...] = ()  # in this order, before the step
+    state_copies: tuple[BlockCopy, ...] = ()  # of saved recurrent states, likewise
 
 
 class TokenLogprob(NamedTuple):
@@ -324,28 +333,6 @@ class Nearest(NamedTuple):
     got: tuple[int, ...] = ()  # how the prompt goes on
 
 
-class DraftCounts(NamedTuple):
-    """Counts tokens that one source has drafted."""
-
-    source: str  # prediction, text, recent or model
-    drafted: int = 0
-    accepted: int = 0
-    drafts: int = 0  # in which they were drafted
-
-    def plus(self, other: DraftCounts) -> DraftCounts:
-        """Returns the counts of both."""
-        counts = (mine + more for mine, more in zip(self[1:], other[1:], strict=True))
-        return DraftCounts(self.source, *counts)
-
-
-def add_drafts(every: Iterable[DraftCounts]) -> tuple[DraftCounts, ...]:
-    """Returns counts added up by their sources."""
-    found: dict[str, DraftCounts] = {}
-    for counts in every:
-        found[counts.source] = found.get(counts.source, DraftCounts(counts.source)).plus(counts)
-    return tuple(found.values())
-
-
 class Report(NamedTuple):
     """Tells what happened to a request. Seconds are those of the engine's clock."""
 
@@ -360,7 +347,8 @@ class Report(NamedTuple):
     drafts: tuple[DraftCounts, ...] = ()  # of every source that drafted for it
     nearest: Nearest | None = None  # set if Request.explain
     weights: tuple[WeightSpan, ...] = ()  # that computed it; several if they were updated on the way
-    reused: tuple[tuple[str, int], ...] = ()  # the tiers that `cached` came from (device, ram, disk), and tokens
+    reused: tuple[tuple[str, int], ...] = ()  # the tiers that `cached` came from (device, ram, disk, peer), and tokens
+    loop: int = 0  # tokens of the phrase that the answer repeated, if the loop guard ended it (its reason is "length")
 
     @property
     def compiling(self) -> float:
@@ -401,7 +389,7 @@ class MemoryUse(NamedTuple):
     host: int  # pinned, for weights while it sleeps
 
 
-Event = Tokens | Finished | Aborted | Failed | AdapterList | WeightState | MemoryUse
+Event = Tokens | Finished | Aborted | Failed | AdapterList | WeightState | MemoryUse | Offered
 
 
 class BlockStored(NamedTuple):
@@ -424,6 +412,16 @@ class BlockRemoved(NamedTuple):
 
 
 BlockEvent = BlockStored | BlockRemoved
+
+
+class BlockSnapshot(NamedTuple):
+    """Lists the blocks that a prefix cache holds, for whoever has missed events or begins to follow them."""
+
+    epoch: int
+    following: int  # the number of the first event that is not in it
+    hashes: bytes  # chain hashes of 16 bytes, one after the other
+
+
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens: bounds of a histogram
 
 
@@ -453,13 +451,19 @@ class Stats(NamedTuple):
     adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
     drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
     adopted_blocks: int = 0  # that the engine before had computed
-    reused: tuple[tuple[str, int], ...] = ()  # cached_tokens by the tier that they came from (device, ram, disk)
+    reused: tuple[tuple[str, int], ...] = ()  # cached_tokens by the tier that they came from (device, ram, disk, peer)
     host_blocks: int = 0  # blocks that host memory keeps
     host_places: int = 0  # that it has room for
     copied_in: int = 0  # blocks that came back from there
     copied_out: int = 0  # blocks that went there
     disk: DiskCounts = DiskCounts()
     in_line: int = 0  # requests that could run and find no room; others wait for a grammar or the end of a pause
+    peers: PeerCounts = PeerCounts()
+    uncached_tokens: int = 0  # of prompts, still to be computed; counted if block events are recorded
+    clients: int = 1  # that share the engine
+    step_seconds: tuple[float, ...] = ()  # measured: of a prompt's token, of a pair of such, of a step that answers
+    background: int = 0  # requests that may wait; counted if block events are recorded
+    background_tokens: int = 0  # of uncached_tokens, those of such requests
 
 
 class Hello(NamedTuple):
@@ -473,3 +477,7 @@ class Hello(NamedTuple):
     unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them
     can_sleep: bool = False  # it can give its memory back and stay
     draft_tokens: int = 0  # the most that a step drafts for one request; 0: it drafts nothing
+    epoch: int = 0  # of its block events; 0: it records none
+    address: str = ""  # where further clients can join; empty: it serves one client
+    can_stand_by: bool = False  # another process can have the same KV cache open, and take over
+    device: str = ""  # whose memory it can share with other engines, by a name that they know it by, too

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.core import Scheduler, Sequence, check, hashing
-from penstock.core.adoption import StoredNode, adopt
+from penstock.core.adoption import StoredNode, StoredState, adopt
 from penstock.core.block_events import BlockEvents
 from penstock.core.prefix import PrefixNode
 from tests.core.world import limits, run, step
@@ -117,3 +117,25 @@ def test_watchers_are_told() -> None:
     scheduler.cache.flush()
     assert len(events.take()) == 2
     check(scheduler)
+
+
+def test_states_are_adopted_with_their_nodes() -> None:
+    nodes = chain(list(range(12)))
+    scheduler = Scheduler(limits(states=3), watchers=[BlockEvents(1)])
+    found = [
+        StoredState(5, nodes[2].hash, 1),
+        StoredState(2, nodes[1].hash, 2),
+        StoredState(3, bytes(16), 0),  # of a node that is not there
+        StoredState(6, nodes[1].hash, 0),  # is known by then
+        StoredState(7, nodes[0].hash, 2),  # its place is taken
+        StoredState(8, nodes[0].hash, 9),  # there is no such place
+    ]
+    assert adopt(scheduler.cache, scheduler.limits, nodes, states=found) == 3
+    check(scheduler)
+    saved = scheduler.cache.states.saved()
+    assert {node.hash: place for node, place in saved.items()} == {nodes[2].hash: 1, nodes[1].hash: 2}
+    assert list(saved.values()) == [2, 1]  # the least recently saved goes first
+    scheduler.add(Sequence(1, tuple(range(14)), 2, salt="a"))
+    plan, _ = step(scheduler)
+    assert [(row.start, row.begin) for row in plan.rows] == [(12, 1)]
+    run(scheduler, *(Sequence(id, (id,) * 20, 1) for id in range(2, 9)))

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import pytest
 
-from penstock.core import Scheduler, Sequence, hashing
+from penstock.core import Scheduler, Sequence, check, hashing
 from penstock.core.block_events import BlockEvents
 from penstock.types import BlockCopy, BlockEvent, BlockRemoved, BlockStored
 from tests.core.world import limits, run, step
@@ -87,3 +87,61 @@ def test_copies_ride_in_the_next_plan_in_order() -> None:
     scheduler.copy(BlockCopy(4, 70, "in"))
     assert scheduler.plan().copies == (BlockCopy(3, 70, "out"), BlockCopy(4, 70, "in"))
     assert scheduler.plan().copies == ()
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 6), (6,)])
+def test_blocks_that_are_taken_in_are_told_reused_and_evicted_like_others(windows: tuple[int, ...]) -> None:
+    recorded = BlockEvents(1)
+    scheduler = Scheduler(limits(windows=windows, num_blocks=24, max_len=32), watchers=(recorded,))
+    cache, prompt = scheduler.cache, tuple(range(21))
+    run(scheduler, Sequence(1, prompt[:9], 1))
+    wanted = [[2 + at >= start for start in cache.trie.window_starts(20)] for at in range(3)]
+    filled: list[list[list[int]]] = []
+
+    def fill(blocks: list[list[int]]) -> int:
+        filled.append(blocks)
+        return 2
+
+    assert cache.take_in("", prompt, 3, wanted, fill) == 0  # its third block is not known
+    assert cache.take_in("", prompt, 1, wanted, fill) == 0  # its second one has come meanwhile
+    assert filled == []
+    free = cache.available
+    assert cache.take_in("", prompt, 2, wanted, fill) == 2
+    assert cache.available == free
+    assert [[block >= 0 for block in blocks] for blocks in filled[0]] == wanted
+    check(scheduler)
+    found = cache.trie.match("", prompt, 5)
+    assert [node.blocks for node in found[2:]] == filled[0][:2]
+    assert follow(recorded.take()).keys() == set(hashing.chain("", prompt, 4)[: len(found)])
+    assert cache.take_in("", prompt[:16] + (7,) * 400, 4, [[True] * len(windows)] * 99, fill) == 0  # too many
+    sequence = Sequence(2, prompt, 1)
+    run(scheduler, sequence)
+    check(scheduler)
+    if windows == (0,):
+        assert sequence.times.reused == (("device", 8), ("peer", 8))
+        again = Sequence(3, prompt, 1)
+        run(scheduler, again)
+        assert dict(again.times.reused).keys() == {"device"}
+    cache.flush()
+    check(scheduler)
+    assert cache.available == cache.pool.total
+    assert cache._taken_in == set()
+
+
+def test_blocks_are_not_taken_in_below_what_has_left_the_device() -> None:
+    scheduler = Scheduler(limits(num_blocks=8, max_len=32, host_places=16))
+    run(scheduler, Sequence(1, tuple(range(9)), 1))
+    run(scheduler, Sequence(2, tuple(range(50, 80)), 1))
+    assert not scheduler.cache.trie.on_device(scheduler.cache.trie.match("", range(9), 2)[0])
+    assert scheduler.cache.take_in("", range(21), 2, [[True]], lambda blocks: 1) == 0
+    check(scheduler)
+
+
+def test_blocks_that_are_not_right_are_given_back() -> None:
+    scheduler = Scheduler(limits(windows=(0, 6), num_blocks=24, max_len=32))
+    cache, wanted = scheduler.cache, [[True, False], [True, False], [True, True]]
+    assert cache.take_in("", range(13), 0, wanted, lambda blocks: 0) == 0
+    assert (len(cache.pool), cache.trie.match("", range(13), 3)) == (cache.pool.total, [])
+    assert cache.take_in("", range(13), 0, wanted, lambda blocks: 1) == 1
+    assert len(cache.trie.match("", range(13), 3)) == 1
+    check(scheduler)

@@ -106,6 +106,7 @@ def worlds(draw: st.DrawFn) -> World:
         states=draw(st.sampled_from([0, 0, 1, 2, 3, 20])),
         windows=windows,
         host_places=draw(st.sampled_from([0, 0, 1, 2, 3, 7, 30])),
+        host_states=draw(st.sampled_from([0, 1, 2, 10])),
     )
     depth = draw(st.sampled_from([0, 1, 2]))
     requests = draw(st.lists(arrivals(limits.max_len), min_size=1, max_size=10))
@@ -124,9 +125,9 @@ class Shuffles(StandardPolicy):
         self._random = Random(random.randrange(2**32))  # draws too often for Hypothesis to choose each number
         self._places: dict[int, int] = {}
 
-    def budget(self, running: Line[Sequence]) -> StepBudget:
+    def budget(self, running: Line[Sequence], heads: Line[Sequence]) -> StepBudget:
         self.steps -= 1
-        return super().budget(running)
+        return super().budget(running, heads)
 
     def order(self, seq: Sequence) -> tuple[int, int]:
         return (self._places.setdefault(seq.arrival, self._random.randrange(8)), seq.arrival)

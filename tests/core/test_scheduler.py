@@ -274,8 +274,8 @@ def test_a_step_grows_with_the_rows_that_answer(running: int, answering: int, to
     rows = [Sequence(id, prompt(3), 9) for id in range(running)]
     for seq in rows[:answering]:
         seq.end += 1
-    assert StandardPolicy(some).budget(rows).tokens == tokens
-    assert StandardPolicy(some._replace(prefill_budget=0)).budget(rows).tokens == 1000
+    assert StandardPolicy(some).budget(rows, []).tokens == tokens
+    assert StandardPolicy(some._replace(prefill_budget=0)).budget(rows, []).tokens == 1000
 
 
 # -- preemption --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.core import Scheduler, Sequence
 from penstock.core.check import check
+from penstock.core.host_states import HostStates
 from penstock.core.prefix import PrefixNode
 from penstock.core.requeue import requeue
 from penstock.core.states import SavedStates, save_positions
@@ -189,7 +190,7 @@ def test_nobody_stops_for_those_who_will_not_use_it() -> None:
 
 
 def test_a_place_that_was_read_and_then_written_before_a_draft_stays_with_the_draft() -> None:
-    states = SavedStates(1, 4, 16)
+    states = SavedStates(1, 4, 16, HostStates(0, lambda node: True))
     saved = Row(1, 0, 4, 0, save=0, at=4)
     seq = Sequence(1, (1,) * 4, 9)
     seq.nodes, seq.computed = [PrefixNode(None, (1,) * 4, [0], [0])], 4

@@ -233,8 +233,10 @@ def test_counters_of_idle_tenants_are_bounded() -> None:
     for id in range(MOST_IDLE + 9):
         seq = Sequence(id, (1,), 1, claim=Claim(f"tenant {id}"))
         tenants.add(seq)
+        assert seq.claim.tenant in tenants
         tenants.take(seq)
         tenants.end(seq)
+        assert seq.claim.tenant not in tenants
     assert len(tenants._idle) == MOST_IDLE
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.core import Scheduler, Sequence, check, hashing
 from penstock.core.block_events import BlockEvents
+from penstock.core.blocks import BlockPool
 from penstock.core.prefix import PrefixNode
 from penstock.types import BlockEvent, BlockRemoved, BlockStored, Event, Finished, Limits, blocks_for
 from tests.core.test_memory_forecast import Greedy
@@ -37,9 +38,10 @@ def crowded_worlds(draw: st.DrawFn) -> World:
         block_size=block_size,
         num_blocks=least + draw(st.integers(0, least // 2)),
         vocab=VOCAB,
-        states=draw(st.sampled_from([0, 0, 0, 0, 3])),
+        states=draw(st.sampled_from([0, 0, 0, 1, 2, 3])),
         windows=windows,
         host_places=draw(st.sampled_from([5, 20, 40, 100, 300])),
+        host_states=draw(st.sampled_from([0, 1, 3, 10])),
     )
     requests = []
     for at in range(0, 41, draw(st.sampled_from([3, 5, 8]))):
@@ -331,6 +333,9 @@ def test_events_tell_what_is_on_the_device(windows: tuple[int, ...]) -> None:
     assert scheduler.stats().copied_in > 7
     assert hashing.chain("", (5,) * 8, 4)[0] in {event.hash for event in events if isinstance(event, BlockRemoved)}
     assert present == {node.hash for node in scheduler.cache.trie.nodes() if scheduler.cache.trie.on_device(node)}
+    epoch, following, held = recorded.snapshot(scheduler.cache.trie.nodes())
+    assert (epoch, following) == (1, len(events))
+    assert sorted(present) == sorted(held[at : at + hashing.SIZE] for at in range(0, len(held), hashing.SIZE))
 
 
 def test_what_is_copied_in_is_told_once_it_is_there() -> None:
@@ -406,3 +411,20 @@ def test_damage_to_the_host_is_seen(damage: Callable[[Scheduler], None], seen: s
     damage(scheduler)
     with pytest.raises(AssertionError, match=seen):
         check(scheduler)
+
+
+def test_reserved_places_come_in_order() -> None:
+    host = small().cache.host
+    host.give_back(reversed(host.reserve(5)))
+    assert host.reserve(4) == sorted(host.reserved)
+
+
+def test_a_pool_tells_which_blocks_it_hands_out_next() -> None:
+    pool = BlockPool(5)
+    pool.take()
+    pool.give(0)
+    for count in (0, 2, 9):
+        assert pool.upcoming(count) == list(range(5))[:count]
+    upcoming = pool.upcoming(5)
+    assert upcoming == [pool.take() for _ in range(5)]
+    assert pool.upcoming(3) == []

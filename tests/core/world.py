@@ -17,6 +17,7 @@ def limits(
     states: int = 0,
     windows: tuple[int, ...] = (0,),
     host_places: int = 0,
+    host_states: int = 0,
 ) -> Limits:
     """Returns limits that are small in everything."""
     return Limits(
@@ -30,6 +31,7 @@ def limits(
         states=states,
         windows=windows,
         host_places=host_places,
+        host_states=host_states,
     )
 
 

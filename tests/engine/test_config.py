@@ -83,7 +83,7 @@ def test_knows_this_machine() -> None:
 
 
 def test_every_field_that_a_user_may_set_is_described() -> None:
-    others = {"model", "name", "yielding", "grammars_wait", "kv_file"}
+    others = {"model", "name", "yielding", "grammars_wait", "kv_file", "standby", "listen", "secret", "offers"}
     assert {field.name for field in fields(Config)} == OPTIONS.keys() | others
     for name, option in OPTIONS.items():
         assert option.help.endswith(".")

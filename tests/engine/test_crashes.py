@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,12 +17,15 @@ import pytest
 from penstock.backend.fake import continuation
 from penstock.config import Config
 from penstock.errors import EngineUnavailable
+from penstock.ipc.engine_folder import FlightMemory
 from penstock.ipc.launchers import SpawnLauncher
+from penstock.ipc.process import Silence
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Tokens
 from tests.engine.test_ipc import LIMITS, VOCAB, events_of, run, started, tokens_of, until
 
-POISON, FREEZE, LATER = 666, 667, 668  # tokens that end the engine: of prompts, by a crash and a hang; of an answer
+# tokens that end the engine: of prompts, by a crash, a hang and a crash in the step after; of an answer
+POISON, FREEZE, AFTER, LATER = 666, 667, 668, 669
 
 HOST = f"""
 import ctypes, os, signal, sys, time
@@ -31,19 +35,25 @@ from penstock.ipc.host import host
 from penstock.types import Limits
 
 class Mortal(FakeBackend):
+    doomed = False
+
     def launch(self, batch):
+        if self.doomed:
+            time.sleep(0.02)  # what was computed before is delivered
+            ctypes.string_at(0)
         for token, at in zip(batch.tokens.tolist(), batch.positions.tolist()):
             if (token == {POISON} and at < 4) or (token == {LATER} and at > 30 and self.later):
                 ctypes.string_at(0)
             if token == {FREEZE} and at < 4:
                 time.sleep(600)
+            self.doomed |= token == {AFTER} and at < 4
         return super().launch(batch)
 
     def wait(self, ticket):
         time.sleep(0.002)
         return super().wait(ticket)
 
-def open(config):
+def open(config, _):
     backend = Mortal({VOCAB})
     backend.later = config.model == "later"
     limits = Limits{tuple(LIMITS)}
@@ -65,7 +75,7 @@ from penstock.types import Limits
 
 flight_recorder.LOADING, loading_pulse.STALLED = 1.5, 0.5
 
-def open(config):
+def open(config, _):
     once = pathlib.Path(config.name)
     if once.exists():
         once.unlink()
@@ -107,13 +117,23 @@ def check_whole(events: list[Event], prompt: list[int], max_tokens: int = COUNT)
     assert {event.cached for event in tokens} == {last.report.cached}
 
 
+def trying(client: Any) -> bool:
+    """Returns whether a request is tried that may be why an engine died: another death then would be its fault."""
+    return any(stream.doubted for stream in client._streams._streams.values())
+
+
 async def kill_after_tokens(client: Any, kind: signal.Signals) -> int:
     """Sends a signal to the engine once it has generated something; returns which process that was."""
-    await until(lambda: client.state == "ready" and client.stats.generated_tokens > 20)
+    await until(lambda: client.state == "ready" and client.stats.generated_tokens > 20 and not trying(client))
     pid = client.hello.pid
     os.kill(pid, kind)
     await until(lambda: client.hello is not None and client.hello.pid != pid)
     return pid
+
+
+async def until_answered(client: Any, count: int) -> None:
+    """Waits until so many requests have several tokens each: what a dying engine says last may be lost."""
+    await until(lambda: client.stats.generated_tokens > 10 * count)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
@@ -155,7 +175,7 @@ def test_a_poisoned_request_fails_alone_after_two_deaths(token: int) -> None:
         async with started(mortal()) as client:
             prompts = [[seed, 2, 3] for seed in range(12)]
             asking = [asyncio.create_task(events_of(client, request(client, prompt, 400))) for prompt in prompts]
-            await until(lambda: client.stats.generated_tokens > 20)
+            await until_answered(client, len(prompts))
             poisoned = await events_of(client, request(client, [1, 2, token]))
             assert [type(event) for event in poisoned] == [Failed]
             assert poisoned[0].code == "poisoned_request"
@@ -167,6 +187,22 @@ def test_a_poisoned_request_fails_alone_after_two_deaths(token: int) -> None:
             assert again.code == "poisoned_request"
             assert "refused at once" in again.message
             assert client.restarts == 2
+
+    run(scenario())
+
+
+def test_a_request_that_ends_each_engine_after_its_first_token_fails_alone() -> None:
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            prompts = [[seed, 2, 3] for seed in range(6)]
+            asking = [asyncio.create_task(events_of(client, request(client, prompt, 400))) for prompt in prompts]
+            await until_answered(client, len(prompts))
+            poisoned = await events_of(client, request(client, [1, 2, AFTER]))
+            assert isinstance(poisoned[-1], Failed)
+            assert poisoned[-1].code == "poisoned_request"
+            for prompt, answer in zip(prompts, await asyncio.gather(*asking), strict=True):
+                check_whole(answer, prompt, 400)
+            assert client.restarts <= 3
 
     run(scenario())
 
@@ -264,4 +300,24 @@ def test_an_engine_that_waits_for_ever_while_it_loads_fails_the_start(
     (tmp_path / "once").touch()
     with pytest.raises(EngineUnavailable, match=r"did not go on for .* and was killed before it was ready"):
         run(loading("locked", tmp_path / "once").start())
-    assert " in open\n" in caplog.text  # where it hangs
+    assert " in open\n" in caplog.records[-1].detail  # where it hangs
+
+
+def test_an_engine_that_is_slow_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "penstock.ipc.process")
+    silence, start = Silence(), time.monotonic()
+    for tick in range(60):  # 6 seconds, in the last of which it goes on
+        silence.observe(1 if tick < 50 else 2, 8.0, start + tick / 10)
+    slow, again = caplog.messages
+    assert slow == "the engine has not gone on for 2.1 s; it is killed after 8.0 s"
+    assert again == "the engine goes on, after 4.9 s"
+
+
+def test_memory_of_a_flight_record_is_given_back_once(tmp_path: Path) -> None:
+    """Two may end an engine at once. The second must not close a file that has the same number by then."""
+    flight = FlightMemory(f"ipc://{tmp_path}/engine")
+    flight.close()
+    other = os.open(tmp_path, os.O_RDONLY)
+    flight.close()
+    os.fstat(other)
+    os.close(other)

@@ -196,7 +196,11 @@ def test_blocks_take_hidden_states_with_them(make: Callable[[], Any]) -> None:
     rows = replace(greedy_batch([Chunk(tokens[1:], 0, [9, 1])]), program=1)
     assert there.logits(rows).argmax(axis=1).tolist() == FOLLOWING[FOLLOWING[tokens[:-1]]].tolist()
     assert here.kv.fingerprint() == there.kv.fingerprint() != plain.kv.fingerprint()
-    assert len(here.kv.export_blocks([0])) > len(plain.kv.export_blocks([0]))
+    size = len(here.kv.export_blocks([0]))
+    assert size > len(plain.kv.export_blocks([0]))
+    copies = np.zeros((2, size), np.uint8)
+    here.kv.copy_out([5, 7], copies, [0, 1])
+    assert copies.tobytes() == here.kv.export_blocks([5, 7])
 
 
 @MAKERS

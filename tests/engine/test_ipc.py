@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine
@@ -20,7 +23,7 @@ from penstock.config import Config
 from penstock.engine.engine import Engine
 from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.errors import ConfigError, EngineUnavailable, MalformedFile, PenstockError, error_of
-from penstock.ipc import wire
+from penstock.ipc import process, wire
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.spawn import ProcessClient
@@ -60,7 +63,7 @@ class SlowBackend(FakeBackend):
         time.sleep(0.002)
         return super().wait(ticket)
 
-def open(config):
+def open(config, _):
     if config.model == "broken":
         raise MalformedFile("the model is broken: fetch it again")
     if config.model == "crash" or (config.model.startswith("once:") and os.path.exists(config.model[5:])):
@@ -81,10 +84,10 @@ host(open)
 """
 
 
-def fake_engine() -> Engine:
+def fake_engine(kind: type[Engine] = Engine) -> Engine:
     backend = FakeBackend(VOCAB)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS, sleeper=backend.sleeper)
+    return kind(backend, LIMITS, sleeper=backend.sleeper)
 
 
 def in_process() -> InProcessClient:
@@ -241,7 +244,7 @@ def test_thread_that_fails_fails_its_requests() -> None:
             raise ValueError("lost the thread")
 
     async def scenario() -> None:
-        async with started(InProcessClient(lambda: Broken(FakeBackend(VOCAB), LIMITS))) as client:
+        async with started(InProcessClient(lambda: fake_engine(Broken))) as client:
             (failed,) = await events_of(client, request(client, [1]))
             assert failed.code == "engine_died"
             assert "lost the thread" in failed.message
@@ -368,6 +371,22 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: py
     run(scenario())
 
 
+def test_what_keeps_an_engine_from_starting_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    monkeypatch.setattr(process, "bind", refuse)
+
+    async def scenario() -> None:
+        with pytest.raises(EngineUnavailable, match=r"could not be started: .* too many open files"):
+            await in_its_own().start()
+
+    run(scenario())
+    assert not list(tmp_path.iterdir())
+
+
 # -- the wire ----------------------------------------------------------------------------------------------------
 
 EVENTS: list[Event] = [
@@ -432,3 +451,29 @@ def test_errors_come_back_as_they_were() -> None:
     unknown = error_of("from_the_future", "text")
     assert type(unknown) is PenstockError
     assert unknown.code == "from_the_future"
+
+
+def test_an_engine_process_logs_as_its_server_does() -> None:
+    program = """
+import logging, os
+from penstock.config import log_to_stderr
+from penstock.ipc.host_log import log_as_the_server
+log_as_the_server()
+log_to_stderr("loaded\\nwell")
+logging.getLogger("penstock.engine").warning("slow")
+"""
+    for format in ("text", "json"):
+        environment = os.environ | {"PENSTOCK_LOG_FORMAT": format}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=WAIT, check=True
+        )
+        lines = done.stderr.splitlines()
+        if format == "text":
+            assert lines == ["loaded", "well", "slow"]
+        else:
+            told = [json.loads(line) for line in lines]
+            assert [(line["level"], line["message"]) for line in told] == [
+                ("info", "loaded\nwell"),
+                ("warning", "slow"),
+            ]
+            assert all(line["time"].endswith("Z") for line in told)

@@ -26,6 +26,7 @@ from penstock.engine.kv_disk.rates import Rates, read_rates, write_rates
 from penstock.engine.kv_disk.segment import BlockLayout
 from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
 from penstock.errors import ConfigError
+from penstock.planning.memory_plan import all_states
 from penstock.types import (
     Aborted,
     Event,
@@ -50,8 +51,10 @@ class Slow(SegmentStore):
     def __init__(self, folder: Path, layout: BlockLayout, limit: int) -> None:
         super().__init__(folder, layout, limit, free=lambda _: FREE)
         self.allowed = threading.Semaphore(0)
+        self.asked = 0  # blocks, by one thread
 
     def read(self, block: StoredBlock, targets: loading.Targets) -> bool:
+        self.asked += 1
         self.allowed.acquire()
         return super().read(block, targets)
 
@@ -59,11 +62,20 @@ class Slow(SegmentStore):
 class Server:
     """Is one life of an engine with the fake backend, whose answers show what its KV holds."""
 
-    def __init__(self, folder: Path, windows: tuple[int, ...] = (0,), slow: bool = False, places: int = 64) -> None:
-        self.limits = LIMITS._replace(windows=windows, host_places=places)
+    def __init__(
+        self,
+        folder: Path,
+        windows: tuple[int, ...] = (0,),
+        slow: bool = False,
+        places: int = 64,
+        states: int = 0,
+        host_states: int = 4,
+    ) -> None:
+        self.limits = LIMITS._replace(windows=windows, host_places=places, states=states, host_states=host_states)
         backend = FakeBackend(LIMITS.vocab, windows=windows)
-        backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-        layout = BlockLayout(b"f" * 16, LIMITS.block_size, len(windows), len(backend.kv.export_blocks([0])))
+        backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size, all_states(self.limits))
+        sizes = len(windows), len(backend.kv.export_blocks([0])), 8 if states else 0
+        layout = BlockLayout(b"f" * 16, LIMITS.block_size, *sizes)
         self.store = (
             Slow(folder, layout, 1 << 20) if slow else SegmentStore(folder, layout, 1 << 20, free=lambda _: FREE)
         )
@@ -90,7 +102,8 @@ class Server:
         """Answers a prompt, sees that the answer is right, and returns its report."""
         id = self.add(*prompt, **options)
         events = self.drain()
-        assert list(tokens_of(events, id)) == continuation(prompt, 6, LIMITS.vocab, windows=self.limits.windows)
+        expected = continuation(prompt, 6, LIMITS.vocab, self.limits.states > 0, self.limits.windows)
+        assert list(tokens_of(events, id)) == expected
         return report_of(events, id)
 
     def close(self) -> None:
@@ -208,7 +221,7 @@ def test_two_requests_wait_for_one_reading(serve) -> None:
 
 
 def test_others_run_while_one_waits_and_a_slow_disk_is_given_up(serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LEAST", 0.2)
+    monkeypatch.setattr(loading, "LEAST", 60.0)
     monkeypatch.setattr(loading, "THREADS", 1)
     server = serve()
     server.answer(*PROMPT)
@@ -221,6 +234,9 @@ def test_others_run_while_one_waits_and_a_slow_disk_is_given_up(serve, monkeypat
     assert tokens_of(events, other)
     assert not tokens_of(events, slow)
     server.store.allowed.release(4)
+    while server.store.asked < 5:  # then four are read
+        time.sleep(0.001)
+    monkeypatch.setattr(loading, "LEAST", 0.2)
     events += server.drain()
     assert tokens_of(events, slow) == tuple(continuation(PROMPT, 6, LIMITS.vocab))
     assert report_of(events, slow).reused == (("disk", 16),)
@@ -348,6 +364,11 @@ def answer_once(name: str, text: tuple[int, ...] = TEXT, **options: object) -> t
         ("llama3", {"device": "cpu", "kv": "int8"}),
         ("gemma3", {"device": "cpu"}),
         ("deepseek_v3", {"device": "cpu"}),
+        ("qwen3next", {"device": "cpu"}),
+        ("qwen3next", {"device": "ref"}),
+        ("bamba", {"device": "cpu"}),
+        ("lfm2", {"device": "cpu"}),
+        ("kimi_linear", {"device": "cpu"}),
     ],
 )
 def test_an_answer_after_a_restart_is_the_same_to_the_bit(
@@ -375,12 +396,75 @@ def test_other_weights_types_and_layouts_are_apart(tmp_path: Path) -> None:
     assert answer_once("llama3", **disk)[1].cached == 40
 
 
-def test_models_with_recurrent_layers_keep_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "kv"
-    for _ in range(2):
-        assert answer_once("qwen3next", device="cpu", kv_disk=str(folder))[1].cached == 0
-    assert not folder.exists()
-    assert "--kv-disk has no effect on this model" in capsys.readouterr().err
+# -- recurrent states --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 6)])
+def test_a_restarted_server_reads_the_state_with_the_blocks(serve, windows: tuple[int, ...]) -> None:
+    server = serve(states=4, windows=windows)
+    server.answer(*PROMPT)
+    server = restart(serve, server, states=4, windows=windows)
+    assert server.answer(*PROMPT).reused == (("disk", 40),)
+    assert server.answer(*PROMPT).reused == (("device", 40),)
+
+
+def test_a_conversation_goes_on_from_the_state_of_its_answer(serve) -> None:
+    server = serve(states=4)
+    prompt = PROMPT[:30]
+    answer = continuation(prompt, 20, LIMITS.vocab, True)
+    server.add(*prompt, max_tokens=20)
+    server.drain()
+    server = restart(serve, server, states=4)
+    assert server.answer(*prompt, *answer, 7, 8, 9).reused == (("disk", 48),)
+
+
+def test_where_prompts_part_the_state_is_written_too(serve) -> None:
+    server = serve(states=8)
+    for last in (70, 80, 90):
+        server.answer(*PROMPT[:22], *range(last, last + 9))
+    server = restart(serve, server, states=8)
+    assert server.answer(*PROMPT[:22], 33, 33, 33).reused == (("disk", 20),)
+
+
+def test_a_state_alone_is_read_where_the_blocks_are_known(serve) -> None:
+    server = serve(states=4)
+    server.answer(*PROMPT)
+    while len(server.store) < 11 or not server.store.has_state(hashing.chain("", PROMPT, LIMITS.block_size)[-1]):
+        time.sleep(0.01)  # a thread writes
+    server.engine._scheduler.cache.states.clear()
+    assert server.answer(*PROMPT).cached == 40
+    assert server.engine.stats().disk.read == 0  # all blocks were there
+    assert server.engine.stats().disk.skipped == ()
+
+
+def test_without_a_place_for_the_state_nothing_is_read(serve) -> None:
+    server = serve(states=4)
+    server.answer(*PROMPT)
+    server = restart(serve, server, states=4, host_states=1)
+    place = server.engine._scheduler.cache.states.reserve()
+    assert server.answer(*PROMPT).cached == 0
+    server.engine._scheduler.cache.states.unreserve(place)
+    assert server.engine._scheduler.cache.host.reserved == set()
+
+
+def test_a_request_that_gives_up_leaves_the_place_of_its_state(serve) -> None:
+    server = serve(states=4)
+    server.answer(*PROMPT)
+    server = restart(serve, server, states=4, slow=True)
+    id = server.add(*PROMPT)
+    server.engine.step()
+    assert len(server.engine._scheduler.cache.states.host.reserved) == 1
+    server.engine.abort(id)
+    server.store.allowed.release(99)
+    while server.engine._scheduler.cache.states.host.reserved:
+        server.drain()
+    assert len(server.engine._scheduler.cache.states.host.free()) == 4
+    server.answer(*PROMPT)
+
+
+def test_host_memory_that_holds_no_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_ram to a number of bytes of at least"):
+        answer_once("qwen3next", device="cpu", kv_disk=str(tmp_path), kv_ram=2000)
 
 
 def test_without_host_memory_it_is_refused(tmp_path: Path) -> None:
@@ -409,6 +493,39 @@ def test_blocks_that_are_in_use_at_the_start_are_left_alone(serve) -> None:
     memory.kv.import_blocks([used], bytes(range(len(memory.kv.export_blocks([used])))))
     before = memory.kv.export_blocks([used])
     host = HostBlocks(LIMITS, memory.kv, CopyCosts())
-    DiskPrefixes(server.store, cache, host, memory.kv, LIMITS, PromptCost(), hashing.chain).close()
+    DiskPrefixes(server.store, cache, host, None, memory.kv, LIMITS, PromptCost(), hashing.chain).close()
     assert memory.kv.export_blocks([used]) == before
     assert not any(memory.kv.export_blocks([cache.pool.take()]))
+
+
+def test_a_chain_that_is_read_does_not_wait_for_a_thread_that_is_busy() -> None:
+    class Whole:
+        def read(self, *_: object) -> bool:
+            return True
+
+    chain = loading.Loading([None] * 3, [()] * 3, lambda _: 0.0)  # type: ignore[list-item]
+    chain.run(Whole())  # type: ignore[arg-type]  # the other thread hangs with the disk
+    assert chain.ready
+    assert (chain.usable, chain.finished, chain.given_up) == (3, False, False)
+
+
+def test_in_idle_the_blocks_that_come_next_are_touched_and_no_others(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = serve()
+    touched: list[int] = []
+    kv = server.engine._backend.kv
+    touch = kv.touch_blocks
+    monkeypatch.setattr(kv, "touch_blocks", lambda blocks: (touched.extend(blocks), touch(blocks)))
+    while server.engine.prepare_in_idle():
+        pass
+    assert not touched, "nothing is on disk that could be read"
+    before = server.engine._scheduler.cache.pool.snapshot()
+    server.answer(*PROMPT)
+    while len(server.store) < 10:  # a thread writes
+        time.sleep(0.01)
+    while server.engine.prepare_in_idle():
+        pass
+    free = server.engine._scheduler.cache.pool
+    assert 10 <= len(touched) <= len(server.store)
+    assert touched == free.upcoming(len(touched)), "what the prompt holds is left alone"
+    assert free.snapshot() < before
+    assert dict(server.answer(*PROMPT).reused) == {"device": 40}

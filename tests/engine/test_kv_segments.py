@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core import hashing
-from penstock.engine.kv_disk.segment import BlockLayout
+from penstock.engine.kv_disk.segment import HEADER, BlockLayout
 from penstock.engine.kv_disk.store import RETRY, TOUCH, SegmentStore, StoredBlock
 
 LAYOUT = BlockLayout(b"f" * 16, block_size=4, groups=1, block_bytes=64)
@@ -124,6 +124,47 @@ def test_a_windowed_block_may_be_missing(tmp_path: Path, group: int) -> None:
     assert not again.read(block, [memoryview(target) if each != group else None for each in range(2)])
 
 
+def test_a_state_is_kept_with_the_block_at_whose_end_it_was_saved(tmp_path: Path) -> None:
+    layout, state = LAYOUT._replace(state_bytes=1000), bytes(range(250)) * 4
+    store = opened(tmp_path, layout, limit=8 * 4000)
+    blocks = chain(1, 5)
+    for index, (hash, parent, tokens, contents) in enumerate(blocks):
+        assert store.append(hash, parent, tokens, [contents, state if index in (1, 4) else None])
+    hash, parent, tokens, contents = blocks[2]
+    assert store.append(hash, parent, tokens, [contents, None])  # as it is known
+    assert store.written == 5
+    assert store.append(hash, parent, tokens, [contents, state[::-1]])  # its state was saved later
+    store.close()
+    assert len(segments(tmp_path)) > 1
+    again = opened(tmp_path, layout)
+    stored = found(again, 1, 5)
+    assert [block.record.has(1) for block in stored] == [False, True, True, False, True]
+    assert again.stored_bytes == 5 * 64 + 3 * 1000
+    for block, expected in ((stored[1], state), (stored[2], state[::-1]), (stored[4], state)):
+        target, own = bytearray(1000), bytearray(64)
+        assert again.read(block, [memoryview(own), memoryview(target)])
+        assert bytes(target) == expected
+        assert bytes(own) == blocks[stored.index(block)][3]
+    assert opened(tmp_path).skipped["foreign"] == len(segments(tmp_path))
+
+
+def test_a_damaged_state_is_not_served(tmp_path: Path) -> None:
+    layout = LAYOUT._replace(state_bytes=100)
+    store = opened(tmp_path, layout)
+    hash, parent, tokens, contents = chain(1)[0]
+    assert store.append(hash, parent, tokens, [contents, bytes(100)])
+    store.close()
+    [path] = segments(tmp_path)
+    whole = bytearray(path.read_bytes())
+    for at in range(len(whole) - 100, len(whole)):
+        path.write_bytes(whole[:at] + bytes([1]) + whole[at + 1 :])
+        again = opened(tmp_path, layout)
+        [block] = found(again, 1, 1)
+        assert not again.read(block, [None, memoryview(bytearray(100))])
+        assert again.skipped["damaged"] == 1
+        again.close()
+
+
 def test_a_segment_cut_at_any_byte_loses_only_what_was_cut(tmp_path: Path) -> None:
     store = opened(tmp_path, limit=8 * 3 * 200)
     write(store, 1)
@@ -137,7 +178,7 @@ def test_a_segment_cut_at_any_byte_loses_only_what_was_cut(tmp_path: Path) -> No
         count = restored(cut, 1)
         assert count == max(end - 4096, 0) // LAYOUT.block_bytes
         assert cut.skipped.total() == cut.skipped["cut"]
-        assert cut.skipped["cut"] or not end or end in (len(whole),) or count == 3 or end == 48
+        assert cut.skipped["cut"] or not end or end in (len(whole),) or count == 3 or end == HEADER.size
         cut.close()
         counts.add(count)
     assert counts == {0, 1, 2}
@@ -149,7 +190,7 @@ def test_a_flipped_bit_is_found_and_the_rest_is_served(tmp_path: Path) -> None:
     store.close()
     [path] = segments(tmp_path)
     whole = path.read_bytes()
-    used = [*range(48 + 3 * LAYOUT.slot.size), *range(4096, len(whole))]
+    used = [*range(HEADER.size + 3 * LAYOUT.slot.size), *range(4096, len(whole))]
     for at in used:
         damaged = bytearray(whole)
         damaged[at] ^= 1 << at % 8

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -143,6 +144,25 @@ def test_copied_blocks_are_as_good_as_computed_ones_for_every_program(name: str)
     backend.kv.copy_blocks([(2, 5), (0, 3)])
     backend.kv.copy_blocks([(1, 2), (1, 0)])  # what was there is lost
     assert last_tokens(backend, [[5, 3]]) == wanted
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_blocks_are_copied_to_rows_and_back_with_their_crcs(name: str) -> None:
+    first, second = prompted(name), prompted(name)
+    wanted = last_tokens(first, TABLES)
+    kept = prompted(name).kv
+    size = len(kept.export_blocks([0]))
+    rows = np.zeros((5, size), np.uint8)
+    assert kept.copy_out([2, 0], rows, [4, 1], [7, 9]) == [crc32(rows[4], 7), crc32(rows[1], 9)]
+    assert rows[[4, 1]].tobytes() == kept.export_blocks([2, 0])
+    second.kv.import_blocks([2, 0], bytes(2 * size))
+    assert second.kv.copy_in([4, 1], rows, [4, 1], [7, 9]) == [crc32(rows[4], 7), crc32(rows[1], 9)]
+    assert last_tokens(second, [[4, 1]]) == wanted
+    assert kept.copy_out([2], rows, [0]) == []
+    assert rows[0].tobytes() == kept.export_blocks([2])
+    for blocks, place in (([2], 5), ([1000], 0)):
+        with pytest.raises((IndexError, ValueError)):
+            kept.copy_out(blocks, rows, [place], [0])
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -236,3 +236,30 @@ def test_more_than_the_answer_may_have_ends_it() -> None:
 def test_generated_ids_that_no_token_has_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="from 0 to 99"):
         fake().add(Request(1, (1,), SamplingParams(), 5, generated=(100,)))
+
+
+# -- loops --------------------------------------------------------------------------------------------------------
+
+LOOPING = Limits(max_len=4096, max_rows=4, step_tokens=64, block_size=16, num_blocks=1024, vocab=1)  # all is token 0
+GREEDY = SamplingParams(temperature=0.0, seed=1)
+
+
+def looping(depth: int = 0, drafting: Any = None) -> Engine:
+    backend = FakeBackend(LOOPING.vocab)
+    backend.reserve_kv(LOOPING.num_blocks, LOOPING.block_size)
+    return Engine(backend, LOOPING, depth=depth, drafting=drafting)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_loop_ends_where_it_would_without_the_cut(depth: int) -> None:
+    asked = [Request(id, (0,) * id, GREEDY, 1500) for id in (1, 2, 3)]
+    assert {len(said.tokens) for said in answers(looping(depth), asked).values()} == {1024}
+    check_cuts(looping, LOOPING.vocab, asked, rounds=4, depth=depth)
+
+
+@pytest.mark.parametrize(
+    "params", [{"loop_guard": False}, {"ignore_eos": True}, {"min_tokens": 1090}, {"temperature": 0.5}]
+)
+def test_a_request_may_want_its_loop(params: dict[str, Any]) -> None:
+    asked = Request(1, (0,), SamplingParams(**{"temperature": 0.0, "seed": 1} | params), 1100)
+    assert len(answers(looping(), [asked])[1].tokens) == 1100

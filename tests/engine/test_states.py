@@ -14,6 +14,7 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.config import Config
 from penstock.core import check
+from penstock.core.step_cost import PromptCost
 from penstock.engine.build import build_engine
 from penstock.engine.engine import Engine
 from penstock.model.load import load_model, open_checkpoint
@@ -22,6 +23,7 @@ from penstock.types import Event, Finished, Limits, Request, SamplingParams, Tok
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 NAMES = ("qwen35", "qwen35moe", "qwen3next", "kimi_linear")
+TIERED = {"num_blocks": 16, "states": 1, "host_places": 64, "host_states": 8}  # the device has room for about one
 LIMITS = Limits(max_len=64, max_rows=4, step_tokens=24, block_size=4, num_blocks=64, vocab=48, states=8)
 BACKENDS: dict[str, Callable[[], Any]] = {"ref": RefBackend, "cpu": lambda: CpuBackend(2, kv="f32")}
 GREEDY = SamplingParams(temperature=0)
@@ -96,6 +98,38 @@ def test_preempted_and_crowded_they_answer_as_if_alone(fresh: Callable[..., Engi
     said, _ = answers(engine, *prompts, count=30)
     assert engine.stats().preemptions > 0
     assert said == [answers(fresh(), prompt, count=30)[0][0] for prompt in prompts]
+
+
+def test_a_prefix_comes_back_from_host_memory_with_its_state(
+    fresh: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptCost, "FEW", 10**9)  # of a model as small as these, computing may be faster
+    prompts = [(at, *SYSTEM, *SYSTEM) for at in range(3)]
+    engine = fresh(**TIERED)
+    first = [answers(engine, prompt)[0] for prompt in prompts]
+    for prompt, expected in zip(prompts, first, strict=True):
+        said, reused = answers(engine, prompt)
+        assert reused == [44]
+        assert said == expected
+    assert dict(engine.stats().reused)["ram"] > 0
+
+
+def test_a_state_that_was_exported_is_as_good_in_another_backend(fresh: Callable[..., Engine]) -> None:
+    one, other = (fresh()._backend.states for _ in range(2))
+    assert one is not None
+    assert other is not None
+    size = len(one.export_blocks([0]))
+    data = np.random.default_rng(1).bytes(3 * size)
+    one.import_blocks([5, 0, 2], data)
+    other.import_blocks([1], one.export_blocks([2]))
+    assert other.export_blocks([1]) == data[2 * size :]
+    one.copy_blocks([(5, 7)])
+    assert one.export_blocks([7, 0]) == data[: 2 * size]
+    one.touch_blocks([7])
+    assert one.export_blocks([7]) == bytes(size)
+    assert one.fingerprint() == other.fingerprint()
+    with pytest.raises(ValueError, match="bytes"):
+        one.import_blocks([1], data)
 
 
 def test_a_config_leaves_room_for_states() -> None:

@@ -17,7 +17,7 @@ from penstock.engine.build import open_engine
 from penstock.engine.engine import Engine
 from penstock.engine.host_blocks import HostBlocks
 from penstock.errors import ConfigError
-from penstock.types import Event, Failed, Finished, Limits, Report, Request, SamplingParams, Tokens
+from penstock.types import BlockCopy, Event, Failed, Finished, Limits, Report, Request, SamplingParams, Tokens
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 OPTIONS = {"threads": 2, "max_rows": 2, "max_len": 64, "block_size": 8, "speculation": "off"}
@@ -71,6 +71,11 @@ def engine_over(backend: FakeBackend) -> Engine:
         ("gemma3", "ref", {}),
         ("deepseek_v3", "cpu", {}),
         ("gpt_oss", "cpu", {}),
+        ("qwen3next", "cpu", {}),
+        ("qwen3next", "ref", {}),
+        ("bamba", "cpu", {}),
+        ("lfm2", "cpu", {}),
+        ("kimi_linear", "cpu", {}),
     ],
 )
 @pytest.mark.usefixtures("always_copies")
@@ -110,9 +115,17 @@ def test_no_other_bytes_can_be_asked_for(given: Any) -> None:
         configure(GOLDENS / "llama3", {"kv_ram": given})
 
 
-def test_a_model_with_recurrent_layers_has_no_host_tier() -> None:
+def test_host_memory_is_divided_between_blocks_and_states() -> None:
     engine = open_engine(configure(GOLDENS / "bamba", OPTIONS | {"device": "cpu", "kv_ram": 1 << 20}))
-    assert engine.limits.states > 0 == engine.limits.host_places
+    limits, backend = engine.limits, engine._backend
+    assert backend.states is not None
+    state, block = len(backend.states.export_blocks([0])), 8 * backend.memory_needs().kv_bytes_per_token
+    assert limits.host_states == (1 << 19) // state > 0
+    assert limits.host_places == ((1 << 20) - limits.host_states * state) // block > 0
+    one = open_engine(configure(GOLDENS / "bamba", OPTIONS | {"device": "cpu", "kv_ram": state + 3 * block}))
+    assert (one.limits.host_states, one.limits.host_places) == (1, 3)
+    none = open_engine(configure(GOLDENS / "bamba", OPTIONS | {"device": "cpu", "kv_ram": state - 1}))
+    assert (none.limits.host_states, none.limits.host_places) == (0, (state - 1) // block)
 
 
 # -- what copies cost --------------------------------------------------------------------------------------------
@@ -220,3 +233,15 @@ def test_a_place_holds_what_was_written_to_it() -> None:
     data = bytes(range(stored.block_bytes))
     stored.write(3, data)
     assert bytes(stored.read(3)) == data
+
+
+@pytest.mark.parametrize("places", [(2, 3, 4), (4, 3, 2), (1, 5, 9)])
+def test_places_are_copied_in_neighbours_or_not(places: tuple[int, ...]) -> None:
+    backend = FakeBackend(LIMITS.vocab)
+    backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
+    host = HostBlocks(LIMITS, backend.kv, CopyCosts())
+    contents = [bytes([place]) * host.block_bytes for place in places]
+    for place, data in zip(places, contents, strict=True):
+        host.write(place, data)
+    host.carry_out([BlockCopy(10 + at, place, "in") for at, place in enumerate(places)])
+    assert [backend.kv.export_blocks([10 + at]) for at in range(len(places))] == contents

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from penstock.core import hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import Key, PrefixNode
+from penstock.core.tails import Parent, Tail
 from penstock.types import Limits
 
 
@@ -23,10 +24,33 @@ class StoredNode(NamedTuple):
     blocks: list[int]  # by layer group; -1: missing
 
 
-def adopt(cache: KvCache, limits: Limits, stored: Iterable[StoredNode]) -> int:
+class StoredTail(NamedTuple):
+    """Describes what a sequence had computed of a block that was not full yet."""
+
+    parent: bytes  # as that of a node
+    first: bool
+    tokens: tuple[int, ...]
+    blocks: list[int]
+
+
+class StoredState(NamedTuple):
+    """Says which place has the recurrent state at the end of a node."""
+
+    number: int  # is higher for states that were saved later
+    hash: bytes  # the node's
+    place: int
+
+
+def adopt(
+    cache: KvCache,
+    limits: Limits,
+    stored: Iterable[StoredNode],
+    tails: Iterable[StoredTail] = (),
+    states: Iterable[StoredState] = (),
+) -> int:
     """Puts nodes into the prefix cache, as idle ones, and returns how many blocks they have. Those that were stored
     first are evicted first. A node is left out if it lacks a block, if its hash is not that of its tokens, or if the
-    one above it is left out. To be called before the cache is used."""
+    one above it is left out. Tails and states of what is adopted are kept. To be called before the cache is used."""
     nodes: dict[bytes, PrefixNode] = {}
     adopted: list[StoredNode] = []
     used: set[int] = set()
@@ -44,7 +68,23 @@ def adopt(cache: KvCache, limits: Limits, stored: Iterable[StoredNode]) -> int:
         cache.tell_stored(nodes[found.hash])
     for found in _in_order_of_eviction(adopted):
         cache.trie.drop([nodes[found.hash]], [int(block < 0) for block in found.blocks])
-    return len(used)
+    count = len(used)
+    cache.keep_tails(_sound_tails(tails, nodes, limits, used))
+    for state in sorted(states):
+        if state.hash in nodes:
+            cache.states.adopt(nodes[state.hash], state.place)
+    return count
+
+
+def _sound_tails(
+    tails: Iterable[StoredTail], nodes: dict[bytes, PrefixNode], limits: Limits, used: set[int]
+) -> Iterator[Tail]:
+    """Yields the tails that can be reused as they are described, behind nodes that were adopted."""
+    for tail in tails:
+        parent: Parent | None = tail.parent if tail.first else nodes.get(tail.parent)
+        if parent is not None and 0 < len(tail.tokens) < limits.block_size and _are_free(tail.blocks, limits, used):
+            used.update(tail.blocks)
+            yield Tail(parent, tail.tokens, tail.blocks)
 
 
 def _from_the_root_down(stored: Iterable[StoredNode]) -> Iterator[StoredNode]:
@@ -62,11 +102,16 @@ def _from_the_root_down(stored: Iterable[StoredNode]) -> Iterator[StoredNode]:
 def _is_sound(found: StoredNode, limits: Limits, used: set[int]) -> bool:
     """Returns whether a node can be reused as it is described. Other nodes have the `used` blocks."""
     here = [block for block in found.blocks if block >= 0]
-    if not here or len({*here} - used) < len(here) or max(here) >= limits.num_blocks:
+    if not here or not _are_free(here, limits, used):
         return False
     if any(block < 0 and not window for block, window in zip(found.blocks, limits.windows, strict=True)):
         return False
     return len(found.tokens) == limits.block_size and found.hash == hashing.extend(found.parent, found.tokens)
+
+
+def _are_free(blocks: list[int], limits: Limits, used: set[int]) -> bool:
+    """Returns whether all of these are blocks of the KV cache, and different ones that are not `used`."""
+    return len({*blocks} - used) == len(blocks) and min(blocks) >= 0 and max(blocks) < limits.num_blocks
 
 
 def _in_order_of_eviction(adopted: list[StoredNode]) -> list[StoredNode]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from penstock.core.prefix import PrefixNode
-from penstock.types import BlockEvent, BlockRemoved, BlockStored
+from penstock.types import BlockEvent, BlockRemoved, BlockSnapshot, BlockStored
 
 
 class BlockWatcher(Protocol):
@@ -20,18 +21,28 @@ class BlockWatcher(Protocol):
     def removed(self, node: PrefixNode) -> None:
         """Takes note of a node that left the prefix cache. Its blocks may be written to from the next step on."""
 
+    def freed(self, block: int) -> None:
+        """Takes note of a block that a sequence had for itself, or whose tail is forgotten: it may be written to."""
+
+    def state_saved(self, node: PrefixNode, place: int) -> None:
+        """Takes note that a place on the device has the recurrent state at the end of a node, once the plan being made
+        is carried out. The node's chain hash may come later."""
+
+    def state_lost(self, place: int) -> None:
+        """Takes note that a place of a saved state may be written to from the next step on."""
+
 
 class BlockEvents:
     """Numbers the events of one epoch from 0 and keeps them until they are taken."""
 
     def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._number = 0
         self._events: list[BlockEvent] = []
 
     def stored(self, node: PrefixNode, parent: bytes) -> None:
         """Records that a block entered the prefix cache."""
-        self._events.append(BlockStored(self._number, self._epoch, node.hash, parent, node.tokens))
+        self._events.append(BlockStored(self._number, self.epoch, node.hash, parent, node.tokens))
         self._number += 1
 
     def changed(self, node: PrefixNode) -> None:
@@ -39,10 +50,24 @@ class BlockEvents:
 
     def removed(self, node: PrefixNode) -> None:
         """Records that a block left the prefix cache."""
-        self._events.append(BlockRemoved(self._number, self._epoch, node.hash))
+        self._events.append(BlockRemoved(self._number, self.epoch, node.hash))
         self._number += 1
+
+    def freed(self, block: int) -> None:
+        """Records nothing: the block was not in the prefix cache."""
+
+    def state_saved(self, node: PrefixNode, place: int) -> None:
+        """Records nothing: states are told to nobody."""
+
+    def state_lost(self, place: int) -> None:
+        """Records nothing: states are told to nobody."""
 
     def take(self) -> list[BlockEvent]:
         """Returns the events since the last call."""
         events, self._events = self._events, []
         return events
+
+    def snapshot(self, nodes: Iterable[PrefixNode]) -> BlockSnapshot:
+        """Returns which of all nodes are in the prefix cache, with the number of the event that comes next. Events that
+        were not taken yet are in it."""
+        return BlockSnapshot(self.epoch, self._number, b"".join(node.hash for node in nodes if node.stored))

@@ -7,6 +7,7 @@ from collections import Counter
 from penstock.core.prefix import Idle, PrefixNode
 from penstock.core.scheduler import Scheduler
 from penstock.core.sequence import Sequence
+from penstock.core.states import SavedStates
 
 
 def check(scheduler: Scheduler) -> None:
@@ -106,6 +107,18 @@ def _check_states(scheduler: Scheduler) -> None:
     assert states.saved().keys() <= nodes, "a state is saved for a block that is gone"
     places = sorted([*states.free(), *states.pending, *states.saved().values()])
     assert places == list(range(states.total)), f"places of {states.total} states are lost or have two owners: {places}"
+    if isinstance(states, SavedStates):
+        _check_host_states(states, nodes)
+
+
+def _check_host_states(states: SavedStates, nodes: set[PrefixNode]) -> None:
+    host = states.host
+    assert host.kept().keys() <= nodes, "host memory has the state of a block that is gone"
+    places = sorted([*host.free(), *host.reserved, *host.kept().values()])
+    assert places == list(range(host.total)), (
+        f"host places of {host.total} states are lost or have two owners: {places}"
+    )
+    assert host.only() == host.kept().keys() - states.saved().keys(), "a state is on other tiers than its queue says"
 
 
 def _check_queues(scheduler: Scheduler) -> None:

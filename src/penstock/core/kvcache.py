@@ -1,24 +1,27 @@
 """Keeps who holds which KV block: it is the only writer of that fact.
 
 A block is free (in the pool), owned by the one sequence that is filling it, or published in the trie (full; held or
-idle). Layers that see equally far form a layer group. A sequence has a block table for each group, all of the same
-length; a windowed group's blocks that no later token can see are let go as the sequence advances.
+idle). A free block may hold a tail (tails.py). Layers that see equally far form a layer group. A sequence has a block
+table for each group, all of the same length; a windowed group's blocks that no later token can see are let go as the
+sequence advances.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Line
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockWatcher
 from penstock.core.blocks import BlockPool
+from penstock.core.host_states import HostStates
 from penstock.core.prefix import BlockTrie, Idle, PrefixNode
 from penstock.core.sequence import Sequence
 from penstock.core.states import NoStates, SavedStates
-from penstock.core.tiers import DEVICE, DISK, RAM, CopyCosts, HostTier
+from penstock.core.tails import Parent, Tail, Tails
+from penstock.core.tiers import DEVICE, DISK, PEER, RAM, CopyCosts, HostTier
 from penstock.types import BlockCopy, Grown, Limits, Row, blocks_for
 
 
@@ -36,17 +39,21 @@ class KvCache:
     ) -> None:
         size = self.block_size = limits.block_size
         self.groups = len(limits.windows)
+        self._watchers = tuple(watchers)
         self.pool = BlockPool(limits.num_blocks)
         self.host = HostTier(limits.host_places, limits.windows, lambda node: self.trie.prune(node))
-        self.trie = BlockTrie(size, limits.windows, self.host, self._forget, self._changed)
         self.states = NoStates()
         if limits.states:
-            self.states = SavedStates(limits.states, size, self.blocks_for(limits.step_tokens) * size)
+            host = HostStates(limits.host_states, self._state_pays)
+            spacing = self.blocks_for(limits.step_tokens) * size
+            self.states = SavedStates(limits.states, size, spacing, host, self._watchers)
+        self.trie = BlockTrie(size, limits.windows, self.host, self._forget, self._changed, self.states.forget)
+        self.tails = Tails()
         self.in_flight: dict[bytes, int] = {}  # chain hash of a block being computed -> sequence id
         self._costs = costs or CopyCosts()
         self._arriving: list[PrefixNode] = []  # what was or is to be copied in since watchers were told
+        self._taken_in: set[PrefixNode] = set()  # from a peer to the device, and reused by nobody yet
         self._chain = chain
-        self._watchers = tuple(watchers)
         self._windowed = tuple(
             (group, blocks_for(limits.max_len, (window,), size, limits.step_tokens))
             for group, window in enumerate(limits.windows)
@@ -77,36 +84,73 @@ class KvCache:
         """Returns what of a match a sequence should begin with: up to where all windows are there and, for models with
         recurrent layers, a state was saved. What is on the host counts if copying it in is no slower than computing
         it."""
-        matched = known[: self._reusable(known, host=True)]
-        absent = self._absent(matched)
-        if not absent:
+        matched = known[: self.reusable(known)]
+        absent, states = self._absent(matched), self.states.absent(matched)
+        if not absent and not states:
             return matched
-        here = self._reusable(known, host=False)
+        here = self.reusable(known, host=False)
         missing, context = (len(matched) - here) * self.block_size, here * self.block_size
-        pays = self._costs.pays_to_load(missing, context, self.host.blocks_of(absent))
+        pays = self._costs.pays_to_load(missing, context, self.host.blocks_of(absent), states)
         return matched if pays else known[:here]
 
-    def _reusable(self, known: list[PrefixNode], *, host: bool) -> int:
+    def reusable(self, known: list[PrefixNode], *, host: bool = True) -> int:
+        """Returns how many blocks of a match a sequence can begin with. Without `host`, only what is on the device
+        counts."""
         count, usable = len(known), -1
         while count != usable:
             count = self.trie.reusable(known, count, host)
-            usable, count = count, self.states.deepest(known, count)
+            usable, count = count, self.states.deepest(known, count, host)
         return count
 
     def _absent(self, matched: list[PrefixNode]) -> list[Idle]:
         """Returns what must be copied in for a sequence that begins with these nodes."""
         return self.trie.absent(matched, self.trie.window_starts(len(matched) * self.block_size))
 
-    def attach(self, salt: str, tokens: Line[int], first: int, places: Line[Line[int]], tier: str = DISK) -> int:
+    def attach(
+        self, salt: str, tokens: Line[int], first: int, places: Line[Line[int]], tier: str = DISK, state: int = -1
+    ) -> int:
         """Puts blocks of a prompt into the prefix cache that someone has written to reserved places (HostTier.reserve):
         its block `first` and those after it, of each a place for every layer group (-1: none, of windowed groups).
-        Blocks before the first must be known. Places that are not used are given back; returns how many blocks
-        are used."""
-        chain = self.trie.match(salt, tokens, first)
+        Blocks before the first must be known. The last one may come with the place of the `state` at its end. Places
+        that are not used are given back; returns how many blocks are used."""
+        chain, end = self.trie.match(salt, tokens, first), first + len(places)
         if len(chain) < first or not places:
             self.host.give_back(place for each in places for place in each if place >= 0)
+            self.states.unreserve(state)
             return 0
-        return self.trie.attach(chain, salt, tokens, places, tier)
+        count = self.trie.attach(chain, salt, tokens, places, tier)
+        whole = len(self.trie.match(salt, tokens, end)) == end  # nothing of it was pruned
+        self.states.attach(chain[-1] if whole else None, state)
+        return count
+
+    def take_in(
+        self, salt: str, tokens: Line[int], first: int, wanted: Line[Line[bool]], fill: Callable[[list[list[int]]], int]
+    ) -> int:
+        """Puts blocks of a prompt into the prefix cache that someone writes to blocks of the device: its block `first`
+        and those after it, of each one for every layer group that is `wanted`. `fill` is given them (-1: not wanted)
+        and returns how many of the prompt's blocks, from the first on, are right now. Returns how many are used: none
+        if those before are not on the device, if one has come meanwhile, or if there is no room."""
+        chain = self.trie.match(salt, tokens, first + len(wanted))
+        if len(chain) != first or not all(map(self.trie.on_device, chain)):
+            return 0
+        self.trie.hold(chain, [first] * self.groups)  # what makes room must not take these
+        blocks: list[list[int]] = []
+        if sum(map(sum, wanted)) <= self.available:
+            blocks = [[self._take() if want else -1 for want in groups] for groups in wanted]
+        right = fill(blocks) if blocks else 0
+        for each in blocks[right:]:
+            for block in each:
+                if block >= 0:
+                    self._give(block)
+        for index, each in enumerate(blocks[:right], first):
+            node = self.trie.insert(chain[-1] if chain else None, self.trie.key_of(salt, tokens, index), each)
+            chain.append(node)
+            self._taken_in.add(node)
+            if self._watchers:
+                self.tell_stored(node)
+        groups = zip(*wanted, strict=True)
+        self.trie.drop(chain, [first + (*group, True).index(True) for group in groups])
+        return right
 
     def awaited(self, seq: Sequence, matched: int, sequences: Mapping[int, Sequence]) -> bytes | None:
         """Returns the hash of a block that another sequence is just computing and that is worth waiting for."""
@@ -141,27 +185,30 @@ class KvCache:
         """Returns how many blocks a running sequence will still take for the tokens that it already has."""
         return self._left_to_take(seq.end, seq.capacity // self.block_size, seq.window_starts)
 
-    def open(self, seq: Sequence, matched: list[PrefixNode], known: int) -> list[Grown]:
+    def open(self, seq: Sequence, matched: list[PrefixNode], known: int) -> tuple[int, list[Grown]]:
         """Starts a sequence on its matched prefix and puts the rest of its prompt in flight for those who come after.
-        More blocks may be `known`, where it diverges from another. Returns the entries of its block tables."""
+        More blocks may be `known`, where it diverges from another. Returns how many positions are computed already, and
+        the entries of its block tables."""
         positions = len(matched) * self.block_size
         starts = seq.window_starts = self.trie.window_starts(positions)
         absent = self.trie.absent(matched, starts)
         self.trie.hold(matched, starts)
         self._load(absent)
-        if seq.cached < 0:
-            seq.times.reused = self._tiers(seq, matched, absent)
         seq.nodes = list(matched)
         seq.tables = [
             [-1] * start + [node.blocks[group] for node in matched[start:]] for group, start in enumerate(starts)
         ]
         seq.capacity, seq.next_full = positions, positions + self.block_size
+        computed = positions + self._continue_tail(seq)
+        if seq.cached < 0:
+            seq.times.reused = self._tiers(seq, matched, absent, computed - positions)
         seq.prefix_ends = (known, (seq.prompt_len - 1) // self.block_size)
         self._hash_prompt(seq)
         for hash in seq.block_hashes[len(matched) :]:
             self.in_flight.setdefault(hash, seq.id)
         tables = zip(starts, seq.tables, strict=True)
-        return [Grown(seq.id, at, tuple(table[at:]), group) for group, (at, table) in enumerate(tables) if table[at:]]
+        grown = [Grown(seq.id, at, tuple(table[at:]), group) for group, (at, table) in enumerate(tables) if table[at:]]
+        return computed, grown
 
     def grow(self, seq: Sequence, positions: int) -> list[Grown]:
         """Takes the blocks that `positions` positions need; the caller has made sure they are available."""
@@ -190,7 +237,7 @@ class KvCache:
         self.trie.drop(seq.nodes, seq.window_starts)
         for table, start in zip(seq.tables, seq.window_starts, strict=True):
             for block in table[max(len(seq.nodes), start) :]:
-                self.pool.give(block)
+                self._give(block)
         for hash in seq.block_hashes[len(seq.nodes) :]:
             self._withdraw(seq, hash)
         self.states.leave(seq)
@@ -205,7 +252,10 @@ class KvCache:
 
     def flush(self) -> None:
         """Empties the prefix cache: gives back every block that no sequence holds."""
+        for block in self.tails.blocks:
+            self._forget_tail(block)
         self._arriving = [node for node in self._arriving if node.holders]
+        self.states.clear()
         self.host.clear()
         while self.trie.idle_blocks:
             for block in self.trie.evict(lambda node, blocks: False):
@@ -241,7 +291,7 @@ class KvCache:
         replaced = []
         for group, (own, shared) in enumerate(zip(mine, node.blocks, strict=True)):
             if own != shared:
-                self.pool.give(own)
+                self._give(own)
                 seq.tables[group][index] = shared
                 replaced.append(Grown(seq.id, index, (shared,), group))
         return replaced
@@ -255,15 +305,53 @@ class KvCache:
                 if index < len(seq.nodes):
                     self.trie.drop_window(seq.nodes[index], group)
                 else:
-                    self.pool.give(table[index])
+                    self._give(table[index])
                 table[index] = -1
         seq.window_starts = starts
 
     def _take(self) -> int:
-        if not len(self.pool):
+        if len(self.pool) <= len(self.tails) and self.trie.idle_blocks:
             for block in self.trie.evict(self._pays):
                 self.pool.give(block)
-        return self.pool.take()
+        block = self.pool.take()
+        if self.tails:
+            self._forget_tail(block)
+        return block
+
+    def _give(self, block: int) -> None:
+        """Takes a block back that a sequence had for itself."""
+        self.pool.give(block)
+        self._tell_freed(block)
+
+    # -- tails ---------------------------------------------------------------------------------------------------
+
+    def keep_tails(self, tails: Iterable[Tail]) -> None:
+        """Lets sequences that have such tokens next begin with them. The blocks are free, and are taken last."""
+        for tail in tails:
+            self.tails.add(tail)
+        self.pool.defer(self.tails.blocks)
+
+    def _continue_tail(self, seq: Sequence) -> int:
+        """Gives a sequence that starts the blocks of a tail that it can continue; returns how many positions that tail
+        has computed of it. The last token is always left to compute."""
+        if not self.tails or not seq.reuses_prefix:
+            return 0
+        parent: Parent = seq.nodes[-1] if seq.nodes else hashing.root(seq.salt)
+        shared, tail = self.tails.longest(parent, seq.tokens[seq.capacity : min(seq.next_full, len(seq.tokens)) - 1])
+        if tail is not None:
+            self.tails.remove(tail)
+            self.pool.take_these(tail.blocks)
+            seq.capacity += self.block_size
+            for table, block in zip(seq.tables, tail.blocks, strict=True):
+                table.append(block)
+        return shared
+
+    def _forget_tail(self, block: int) -> None:
+        """Forgets the tail that a block holds, if any."""
+        if (tail := self.tails.holding(block)) is not None:
+            self.tails.remove(tail)
+            for each in tail.blocks:
+                self._tell_freed(each)
 
     # -- the host ------------------------------------------------------------------------------------------------
 
@@ -289,7 +377,12 @@ class KvCache:
 
     def _pays(self, node: PrefixNode, blocks: int) -> bool:
         """Returns whether so many blocks of a node that leaves the device may be worth their copies."""
-        return self._costs.may_pay_to_keep(self.block_size, node.depth * self.block_size, blocks)
+        context = node.depth * self.block_size
+        return self.states.needs_block(node) and self._costs.may_pay_to_keep(self.block_size, context, blocks)
+
+    def _state_pays(self, node: PrefixNode) -> bool:
+        """Returns whether a node's state may be worth its copies: without it, all tokens up to it are computed."""
+        return self._costs.may_pay_to_keep((node.depth + 1) * self.block_size, 0, 0, states=1)
 
     def _load(self, absent: list[Idle]) -> None:
         """Has blocks copied in. All are pinned first: what makes room for one must not take another's places."""
@@ -300,15 +393,21 @@ class KvCache:
             if self._watchers:
                 self._arriving.append(entry if isinstance(entry, PrefixNode) else entry[0])
 
-    def _tiers(self, seq: Sequence, matched: list[PrefixNode], absent: list[Idle]) -> tuple[tuple[str, int], ...]:
-        """Returns how many tokens of its prompt a sequence reuses from each tier."""
+    def _tiers(
+        self, seq: Sequence, matched: list[PrefixNode], absent: list[Idle], tail: int
+    ) -> tuple[tuple[str, int], ...]:
+        """Returns how many tokens of its prompt a sequence reuses from each tier; `tail` are behind those nodes."""
         loaded = {entry if isinstance(entry, PrefixNode) else entry[0] for entry in absent}
         tokens = Counter[str]()
         for node in matched:
             position = node.depth * self.block_size
-            tokens[node.tier if node in loaded else DEVICE] += min(max(seq.prompt_len - position, 0), self.block_size)
+            tier = node.tier if node in loaded else PEER if node in self._taken_in else DEVICE
+            tokens[tier] += min(max(seq.prompt_len - position, 0), self.block_size)
+        if tail:
+            tokens[DEVICE] += min(max(seq.prompt_len - len(matched) * self.block_size, 0), tail)
         for node in loaded:
             node.tier = RAM
+        self._taken_in.difference_update(matched)
         return tuple((tier, count) for tier, count in tokens.items() if count)
 
     # -- chain hashes --------------------------------------------------------------------------------------------
@@ -349,6 +448,10 @@ class KvCache:
         for watcher in self._watchers:
             watcher.stored(node, parent)
 
+    def _tell_freed(self, block: int) -> None:
+        for watcher in self._watchers:
+            watcher.freed(block)
+
     def _changed(self, node: PrefixNode) -> None:
         """Takes note that a node has lost blocks of windowed layer groups, or has them again."""
         for watcher in self._watchers:
@@ -356,7 +459,7 @@ class KvCache:
 
     def _forget(self, node: PrefixNode) -> None:
         """Takes note that a node leaves the device or, without full layer groups, the trie."""
-        self.states.forget(node)
+        self._taken_in.discard(node)
         if node.stored:
             node.stored = False
             for watcher in self._watchers:

@@ -6,6 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Line
 from math import inf
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,9 @@ from penstock.types import Limits, Row, prefill_budget
 
 OVERCOMMIT = 0.5  # share of host memory's blocks that sequences may need beyond the device's: copies cost little
 CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
-LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
+FEW_STEPS = 16  # that a long prompt is computed in beside answers without a target, as far as LONGEST_STEP allows
+ROUND = 128  # tokens of which such a step has a multiple, because devices pad it to one
+LONGEST_STEP = 0.075  # seconds that a step with more than the prefill budget may take beside such answers
 
 
 class ServingLoad(NamedTuple):
@@ -36,6 +39,7 @@ class Room(NamedTuple):
     needed: int  # for the tokens that the sequence already has
     reserved: int  # still to be taken for the tokens that running sequences already have
     groups: int  # blocks that a sequence takes when it grows: one for each layer group
+    reach: int = 0  # positions that running sequences have at most in the end, all together
 
 
 class StepBudget:
@@ -91,8 +95,12 @@ class Policy(Protocol):
     def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
         """Returns who gives way to a waiting sequence that is next in turn and finds no room, if anyone does."""
 
-    def budget(self, running: Line[Sequence]) -> StepBudget:
-        """Returns what a step may compute while these are running."""
+    def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
+        """Returns the ids of running sequences that have no row in the next step, so that the prompt of a waiting one
+        that is next in turn is computed sooner, if there is one."""
+
+    def budget(self, running: Line[Sequence], heads: Line[Sequence]) -> StepBudget:
+        """Returns what a step may compute while these are running and these are the first of their tenants' lines."""
 
     def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
         """Returns whether a waiting sequence may start in a step that has so much left. If not, those after it wait
@@ -117,6 +125,7 @@ class StandardPolicy:
         self._overcommit = OVERCOMMIT * limits.host_places  # blocks
         self._background_rows = max(1, limits.max_rows // 2)
         self._few = max(1, self._background_rows // 4)
+        self._held = False  # somebody was, in the last step
 
     def order(self, seq: Sequence) -> Any:
         """Returns background requests after all others; within each class the lower priority number goes first, then
@@ -143,21 +152,26 @@ class StandardPolicy:
     def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
         """Returns one of a tenant that has had more and has several running, if the tenant of `seq` has none running.
         So a tenant's first request does not wait for another tenant's answers to end."""
-        if seq.tenant.running:
-            return None
-        others = [
-            each
-            for each in running
-            if each.tenant.running > 1
-            and each.tenant.counter >= seq.tenant.counter
-            and (each.background, each.priority) >= (seq.background, seq.priority)
-        ]
+        others = _of_busier_tenants(seq, running)
         return self.victim(others) if others else None
 
-    def budget(self, running: Line[Sequence]) -> StepBudget:
+    def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
+        """Returns those of tenants that have had more and have several running, if the tenant of `ahead` has none
+        running, and if its prompt takes no longer than their answers would. So a tenant's first token does not wait for
+        a step in which others are answered. They are not held back twice in turn, and not if they have targets."""
+        held: set[int] = set()
+        if ahead is not None and not self._held and self._costs is not None and self._costs.known:
+            others = [seq for seq in _of_busier_tenants(ahead, running) if seq.claim.itl is None]
+            answers = self._costs.answer_seconds(len(others), len(others))
+            if self._costs.prompt_seconds(ahead.end) <= answers:
+                held = {seq.id for seq in others}
+        self._held = bool(held)
+        return held
+
+    def budget(self, running: Line[Sequence], heads: Line[Sequence]) -> StepBudget:
         """Returns fewer tokens while rows decode: every token of a prompt delays them. The tightest target of these
         rows decides how many, by the cost of steps. Without a target, the more rows there are, the more one step yields
-        and the longer it may take."""
+        and the longer it may take, and a long prompt takes larger steps than a short one."""
         limits = self._limits
         answering = [seq for seq in running if seq.end > seq.prompt_len]
         if not answering:
@@ -166,13 +180,26 @@ class StandardPolicy:
         if target is not None and self._costs is not None:
             if not self._costs.known:
                 return StepBudget(min(len(running) + CAUTIOUS, limits.step_tokens))
-            alone = self._costs.answer_seconds(len(answering), len(answering))
-            seconds = max(target / self._costs.lateness - alone, LEAST * alone)
+            seconds = self._costs.left_for_prompts(target, len(answering))
             return StepBudget(limits.step_tokens, seconds, self._costs.prompts)
         if not limits.prefill_budget:
             return StepBudget(limits.step_tokens)
-        budget = prefill_budget(limits.prefill_budget, len(answering))
-        return StepBudget(min(max(budget, len(running)), limits.step_tokens))
+        budget = max(prefill_budget(limits.prefill_budget, len(answering)), len(running))
+        begun = [seq for seq in running if seq.planned < seq.prompt_len]
+        longest = max([*begun, *heads], key=lambda seq: seq.prompt_len, default=None)
+        if longest is not None and longest.prompt_len > FEW_STEPS * budget and self._costs and self._costs.known:
+            return self._longer_step(self._costs, longest, len(answering), budget)
+        return StepBudget(min(budget, limits.step_tokens))
+
+    def _longer_step(self, costs: CostModel, longest: Sequence, answering: int, budget: int) -> StepBudget:
+        """Returns as many tokens as a long prompt needs to take few steps, or fewer if these would be too long by the
+        cost of steps, but no fewer than `budget`."""
+        limits = self._limits
+        if not costs.answers_known:
+            return StepBudget(limits.step_tokens, 0.0, costs.prompts)
+        wanted = -(-(longest.prompt_len // FEW_STEPS + answering) // ROUND) * ROUND
+        allowed = costs.prompts.tokens_within(costs.left_for_prompts(LONGEST_STEP, answering), longest.planned)
+        return StepBudget(min(max(min(wanted, answering + allowed), budget), limits.step_tokens))
 
     def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
         """Returns False for an encoder's prompt that the step cannot hold whole, for a background request while there
@@ -191,6 +218,9 @@ class StandardPolicy:
             return True
         if room.available < room.needed + room.reserved + (len(running) + 1) * room.groups:
             return False
+        most = (room.reach + seq.max_len) // self._limits.block_size + len(running) + 1
+        if room.reach and most * room.groups <= self._limits.num_blocks:
+            return True  # whatever they answer
         first = self.displaced(seq, running) is not None
         return first or self._memory.peak(seq, room.needed, running) <= room.available + self._overcommit
 
@@ -205,6 +235,20 @@ class StandardPolicy:
         if load.background >= self._background_rows:
             return False
         return load.background < self._few or not load.foreground
+
+
+def _of_busier_tenants(seq: Sequence, running: Line[Sequence]) -> list[Sequence]:
+    """Returns the running sequences of tenants that have had more and have several running, if the tenant of `seq` has
+    none running."""
+    if seq.tenant.running:
+        return []
+    return [
+        each
+        for each in running
+        if each.tenant.running > 1
+        and each.tenant.counter >= seq.tenant.counter
+        and (each.background, each.priority) >= (seq.background, seq.priority)
+    ]
 
 
 def wasted(seq: Sequence, block_size: int) -> tuple[float, int]:

@@ -78,8 +78,8 @@ Idle = PrefixNode | tuple[PrefixNode, int]  # a node's blocks of full groups, or
 
 class BlockTrie:
     """Finds, shares and evicts full blocks. `host` may keep what is evicted. `removed` is called with every node that
-    leaves the device, before it loses its blocks, and `changed` with every node that loses windowed blocks or has them
-    again."""
+    leaves the device, before it loses its blocks, `changed` with every node that loses windowed blocks or has them
+    again, and `gone` with every node that leaves the trie."""
 
     def __init__(
         self,
@@ -88,6 +88,7 @@ class BlockTrie:
         host: HostTier,
         removed: Callable[[PrefixNode], None],
         changed: Callable[[PrefixNode], None],
+        gone: Callable[[PrefixNode], None],
     ) -> None:
         self.idle_blocks = 0  # blocks that could be evicted
         self._block_size = block_size
@@ -99,6 +100,7 @@ class BlockTrie:
         self._held_once = [1] * len(windows) if self._windowed else []
         self._removed = removed
         self._changed = changed
+        self._gone = gone
         self._root = PrefixNode(None, (), [], [])
         self._idle: OrderedDict[Idle, None] = OrderedDict()  # the least recently used comes first
         self._behind: OrderedDict[Idle, None] = OrderedDict()  # idle windowed blocks that are evicted before those
@@ -108,7 +110,7 @@ class BlockTrie:
         chain: list[PrefixNode] = []
         children = self._root.children
         for index in range(blocks):
-            node = children.get(self._key(salt, tokens, index))
+            node = children.get(self.key_of(salt, tokens, index))
             if node is None:
                 break
             chain.append(node)
@@ -157,7 +159,7 @@ class BlockTrie:
         """Holds the node one block below `chain`. `blocks` back it if nobody had computed it before, and fill in
         blocks that have left the device since."""
         parent = chain[-1] if chain else self._root
-        key = self._key(salt, tokens, len(chain))
+        key = self.key_of(salt, tokens, len(chain))
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = PrefixNode(parent, key, blocks, self._held_once.copy())
@@ -221,7 +223,7 @@ class BlockTrie:
         count = 0
         for given in places:
             parent = chain[-1] if chain else self._root
-            key = self._key(salt, tokens, len(chain))
+            key = self.key_of(salt, tokens, len(chain))
             node = parent.children.get(key)
             if node is None:
                 node = parent.children[key] = PrefixNode(parent, key, [-1] * len(given), [0] * len(self._held_once))
@@ -351,11 +353,13 @@ class BlockTrie:
         while stack:
             node = stack.pop()
             self._host.drop(node)
+            self._gone(node)
             if not self._full:  # else it was told when the node left the device
                 self._removed(node)
             stack.extend(node.children.values())
 
-    def _key(self, salt: str, tokens: Sequence[int], index: int) -> Key:
+    def key_of(self, salt: str, tokens: Sequence[int], index: int) -> Key:
+        """Returns the key of a prompt's block."""
         size = self._block_size
         key = tuple(tokens[index * size : (index + 1) * size])
         return key if index else (hashing.root(salt), *key)

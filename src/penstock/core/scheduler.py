@@ -8,7 +8,7 @@ the order they were planned, so a block taken back in one plan may be handed out
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 from penstock.core import hashing
@@ -114,16 +114,20 @@ class Scheduler:
         """Decides the next step. Every plan is to be carried out, also one without rows."""
         self._step += 1
         self.cache.open_step()
-        self._make_way()
-        rows: list[Row] = []
-        preemptions = self._tally.preemptions
-        budget, begun = self._plan_answers(rows)
+        ahead = self.tenants.next(self.policy.turn) if len(self.tenants) > 1 else None
+        self._make_way(ahead)
+        rows, preemptions = list[Row](), self._tally.preemptions
+        held = self.policy.held_back(ahead, self.running)
+        budget, begun = self._plan_answers(rows, held)
         if begun or self.tenants.waiting:
             self._plan_prompts(rows, budget, begun, preemptions)
+        if held and not rows:
+            self._plan_answers(rows, ())
         rows = self.cache.states.assign_saves(rows, self.sequences)
         if self._drafts is not None:
             self._grown += self._drafts.extend(rows, self.sequences, len(self.running))
-        plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), self.cache.take_copies())
+        copies = self.cache.take_copies(), self.cache.states.take_copies()
+        plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), *copies)
         self._grown, self._dropped = [], []
         return plan
 
@@ -149,22 +153,21 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def _make_way(self) -> None:
+    def _make_way(self, seq: Sequence | None) -> None:
         """Preempts a sequence, if the policy says so, for one that is next in turn and finds no row or too few
         blocks."""
-        seq = self.tenants.next(self.policy.turn) if len(self.tenants) > 1 else None
         full = len(self.running) >= self.limits.max_rows or seq is self._squeezed
         if seq is None or not full or self.cache.must_wait(seq):
             return
         if (victim := self.policy.displaced(seq, self.running)) is not None:
             self.preempt(victim)
 
-    def _plan_answers(self, rows: list[Row]) -> tuple[StepBudget, list[Sequence]]:
-        """Adds a row for every running sequence that goes on with its answer. Returns what is left of the step, and
-        the running sequences that have prompts to compute, or to compute again."""
-        budget = self.policy.budget(self.running)
+    def _plan_answers(self, rows: list[Row], held: Collection[int]) -> tuple[StepBudget, list[Sequence]]:
+        """Adds a row for every running sequence, but those held, that goes on with its answer. Returns what is left of
+        the step, and the running sequences that have prompts to compute, or to compute again."""
+        budget = self.policy.budget(self.running, [tenant.line[0] for tenant in self.tenants.in_line()])
         begun, behind = list[Sequence](), len(self.running)
-        held = self._drafts.held(self.running) if self._drafts is not None else ()
+        held = {*held, *self._drafts.held(self.running)} if self._drafts is not None else held
         for seq in list(self.running):
             behind -= 1
             wanted = seq.end - seq.planned
@@ -231,8 +234,7 @@ class Scheduler:
             if seq.waits:
                 fits = self.cache.must_wait(seq) or self._admit(seq, rows, budget)
             else:
-                wanted = seq.end - seq.planned
-                if count := self._fit(rows, seq, budget.prompt_share(wanted, seq.planned)):
+                if count := self._fit(rows, seq, budget.prompt_share(seq.end - seq.planned, seq.planned)):
                     rows.append(row := self._row(seq, count))
                     budget.spend_on_prompt(row)
                 fits = preemptions == self._tally.preemptions
@@ -251,7 +253,7 @@ class Scheduler:
         if seq.awaited_hash is not None:
             return True
         needed, idle = self.cache.needed(seq, matched)
-        room = Room(self.cache.available - idle, needed, self._reserved, self.cache.groups)
+        room = Room(self.cache.available - idle, needed, self._reserved, self.cache.groups, self.tenants.reach)
         if not self.policy.fits(seq, room, self.running):
             self._squeezed = seq
             return False
@@ -265,9 +267,10 @@ class Scheduler:
         """Makes a waiting sequence run on its matched prefix; returns its first row."""
         cache = self.cache
         self.tenants.start(seq)
-        self._grown += cache.open(seq, matched, len(known))
+        seq.computed, grown = cache.open(seq, matched, len(known))
+        self._grown += grown
         insort(self.running, seq, key=self.policy.order)
-        seq.computed = seq.planned = seq.capacity
+        seq.planned = seq.computed
         seq.admission_epoch = self._step
         seq.times.recomputed += max(seq.times.lost - seq.computed, 0)
         if seq.cached < 0:
@@ -277,7 +280,7 @@ class Scheduler:
         waiting = islice(seq.tenant.line, COMPARED)
         begin = cache.states.begin(seq, matched, len(known), lambda: cache.divergence(seq, waiting))
         share = budget.prompt_share(seq.end - seq.planned, seq.planned)
-        count = min(share, cache.available // cache.groups * cache.block_size)
+        count = min(share, seq.capacity - seq.planned + cache.available // cache.groups * cache.block_size)
         return self._row(seq, cache.states.clip(seq, count), begin)
 
     # -- committing ----------------------------------------------------------------------------------------------
@@ -307,9 +310,7 @@ class Scheduler:
 
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Appends sampled tokens up to the one that ends the sequence; returns those appended and that one."""
-        tokens, stop = seq.until_end(tokens)
-        seq.tokens += tokens
-        seq.end = max(seq.end, len(seq.tokens))  # more may come than were asked for: their KV is still to do
+        tokens, stop = seq.append(tokens)
         seq.drafted = seq.drafted and not tokens  # a chunk before the draft's row brings none
         self._tally.generated_tokens += len(tokens)
         seq.tenant.charge(PER_GENERATED * len(tokens))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from penstock.core.loop_guard import EVERY, TAIL, lengths_to_check, loop_phrase
 from penstock.core.prefix import PrefixNode
 from penstock.types import NO_CLAIM, Claim, Nearest, Report, TokenLogprob
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 class RequestTimes:
     """Records what has happened to a sequence. Times are those of whoever steps the scheduler; None: not yet."""
 
-    __slots__ = ("admitted", "answered", "arrived", "lost", "nearest", "preemptions", "recomputed", "reused")
+    __slots__ = ("admitted", "answered", "arrived", "loop", "lost", "nearest", "preemptions", "recomputed", "reused")
 
     def __init__(self) -> None:
         self.arrived = 0.0
@@ -25,6 +26,7 @@ class RequestTimes:
         self.preemptions = 0
         self.lost = 0  # tokens whose KV the last preemption took
         self.recomputed = 0
+        self.loop = 0  # tokens of the phrase that it repeated when the loop guard ended it
         self.nearest: Nearest | None = None
         self.reused: tuple[tuple[str, int], ...] = ()  # prompt tokens by the tier that their KV came from, at first
 
@@ -41,6 +43,7 @@ class RequestTimes:
             recomputed=self.recomputed,
             nearest=self.nearest,
             reused=self.reused,
+            loop=self.loop,
         )
 
 
@@ -67,6 +70,7 @@ class Sequence:
         "due",
         "end",
         "explain",
+        "guarded_from",
         "id",
         "learned",
         "lockstep",
@@ -111,6 +115,7 @@ class Sequence:
         claim: Claim = NO_CLAIM,
         generated: tuple[int, ...] = (),
         scored: int = 0,
+        guarded_from: int | None = None,
     ) -> None:
         self.id = id
         self.tokens = [*prompt, *generated]
@@ -125,6 +130,7 @@ class Sequence:
         self.owner = owner
         self.explain = explain
         self.background = background
+        self.guarded_from = guarded_from  # tokens of its answer from which on a loop ends it; None: none does
         self.claim = claim
         self.tenant: Tenant  # is set when it is added to a scheduler
         self.due = inf  # when its first token is wanted
@@ -172,13 +178,45 @@ class Sequence:
         """Returns whether its next row cannot be planned before the one in flight is committed."""
         return self.end > len(self.tokens) and (self.lockstep or self.drafted or self.awaits_drafts)
 
-    def until_end(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
-        """Returns those of the tokens that would be its own, and the one of them that would end it."""
-        tokens = tokens[: self.max_len - len(self.tokens)]
+    def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
+        """Appends tokens up to where they end it; returns those appended, and the token that ended it, if one did. A
+        loop ends it by making its length so far the most that it may have."""
+        tokens, stop = self._until_stop(tokens[: self.max_len - len(self.tokens)])
+        if self.guarded_from is not None and (len(self.tokens) - self.prompt_len) % EVERY + len(tokens) >= EVERY:
+            tokens, stop = self._until_loop(tokens, stop)
+        self.tokens += tokens
+        self.end = max(self.end, len(self.tokens))  # more may come than were asked for: their KV is still to do
+        return tokens, stop
+
+    def _until_stop(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         for count, token in enumerate(tokens, 1):
             if token in self.stop_ids:
                 return tokens[:count], token
         return tokens, None
+
+    def _until_loop(self, tokens: tuple[int, ...], stop: int | None) -> tuple[tuple[int, ...], int | None]:
+        before = len(self.tokens) - self.prompt_len
+        after = before + len(tokens) - (stop is not None)
+        for length in lengths_to_check(before, after, self.guarded_from or 0):
+            new = tokens[: length - before]
+            if self._is_loop(new):
+                return new, None
+        return tokens, stop
+
+    def _is_loop(self, new: tuple[int, ...]) -> bool:
+        """Returns whether it is a loop once it has these tokens too, and lets it be no longer if it is."""
+        answered = self.tokens[max(self.prompt_len, len(self.tokens) - TAIL) :]
+        self.times.loop = loop_phrase([*answered, *new])
+        if self.times.loop:
+            self.max_len = len(self.tokens) + len(new)
+        return self.times.loop > 0
+
+    @property
+    def looped(self) -> bool:
+        """Returns whether the loop guard ends it where it is, as it may have done in another engine."""
+        answered = len(self.tokens) - self.prompt_len
+        checked = lengths_to_check(answered - 1, answered, self.guarded_from or 0)
+        return self.guarded_from is not None and bool(checked) and self._is_loop(())
 
     def new_scores(self, start: int, scores: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """Returns those of a row's scores that are news, and counts them: scores[i] is of token start + 1 + i, and a

@@ -2,8 +2,9 @@
 a prefix can be reused only up to a block at whose end the state was saved.
 
 A saved state belongs to its block's node in the trie: it goes when the node goes, or when it is the least recently used
-one and its place is needed. A place is taken when the step that writes it is planned, and counts when that step is
-committed. Steps run in order, so a place may be handed on in the next plan; within a step rows run in any order.
+one and its place is needed; then host memory may keep it (host_states.py). A place is taken when the step that writes
+it is planned, and counts when that step is committed. Steps run in order, so a place may be handed on in the next plan;
+within a step rows run in any order.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 
+from penstock.core.block_events import BlockWatcher
+from penstock.core.host_states import HostStates
 from penstock.core.prefix import PrefixNode
 from penstock.core.sequence import Sequence as TokenSequence
-from penstock.types import Row
+from penstock.types import BlockCopy, Row
 
 ROLLING = 4  # blocks of an answer from one saved state to the next
 
@@ -25,9 +28,18 @@ class NoStates:
     total = 0
     pending: Collection[int] = ()  # places that steps in flight write, or that a draft's next row begins with
 
-    def deepest(self, chain: Sequence[PrefixNode], count: int) -> int:
-        """Returns how many of a chain's first `count` blocks a sequence can begin with."""
+    def deepest(self, chain: Sequence[PrefixNode], count: int, host: bool = True) -> int:
+        """Returns how many of a chain's first `count` blocks a sequence can begin with. Without `host`, only states on
+        the device count."""
         return count
+
+    def absent(self, matched: Sequence[PrefixNode]) -> int:
+        """Returns how many states must be copied in for a sequence that begins with these nodes."""
+        return 0
+
+    def needs_block(self, node: PrefixNode) -> bool:
+        """Returns whether a block that leaves the device can be of use later."""
+        return True
 
     def awaited(
         self, ahead: Sequence[bytes], matched: int, other: TokenSequence, in_flight: Mapping[bytes, int]
@@ -76,6 +88,30 @@ class NoStates:
     def leave(self, seq: TokenSequence) -> None:
         """Forgets what a sequence that ends or is preempted would still have saved."""
 
+    def clear(self) -> None:
+        """Forgets all saved states."""
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """Returns the copies of states that the plan being made is to carry out, in order."""
+        return ()
+
+    def reserve(self) -> int:
+        """Returns a place in host memory for whoever writes a state there by other means; -1: there is none."""
+        return -1
+
+    def unreserve(self, place: int) -> None:
+        """Takes a reserved place back; -1 is none."""
+
+    def attach(self, node: PrefixNode | None, place: int) -> None:
+        """Lets a reserved place, if it is one, be that of a node's state, unless that is known."""
+
+    def adopt(self, node: PrefixNode, place: int) -> None:
+        """Takes note that a free place has the state at the end of a node: an engine before has saved it there."""
+
+    def where(self, node: PrefixNode) -> tuple[int, int]:
+        """Returns the places of a node's state on the device and in host memory; -1: it is not there."""
+        return -1, -1
+
     def saved(self) -> dict[PrefixNode, int]:
         """Returns the place of each saved state."""
         return {}
@@ -87,10 +123,14 @@ class NoStates:
 
 class SavedStates(NoStates):
     """Saves states in `places` places: at the ends of prompts, where prompts diverge, every `spacing` positions, and
-    every few blocks of an answer, of which only the latest is kept."""
+    every few blocks of an answer, of which only the latest is kept. The `host` may keep those whose place is needed."""
 
-    def __init__(self, places: int, block_size: int, spacing: int) -> None:
+    def __init__(
+        self, places: int, block_size: int, spacing: int, host: HostStates, watchers: Sequence[BlockWatcher] = ()
+    ) -> None:
         self.total = places
+        self.host = host
+        self._watchers = watchers
         self.pending: set[int] = set()
         self._block_size = block_size
         self._spacing = spacing
@@ -99,8 +139,18 @@ class SavedStates(NoStates):
         self._read: set[int] = set()  # places that rows of the step being planned begin with
         self._restores: dict[int, tuple[int, int]] = {}  # places of states before drafts: their sequence and position
 
-    def deepest(self, chain: Sequence[PrefixNode], count: int) -> int:
-        return next((length for length in range(count, 0, -1) if chain[length - 1] in self._saved), 0)
+    def deepest(self, chain: Sequence[PrefixNode], count: int, host: bool = True) -> int:
+        """Counts states on the host only if the plan being made has a place on the device for one."""
+        host = host and self.host.total > 0 and (bool(self._free) or self._oldest() is not None)
+        known = (node in self._saved or (host and node in self.host) for node in reversed(chain[:count]))
+        return next((count - at for at, found in enumerate(known) if found), 0)
+
+    def absent(self, matched: Sequence[PrefixNode]) -> int:
+        return int(bool(matched) and matched[-1] not in self._saved)
+
+    def needs_block(self, node: PrefixNode) -> bool:
+        """Returns False for a block that no state comes after."""
+        return bool(node.children) or node in self._saved or node in self.host
 
     def awaited(
         self, ahead: Sequence[bytes], matched: int, other: TokenSequence, in_flight: Mapping[bytes, int]
@@ -174,12 +224,42 @@ class SavedStates(NoStates):
                 self._give_back_place(row.save)
 
     def forget(self, node: PrefixNode) -> None:
+        self.host.forget(node)
         if node in self._saved:
-            self._free.append(self._saved.pop(node))
+            self._free.append(self._lose(node))
+
+    def clear(self) -> None:
+        for node in (*self._saved, *self.host.kept()):
+            self.forget(node)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        copies, self.host.copies = tuple(self.host.copies), []
+        return copies
 
     def leave(self, seq: TokenSequence) -> None:
         self._give_back_restore(seq.restore, seq.id, seq.computed)
         seq.saving, seq.rolling, seq.restore = [], None, -1
+
+    def reserve(self) -> int:
+        return self.host.reserve()
+
+    def unreserve(self, place: int) -> None:
+        if place >= 0:
+            self.host.give_back([place])
+
+    def attach(self, node: PrefixNode | None, place: int) -> None:
+        if node is None or place < 0 or node in self._saved or node in self.host:
+            self.unreserve(place)
+        else:
+            self.host.fill(node, place)
+
+    def adopt(self, node: PrefixNode, place: int) -> None:
+        if place in self._free and node not in self._saved:
+            self._free.remove(place)
+            self._saved[node] = place
+
+    def where(self, node: PrefixNode) -> tuple[int, int]:
+        return self._saved.get(node, -1), self.host.place(node)
 
     def saved(self) -> dict[PrefixNode, int]:
         return dict(self._saved)
@@ -188,6 +268,12 @@ class SavedStates(NoStates):
         return list(self._free)
 
     def _read_state(self, node: PrefixNode) -> int:
+        """Returns the place of a node's state, which is copied in first if it is on the host alone."""
+        if node not in self._saved:
+            kept, place = self.host.pin(node), self._take()
+            assert place is not None, "whoever found the state has found a place for it"
+            self._own(node, place)
+            self.host.load(node, kept, place)
         self._saved.move_to_end(node)
         self._read.add(self._saved[node])
         return self._saved[node]
@@ -202,20 +288,39 @@ class SavedStates(NoStates):
         if self._free:
             place = self._free.pop()
         else:
-            oldest = next((node for node, place in self._saved.items() if place not in self._read), None)
+            oldest = self._oldest()
             if oldest is None:
                 return None
-            place = self._saved.pop(oldest)
+            place = self._lose(oldest)
+            self.host.keep(oldest, place)
         self.pending.add(place)
         return place
+
+    def _oldest(self) -> PrefixNode | None:
+        """Returns the node of the least recently used state that no row of the step being planned begins with."""
+        return next((node for node, place in self._saved.items() if place not in self._read), None)
 
     def _keep_at(self, place: int, node: PrefixNode) -> None:
         if node in self._saved:
             self._give_back_place(place)
         else:
-            self.pending.remove(place)
-            self._saved[node] = place
+            self._own(node, place)
+            self.host.duplicated(node)
         self._saved.move_to_end(node)
+
+    def _own(self, node: PrefixNode, place: int) -> None:
+        """Lets a place that was taken be that of a node's state."""
+        self.pending.remove(place)
+        self._saved[node] = place
+        for watcher in self._watchers:
+            watcher.state_saved(node, place)
+
+    def _lose(self, node: PrefixNode) -> int:
+        """Takes a node's state from its place, and returns that."""
+        place = self._saved.pop(node)
+        for watcher in self._watchers:
+            watcher.state_lost(place)
+        return place
 
     def _give_back_restore(self, place: int, seq: int, position: int) -> None:
         """Frees a place if it holds the state of a sequence at a position before a draft. It may be another's by now:

@@ -68,24 +68,37 @@ class CostModel:
     """Forecasts steps: `answers` knows those that only answer, with drafts and without, `prompts` what prompts add.
     Most steps with both take no more than `lateness` times as long as forecast."""
 
-    MOST = 0.95  # share of steps: a quantile is followed, so that bursts of other load shorten the steps planned next
-    PACE = 0.05  # by how much a step changes the quantile at most
-    LATENESS = (1.05, 2.0)  # bounds: nobody stops because the machine is busy with something else
+    RISE = 0.8  # of what a step took beyond that: what holds one step up holds up the next ones
+    FALL = 0.01  # with each step that did not
+    LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
+    LATENESS = (1.15, 2.0)  # bounds: nobody stops because the machine is busy with something else
 
     def __init__(self, answers: StepCost | None = None) -> None:
         self.answers = answers or StepCost()
         self.prompts = PromptCost()
-        self.lateness = 1.1
-        self._answers_known = False
+        self.lateness = 1.2
+        self.answers_known = False  # a step was measured that only answers
 
     @property
     def known(self) -> bool:
-        """Returns whether both parts were measured."""
-        return self._answers_known and self.prompts.known
+        """Returns whether prompts were measured."""
+        return self.prompts.known
 
     def answer_seconds(self, rows: int, tokens: int) -> float:
         """Returns the seconds of a step in which so many rows answer and compute so many tokens; 0: not known yet."""
-        return self.answers.curve(rows, tokens, 0)[0] if rows and self._answers_known else 0.0
+        return self.answers.curve(rows, tokens, 0)[0] if rows and self.answers_known else 0.0
+
+    def left_for_prompts(self, target: float, rows: int) -> float:
+        """Returns how many seconds prompts may add to a step that is to take as long as the target while so many rows
+        answer: some in any case, unless no step was measured yet that only answers. Where prompts always wait, there
+        would never be one."""
+        alone = self.answer_seconds(rows, rows)
+        return max(target / self.lateness - alone, self.LEAST * alone) if self.answers_known else 0.0
+
+    def prompt_seconds(self, tokens: int) -> float:
+        """Returns the seconds of a step that computes a prompt of so many tokens and nothing else: no fewer than those
+        of a step that answers one row."""
+        return max(self.prompts.seconds(tokens, tokens * tokens / 2), self.answer_seconds(1, 1))
 
     def observe(self, rows: Iterable[Row], seconds: float, *, answers: bool) -> None:
         """Learns from a step with these rows. With `answers`, one that has no prompt is learned too; without, whoever
@@ -101,16 +114,16 @@ class CostModel:
                 tokens += row.count
         if computed:
             alone = self.answer_seconds(answering, tokens)
-            if answering and self.known:
+            if answering and self.known and self.answers_known:
                 self._compare(seconds, alone + self.prompts.seconds(computed, pairs))
             self.prompts.observe(computed, pairs, max(seconds - alone, 0.0))
             return
-        self._answers_known = True
+        self.answers_known = True
         if answers:
             self.answers.observe(answering, tokens, seconds)
 
     def _compare(self, seconds: float, forecast: float) -> None:
-        """Follows how much longer than forecast most steps take."""
-        late = seconds > self.lateness * forecast
-        self.lateness += self.PACE * (late - 1 + self.MOST)
+        """Follows how much longer than forecast steps take: up nearly at once, and down a little with each."""
+        beyond = (seconds / forecast if forecast else 0.0) - self.lateness
+        self.lateness += self.RISE * beyond if beyond > 0 else -self.FALL
         self.lateness = min(max(self.lateness, self.LATENESS[0]), self.LATENESS[1])

@@ -48,6 +48,7 @@ class Tenants:
         self.waiting = 0  # sequences in all lines
         self.deadlines: list[tuple[float, int]] = []  # a heap: when they are, and of which sequence
         self.foreground = 0  # sequences that are not in the background, running and waiting
+        self.reach = 0  # of all running sequences, if their answers get as long as they may
         self._running_background = 0
         self._order = order
         self._active: dict[str, Tenant] = {}
@@ -57,6 +58,10 @@ class Tenants:
     def __len__(self) -> int:
         """Returns how many tenants have sequences."""
         return len(self._active)
+
+    def __contains__(self, name: str) -> bool:
+        """Returns whether a tenant has sequences."""
+        return name in self._active
 
     def __iter__(self) -> Iterator[Tenant]:
         """Yields the tenants that have sequences."""
@@ -106,11 +111,13 @@ class Tenants:
         """Lets a sequence run that was waiting."""
         self.take(seq)
         seq.tenant.running += 1
+        self.reach += seq.max_len
         self._running_background += seq.background
 
     def stop(self, seq: Sequence) -> None:
         """Takes note that a sequence does not run any longer."""
         seq.tenant.running -= 1
+        self.reach -= seq.max_len
         self._running_background -= seq.background
 
     def end(self, seq: Sequence) -> None:

@@ -17,7 +17,7 @@ from penstock.core.prefix import Idle, PrefixNode
 from penstock.core.step_cost import PromptCost
 from penstock.types import BlockCopy
 
-DEVICE, RAM, DISK = "device", "ram", "disk"  # the tiers that reused tokens come from
+DEVICE, RAM, DISK, PEER = "device", "ram", "disk", "peer"  # where reused tokens come from; a peer is another engine
 
 
 def worth_loading(tokens: int, context: int, seconds: float, prompts: PromptCost) -> bool:
@@ -33,25 +33,32 @@ class CopyCosts:
 
     def __init__(self, prompts: PromptCost | None = None) -> None:
         self._prompts = prompts or PromptCost()
-        self._copied = {"in": (0.0, 0.0), "out": (0.0, 0.0)}  # decayed: blocks and seconds
+        self._copied: dict[str, tuple[float, float]] = {}  # decayed: blocks or states, and seconds
 
     def observe(self, direction: str, blocks: int, seconds: float) -> None:
         """Learns that so many blocks were copied in or out in so many seconds."""
-        before, took = self._copied[direction]
+        before, took = self._copied.get(direction, (0.0, 0.0))
         self._copied[direction] = self.KEEP * before + blocks, self.KEEP * took + seconds
 
-    def seconds(self, direction: str, blocks: int) -> float:
-        """Returns how long so many blocks take to be copied; 0 before any was."""
-        copied, took = self._copied[direction]
-        return blocks * took / copied if copied else 0.0
+    def observe_states(self, direction: str, states: int, seconds: float) -> None:
+        """Learns that so many recurrent states were copied in or out in so many seconds."""
+        self.observe(f"states {direction}", states, seconds)
 
-    def pays_to_load(self, tokens: int, context: int, blocks: int) -> bool:
-        """Returns whether so many blocks should be copied in rather than computed."""
-        return worth_loading(tokens, context, self.seconds("in", blocks), self._prompts)
+    def seconds(self, direction: str, blocks: int, states: int = 0) -> float:
+        """Returns how long so many blocks and states take to be copied; 0 before any was."""
+        return self._took(direction, blocks) + (self._took(f"states {direction}", states) if states else 0.0)
 
-    def may_pay_to_keep(self, tokens: int, context: int, blocks: int) -> bool:
-        """Returns whether copying so many blocks out and in once is no slower than computing them once."""
-        seconds = self.seconds("in", blocks) + self.seconds("out", blocks)
+    def _took(self, what: str, count: int) -> float:
+        copied, took = self._copied.get(what, (0.0, 0.0))
+        return count * took / copied if copied else 0.0
+
+    def pays_to_load(self, tokens: int, context: int, blocks: int, states: int = 0) -> bool:
+        """Returns whether so many blocks and states should be copied in rather than computed."""
+        return worth_loading(tokens, context, self.seconds("in", blocks, states), self._prompts)
+
+    def may_pay_to_keep(self, tokens: int, context: int, blocks: int, states: int = 0) -> bool:
+        """Returns whether copying so many blocks and states out and in once is no slower than computing them once."""
+        seconds = self.seconds("in", blocks, states) + self.seconds("out", blocks, states)
         return worth_loading(tokens, context, seconds, self._prompts)
 
 
@@ -121,10 +128,10 @@ class HostTier:
 
     def reserve(self, count: int) -> list[int]:
         """Takes places out, at most `count` of them, for whoever fills them by other means. What was least recently
-        used makes room."""
+        used makes room. They come in order, because neighbours are copied in faster."""
         while len(self._free) < count and self._forget():
             pass
-        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        taken = sorted(self._free.pop() for _ in range(min(count, len(self._free))))
         self.reserved.update(taken)
         return taken
 

@@ -13,6 +13,7 @@ from penstock.backend.base import Backend
 from penstock.backend.exchange import KeepingPacker
 from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
+from penstock.backend.sharing import DeviceSharing
 from penstock.config import (
     Config,
     Device,
@@ -22,11 +23,12 @@ from penstock.config import (
     parse_adapter,
     resolve,
 )
-from penstock.core import hashing
 from penstock.core.draft_depths import DraftDepths
 from penstock.core.speculation import StepCost
 from penstock.core.step_cost import CostModel
 from penstock.engine.adapters import Adapters
+from penstock.engine.carry.peers import CarryOptions
+from penstock.engine.chain_hash import chain_hash
 from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, DraftModel
 from penstock.engine.drafting import Drafting
 from penstock.engine.engine import MOST_DRAFTED, Engine
@@ -52,12 +54,14 @@ from penstock.planning.memory_plan import (
     block_token,
     footprint_of,
     gigabytes,
-    host_places,
+    host_tier,
+    missing_tiers,
     plan_memory,
 )
 from penstock.types import Limits, blocks_for
 
 Tell = Callable[[str], None]
+UntilNeeded = Callable[[], None]  # returns when the engine is to take over
 ADAPTER_SHARE = 8  # adapters may take one part in so many of the free memory
 SPARE_FOR_ADAPTERS = 1 << 29  # bytes of a GPU that are free in any case
 TRIES = 4  # to reserve a cache: others may take memory meanwhile
@@ -83,9 +87,12 @@ class StartupTimer:
 def silent(_: str) -> None: ...
 
 
-def open_engine(config: Config, tell: Tell = silent) -> Engine:
+def at_once() -> None: ...
+
+
+def open_engine(config: Config, tell: Tell = silent, until_needed: UntilNeeded = at_once) -> Engine:
     """Returns an engine for the model file or folder that the config names: see `build_engine`."""
-    return build_engine(config, open_configured(config), tell)
+    return build_engine(config, open_configured(config), tell, until_needed)
 
 
 def open_configured(config: Config) -> Checkpoint:
@@ -113,9 +120,11 @@ def long_context_line(spec: ModelSpec) -> str:
     )
 
 
-def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) -> Engine:
+def build_engine(
+    config: Config, checkpoint: Checkpoint, tell: Tell = silent, until_needed: UntilNeeded = at_once
+) -> Engine:
     """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` is told what memory is for before any is taken,
-    and where the time went."""
+    and where the time went. Until `until_needed` returns, another engine may be using the KV cache and the disk."""
     config, timer = resolve_defaults(config, checkpoint.fp8, checkpoint.whole), StartupTimer()
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
@@ -129,26 +138,23 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
-        has = footprint_of(backend, checkpoint, draft and quantized(draft, config, silent))
-        for line in plan_memory(config, checkpoint.spec, has).lines():
-            tell(line)
+        _tell_memory(config, checkpoint, draft, backend, tell)
     packer = KeepingPacker(backend)
     loading = partial(_load_weights, checkpoint, backend, packer)
     model, placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
     if draft is not None:
         draft = load_draft(draft, config, checkpoint, model, backend)
     timer.stop("weights")
-    limits, group_token = _reserve(config, checkpoint, backend, draft)
+    limits, group_token, kv_memory = _reserve(config, checkpoint, backend, draft)
     blocks, ledger = kv_identity(config, [each for each in (checkpoint, draft) if each], backend), None
-    if kv_file is not None:
-        ledger = open_ledger(kv_file, blocks, limits, limits.num_blocks * limits.block_size * group_token)
     timer.stop("cache")
     backend.warm_up()
     timer.stop("kernels")
     tell(f"engine ready: {timer}; {described_cache(limits, group_token)}")
-    grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
-    if config.grammars_wait:
-        grammars.warm_up()
+    grammars = open_grammars(config, limits)
+    until_needed()
+    if kv_file is not None:
+        ledger = open_ledger(kv_file, blocks, limits, kv_memory)
     most = draft_limit(config.speculation)
     drafting = None if most == 0 or not limits.generates else Drafting(backend.padded_sizes)
     return Engine(
@@ -161,6 +167,7 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         draft_model=open_drafting(draft, checkpoint, backend, limits),
         draft_tokens=MOST_DRAFTED if most is None else most,
         chain=chain_hash(),
+        block_events=bool(config.listen),
         classifier=checkpoint.classifier,
         dense=checkpoint.dense,
         adapters=open_adapters(config, backend, AdapterBase.of(checkpoint, placements)),
@@ -169,7 +176,40 @@ def build_engine(config: Config, checkpoint: Checkpoint, tell: Tell = silent) ->
         sleeper=backend.sleeper,
         ledger=ledger,
         kv_store=open_store(config, blocks, backend, limits, log_to_stderr),
+        carry=CarryOptions(blocks, offer_addresses(config, backend.sharing)),
     )
+
+
+def _tell_memory(
+    config: Config, checkpoint: Checkpoint, draft: Checkpoint | None, backend: Backend, tell: Tell
+) -> None:
+    """Tells what the memory of a GPU will be for."""
+    has = footprint_of(backend, checkpoint, draft and quantized(draft, config, silent))
+    for line in plan_memory(config, checkpoint.spec, has).lines():
+        tell(line)
+
+
+def open_grammars(config: Config, limits: Limits) -> Grammars:
+    """Returns what compiles grammars; its vocabulary is loaded at once if requests wait for that."""
+    grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
+    if config.grammars_wait:
+        grammars.warm_up()
+    return grammars
+
+
+def offer_addresses(config: Config, sharing: DeviceSharing | None = None) -> tuple[str, ...]:
+    """Returns where an engine offers KV blocks: one that several clients may join does so on its device, on its machine
+    and, if they may be on others, on the network."""
+    if config.offers or not config.listen:
+        return config.offers
+    scheme, _, rest = config.listen.partition("://")
+    here = ("shm",) if sharing is None else ("cuda_ipc", "shm")
+    if scheme == "ipc":
+        return here
+    from penstock.engine.carry import nixl  # with sockets, which take long
+
+    host = rest.rpartition(":")[0]
+    return (*here, *([f"nixl:{host}:0"] if nixl.preferable() else []), f"tcp:{host}:0")
 
 
 def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend, limits: Limits) -> DraftModel | None:
@@ -248,19 +288,12 @@ def described_cache(limits: Limits, group_token: int) -> str:
     return f"{sequences:,} x {limits.max_len:,} tokens, with windows, in {size} of KV cache"
 
 
-def chain_hash() -> hashing.Chain:
-    """Returns what computes chain hashes: native code, or Python where the extension is not built."""
-    try:
-        from penstock.backend.cpu._native import chain_hashes
-    except ImportError:
-        return hashing.chain
-    return lambda salt, tokens, block_size: chain_hashes(hashing.root(salt), tokens, block_size)
-
-
-def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend, draft: Checkpoint | None) -> tuple[Limits, int]:
-    """Reserves the KV cache, for a draft model too if there is one. Returns the limits and the bytes of a token in one
-    layer group. The cache is a little smaller than planned where there turns out to be less memory than a moment
-    ago."""
+def _reserve(
+    config: Config, checkpoint: Checkpoint, backend: Backend, draft: Checkpoint | None
+) -> tuple[Limits, int, int]:
+    """Reserves the KV cache, for a draft model too if there is one. Returns the limits, the bytes of a token in one
+    layer group and those that KV and states might take in all. The cache is a little smaller than planned where there
+    turns out to be less memory than a moment ago."""
     spec, adapters = checkpoint.spec, adapter_memory(config)
     draft_token = 0
     if draft is not None:
@@ -293,10 +326,13 @@ def _reserve(config: Config, checkpoint: Checkpoint, backend: Backend, draft: Ch
     kept = limits.num_blocks * limits.block_size * group_token + all_states(limits) * needs.state_bytes
     weights = sum(weight_bytes(each, backend) for each in (checkpoint, draft) if each is not None)
     block_bytes = limits.block_size * group_token
-    places = host_places(config, limits, block_bytes, available_memory())
+    tier = host_tier(config, limits, block_bytes, needs.state_bytes, available_memory())
     if Device.parse(config.device).kind != "cuda":
-        kept += places * block_bytes
-    return limits._replace(memory=weights + kept, host_places=places), group_token
+        kept += tier.blocks * block_bytes + tier.states * needs.state_bytes
+        for line in missing_tiers(config, limits):  # on a GPU the plan has said so
+            log_to_stderr(line)
+    limits = limits._replace(memory=weights + kept, host_places=tier.blocks, host_states=tier.states)
+    return limits, group_token, config.kv_memory or room
 
 
 def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:

@@ -21,16 +21,19 @@ from penstock.engine.adapter_control import AdapterControl
 from penstock.engine.adapter_messages import AdapterMessage
 from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
+from penstock.engine.carry.peers import NOT_CARRIED, CarryOptions, PeerBlocks
 from penstock.engine.draft_model import DraftModel
 from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.grammar import Constraint, Grammars
-from penstock.engine.host_blocks import HostBlocks
+from penstock.engine.host_blocks import HostMemory
 from penstock.engine.kv_disk.prefixes import open_prefixes
 from penstock.engine.kv_disk.store import SegmentStore
 from penstock.engine.kv_ledger import KvLedger
+from penstock.engine.needs import RequestNeeds
 from penstock.engine.record import RequestRecord, observe_surprises
 from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
 from penstock.engine.resuming import Decided, append_decided
+from penstock.engine.router_stats import RouterStats
 from penstock.engine.sleep_state import SleepState
 from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
@@ -43,10 +46,10 @@ from penstock.types import (
     Aborted,
     AdapterInfo,
     BlockEvent,
+    BlockSnapshot,
     Event,
     Failed,
     Finished,
-    Grammar,
     Limits,
     MemoryUse,
     Request,
@@ -69,8 +72,9 @@ class Engine(WeightControl):
     request), `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
     states into embeddings, `adapters` are those that requests may name, `weights` reads others for the model,
     `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back,
-    `ledger` has what of the KV cache an engine before has computed, `kv_store` keeps prompts on disk, and with
-    `block_events` it is recorded what enters and leaves the prefix cache."""
+    `ledger` has what of the KV cache an engine before has computed, `kv_store` keeps prompts on disk, `carry` says how
+    blocks are exchanged with other engines, and with `block_events` it is recorded what enters and leaves the prefix
+    cache."""
 
     def __init__(
         self,
@@ -94,16 +98,18 @@ class Engine(WeightControl):
         sleeper: Sleeper | None = None,
         ledger: KvLedger | None = None,
         kv_store: SegmentStore | None = None,
+        carry: CarryOptions = NOT_CARRIED,
     ) -> None:
         super().__init__(weights, ledger)
         self.limits, self.unknown_fields = limits, unknown_fields
         self.draft_tokens = 0 if drafting is None else min(draft_tokens, MOST_DRAFTED)
-        self._backend, self._depth = backend, depth
         self._grammars, self._adapters = grammars, adapters
-        self._classifier, self._dense = classifier, dense
+        self._backend, self._depth, self._classifier, self._dense = backend, depth, classifier, dense
         self._adapter_control = AdapterControl(adapters)
         self._sleep = SleepState(sleeper)
-        self._block_events = BlockEvents(time.time_ns()) if block_events else None
+        self.epoch = time.time_ns() if block_events else 0  # of its block events; 0: none are recorded
+        self._block_events = BlockEvents(self.epoch) if block_events else None
+        self._router_stats = RouterStats()
         watchers = [watcher for watcher in (self._block_events, ledger) if watcher is not None]
         self._records: dict[int, RequestRecord] = {}
         self._speculation = (
@@ -117,10 +123,11 @@ class Engine(WeightControl):
         )
         cache = self._scheduler.cache
         self._adopted = 0 if ledger is None else ledger.adopt_into(cache)
-        self._batcher = Batcher(limits)
-        self._host_blocks = HostBlocks(limits, backend.kv, copying) if limits.host_places else None
-        self._disk = open_prefixes(kv_store, cache, self._host_blocks, backend, limits, self._costs, chain)
-        self._waiting_room = WaitingRoom()
+        self._batcher, self._waiting_room = Batcher(limits), WaitingRoom()
+        self._host = HostMemory.open(limits, backend, copying)
+        self._disk = open_prefixes(kv_store, cache, self._host, backend, limits, self._costs, chain)
+        self.peers = PeerBlocks(carry, cache, self._host, backend, limits, self._costs.prompts, chain)
+        self._needs = RequestNeeds(grammars, self._adapter_control, self.peers, self._disk)
         self._constrained = self._mirostats = 0  # requests that have a constraint, that learn from tokens' surprise
         self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
         self._answered = self._busy_seconds = 0.0  # when the last step's answer came; spent in steps
@@ -152,6 +159,11 @@ class Engine(WeightControl):
         """Returns whether the device's memory can be given back while the engine stays."""
         return self._sleep.possible
 
+    @property
+    def shared_device(self) -> str:
+        """Returns the device whose memory it can share with other engines; empty: none."""
+        return "" if self._backend.sharing is None else self._backend.sharing.name
+
     def add(self, request: Request) -> None:
         """Takes a request in, and wakes up for it; raises InvalidRequest for one that could never be answered. Ids are
         the caller's and are never used twice. A request with a grammar or adapters starts when those are ready; if they
@@ -168,7 +180,7 @@ class Engine(WeightControl):
         if grammar is not None and grammar.kind == "free":
             record.constrain(Constraint.free(grammar.thinking))
         try:
-            self._begin(record, self._needs(record))
+            self._begin(record, self._needs.of(record))
         except PenstockError:
             self._release(record)
             raise
@@ -189,6 +201,7 @@ class Engine(WeightControl):
     def flush_cache(self) -> None:
         """Empties the prefix cache, on disk too. Blocks that a running request holds stay until it ends."""
         self._scheduler.cache.flush()
+        self.peers.clear()
         self._disk.clear()
 
     def step(self) -> list[Event]:
@@ -210,7 +223,7 @@ class Engine(WeightControl):
         if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
             self._commit(*self._in_flight.popleft())
         if self._ledger is not None:
-            self._ledger.settle()
+            self._ledger.settle(self._scheduler.running)
         if not self._in_flight:
             self._disk.write_behind()
         if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
@@ -223,6 +236,10 @@ class Engine(WeightControl):
     def block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache since the last call, if that is recorded."""
         return [] if self._block_events is None else self._block_events.take()
+
+    def block_snapshot(self) -> BlockSnapshot:
+        """Returns what the prefix cache holds; nothing, if block events are not recorded."""
+        return (self._block_events or BlockEvents(0)).snapshot(self._scheduler.cache.trie.nodes())
 
     def prepare_in_idle(self) -> bool:
         """Uses a moment without requests to make later steps faster; returns False when nothing is left to do."""
@@ -243,11 +260,14 @@ class Engine(WeightControl):
             step_sizes=tuple(self._step_sizes),
             drafts=self._speculation.counts if self._speculation else (),
             disk=self._disk.counts(),
+            peers=self.peers.counts(),
             **costs,
+            **(self._router_stats.fields(self._scheduler, self._costs) if self.epoch else {}),
         )
 
     def close(self) -> None:
         """Gives the backend's memory back."""
+        self.peers.close()
         self._disk.close()
         if self._adapters is not None:
             self._adapters.close()
@@ -287,33 +307,13 @@ class Engine(WeightControl):
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
-        needs = needs or self._disk.needs(record, self._weight_state)
+        needs = needs or self._needs.blocks_of(record, self._weight_state)
         if not needs:
             self._start(record)
             return
         self._records[record.request.id] = record
         self._waiting_room.enter(record, needs, time.perf_counter())
         self.recorder.hold(self._waiting_room.worked_on)
-
-    def _needs(self, record: RequestRecord) -> list[Need]:
-        """Returns what a request needs before it can run, and has it prepared."""
-        needs, grammar = [], record.request.sampling.grammar
-        if grammar is not None and grammar.kind != "free":
-            needs.append(self._compile(record, grammar))
-        if uses := [use for use in record.request.adapters if use.scale]:
-            record.lease = self._adapter_control.adapters.hold(uses)
-            if record.lease.in_slot:
-                record.adapt()
-            else:
-                needs.insert(0, Need("adapter", record.lease, record.adapt))
-        return needs
-
-    def _compile(self, record: RequestRecord, grammar: Grammar) -> Need:
-        """Begins to compile a request's grammar."""
-        if self._grammars is None:
-            raise InvalidGrammar("structured output is unavailable: this engine was started without a tokenizer")
-        grammars, compiling = self._grammars, self._grammars.compile(grammar)
-        return Need("grammar", compiling, lambda: record.constrain(grammars.follow(compiling, grammar)))
 
     def _start_ready(self) -> None:
         """Starts the requests that have what they waited for. If there is nothing to compute, it waits a little."""
@@ -353,8 +353,8 @@ class Engine(WeightControl):
 
     def _fall_asleep(self) -> None:
         self._scheduler.cache.flush()
-        if self._host_blocks is not None:
-            self._host_blocks.release()
+        self.peers.release_device()
+        self._host.release()
         if self._adapters is not None:
             self._adapters.evict_unheld()
         try:
@@ -381,8 +381,7 @@ class Engine(WeightControl):
         """Carries out a plan's copies. If one fails, nobody can tell what blocks hold that are not in use: the step's
         requests fail and the prefix cache is emptied; returns False."""
         try:
-            if plan.copies and self._host_blocks is not None:
-                self._host_blocks.carry_out(plan.copies)
+            self._host.carry_out(plan)
         except Exception as error:
             self._fail(plan, error)
             self._scheduler.cache.flush()
@@ -458,6 +457,7 @@ class Engine(WeightControl):
             message = f"request {id}: the model computed NaN or infinity instead of logits; check its weights"
             self._emit([Failed(id, NotFinite.code, message)])
         self._scheduler.cache.flush()
+        self.peers.clear()
 
     def _emit(self, events: Sequence[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
@@ -471,6 +471,7 @@ class Engine(WeightControl):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
                 self._disk.end(record, event)
+                self.peers.end(record)
                 self._release(record)
                 event = record.complete(event)
             self._events.append(event)

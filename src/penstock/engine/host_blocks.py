@@ -1,95 +1,143 @@
-"""Keeps copies of KV blocks in host memory, carries out the copies of plans and measures how long they take."""
+"""Keeps copies of KV blocks, and of saved recurrent states, in host memory, carries out the copies of plans and tells
+what they cost."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.backend.base import BlockMemory
+from penstock.backend.base import Backend, BlockMemory, HostRoom
+from penstock.core.prefix import PrefixNode
 from penstock.core.tiers import CopyCosts
 from penstock.errors import StepFailed
-from penstock.types import BlockCopy, Limits
+from penstock.types import BlockCopy, Limits, StepPlan
 
-CHUNK = 4 << 20  # bytes that are copied in at once: more would not stay in a processor's cache on their way
 PROBED = 4  # blocks that are copied at first, to know what that costs
 
 
-class HostBlocks:
-    """Stores the bytes of blocks in places, of which memory is taken as they are written. `costs` learn how long copies
-    from and to `memory` take, of which no block is in use yet."""
+class HostCopies:
+    """Stores the bytes of blocks in places. What plans number from 0 on are the blocks `numbered` of a `memory`, none
+    of which is in use yet. `observe` learns how long copies take: direction, blocks, seconds."""
 
-    def __init__(self, limits: Limits, memory: BlockMemory, costs: CopyCosts) -> None:
+    def __init__(
+        self, places: int, memory: BlockMemory, numbered: range, observe: Callable[[str, int, float], None]
+    ) -> None:
         self.block_bytes = len(memory.export_blocks([0]))
-        self._places = limits.host_places
+        self.places = places
         self._memory = memory
-        self._costs = costs
+        self._numbered = numbered
+        self._observe = observe
+        self._opened: HostRoom | None = None
         self.release()
-        self._probe(range(min(PROBED, limits.num_blocks)))
+        self._probe(range(min(PROBED, len(numbered), places)))
 
     def carry_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks in and out, in order; neighbours in one direction go together."""
         for direction, group in groupby(copies, key=lambda copy: copy.direction):
-            run, began = list(group), time.perf_counter()
+            run = list(group)
+            blocks, places = [self._numbered[copy.block] for copy in run], [copy.place for copy in run]
             if direction == "out":
-                self._copy_out(run)
+                seconds = self._room().copy_out(blocks, places)
+                for place in places:
+                    self._written[place] = 1
             else:
-                self._copy_in(run)
-            self._costs.observe(direction, len(run), time.perf_counter() - began)
+                self._check_written(places)
+                seconds = self._room().copy_in(blocks, places)
+            self._observe(direction, len(run), seconds)
 
     def write(self, place: int, data: bytes | memoryview) -> None:
         """Puts the bytes of a block in a place."""
-        self._room()[place] = np.frombuffer(data, np.uint8)
+        self._room().array[place] = np.frombuffer(data, np.uint8)
         self._written[place] = 1
 
     def fill(self, place: int) -> memoryview:
         """Returns the memory of a reserved place for whoever writes a block's bytes there, in any thread, before the
         place is used."""
         self._written[place] = 1
-        return memoryview(self._room()[place])
+        return memoryview(self._room().array[place])
 
     def read(self, place: int) -> memoryview:
         """Returns the bytes in a place, which the next copy to it changes."""
-        return memoryview(self._room()[place])
+        return memoryview(self._room().array[place])
+
+    def copy_of(self, block: int, place: int) -> bytes | None:
+        """Returns the bytes of a block on the device or, if it is not there (-1), in a place; None: it is nowhere."""
+        if block >= 0:
+            return self._memory.export_blocks([self._numbered[block]])
+        return bytes(self.read(place)) if place >= 0 else None
 
     def release(self) -> None:
         """Forgets what all places hold and gives their memory back."""
-        self._stored: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
-        self._written = bytearray(self._places)
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = None
+        self._written = bytearray(self.places)
 
-    def _room(self) -> NDArray[np.uint8]:
-        """Returns the places. The system backs them with memory when they are first written."""
-        if not self._stored.size:
-            self._stored = np.empty((self._places, self.block_bytes), np.uint8)
-        return self._stored
+    def _room(self) -> HostRoom:
+        """Returns the places, with memory that is taken when they are first asked for."""
+        if self._opened is None:
+            self._opened = self._memory.host_room(self.places)
+        return self._opened
 
-    def _copy_out(self, copies: Sequence[BlockCopy]) -> None:
-        data = self._memory.export_blocks([copy.block for copy in copies])
-        blocks = np.frombuffer(data, np.uint8).reshape(len(copies), -1)
-        room = self._room()
-        for copy, block in zip(copies, blocks, strict=True):
-            room[copy.place] = block
-            self._written[copy.place] = 1
-
-    def _copy_in(self, copies: Sequence[BlockCopy]) -> None:
-        places = [copy.place for copy in copies]
+    def _check_written(self, places: Sequence[int]) -> None:
         missing = [place for place in places if not self._written[place]]
         if missing:
             raise StepFailed(f"KV blocks cannot be copied in: nothing was copied out to places {missing}")
-        room, few = self._room(), max(CHUNK // self.block_bytes, 1)
-        for at in range(0, len(copies), few):
-            data = b"".join(memoryview(room[place]) for place in places[at : at + few])
-            self._memory.import_blocks([copy.block for copy in copies[at : at + few]], data)
 
-    def _probe(self, blocks: Sequence[int]) -> None:
+    def _probe(self, places: Sequence[int]) -> None:
         """Measures a copy out and in of some blocks, whose memory was touched before."""
-        self._memory.import_blocks(blocks, self._memory.export_blocks(blocks))
-        began = time.perf_counter()
-        data = self._memory.export_blocks(blocks)
-        middle = time.perf_counter()
-        self._memory.import_blocks(blocks, data)
-        self._costs.observe("out", len(blocks), middle - began)
-        self._costs.observe("in", len(blocks), time.perf_counter() - middle)
+        room, blocks = self._room(), self._numbered[: len(places)]
+        room.copy_out(blocks, places)
+        room.copy_in(blocks, places)
+        self._observe("out", len(blocks), room.copy_out(blocks, places))
+        self._observe("in", len(blocks), room.copy_in(blocks, places))
+
+
+class HostBlocks(HostCopies):
+    """Stores KV blocks that have left the device. `costs` learn what copies take."""
+
+    def __init__(self, limits: Limits, memory: BlockMemory, costs: CopyCosts) -> None:
+        super().__init__(limits.host_places, memory, range(limits.num_blocks), costs.observe)
+
+    def contents(self, node: PrefixNode, group: int) -> bytes | None:
+        """Returns a copy of a node's block of a layer group; None if it is on neither tier."""
+        return self.copy_of(node.blocks[group], node.places[group])
+
+
+class HostStateCopies(HostCopies):
+    """Stores saved recurrent states that have left the device. They come after those of the slots."""
+
+    def __init__(self, limits: Limits, memory: BlockMemory, costs: CopyCosts) -> None:
+        numbered = range(limits.max_rows, limits.max_rows + limits.states)
+        super().__init__(limits.host_states, memory, numbered, costs.observe_states)
+
+
+class HostMemory(NamedTuple):
+    """Has what an engine keeps in host memory; None: nothing of the kind."""
+
+    blocks: HostBlocks | None = None
+    states: HostStateCopies | None = None
+
+    @classmethod
+    def open(cls, limits: Limits, backend: Backend, costs: CopyCosts) -> HostMemory:
+        """Returns the host memory that limits grant to a backend, of which nothing is in use yet."""
+        blocks = HostBlocks(limits, backend.kv, costs) if limits.host_places else None
+        if backend.states is None or not min(limits.states, limits.host_states):
+            return cls(blocks)
+        return cls(blocks, HostStateCopies(limits, backend.states, costs))
+
+    def carry_out(self, plan: StepPlan) -> None:
+        """Carries out the copies of a plan."""
+        if plan.copies and self.blocks is not None:
+            self.blocks.carry_out(plan.copies)
+        if plan.state_copies and self.states is not None:
+            self.states.carry_out(plan.state_copies)
+
+    def release(self) -> None:
+        """Forgets what it holds and gives the memory back."""
+        for each in self:
+            if each is not None:
+                each.release()

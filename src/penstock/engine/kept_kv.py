@@ -11,17 +11,16 @@ from penstock.types import Limits
 
 
 def open_kv_file(config: Config, checkpoint: Checkpoint) -> KvFile | None:
-    """Returns the file that the KV cache lies in; None if it is private memory. That of a model with recurrent layers
-    is: a prefix of theirs is of no use without the states behind it."""
-    spec, on_cpu = checkpoint.spec, Device.parse(config.device).kind == "cpu"
-    if not config.kv_file or not on_cpu or spec.encoder or spec.state_bytes:
+    """Returns the file that the KV cache and recurrent states lie in; None if they are private memory."""
+    on_cpu = Device.parse(config.device).kind == "cpu"
+    if not config.kv_file or not on_cpu or checkpoint.spec.encoder:
         return None
     return KvFile(config.kv_file)
 
 
 def open_ledger(file: KvFile, blocks: bytes, limits: Limits, kv_memory: int) -> KvLedger:
-    """Returns the ledger of a KV cache that takes `kv_memory` bytes of a file and whose blocks have this identity. What
-    the file has of another KV cache is dropped."""
+    """Returns the ledger of a KV cache that may take `kv_memory` bytes of a file, with states, and whose blocks have
+    this identity. What the file has of another KV cache is dropped."""
     memory = file.take(ledger_bytes(limits))
     file.claim(cache_identity(blocks, limits), kv_memory)
     file.close()

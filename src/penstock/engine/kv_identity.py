@@ -19,17 +19,21 @@ SIZE = 16  # bytes
 
 def kv_identity(config: Config, checkpoints: Sequence[Checkpoint], backend: Backend) -> bytes:
     """Returns a digest of all that the contents of blocks depend on: the weights of a model and of what drafts for it,
-    how they are changed at load, RoPE, and what computes and stores. Adapters and the version of updated weights are
-    part of a prompt's salt."""
+    how they are changed at load, RoPE, and what computes and stores, recurrent states included. Adapters and the
+    version of updated weights are part of a prompt's salt."""
     files = [[identity(file) for file in each.files] for each in checkpoints]
     contexts = [each.spec.max_len if each.spec.long else 0 for each in checkpoints]
-    computes = [KERNELS, __version__, backend.device, backend.name, backend.kv.fingerprint()]
+    kind = backend.device.partition(":")[0]  # GPUs of one name compute the same
+    computes = [KERNELS, __version__, kind, backend.name, backend.kv.fingerprint()]
+    if backend.states is not None and any(each.spec.state_bytes for each in checkpoints):
+        computes.append(backend.states.fingerprint())
     return _digest([computes, config.quantize, config.config, contexts, files])
 
 
 def cache_identity(blocks: bytes, limits: Limits) -> bytes:
     """Returns a digest of a KV cache as a whole, whose blocks have this identity: also of how many there are."""
-    return _digest([blocks.hex(), limits.num_blocks, limits.max_len, limits.windows])
+    states = [limits.max_rows, limits.states] if limits.states else []
+    return _digest([blocks.hex(), limits.num_blocks, limits.max_len, limits.windows, *states])
 
 
 def _digest(parts: Sequence[object]) -> bytes:

@@ -1,63 +1,86 @@
 """Notes in memory that outlives the engine process which KV block holds what, so that the next engine can reuse it.
 
-There is an entry for each block. Its number is 0 while nothing is known of the block. Else it counts the nodes that
-were stored, and the rest of the entry is true: the block holds, for one layer group, the KV of these tokens behind this
-parent. A process may be killed between any two writes. So an entry's number becomes 0 before the block can be written
-to again, and is set when all that it stands for has been written: the block itself, and the rest of the entry.
+There is an entry for each block. Its number is 0 while nothing is known of the block. Else it counts what was stored,
+and the rest of the entry is true: the block holds, for one layer group, the KV of these tokens behind this parent. A
+process may be killed between any two writes. So an entry's number becomes 0 before the block can be written to again,
+and is set when all that it stands for has been written: the block itself, and the rest of the entry.
+
+A block that a sequence is still filling has an entry too: of the tokens that are computed so far, a tail. Later steps
+write behind them. What they add is noted after it is computed: first the tokens, then how many there are. Tails are of
+no use to models with recurrent layers, whose states are saved at the ends of blocks.
+
+After those of blocks there is an entry for each place of a saved state: a number, which means the same, and the chain
+hash of the block at whose end it was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from mmap import mmap
-from struct import Struct
+from struct import Struct, calcsize, pack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core import Sequence as Stream
 from penstock.core import hashing
-from penstock.core.adoption import StoredNode, adopt
+from penstock.core.adoption import StoredNode, StoredState, StoredTail, adopt
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
 from penstock.types import Limits
 
 NUMBER = 8  # bytes
+LENGTH_AT = NUMBER  # in an entry: how many of its tokens count
+REST_AT = LENGTH_AT + NUMBER
+ABOUT = f"<{hashing.SIZE}s{hashing.SIZE}s?xH"  # hash, parent, whether it is a first block, group; a tail has no hash
+TOKENS_AT = REST_AT + calcsize(ABOUT)
+TOKEN = 4  # bytes
+STATE_STRIDE = NUMBER + hashing.SIZE  # bytes of a state's entry
 Memory = bytearray | mmap
 
 
 def ledger_bytes(limits: Limits) -> int:
-    """Returns the bytes of a ledger of all blocks."""
-    return limits.num_blocks * _stride(limits)
+    """Returns the bytes of a ledger of all blocks and saved states."""
+    return limits.num_blocks * _stride(limits) + limits.states * STATE_STRIDE
 
 
 class KvLedger:
-    """Implements BlockWatcher over `ledger_bytes` of memory. It notes what was stored when `settle` is called, and what
-    was removed at once."""
+    """Implements BlockWatcher over `ledger_bytes` of memory. It notes what was stored or begun when `settle` is called,
+    and what was removed at once."""
 
     def __init__(self, memory: Memory, limits: Limits) -> None:
         self._memory = memory
         self._limits = limits
         self._entry, self._stride = _entry(limits), _stride(limits)
+        self._state_entry, self._states_at = Struct(f"{hashing.SIZE}s"), limits.num_blocks * self._stride
         self._words = memoryview(memory).cast("Q")
         self._pending: dict[PrefixNode, None] = {}  # nodes that were stored since the last `settle`, in order
         self._noted: dict[PrefixNode, list[int]] = {}  # nodes, and the blocks that they had then
+        self._pending_states: dict[int, PrefixNode] = {}  # by place
+        self._tails: dict[int, int] = {}  # how many tokens are noted of blocks that are not full
         self._frozen = False
-        self._count = int(self._numbers().max(initial=0))  # of nodes that were stored
+        self._count = int(max(self._numbers().max(initial=0), self._state_numbers().max(initial=0)))  # so far
 
     def adopt_into(self, cache: KvCache) -> int:
         """Puts what the engine before has noted into an empty prefix cache that this ledger watches, and forgets the
         rest; returns the number of blocks."""
-        blocks = adopt(cache, self._limits, self._read())
+        blocks = adopt(cache, self._limits, *self._read())
         unused = np.ones(self._limits.num_blocks, bool)
+        unused[list(cache.tails.blocks)] = False
         for node in self._pending:
             self._noted[node] = list(node.blocks)
             unused[[block for block in node.blocks if block >= 0]] = False
         self._numbers()[unused] = 0
         self._pending.clear()
+        kept = set(cache.states.saved().values())
+        for place in range(self._limits.states):
+            if place not in kept:
+                self.state_lost(place)
         return blocks
 
-    def settle(self) -> None:
-        """Notes what was stored since the last call. Everything that writes to those blocks has ended."""
+    def settle(self, running: Iterable[Stream] = ()) -> None:
+        """Notes what was stored since the last call, and how far the running sequences have come. Everything that
+        writes to those blocks, or to those positions, has ended."""
         for node in self._pending:
             self._count += 1
             for group, block in enumerate(node.blocks):
@@ -65,6 +88,11 @@ class KvLedger:
                     self._write(node, group, block)
             self._noted[node] = list(node.blocks)
         self._pending.clear()
+        self._settle_states()
+        for seq in () if self._frozen or self._limits.states else running:
+            full, length = divmod(seq.computed, self._limits.block_size)
+            if length and full == len(seq.nodes) and seq.prefix_cache:
+                self._note_tail(seq, [table[full] for table in seq.tables], length)
 
     def freeze(self) -> None:
         """Lets no more nodes be noted: they would be of other weights than those that the next engine begins with."""
@@ -73,10 +101,12 @@ class KvLedger:
     # -- as a BlockWatcher ---------------------------------------------------------------------------------------
 
     def stored(self, node: PrefixNode, parent: bytes) -> None:
+        self._forget_tails(node)
         if not self._frozen:
             self._pending[node] = None
 
     def changed(self, node: PrefixNode) -> None:
+        self._forget_tails(node)
         if (blocks := self._noted.get(node)) is not None:
             self._forget(block for block in blocks if block not in node.blocks)
             self._pending[node] = None
@@ -85,12 +115,44 @@ class KvLedger:
         self._pending.pop(node, None)
         self._forget(self._noted.pop(node, ()))
 
+    def freed(self, block: int) -> None:
+        if self._tails.pop(block, 0):
+            self._forget([block])
+
+    def state_saved(self, node: PrefixNode, place: int) -> None:
+        if not self._frozen:
+            self._pending_states[place] = node
+
+    def state_lost(self, place: int) -> None:
+        self._pending_states.pop(place, None)
+        self._words[(self._states_at + place * STATE_STRIDE) // NUMBER] = 0
+
+    def _forget_tails(self, node: PrefixNode) -> None:
+        """Forgets what was noted of a node's blocks while a sequence filled them."""
+        for block in node.blocks:
+            self.freed(block)
+
     # -- entries -------------------------------------------------------------------------------------------------
 
-    def _numbers(self) -> NDArray[np.uint64]:
-        """Returns the numbers of all entries, by block. They can be changed there."""
+    def _settle_states(self) -> None:
+        """Notes the states that were saved since the last call, at the ends of nodes whose hash is known by now."""
+        for place, node in [(place, node) for place, node in self._pending_states.items() if node.hash]:
+            del self._pending_states[place]
+            self._count += 1
+            at = self._states_at + place * STATE_STRIDE
+            self._words[at // NUMBER] = 0
+            self._state_entry.pack_into(self._memory, at + NUMBER, node.hash)
+            self._words[at // NUMBER] = self._count
+
+    def _state_numbers(self) -> NDArray[np.uint64]:
+        """Returns the numbers of all states' entries, by place."""
+        return np.frombuffer(self._memory, np.uint64)[self._states_at // NUMBER :][:: STATE_STRIDE // NUMBER]
+
+    def _numbers(self, at: int = 0) -> NDArray[np.uint64]:
+        """Returns the numbers of all entries, or what they have `at` another place, by block. They can be changed
+        there."""
         words = self._stride // NUMBER
-        return np.frombuffer(self._memory, np.uint64)[: self._limits.num_blocks * words : words]
+        return np.frombuffer(self._memory, np.uint64)[at // NUMBER : self._limits.num_blocks * words : words]
 
     def _forget(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -101,31 +163,83 @@ class KvLedger:
         above, first = node.parent, node.depth == 0
         assert above is not None
         parent = node.salt_hash if first else above.hash
+        self._write_entry(block, self._limits.block_size, (node.hash, parent, first, group, *node.tokens))
+
+    def _write_entry(self, block: int, length: int, about: tuple[object, ...]) -> None:
         at = block * self._stride
         self._words[at // NUMBER] = 0
-        self._entry.pack_into(self._memory, at + NUMBER, node.hash, parent, first, group, *node.tokens)
+        self._words[(at + LENGTH_AT) // NUMBER] = length
+        self._entry.pack_into(self._memory, at + REST_AT, *about)
         self._words[at // NUMBER] = self._count
 
-    def _read(self) -> list[StoredNode]:
-        """Returns the nodes of which blocks are noted. Entries that contradict each other are left out."""
+    def _note_tail(self, seq: Stream, blocks: Sequence[int], length: int) -> None:
+        """Notes the tokens that a sequence has in blocks which are not full, or those that it has more than before."""
+        size, noted = self._limits.block_size, self._tails.get(blocks[0], 0)
+        parent = seq.nodes[-1].hash if seq.nodes else hashing.root(seq.salt)
+        if noted == length or not parent:
+            return
+        tokens = seq.tokens[len(seq.nodes) * size :][:length]
+        if noted:
+            added = pack(f"<{length - noted}i", *tokens[noted:])
+            for block in blocks:
+                at = block * self._stride
+                first = at + TOKENS_AT + noted * TOKEN
+                self._memory[first : first + len(added)] = added
+                self._words[(at + LENGTH_AT) // NUMBER] = length
+        else:
+            self._count += 1
+            about = b"", parent, not seq.nodes
+            for group, block in enumerate(blocks):
+                self._write_entry(block, length, (*about, group, *tokens, *[0] * (size - length)))
+        self._tails.update(dict.fromkeys(blocks, length))
+
+    def _read(self) -> tuple[list[StoredNode], list[StoredTail], list[StoredState]]:
+        """Returns the nodes and the tails of which blocks are noted, and the states. Entries that contradict each other
+        are left out."""
         nodes: dict[bytes, StoredNode] = {}
-        numbers = self._numbers()
+        tails: dict[int, StoredTail] = {}  # by number
+        numbers, lengths = self._numbers(), self._numbers(LENGTH_AT)
         for block in np.flatnonzero(numbers).tolist():
-            about = self._entry.unpack_from(self._memory, block * self._stride + NUMBER)
-            hash, parent, first, group, *tokens = about
-            missing = [-1] * len(self._limits.windows)
-            found = StoredNode(int(numbers[block]), hash, parent, first, tuple(tokens), missing)
-            node = nodes.setdefault(hash, found)
-            if node[2:5] == found[2:5] and group < len(missing) and node.blocks[group] < 0:
-                node.blocks[group] = block
-        return list(nodes.values())
+            at, number = block * self._stride, int(numbers[block])
+            hash, parent, first, group, *tokens = self._entry.unpack_from(self._memory, at + REST_AT)
+            length, missing = int(lengths[block]), [-1] * len(self._limits.windows)
+            found: StoredNode | StoredTail
+            if length == len(tokens):
+                found = StoredNode(number, hash, parent, first, tuple(tokens), missing)
+                known: StoredNode | StoredTail = nodes.setdefault(hash, found)
+            else:
+                found = StoredTail(parent, first, tuple(tokens[:length]), missing)
+                known = tails[number] = _shorter(tails.get(number, found), found)
+            if _agree(known, found) and group < len(missing) and known.blocks[group] < 0:
+                known.blocks[group] = block
+        return list(nodes.values()), list(tails.values()), list(self._read_states())
+
+    def _read_states(self) -> Iterator[StoredState]:
+        for place, number in enumerate(self._state_numbers()[: self._limits.states].tolist()):
+            if number:
+                at = self._states_at + place * STATE_STRIDE + NUMBER
+                (hash,) = self._state_entry.unpack_from(self._memory, at)
+                yield StoredState(number, hash, place)
+
+
+def _shorter(tail: StoredTail, other: StoredTail) -> StoredTail:
+    """Returns a tail with no more tokens than another has: a process may have ended after it noted those of one layer
+    group."""
+    return tail if len(tail.tokens) <= len(other.tokens) else tail._replace(tokens=other.tokens)
+
+
+def _agree(known: StoredNode | StoredTail, found: StoredNode | StoredTail) -> bool:
+    """Returns whether two entries describe the same tokens behind the same parent."""
+    count = min(len(known.tokens), len(found.tokens))
+    same = known.tokens[:count] == found.tokens[:count]
+    return same and (known.parent, known.first) == (found.parent, found.first)
 
 
 def _entry(limits: Limits) -> Struct:
-    """Returns the form of an entry behind its number: hash, parent, whether it is a first block, group, tokens."""
-    return Struct(f"<{hashing.SIZE}s{hashing.SIZE}s?xH{limits.block_size}i")
+    """Returns the form of an entry behind its number and length."""
+    return Struct(f"{ABOUT}{limits.block_size}i")
 
 
 def _stride(limits: Limits) -> int:
     """Returns the bytes of an entry: whole numbers."""
-    return -(-(NUMBER + _entry(limits).size) // NUMBER) * NUMBER
+    return -(-(REST_AT + _entry(limits).size) // NUMBER) * NUMBER

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
+from penstock.engine.carry.messages import Offer, Prefill, Release
 from penstock.engine.engine import Engine
 from penstock.engine.weight_messages import AbortAll, DescribeWeights, Pause, Resume, UpdateWeights, WeightMessage
 from penstock.errors import PenstockError
@@ -45,8 +46,8 @@ class Close(NamedTuple):
     """Asks for the loop to end."""
 
 
-ControlMessage = AdapterMessage | WeightMessage | Sleep | Wake  # each has an answer
-Message = Add | Abort | FlushCache | Close | ControlMessage
+ControlMessage = AdapterMessage | WeightMessage | Sleep | Wake | Offer | Prefill  # each has an answer
+Message = Add | Abort | FlushCache | Close | Release | ControlMessage
 Send = Callable[[list[Event], Stats, list[BlockEvent]], None]
 
 
@@ -84,7 +85,7 @@ def run(engine: Engine, inbox: Inbox, send: Send) -> None:
 def advance(engine: Engine, messages: Sequence[Message]) -> list[Event]:
     """Applies messages other than Close, runs one step and returns what happened."""
     events = [event for message in messages for event in _apply(engine, message)]
-    return events + engine.step()
+    return engine.peers.offered(events + engine.step())
 
 
 def _apply(engine: Engine, message: Message) -> list[Event]:
@@ -92,6 +93,10 @@ def _apply(engine: Engine, message: Message) -> list[Event]:
         engine.abort(message.id)
     if isinstance(message, FlushCache):
         engine.flush_cache()
+    if isinstance(message, Offer | Release):
+        return engine.peers.answer(message)
+    if isinstance(message, Prefill):
+        message = Add(engine.peers.prefill(message))
     id = 0
     try:
         if isinstance(message, Add):

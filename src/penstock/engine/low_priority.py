@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from penstock.config import log_to_stderr
+
 NICE = 18  # of a processor's time the loader gets 2 % while another thread computes on it, and all that is idle
 LONGEST = 30.0  # seconds that work yields
 AUTOGROUP = Path("/proc/self/autogroup")
@@ -64,7 +66,7 @@ def _yielding_session() -> Iterator[None]:
         yield
     finally:
         if lowered and not _set_session(0, TRIES):
-            print("the engine keeps its low priority: its session's cannot be set", file=sys.stderr, flush=True)
+            log_to_stderr("the engine keeps its low priority: its session's cannot be set", "warning")
 
 
 def _set_session(nice: int, tries: int) -> bool:

@@ -16,6 +16,7 @@ from penstock.types import (
     Failed,
     Finished,
     Request,
+    SamplingParams,
     StepPlan,
     StepResult,
     Tokens,
@@ -26,6 +27,7 @@ from penstock.types import (
 FIRST_WEIGHTS = WeightState()
 
 if TYPE_CHECKING:
+    from penstock.engine.chain_loads import ChainLoad
     from penstock.engine.kv_disk.prefixes import RequestOnDisk
     from penstock.engine.speculation import RequestDrafts
 
@@ -42,6 +44,7 @@ class RequestRecord:
         "drafts",
         "lease",
         "owed",
+        "pull",
         "request",
         "sampler",
         "waited",
@@ -62,6 +65,7 @@ class RequestRecord:
         self.constraint: Constraint | None = None
         self.drafts: RequestDrafts | None = None
         self.disk: RequestOnDisk | None = None  # what its prompt is called there, if it may be there
+        self.pull: ChainLoad | None = None  # what is being read of its prompt from another engine
         self.lease: AdapterLease | None = None  # of the adapters that it is computed with
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
         self.weights: list[WeightSpan] = []  # that compute it
@@ -132,6 +136,7 @@ class RequestRecord:
             claim=request.claim,
             generated=request.generated,
             scored=request.scored,
+            guarded_from=_guarded_from(request.sampling),
         )
 
     def complete_tokens(self, event: Tokens) -> Tokens:
@@ -156,6 +161,12 @@ class RequestRecord:
             drafts=tuple(self.drafts.counts) if self.drafts else (),
         )
         return event._replace(report=report)
+
+
+def _guarded_from(sampling: SamplingParams) -> int | None:
+    """Returns how many tokens an answer has before a loop may end it; None: a loop never does."""
+    guarded = sampling.loop_guard and sampling.temperature == 0.0 and not sampling.ignore_eos
+    return sampling.min_tokens if guarded else None
 
 
 def observe_surprises(plan: StepPlan, result: StepResult, records: Mapping[int, RequestRecord]) -> None:

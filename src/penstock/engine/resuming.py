@@ -15,12 +15,13 @@ class Decided(NamedTuple):
     tokens: tuple[int, ...] = ()
     ended: bool = False
     stop: int | None = None
+    loop: int = 0  # tokens of the phrase that it repeated, if the loop guard ends it
 
     def events(self, record: RequestRecord) -> list[Event]:
         """Returns the events that tell it of an answer that has ended."""
         id, reason = record.request.id, "length" if self.stop is None else "stop"
         told: list[Event] = [Tokens(id, self.tokens)] if self.tokens else []
-        return [*told, record.complete(Finished(id, reason, self.stop, report=Report()))]
+        return [*told, record.complete(Finished(id, reason, self.stop, report=Report(loop=self.loop)))]
 
 
 def append_decided(sequence: Sequence, owed: tuple[int, ...]) -> Decided:
@@ -31,7 +32,8 @@ def append_decided(sequence: Sequence, owed: tuple[int, ...]) -> Decided:
     last = sequence.tokens[-1]
     if last in sequence.stop_ids:
         return Decided((), True, last)
-    tokens, stop = sequence.until_end(owed)
-    sequence.tokens += tokens
-    sequence.end = len(sequence.tokens)
-    return Decided(tokens, stop is not None or len(sequence.tokens) >= sequence.max_len, stop)
+    if sequence.looped:
+        return Decided((), True, loop=sequence.times.loop)
+    tokens, stop = sequence.append(owed)
+    ended = stop is not None or len(sequence.tokens) >= sequence.max_len
+    return Decided(tokens, ended, stop, sequence.times.loop)

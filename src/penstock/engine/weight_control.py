@@ -53,6 +53,11 @@ class WeightControl(ABC):
         self._pause = PauseState()
 
     @property
+    def can_stand_by(self) -> bool:
+        """Returns whether another process can have the same KV cache open, and take over when this one ends."""
+        return self._ledger is not None
+
+    @property
     @abstractmethod
     def _computing(self) -> bool: ...
 
@@ -147,7 +152,7 @@ class WeightControl(ABC):
 
     def _change_version(self, message: UpdateWeights) -> None:
         """Notes which weights are loaded now, and that KV of the old ones is not theirs."""
-        updates = self._weight_state.updates + 1
+        updates = message.number or self._weight_state.updates + 1
         version = message.version or str(updates)
         state = self._weight_state = WeightState(0, version, message.path, updates)
         if self._ledger is not None:

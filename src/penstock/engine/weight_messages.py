@@ -35,6 +35,7 @@ class UpdateWeights(NamedTuple):
     path: str
     version: str = ""  # empty: the number of the update
     recompute: bool = True  # KV of running requests is computed again; False: they keep that of the old weights
+    number: int = 0  # of the update, where another engine had it before; 0: the next one
 
 
 class DescribeWeights(NamedTuple):

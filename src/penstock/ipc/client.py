@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
+from penstock.ipc.placement import FleetFigures, ReplicaFigures, RequestPlacement
+from penstock.ipc.step_history import StepSample
 from penstock.types import PAUSE_KEEP, AdapterInfo, Event, Hello, MemoryUse, Request, Stats, WeightState
 
 
@@ -18,8 +20,27 @@ class EngineState(StrEnum):
     FAILED = "failed"  # there is no engine, and requests are refused
 
 
+class ReplicaView(Protocol):
+    """Shows one of several engines that share the requests of a client."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int:
+        """Returns the id of the engine process; 0: there is none now."""
+
+    @property
+    def state(self) -> StrEnum: ...
+
+    @property
+    def epoch(self) -> int:
+        """Returns a number that another engine process does not have."""
+
+
 class EngineClient(Protocol):
-    """Implemented by ipc/inprocess.py (a thread) and ipc/spawn.py (a process that is restarted when it dies)."""
+    """Implemented by ipc/inprocess.py (a thread), ipc/spawn.py (a process that is restarted when it dies) and
+    fleet/client.py (many processes on many machines)."""
 
     @property
     def hello(self) -> Hello | None:
@@ -38,12 +59,33 @@ class EngineClient(Protocol):
     def restarts(self) -> int: ...
 
     @property
+    def replicas(self) -> Sequence[ReplicaView]:
+        """Returns the engines of a fleet; none: there is one engine, and its hello describes it."""
+
+    @property
+    def replica_figures(self) -> Sequence[ReplicaFigures]:
+        """Returns figures of the engines of a fleet; none: there is one engine, and `stats` are its own."""
+
+    @property
+    def fleet_figures(self) -> FleetFigures | None:
+        """Returns figures of a fleet as a whole; None: there is one engine."""
+
+    @property
+    def fleet_decisions(self) -> Mapping[str, Mapping[str, int]]:
+        """Returns how often a fleet has decided what, by its kind and outcome: pulls, splits, and how requests
+        came to their turn."""
+
+    @property
     def in_flight(self) -> int:
         """Returns how many requests have not had their last event."""
 
     @property
     def stats(self) -> Stats:
         """Returns the engine's latest statistics. They arrive after every step and every message."""
+
+    @property
+    def recent_steps(self) -> Sequence[StepSample]:
+        """Returns the engine's last steps, the oldest first; none: there are several engines."""
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo]:
@@ -57,12 +99,19 @@ class EngineClient(Protocol):
         """Yields the events of one request, a list per step, up to Finished, Aborted or Failed. Leaving the generator
         early aborts the request. Raises EngineUnavailable if there is no engine."""
 
+    def note_refused(self, request: Request) -> None:
+        """Takes note of a request that is not submitted because it would wait too long: a fleet may grow for it."""
+
     def abort(self, id: int) -> None:
         """Ends a request now; its last event still arrives, with a report of what happened to it."""
 
     def when_ended(self, id: int, call: Callable[[], None]) -> None:
         """Has something called when the engine has ended a request that is about to be submitted, even if nobody reads
         its events. It is not called for one that was left."""
+
+    def when_placed(self, id: int, call: Callable[[RequestPlacement], None]) -> None:
+        """Has something called whenever a request that is about to be submitted is sent to one of several engines: at
+        first, and again if another goes on with it."""
 
     def end_answers(self, reason: str) -> None:
         """Ends every request in flight with an error, because the server stops."""

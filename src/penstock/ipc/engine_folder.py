@@ -1,16 +1,19 @@
-"""Names the files in the folder that a client shares with its engine process: the socket, the flight record and the
-stacks of a process that has died."""
+"""Names the files in the folder that a client shares with its engine process: the socket, the flight record, the
+stacks of a process that has died, and the socket at which further clients join."""
 
 from __future__ import annotations
 
 import mmap
 import os
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 from penstock.engine.flight_recorder import RECORD_BYTES
 
 SCHEME = "ipc://"
-SOCKET, FLIGHT, STACK = "engine", "flight", "stack"
+SOCKET, FLIGHT, STACK, CLIENTS = "engine", "flight", "stack", "clients"
 
 
 def address_in(folder: str) -> str:
@@ -21,6 +24,29 @@ def address_in(folder: str) -> str:
 def engine_file(address: str, name: str) -> Path:
     """Returns the path of a file beside an engine's socket."""
     return Path(address.removeprefix(SCHEME)).parent / name
+
+
+def bind(socket: zmq.Socket[Any], address: str) -> None:
+    """Lets the engine process connect to the socket. Where ZeroMQ has no sockets in folders, as on Windows, it is one
+    of this machine's TCP ports, and the file in the folder has its address and a key: only who can read it connects."""
+    if zmq.has("ipc"):
+        socket.bind(address)
+        return
+    public, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_server = True
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    engine_file(address, SOCKET).write_text(f"tcp://127.0.0.1:{port} {public.decode()}")
+
+
+def connect(socket: zmq.Socket[bytes], address: str) -> None:
+    """Connects an engine process to the socket that was bound for it."""
+    if zmq.has("ipc"):
+        socket.connect(address)
+        return
+    endpoint, server = engine_file(address, SOCKET).read_text().split()
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey = server.encode()
+    socket.connect(endpoint)
 
 
 class FlightMemory:
@@ -38,7 +64,10 @@ class FlightMemory:
         self.memory = mmap.mmap(self._file, RECORD_BYTES)
 
     def close(self) -> None:
-        os.close(self._file)
+        """Gives the memory back. Two may end an engine at once, and the number of a closed file may be another's."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
 
 def open_flight(address: str) -> mmap.mmap:

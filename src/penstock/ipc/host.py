@@ -14,21 +14,23 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from penstock.config import Config
+from penstock.config import LOG_FORMAT, Config, log_to_stderr
 from penstock.engine.engine import Engine
 from penstock.engine.loop import Message, run
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.ipc import wire
-from penstock.ipc.engine_folder import SOCKET, STACK, engine_file, open_flight
+from penstock.ipc.engine_folder import CLIENTS, SOCKET, STACK, connect, engine_file, open_flight
 from penstock.ipc.inprocess_engine import hello_of
 from penstock.ipc.loading_pulse import LoadingPulse
 
-OpenEngine = Callable[[Config], Engine]
+UntilNeeded = Callable[[], None]  # returns when a standby is to take over
+OpenEngine = Callable[[Config, UntilNeeded], Engine]
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 
@@ -47,36 +49,85 @@ class SocketInbox:
 
 
 def host(open: OpenEngine) -> None:
-    """Serves one client until it sends Close or ends. An engine that cannot start sends the reason and exits."""
+    """Serves until whoever started it sends Close or, if it serves that client alone, ends. An engine that cannot start
+    sends the reason and exits."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     _host(open, sys.argv[1], config, _until_stdin_ends)
 
 
-def serve_forked(address: str, config: bytes) -> None:
-    """Serves one client in a forked process, as `host` does in a program of its own."""
-    from penstock.engine.build import open_engine
-
+def serve_forked(address: str, config: bytes, until_parent_ends: Callable[[], None] | None = None) -> None:
+    """Serves in a forked process, as `host` does in a program of its own. `until_parent_ends` returns when the process
+    has ended that wanted this one; by default, that is its parent."""
     os.setsid()  # an interrupt of the terminal is the server's
     os.dup2(STDERR, STDOUT)
     given = msgspec.json.decode(config, type=Config)
-    _host(lambda config: open_engine(config, log_line), address, given, _until_parent_ends)
+    _host(open_logging, address, given, until_parent_ends or _until_parent_ends)
 
 
 def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
+    if LOG_FORMAT in os.environ:
+        from penstock.ipc.host_log import log_as_the_server  # an engine's start need not wait for logging
+
+        log_as_the_server()
     _write_stacks(address)
-    threading.Thread(target=_exit_with_parent, args=[address, until_parent_ends], daemon=True).start()
+    orphaned = threading.Event()
+    ended = orphaned.set if config.listen else partial(_exit, address)
+    threading.Thread(target=_when_parent_ends, args=[until_parent_ends, ended], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.connect(address)
+        connect(socket, address)
         flight = open_flight(address)
+        turn = Turn(socket, config.standby)
         try:
             with LoadingPulse(flight):
-                engine = open(config)
+                engine = open(config, turn.wait)
+            turn.wait()
         except PenstockError as error:
             socket.send(wire.encode_answer(wire.Refused(error.code, error.message)))
             return
         engine.record_flight(flight)
-        _serve(engine, config.name or Path(config.model).stem, socket)
+        model = config.name or Path(config.model).stem
+        if config.listen:
+            _serve_shared(engine, model, socket, config, address, orphaned)
+        else:
+            _serve(engine, model, socket)
+
+
+def _serve_shared(
+    engine: Engine, model: str, keeper: zmq.Socket[bytes], config: Config, address: str, orphaned: threading.Event
+) -> None:
+    """Serves all clients that join, also when whoever keeps this process has ended."""
+    from penstock.ipc.shared_host import LINGER_MS, SharedHost, Sockets, listen
+
+    gc.freeze()
+    keeper.setsockopt(zmq.LINGER, LINGER_MS)  # a keeper that has died reads nothing more
+    try:
+        router = listen(keeper.context, config.listen, engine_file(address, CLIENTS))
+    except zmq.ZMQError as error:
+        reason = f"the engine cannot listen at {config.listen}: {error}; give another address"
+        return keeper.send(wire.encode_answer(wire.Refused(ConfigError.code, reason)))
+    with router:
+        shared = SharedHost(engine, model, Sockets(keeper, router), config.secret, orphaned.is_set)
+        try:
+            run(engine, shared, shared.send)
+            shared.say_farewell()
+        finally:
+            engine.close()
+    if orphaned.is_set():
+        _remove_folder(address)
+
+
+class Turn:
+    """Waits until a standby is to take over. Other engines do not wait."""
+
+    def __init__(self, socket: zmq.Socket[bytes], standby: bool) -> None:
+        self._socket = socket
+        self._waits = standby
+
+    def wait(self) -> None:
+        if self._waits:
+            assert self._socket.recv() == wire.TAKE_OVER
+        self._waits = False
 
 
 def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
@@ -97,7 +148,8 @@ def _write_stacks(address: str) -> None:
     the parent asks for them because the engine hangs."""
     file = engine_file(address, STACK).open("w")
     faulthandler.enable(file)
-    faulthandler.register(signal.SIGUSR1, file)
+    if hasattr(faulthandler, "register"):  # Windows has no such signals
+        faulthandler.register(signal.SIGUSR1, file)
 
 
 def _until_stdin_ends() -> None:
@@ -111,18 +163,27 @@ def _until_parent_ends() -> None:
     parent.join()
 
 
-def _exit_with_parent(address: str, until_parent_ends: Callable[[], None]) -> None:
-    """Exits when the parent has ended, and removes the socket's folder: a killed parent could not."""
+def _when_parent_ends(until_parent_ends: Callable[[], None], ended: Callable[[], None]) -> None:
     until_parent_ends()
-    shutil.rmtree(engine_file(address, SOCKET).parent, ignore_errors=True)
+    ended()
+
+
+def _exit(address: str) -> None:
+    """Exits because the parent has ended, and removes the socket's folder: a killed parent could not."""
+    _remove_folder(address)
     os._exit(0)
 
 
-def log_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _remove_folder(address: str) -> None:
+    shutil.rmtree(engine_file(address, SOCKET).parent, ignore_errors=True)
+
+
+def open_logging(config: Config, until_needed: UntilNeeded) -> Engine:
+    """Opens the engine of a config, and logs how that goes."""
+    from penstock.engine.build import open_engine
+
+    return open_engine(config, log_to_stderr, until_needed)
 
 
 if __name__ == "__main__":
-    from penstock.engine.build import open_engine
-
-    host(lambda config: open_engine(config, log_line))
+    host(open_logging)

@@ -8,17 +8,17 @@ import threading
 from collections.abc import Callable
 
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Close, Message
+from penstock.engine.loop import Close
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineState
 from penstock.ipc.inprocess_engine import InProcessEngine
-from penstock.ipc.streams import RequestClient
+from penstock.ipc.request_client import SingleEngineClient
 from penstock.types import Event, Hello, Stats
 
 log = logging.getLogger(__name__)
 
 
-class InProcessClient(RequestClient):
+class InProcessClient(SingleEngineClient):
     """Runs the engine in a thread. An engine that fails is not restarted: its requests fail, and `unavailable_reason`
     has the error."""
 
@@ -44,10 +44,13 @@ class InProcessClient(RequestClient):
             await self._ended
             self._thread = None
 
-    def _send(self, message: Message) -> None:
+    def _reachable(self) -> InProcessEngine:
         if self.hello is None:
             raise EngineUnavailable(self.unavailable_reason)
-        self._engine.send(message)
+        return self._engine
+
+    def _present(self) -> InProcessEngine:
+        return self._reachable()
 
     # -- in the engine's thread ----------------------------------------------------------------------------------
 
@@ -84,7 +87,7 @@ class InProcessClient(RequestClient):
 
     def _take(self, events: list[Event], stats: Stats) -> None:
         self.stats = stats
-        self._streams.deliver(events)
+        self._streams.deliver(self._engine, events)
 
     def _end(self, ending: str) -> None:
         self.hello, self.unavailable_reason, self.state = None, ending, EngineState.FAILED

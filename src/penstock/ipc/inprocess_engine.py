@@ -66,10 +66,10 @@ class InProcessEngine:
         self.engine.close()
 
 
-def hello_of(engine: Engine, model: str) -> Hello:
-    """Returns what an engine of this process says about itself when it starts."""
-    about = engine.limits, engine.adapters, engine.unknown_fields, engine.can_sleep, engine.draft_tokens
-    return Hello(__version__, os.getpid(), model, *about)
+def hello_of(engine: Engine, model: str, address: str = "") -> Hello:
+    """Returns what an engine of this process says about itself when it starts, or when a client joins."""
+    about = engine.limits, engine.adapters, engine.unknown_fields, engine.can_sleep, engine.draft_tokens, engine.epoch
+    return Hello(__version__, os.getpid(), model, *about, address, engine.can_stand_by, engine.shared_device)
 
 
 def by_request(events: Iterable[Event]) -> dict[int, list[Event]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 
 class KvMemory:
@@ -15,7 +16,8 @@ class KvMemory:
     def open(self) -> str:
         """Returns the path that engines open it by; empty: there is none."""
         if self._file is None and hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("penstock-kv")
+            with suppress(OSError):  # too many files are open: an engine can do without
+                self._file = os.memfd_create("penstock-kv")
         return "" if self._file is None else f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:

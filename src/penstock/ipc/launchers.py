@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 STDERR = 2
 HOST = (sys.executable, "-m", "penstock.ipc.host")
-WARM_SECONDS = 1.5  # that an engine, or what engines import, takes to load
+WARM_UP_AFTER = 1.0  # seconds after the first engine was launched: it has its own imports behind it
 PRELOADED = ["penstock.engine.preloaded", "penstock.ipc.host"]
 
 
@@ -78,27 +78,21 @@ class ForkLauncher:
         return ForkedChild(process)
 
 
+FORKING = ForkLauncher()
+
+
 class SpawnThenForkLauncher:
-    """Starts the first engines as programs. Once one had to be started again, a process is made ready that the next
-    ones are forks of: engines that die may die again, and all others need no such process."""
+    """Starts the first engine as a program, since that has nothing to wait for, and the next ones as forks of a process
+    that is started soon after it: streams wait half as long for an engine that is forked."""
 
     def __init__(self) -> None:
-        self._spawning, self._forking = SpawnLauncher(), ForkLauncher()
-        self._launches = 0
-        self._warming: asyncio.Task[None] | None = None
+        self._launcher: Launcher = SpawnLauncher()
 
     async def launch(self, address: str, config: Config) -> EngineChild:
-        if self._warming is not None and self._warming.done():
-            return await self._forking.launch(address, config)
-        self._launches += 1
-        if self._launches == 2:
-            self._warming = asyncio.create_task(self._warm_up())
-        return await self._spawning.launch(address, config)
-
-    async def _warm_up(self) -> None:
-        await asyncio.sleep(WARM_SECONDS)  # the engine that is being started goes first
-        await asyncio.to_thread(self._forking.warm_up)
-        await asyncio.sleep(WARM_SECONDS)
+        launcher, self._launcher = self._launcher, FORKING
+        if launcher is not FORKING:
+            asyncio.get_running_loop().call_later(WARM_UP_AFTER, FORKING.warm_up)
+        return await launcher.launch(address, config)
 
 
 class ForkedChild:

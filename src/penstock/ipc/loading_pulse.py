@@ -3,7 +3,6 @@ the machine, so time alone says nothing."""
 
 from __future__ import annotations
 
-import resource
 import threading
 import time
 from types import TracebackType
@@ -46,6 +45,11 @@ class LoadingPulse:
 def _work() -> float:
     """Returns a number that grows with what other threads of this process and its children have done: seconds of
     processor time, and one for each read from a disk."""
+    spent = time.process_time() - time.thread_time()
+    try:
+        import resource
+    except ImportError:  # Windows counts the time of this process only
+        return spent
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     reads = own.ru_majflt + own.ru_inblock + children.ru_inblock
-    return time.process_time() - time.thread_time() + children.ru_utime + children.ru_stime + reads
+    return spent + children.ru_utime + children.ru_stime + reads

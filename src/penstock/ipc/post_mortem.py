@@ -74,7 +74,7 @@ def describe(
         when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         reason=reason,
         stack=stack,
-        config=msgspec.to_builtins(config),
+        config=msgspec.to_builtins(replace(config, secret="")),
         limits=hello.limits,
         flight=flight,
         requests=[_bundled(request, flight.suspects) for request in kept],

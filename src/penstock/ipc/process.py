@@ -22,15 +22,19 @@ from penstock.engine.flight_recorder import LEAST, LOADING, FlightRecord, read_p
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
-from penstock.ipc.engine_folder import STACK, FlightMemory, address_in, engine_file
+from penstock.ipc.engine_folder import STACK, FlightMemory, address_in, bind, engine_file
 from penstock.ipc.launchers import EngineChild, Launcher
+from penstock.ipc.shared_wire import ID_BITS, ID_MASK
 from penstock.types import Hello
 
 log = logging.getLogger(__name__)
 
 DELIVERY_SECONDS = 1.0  # that a message may still take after its sender has exited
 TICK = 0.1  # seconds between two looks at an engine's pulse
+SLOW_SHARE = 0.25  # of the time that an engine may be silent: after so much, the log says that it is slow
+SLOWEST_USUAL = 1.0  # seconds of silence without a word in the log
 STACK_SECONDS = 0.1  # that a hung engine has to write its stacks
+KILLED = -9  # the exit code after SIGKILL; Windows does not tell who ended a process
 MOST_STACK = 2**16  # characters that are read of them
 
 
@@ -38,18 +42,42 @@ class EngineSocket:
     """Holds the server's end of the socket, in a folder that only this user can enter."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="penstock-")
-        self._context = zmq.asyncio.Context()
-        self.socket = self._context.socket(zmq.PAIR)
-        self.address = address_in(self._folder)
-        self.socket.bind(self.address)
-        self._flight = FlightMemory(self.address)
+        with ExitStack() as undo:
+            self._folder = tempfile.mkdtemp(prefix="penstock-")
+            undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._context = zmq.asyncio.Context()
+            undo.callback(self._context.destroy, linger=0)
+            self.socket = self._context.socket(zmq.PAIR)
+            self.address = address_in(self._folder)
+            bind(self.socket, self.address)
+            self._flight = FlightMemory(self.address)
+            undo.pop_all()
         self.flight = self._flight.memory
 
     def close(self) -> None:
         self._context.destroy(linger=0)
         self._flight.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Silence:
+    """Measures for how long an engine has given no sign of life, and logs it if that is unusual. What counts is the
+    time that this process was awake to see."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._beat, self._before, self._told = -1, time.monotonic(), False
+
+    def observe(self, beat: int, most: float, now: float) -> None:
+        """Takes note of the engine's beat. It may be silent for at most `most` seconds."""
+        if beat != self._beat and self._told:
+            log.info("the engine goes on, after %.1f s", self.seconds)
+            self._told = False
+        self.seconds = self.seconds + min(now - self._before, 2 * TICK) if most < inf and beat == self._beat else 0.0
+        self._beat, self._before = beat, now
+        if not self._told and self.seconds > max(SLOW_SHARE * most, SLOWEST_USUAL):
+            log.warning("the engine has not gone on for %.1f s; it is killed after %.1f s", self.seconds, most)
+            self._told = True
 
 
 class EngineProcess:
@@ -62,6 +90,7 @@ class EngineProcess:
         self._link = link
         self._socket = link.socket
         self._exit = asyncio.create_task(process.wait())
+        self._clients: dict[int, str] = {}  # names of those that have joined a shared host, by number
         self._sent = 0  # messages
         self._hang = ""
 
@@ -69,26 +98,35 @@ class EngineProcess:
     async def launch(cls, launcher: Launcher, config: Config, times: tuple[int, ...] = ()) -> EngineProcess:
         """Starts a process and waits for its hello. An error that keeps the engine from starting is raised here, with
         the type it had there. `times` are those of the flight record of the engine before."""
-        try:
-            engine = await cls._spawn(launcher, config)
-            write_times(engine._link.flight, times)
-        except (OSError, zmq.ZMQError) as error:
-            raise EngineUnavailable(f"the engine process could not be started: {error}") from error
-        try:
-            engine.hello = await engine._greet()
-        except BaseException:
-            await engine.end(grace=0)
-            raise
+        engine = await cls.spawn(launcher, config)
+        await engine.open(times)
         return engine
 
     @classmethod
-    async def _spawn(cls, launcher: Launcher, config: Config) -> EngineProcess:
+    async def spawn(cls, launcher: Launcher, config: Config) -> EngineProcess:
+        """Starts a process, which the caller must `open` before it serves."""
         with ExitStack() as undo:
-            link = EngineSocket()
-            undo.callback(link.close)
-            process = await launcher.launch(link.address, config)
+            try:
+                link = EngineSocket()
+                undo.callback(link.close)
+                process = await launcher.launch(link.address, config)
+            except (OSError, zmq.ZMQError) as error:
+                raise EngineUnavailable(f"the engine process could not be started: {error}") from error
             undo.pop_all()
             return cls(process, link)
+
+    async def open(self, times: tuple[int, ...]) -> None:
+        """Waits for the hello of a process that was spawned. If that fails, the process has ended."""
+        write_times(self._link.flight, times)
+        try:
+            self.hello = await self._greet()
+        except BaseException:
+            await self.end(grace=0)
+            raise
+
+    def take_over(self) -> None:
+        """Has a standby become the engine."""
+        self._socket.send(wire.TAKE_OVER)
 
     def send(self, message: Message) -> None:
         self._sent += 1
@@ -108,11 +146,18 @@ class EngineProcess:
     @property
     def crashed(self) -> bool:
         """Returns whether it ended for a reason of its own, as far as that can be known: SIGKILL comes from outside."""
-        return bool(self._hang) or self._process.returncode != -signal.SIGKILL
+        return bool(self._hang) or self._process.returncode != KILLED
 
     def last_flight(self) -> FlightRecord:
         """Returns what the engine was doing when its process ended."""
         return read_record(self._link.flight)
+
+    def last_suspects(self) -> tuple[tuple[str, int], ...]:
+        """Returns the requests that a shared host was working on when its process ended: each with its client's name
+        and the id that it has there."""
+        ids = sorted(self.last_flight().suspects)
+        numbered = ((id >> ID_BITS, id & ID_MASK) for id in ids)
+        return tuple((self._clients[number], id) for number, id in numbered if number in self._clients)
 
     def last_stack(self) -> str:
         """Returns the stacks of its threads when a signal ended it, or when it hung."""
@@ -148,7 +193,8 @@ class EngineProcess:
         await asyncio.wait({message, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         watching.cancel()
         if self._hang:
-            log.error("the engine process %s while it loaded its model\n%s", self._hang, self.last_stack())
+            detail = {"detail": self.last_stack()}
+            log.error("the engine process %s while it loaded its model", self._hang, extra=detail)
         else:
             await asyncio.wait({message}, timeout=DELIVERY_SECONDS)
         if not message.done():
@@ -160,6 +206,9 @@ class EngineProcess:
         try:
             while True:
                 answer = wire.decode_answer(await self._socket.recv())
+                if isinstance(answer, wire.ClientJoined):
+                    self._clients[answer.number] = answer.client
+                    continue
                 assert isinstance(answer, wire.Step)
                 take(answer)
         except Exception:
@@ -172,20 +221,18 @@ class EngineProcess:
         return limit or (LEAST if taken < self._sent else inf)
 
     async def _watch(self, allowed: Callable[[float, int], float]) -> None:
-        """Kills the process when it has been silent for longer than is allowed. What counts is the time that this
-        process was awake to see."""
-        beat, silent, before = -1, 0.0, time.monotonic()
+        """Kills the process when it has been silent for longer than is allowed."""
+        silence = Silence()
         while True:
             await asyncio.sleep(TICK)
-            now = time.monotonic()
             seen, limit, taken = read_pulse(self._link.flight)
             most = allowed(limit, taken)
-            silent = silent + min(now - before, 2 * TICK) if most < inf and seen == beat else 0.0
-            beat, before = seen, now
-            if silent > most:
-                self._hang = f"did not go on for {silent:.1f} s and was killed"
-                os.kill(self._process.pid, signal.SIGUSR1)
-                await asyncio.sleep(STACK_SECONDS)
+            silence.observe(seen, most, time.monotonic())
+            if silence.seconds > most:
+                self._hang = f"did not go on for {silence.seconds:.1f} s and was killed"
+                if hasattr(signal, "SIGUSR1"):  # Windows has none, and no stacks of a process that hangs
+                    os.kill(self._process.pid, signal.SIGUSR1)
+                    await asyncio.sleep(STACK_SECONDS)
                 self._process.kill()
                 return
 

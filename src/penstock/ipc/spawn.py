@@ -6,22 +6,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from penstock.config import OFF, Config, parse_adapter
-from penstock.engine.adapter_messages import RegisterAdapter
 from penstock.engine.flight_recorder import FlightRecord
-from penstock.engine.loop import Message, Sleep
+from penstock.engine.loop import Sleep
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import post_mortem, wire
 from penstock.ipc.client import EngineState
 from penstock.ipc.kv_memory import KvMemory
 from penstock.ipc.launchers import Launcher, SpawnLauncher
 from penstock.ipc.process import EngineProcess
-from penstock.ipc.streams import RequestClient
-from penstock.types import AdapterInfo, Hello, Stats, WeightState
+from penstock.ipc.request_client import SingleEngineClient
+from penstock.ipc.restoring import EngineChanges
+from penstock.ipc.standby import Standby
+from penstock.types import AdapterInfo, Hello, MemoryUse, Stats, WeightState
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ SPAWNING = SpawnLauncher()
 GRACE = 5.0  # seconds that an engine has to exit by itself
 
 
-class ProcessClient(RequestClient):
+class ProcessClient(SingleEngineClient):
     """Restarts the engine process when it dies, after `pauses` that grow while engines die early. Requests wait for the
     next one until the last of the pauses was of no use. From then on they are refused, and the engine is tried again
     with that pause; without pauses, never."""
@@ -45,6 +45,8 @@ class ProcessClient(RequestClient):
         self._engine: EngineProcess | None = None
         self._flight = FlightRecord()  # of the engine that was lost last
         self._kv = KvMemory()
+        self._standby = Standby(launcher)
+        self._launched = config  # the last engine was, with this
         self._keeper: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None  # about the last death
@@ -75,6 +77,7 @@ class ProcessClient(RequestClient):
         self._refuse("the engine is closed")
         if engine is not None:
             await engine.end(GRACE)
+        await self._standby.close()
         self._kv.close()
 
     async def unregister_adapter(self, name: str) -> AdapterInfo:
@@ -83,21 +86,32 @@ class ProcessClient(RequestClient):
         self._config = replace(self._config, adapter=kept)  # an engine that is started again has forgotten it too
         return info
 
-    def _send(self, message: Message) -> None:
+    async def sleep(self) -> MemoryUse:
+        await self._standby.close()
+        return await super().sleep()
+
+    def _reachable(self) -> EngineProcess:
         if self._engine is None:
             raise EngineUnavailable(self.unavailable_reason)
-        self._engine.send(message)
+        return self._engine
+
+    def _present(self) -> EngineProcess | None:
+        return None if self.state is EngineState.RESUMING else self._reachable()
 
     def _take(self, step: wire.Step) -> None:
         self.stats = step.stats
-        self._streams.deliver(step.events())
+        if self._engine is not None:
+            self._streams.deliver(self._engine, step.events())
 
     async def _launch(self, yielding: bool = False) -> None:
         if self._failures > 1 or self._streams.blamed_twice:  # what is in the KV cache may be why
+            await self._standby.close()
             self._kv.close()
         grammars_wait, kv_file = self._streams.with_grammars, self._kv.open()
         config = replace(self._config, yielding=yielding, grammars_wait=grammars_wait, kv_file=kv_file)
-        self._engine = await EngineProcess.launch(self._launcher, config, self._flight.times)
+        times, self._launched = self._flight.times, config
+        standby = await self._standby.take(config, times)
+        self._engine = standby or await EngineProcess.launch(self._launcher, config, times)
         self.hello = self._engine.hello
         self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters
 
@@ -111,7 +125,8 @@ class ProcessClient(RequestClient):
             if time.monotonic() - started > EARLY or self.stats.generated_tokens:
                 self._failures = 0
             reason = f"the engine process {engine.hello.pid} {ending}"
-            log.error("%s; %d requests wait for a new one\n%s", reason, len(self._streams), engine.last_stack())
+            detail = {"detail": engine.last_stack()}
+            log.error("%s; %d requests wait for a new one", reason, len(self._streams), extra=detail)
             await self._lose(engine, reason)
             await self._restart(reason)
 
@@ -126,7 +141,7 @@ class ProcessClient(RequestClient):
         if self._config.post_mortem != OFF:
             about = self._config, engine.hello, reason, engine.last_stack(), self._flight, self._streams.requests
             self._writing = asyncio.create_task(asyncio.to_thread(post_mortem.write_about, *about))
-        self._streams.lose_engine(self._flight.suspects, reason, crashed=engine.crashed)
+        self._streams.blame(self._streams.lose(engine, reason), self._flight.suspects, crashed=engine.crashed)
         await engine.end(GRACE)
 
     async def _restart(self, reason: str) -> None:
@@ -141,6 +156,7 @@ class ProcessClient(RequestClient):
                 log.error("the engine could not be restarted: %s", reason)
             else:
                 self.restarts += 1
+                log.warning("a new engine process runs; %d requests go on", len(self._streams))
                 return self._resume()
             if self._failures >= len(self._pauses):
                 again = f"it is tried again every {self._pauses[-1]:g} s"
@@ -158,9 +174,8 @@ class ProcessClient(RequestClient):
 
     def _resume(self) -> None:
         """Brings an engine to the state of the one before, and has it resume the requests."""
-        unregistered = self._unregistered()
-        if unregistered or (self._unrestored and (self._unrestored.updates or self._unrestored.paused)):
-            self._restoring = asyncio.create_task(self._restore(unregistered))
+        if changes := EngineChanges(self._unregistered(), weights=self._unrestored or WeightState()):
+            self._restoring = asyncio.create_task(self._restore(changes))
         else:
             self._restored()
 
@@ -169,35 +184,24 @@ class ProcessClient(RequestClient):
         known = {(info.name, info.path, info.scale) for info in self.hello.adapters} if self.hello else set()
         return [info for info in self.adapters.values() if (info.name, info.path, info.scale) not in known]
 
-    async def _restore(self, adapters: Sequence[AdapterInfo]) -> None:
-        """Tells an engine what the one before was told. What cannot be read any more is left out: requests for such
-        an adapter fail, and answers tell which weights computed them."""
-        before = self._unrestored or WeightState()
+    async def _restore(self, changes: EngineChanges) -> None:
+        """Tells an engine what the one before was told."""
         try:
-            for name, path, scale, *_ in adapters:
-                await self._try(self._about_adapters(RegisterAdapter(self.next_id(), name, path, scale, replace=True)))
-            if before.updates or before.paused:
-                await self.pause()
-            if before.updates:
-                await self._try(self.update_weights(before.path, before.version))
-            if before.updates and not before.paused:
-                await self.resume()
+            await changes.tell(self._ask, self.next_id)
+            self.weights = await self.describe_weights()
         except EngineUnavailable:
             return  # it has died meanwhile
-        self._restored()
-
-    async def _try(self, telling: Coroutine[Any, Any, object]) -> None:
-        try:
-            await telling
-        except EngineUnavailable:
-            raise
         except PenstockError as error:
-            log.error("the engine that was restarted is not as it was before: %s", error)
+            log.error("the engine that was started is not as the one before: %s", error)
+        self._restored()
 
     def _restored(self) -> None:
         """Has the engine resume the requests. If there are none, it may sleep as the one before did."""
         self._unrestored = None
         self.state = EngineState.READY
         if self._asleep and not len(self._streams) and self.hello is not None and self.hello.can_sleep:
-            self._send(Sleep(self.next_id()))
+            self._tell(Sleep(self.next_id()))
         self._streams.resume()
+        if self.hello is not None and self.hello.can_stand_by and not (self._asleep or self._config.listen):
+            config = replace(self._launched, grammars_wait=self._streams.with_grammars)
+            self._standby.prepare(config, self.hello.pid)

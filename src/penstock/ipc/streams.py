@@ -1,67 +1,91 @@
-"""Keeps the requests that a client has in flight, delivers their events, and has the next engine resume them when one
+"""Keeps the requests that a client has in flight, delivers their events, and has another engine resume them when one
 is lost. For the thread of one event loop only."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from typing import NamedTuple, Protocol
 
-from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.loop import Abort, Add, ControlMessage, FlushCache, Message, Sleep, Wake
-from penstock.engine.weight_messages import (
-    AbortAll,
-    DescribeWeights,
-    Pause,
-    Resume,
-    UpdateWeights,
-    WeightMessage,
-)
-from penstock.errors import EngineUnavailable, PoisonedRequest, error_of
-from penstock.ipc.client import EngineState
+from penstock.engine.loop import Abort, Add, ControlMessage, Message
+from penstock.errors import PoisonedRequest, error_of
 from penstock.ipc.inprocess_engine import by_request
+from penstock.ipc.placement import RequestPlacement
 from penstock.ipc.request_stream import EventMailbox, RequestStream
-from penstock.types import (
-    PAUSE_KEEP,
-    Aborted,
-    AdapterInfo,
-    AdapterList,
-    Event,
-    Failed,
-    Hello,
-    MemoryUse,
-    Request,
-    Stats,
-    Tokens,
-    WeightState,
-)
+from penstock.types import Aborted, Event, Failed, Request, Tokens
 
-CRASH, KILL = 2, 1  # how much a request is blamed for a death; a token of it clears it
+CRASH, KILL = 2, 1  # how much a request is blamed for a death; an engine that answers it clears it
 MOST_BLAMED = 4, 6, 16  # before it fails, after 0, 1 and more unexplained deaths
 REMEMBERED = 60.0  # seconds, of an unexplained death
 TRIAL = 2.0  # seconds that others wait at most while a doubted request runs
 POISONED = 64  # requests that are remembered as the reason of deaths
 
 
+class RequestEngine(Protocol):
+    """Answers requests."""
+
+    def send(self, message: Message) -> None: ...
+
+
+class EngineChoice(Protocol):
+    """Knows the engines of a client."""
+
+    def place(self, request: Request, avoid: RequestEngine | None) -> RequestEngine | None:
+        """Returns the engine that is to answer a request, another one than that to avoid. None: the request has to wait
+        until `dispatch` is called. Raises EngineUnavailable if there will be no engine."""
+
+    def quietest(self) -> RequestEngine | None:
+        """Returns the engine whose death would do the least harm: a doubted request is tried there."""
+
+    @property
+    def in_line(self) -> int:
+        """Returns how many requests wait for their turn, of those that `place` has returned no engine for. `start` is
+        called for them, one after the other."""
+
+    def forget(self, id: int, generated: int) -> None:
+        """Takes note that a request has ended, wherever it was, after so many tokens of its answer."""
+
+
+class StreamObserver(Protocol):
+    """Counts what several engines are sent and say."""
+
+    def sent(self, id: int, engine: RequestEngine, *, resumed: bool) -> RequestPlacement:
+        """Takes note that an engine is sent a request, and returns why that one."""
+
+    def answered(self, id: int, cached: int) -> None:
+        """Takes note of the first tokens that an engine has for a request, of whose prompt it has reused so many."""
+
+    def ended(self, id: int) -> None:
+        """Takes note that a request is sent to no engine any more."""
+
+
+class LostRequests(NamedTuple):
+    """Holds the requests of a lost engine that it had not answered. They wait until it is known why it was lost."""
+
+    unanswered: list[RequestStream]
+    answered: bool  # it had others, which it had answered
+    reason: str  # how it was lost
+
+
 class RequestStreams:
-    """Holds all requests in flight, by id. While it is `held`, there is no engine to send requests to: they wait for
-    the next one.
+    """Holds all requests in flight, by id.
 
     Engines die because of what they work on, or for no fault of any request. After a death, requests that were worked
-    on and that the engine had not answered yet are doubted; if it is only one, it is blamed. The next engine gets a
-    blamed request alone. Then it gets those that its predecessor had answered, then the doubted ones, each when the one
-    before was answered, and then all others. A request that is blamed for two crashes in a row is poisoned, and fails;
-    it takes more if engines are killed, or also die without a request that could be the reason."""
+    on and that the engine had not answered yet are doubted; if it is only one, it is blamed. A doubted request is tried
+    on the quietest engine: a blamed one alone, others each when the one before was answered, and new requests stay away
+    meanwhile, or wait if there is no other engine. Requests that the dead engine had answered go on first. A request
+    that is blamed for two crashes in a row is poisoned, and fails; it takes more if engines are killed, or also die
+    without a request that could be the reason."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
-        self.held = False
-        self._send = send
+    def __init__(self, engines: EngineChoice) -> None:
+        self._engines = engines
         self._streams: dict[int, RequestStream] = {}
-        self._answers: dict[int, EventMailbox] = {}  # to control messages
+        self._answers: dict[int, tuple[RequestEngine, EventMailbox]] = {}  # to control messages
         self.endings: dict[int, Callable[[], None]] = {}  # called when a request has ended, read or not
+        self.placings: dict[int, Callable[[RequestPlacement], None]] = {}  # called when one is sent to an engine
+        self.observer: StreamObserver | None = None  # of a client with several engines
         self._unsent = 0
         self._recovering = False  # a request is doubted
         self._unexplained: deque[float] = deque(maxlen=2)  # when engines died for which no request was doubted
@@ -75,25 +99,31 @@ class RequestStreams:
         """Sends the request and yields its events, a list per step, to the last. Leaving before that aborts it. The
         mailbox is bounded by what one sequence can produce."""
         if self._poisoned and _fingerprint(request) in self._poisoned:
-            self.endings.pop(request.id, None)
+            self._drop_calls(request.id)
             yield [_poisoned(request.id, "it was refused at once this time")]
             return
         stream = self._streams[request.id] = RequestStream(request)
         self._unsent += 1
         try:
-            if self.held or self._recovering:
+            if self._recovering:
                 self.dispatch()
             else:
-                self._start(stream)
+                self._start(stream, None)
             while True:
                 events = await stream.box.get()
                 yield events
                 if not isinstance(events[-1], Tokens):
                     break
         finally:
-            self.endings.pop(request.id, None)
-            if self._forget(request.id) and stream.sent:
-                self._send(Abort(request.id))
+            self._drop_calls(request.id)
+            if self._forget(request.id) and stream.engine is not None:
+                stream.engine.send(Abort(request.id))
+
+    def _drop_calls(self, id: int) -> None:
+        self.endings.pop(id, None)
+        self.placings.pop(id, None)
+        if self.observer is not None:
+            self.observer.ended(id)
 
     def abort(self, id: int) -> None:
         """Ends a request; its last event still arrives."""
@@ -101,15 +131,17 @@ class RequestStreams:
         if stream is None:
             return
         stream.aborting = True
-        if stream.sent:
-            self._send(Abort(id))
+        if stream.engine is not None:
+            stream.engine.send(Abort(id))
         else:
-            self.deliver([Aborted(id)])
+            self.end([Aborted(id)])
 
-    async def answer(self, message: ControlMessage) -> Event:
-        """Sends a control message and returns its answer; raises the error that it was answered with."""
-        self._send(message)
-        box = self._answers[message.id] = EventMailbox()
+    async def answer(self, engine: RequestEngine, message: ControlMessage) -> Event:
+        """Sends a control message and returns its answer; raises the error that it was answered with. No two messages
+        have the same id."""
+        engine.send(message)
+        box = EventMailbox()
+        self._answers[message.id] = engine, box
         try:
             (event,) = await box.get()
         finally:
@@ -118,32 +150,55 @@ class RequestStreams:
             raise error_of(event.code, event.message)
         return event
 
-    def deliver(self, events: Iterable[Event]) -> None:
-        """Hands each request its share of a step. What belongs to a request that was left is dropped."""
+    def deliver(self, engine: RequestEngine, events: Iterable[Event]) -> None:
+        """Hands each request its share of a step of its engine. What belongs to a request that was left, or that
+        another engine has now, is dropped."""
         for id, share in by_request(events).items():
             if (stream := self._streams.get(id)) is not None:
-                stream.take(share)
-                if not isinstance(share[-1], Tokens):
-                    self._forget(id)
-                    if id in self.endings:
-                        self.endings.pop(id)()
-            elif (box := self._answers.get(id)) is not None:
-                box.put(share)
+                if stream.engine is engine:
+                    self._hand_over(stream, share)
+            elif (asked := self._answers.get(id)) is not None and asked[0] is engine:
+                asked[1].put(share)
         if self._recovering:
             self.dispatch()
 
     def fail(self, code: str, message: str) -> None:
         """Ends all that is in flight. There will be no other engine."""
-        self.held = True  # those that are left when one is forgotten are not sent
-        self.deliver([Failed(id, code, message) for id in (*self._streams, *self._answers)])
-        self.held = False
+        streams, self._streams = self._streams, {}  # those that are left when one is forgotten are not sent
+        self._unsent = 0
+        for id, stream in streams.items():
+            self._engines.forget(id, stream.generated)
+        for id, stream in streams.items():
+            self._hand_over(stream, [Failed(id, code, message)])
+        for id, (_, box) in self._answers.items():
+            box.put([Failed(id, code, message)])
+
+    def end(self, events: Iterable[Event]) -> None:
+        """Ends requests with events that are no engine's."""
+        for event in events:
+            if (stream := self._streams.get(event.seq)) is not None:
+                self._hand_over(stream, [event])
+
+    def _hand_over(self, stream: RequestStream, share: list[Event]) -> None:
+        if not stream.begun and self.observer is not None and isinstance(first := share[0], Tokens):
+            self.observer.answered(stream.id, first.cached)
+        stream.take(share)
+        if not isinstance(share[-1], Tokens):
+            self._forget(stream.id)
+            if stream.id in self.endings:
+                self.endings.pop(stream.id)()
 
     # -- when an engine is lost ----------------------------------------------------------------------------------
 
     @property
     def requests(self) -> list[Request]:
-        """Returns the requests that the engine has, with what was delivered of their answers."""
-        return [stream.so_far for stream in self._streams.values() if stream.sent]
+        """Returns the requests that engines have, with what was delivered of their answers."""
+        return [stream.so_far for stream in self._streams.values() if stream.engine is not None]
+
+    def load(self, engine: RequestEngine) -> tuple[int, int]:
+        """Returns how many requests an engine has not answered yet, and how many it has in all."""
+        answered = [stream.answered for stream in self._streams.values() if stream.engine is engine]
+        return answered.count(False), len(answered)
 
     @property
     def with_grammars(self) -> bool:
@@ -155,74 +210,151 @@ class RequestStreams:
         """Returns whether a request in flight is blamed for as much as two crashes."""
         return any(stream.blamed >= 2 * CRASH for stream in self._streams.values())
 
-    def lose_engine(self, suspects: Collection[int], reason: str, *, crashed: bool) -> None:
-        """Keeps all requests for the next engine. The lost one was working on the `suspects`; if it has not `crashed`,
-        it was killed from outside, perhaps for lack of memory. What was blamed too often fails, and so do control
-        messages."""
-        self.held = True
-        lost = [stream for stream in self._streams.values() if stream.sent]
-        doubted = [stream for stream in lost if stream.id in suspects and not stream.answered]
-        if not doubted and not any(stream.answered for stream in lost):
-            doubted = lost  # it died before it could note whom it worked on
+    def lose(self, engine: RequestEngine, reason: str) -> LostRequests:
+        """Keeps the requests of a lost engine for others, and fails the control messages that it was sent. Those that
+        it had answered can go on; those that it had not wait for `blame` or `trust`."""
+        lost = [stream for stream in self._streams.values() if stream.engine is engine]
+        unanswered = [stream for stream in lost if not stream.answered]
+        self._unsent += len(lost)
+        for stream in lost:
+            stream.lose_engine()
+        self.end([Aborted(stream.id) for stream in lost if stream.aborting])
+        for id, (asked, box) in self._answers.items():
+            if asked is engine:
+                box.put([Failed(id, "engine_died", f"{reason}: send this again")])
+        return LostRequests(unanswered, len(unanswered) < len(lost), reason)
+
+    def move(self, engine: RequestEngine) -> None:
+        """Has other engines go on with all requests of one that still answers. It must not be sent others."""
+        for stream in self._streams.values():
+            if stream.engine is engine:
+                engine.send(Abort(stream.id))
+                stream.lose_engine()
+                stream.explain(doubted=False)
+                self._unsent += 1
+        self.dispatch()
+
+    def trust(self, lost: LostRequests) -> None:
+        """Lets requests go on whose engine was not lost because of any of them."""
+        for stream in lost.unanswered:
+            stream.explain(doubted=False)
+
+    def blame(
+        self, lost: LostRequests, suspects: Collection[int] | None, *, crashed: bool, shared: bool = False
+    ) -> None:
+        """Doubts those of an engine's requests that it was working on when it died: the `suspects`, or all if nobody
+        knows. If it has not `crashed`, it was killed from outside, perhaps for lack of memory. If suspicion is `shared`
+        with requests of other clients, none is blamed. What was blamed too often fails."""
+        left = [stream for stream in lost.unanswered if stream.id in self._streams]
+        doubted = left if suspects is None else [stream for stream in left if stream.id in suspects]
+        if not doubted and not lost.answered:
+            doubted = left  # it died before it could note whom it worked on
+        if len(doubted) == 1 and suspects is not None and not shared:
+            doubted[0].blamed += CRASH if crashed else KILL
+        if not doubted and (left or lost.answered):
+            self._unexplained.append(time.monotonic())
+        for stream in left:
+            stream.explain(doubted=stream in doubted)
+        if doubted:
+            self._recovering = True
+            self._let_others_wait()
+        others = sum(time.monotonic() - when < REMEMBERED for when in self._unexplained)
+        self._give_up([stream for stream in doubted if stream.blamed >= MOST_BLAMED[others]], lost.reason)
+
+    def blame_late(self, suspects: Collection[int], *, crashed: bool) -> None:
+        """Blames a doubted request, if it is the only one, for a death that nobody could explain in time."""
+        doubted = [stream for stream in self._streams.values() if stream.doubted and stream.id in suspects]
         if len(doubted) == 1:
             doubted[0].blamed += CRASH if crashed else KILL
-        if lost and not doubted:
-            self._unexplained.append(time.monotonic())
-        self._unsent += len(lost)
-        self._recovering = self._recovering or bool(doubted)
-        for stream in lost:
-            stream.lose_engine(doubted=stream in doubted)
-        self.deliver([Aborted(stream.id) for stream in lost if stream.aborting])
-        others = sum(time.monotonic() - when < REMEMBERED for when in self._unexplained)
-        self._give_up([stream for stream in doubted if stream.blamed >= MOST_BLAMED[others]], reason)
-        for id, box in self._answers.items():
-            box.put([Failed(id, "engine_died", f"{reason}: send this again")])
 
     def _give_up(self, poisoned: list[RequestStream], reason: str) -> None:
         for stream in poisoned:
             self._poisoned.append(_fingerprint(stream.request))
-            self.deliver([_poisoned(stream.id, f"the last time, {reason}")])
+            self.end([_poisoned(stream.id, f"the last time, {reason}")])
+
+    # -- sending -------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """Has an engine that was started continue all requests."""
-        self.held = False
-        self._let_others_wait()
+        """Has an engine that was started continue the requests that wait."""
+        if self._recovering:
+            self._let_others_wait()
         self.dispatch()
+
+    @property
+    def reserved(self) -> RequestEngine | None:
+        """Returns the engine that new requests stay away from now."""
+        return self._reserved([each for each in self._streams.values() if each.doubted]) if self._recovering else None
+
+    def start(self, id: int, waited: float) -> bool:
+        """Sends a request whose turn has come after so many seconds; returns whether it could be."""
+        if (stream := self._streams.get(id)) is None:
+            return True
+        stream.held = waited
+        self._start(stream, self.reserved)
+        return stream.engine is not None
 
     def dispatch(self) -> None:
         """Sends the requests that wait for an engine and may run now."""
-        if self.held:
+        if self._unsent <= self._engines.in_line and not self._recovering:
             return
         streams = list(self._streams.values())
         doubted = [stream for stream in streams if stream.doubted]
         self._recovering = bool(doubted)
-        others_wait = doubted and time.monotonic() < self._others_wait
-        if others_wait and (blamed := next((stream for stream in doubted if stream.blamed), None)):
-            return None if blamed.sent else self._start(blamed)
+        reserved = self._reserved(doubted)
+        blamed = next((stream for stream in doubted if stream.blamed), None) if reserved is not None else None
+        if blamed is not None and reserved is not None and blamed.engine is None and not self.load(reserved)[0]:
+            self._send(blamed, reserved)
         for stream in sorted(streams, key=lambda stream: not stream.settling):
-            if not stream.sent and not stream.doubted and (stream.settling or not others_wait):
-                self._start(stream)
-        busy = any(stream.settling or (stream.doubted and stream.sent) for stream in streams)
-        if doubted and not busy:
+            if stream.engine is None and not stream.doubted and not stream.unexplained:
+                self._start(stream, reserved)
+                if stream.engine is None and stream.settling and blamed is None:
+                    self._start(stream, None)
+        if doubted and blamed is None:
+            self._try_next(doubted, streams)
+
+    def _reserved(self, doubted: list[RequestStream]) -> RequestEngine | None:
+        """Returns the engine that new requests stay away from: the one that a doubted request is tried on."""
+        if not doubted or time.monotonic() >= self._others_wait:
+            return None
+        tried = (stream.engine for stream in doubted if stream.engine is not None)
+        return next(tried, None) or self._engines.quietest()
+
+    def _try_next(self, doubted: list[RequestStream], streams: list[RequestStream]) -> None:
+        """Tries the next doubted request, unless one is being tried or its engine still has to resume others."""
+        engine = self._engines.quietest()
+        if engine is None or any(stream.engine is not None for stream in doubted):
+            return
+        if not any(stream.settling and stream.engine is engine for stream in streams):
             self._let_others_wait()
-            self._start(doubted[0])
+            self._send(doubted[0], engine)
 
     def _let_others_wait(self) -> None:
         """Lets others wait until a doubted request was answered, or for a moment."""
         self._others_wait = time.monotonic() + TRIAL
         asyncio.get_running_loop().call_later(TRIAL, self.dispatch)
 
-    def _start(self, stream: RequestStream) -> None:
-        self._send(Add(stream.request))
-        stream.sent = True
+    def _start(self, stream: RequestStream, avoid: RequestEngine | None) -> None:
+        """Sends a request to the engine that suits it, if there is one now."""
+        engine = self._engines.place(stream.request, avoid)
+        if engine is not None:
+            self._send(stream, engine)
+
+    def _send(self, stream: RequestStream, engine: RequestEngine) -> None:
+        engine.send(Add(stream.request))
+        stream.engine = engine
         self._unsent -= 1
+        if self.observer is not None:
+            placement = self.observer.sent(stream.id, engine, resumed=stream.resumed)
+            if (call := self.placings.get(stream.id)) is not None:
+                call(placement)
 
     def _forget(self, id: int) -> bool:
         """Lets a request go, and lets those run that waited for it; returns whether it was in flight."""
         stream = self._streams.pop(id, None)
         if stream is None:
             return False
-        self._unsent -= not stream.sent
+        self._unsent -= stream.engine is None
+        self._engines.forget(id, stream.generated)
         self.dispatch()
         return True
 
@@ -235,101 +367,3 @@ def _fingerprint(request: Request) -> int:
 def _poisoned(id: int, what: str) -> Failed:
     message = f"the engine has died again and again when it worked on this request; {what}: do not send it again"
     return Failed(id, PoisonedRequest.code, message)
-
-
-class RequestClient(ABC):
-    """Implements the part of an EngineClient that does not depend on where the engine runs."""
-
-    def __init__(self) -> None:
-        self.hello: Hello | None = None
-        self.state = EngineState.STARTING
-        self.stats = Stats()
-        self.restarts = 0
-        self.unavailable_reason = "the engine has not been started"
-        self._ids = itertools.count(1)
-        self._streams = RequestStreams(self._send)
-        self.adapters: dict[str, AdapterInfo] = {}
-        self.weights = WeightState()
-        self._asleep = False  # the engine was told to sleep, and not to wake since
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._streams)
-
-    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        if self.hello is None:
-            raise EngineUnavailable(self.unavailable_reason)
-        return self._streams.follow(request)
-
-    def abort(self, id: int) -> None:
-        self._streams.abort(id)
-
-    def when_ended(self, id: int, call: Callable[[], None]) -> None:
-        self._streams.endings[id] = call
-
-    def end_answers(self, reason: str) -> None:
-        self._streams.fail("server_stopping", reason)
-
-    def flush_cache(self) -> None:
-        self._send(FlushCache())
-
-    async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
-        (info,) = await self._about_adapters(RegisterAdapter(self.next_id(), name, path, scale, replace))
-        self.adapters[name] = info
-        return info
-
-    async def unregister_adapter(self, name: str) -> AdapterInfo:
-        (info,) = await self._about_adapters(UnregisterAdapter(self.next_id(), name))
-        self.adapters.pop(name, None)
-        return info
-
-    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        return await self._about_adapters(ListAdapters(self.next_id()))
-
-    async def pause(self, mode: str = PAUSE_KEEP) -> WeightState:
-        return await self._about_weights(Pause(self.next_id(), mode))
-
-    async def resume(self) -> WeightState:
-        return await self._about_weights(Resume(self.next_id()))
-
-    async def abort_all(self) -> WeightState:
-        return await self._about_weights(AbortAll(self.next_id()))
-
-    async def update_weights(self, path: str, version: str = "", *, recompute: bool = True) -> WeightState:
-        return await self._about_weights(UpdateWeights(self.next_id(), path, version, recompute))
-
-    async def describe_weights(self) -> WeightState:
-        return await self._about_weights(DescribeWeights(self.next_id()))
-
-    async def _about_weights(self, message: WeightMessage) -> WeightState:
-        event = await self._streams.answer(message)
-        assert isinstance(event, WeightState)
-        self.weights = event
-        return event
-
-    async def sleep(self) -> MemoryUse:
-        use = await self._about_memory(Sleep(self.next_id()))
-        self._asleep = True
-        return use
-
-    async def wake(self) -> MemoryUse:
-        use = await self._about_memory(Wake(self.next_id()))
-        self._asleep = False
-        return use
-
-    def next_id(self) -> int:
-        return next(self._ids)
-
-    async def _about_adapters(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
-        event = await self._streams.answer(message)
-        assert isinstance(event, AdapterList)
-        return event.adapters
-
-    async def _about_memory(self, message: Sleep | Wake) -> MemoryUse:
-        event = await self._streams.answer(message)
-        assert isinstance(event, MemoryUse)
-        return event
-
-    @abstractmethod
-    def _send(self, message: Message) -> None:
-        """Sends a message to the engine; raises EngineUnavailable if there is none."""

@@ -9,6 +9,7 @@ from itertools import chain
 import msgspec
 
 from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
+from penstock.engine.carry.messages import Offer, Prefill, Release
 from penstock.engine.loop import Abort, Add, Close, FlushCache, Message, Sleep, Wake
 from penstock.engine.weight_messages import AbortAll, DescribeWeights, Pause, Resume, UpdateWeights
 from penstock.types import (
@@ -22,6 +23,7 @@ from penstock.types import (
     Finished,
     Hello,
     MemoryUse,
+    Offered,
     Request,
     Stats,
     Tokens,
@@ -45,12 +47,22 @@ class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
     describe_weights: DescribeWeights | None = None
     sleep: Sleep | None = None
     wake: Wake | None = None
+    offer: Offer | None = None
+    release: Release | None = None
+    prefill: Prefill | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Is the engine's first message, when it can serve."""
 
     hello: Hello
+
+
+class ClientJoined(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tells whoever keeps a shared host which number the ids of a client's requests have."""
+
+    number: int
+    client: str
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -73,9 +85,11 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterList] = []  # answers to control messages
     weights: list[WeightState] = []  # the same, about pauses and weights
     memory: list[MemoryUse] = []  # likewise
+    offered: list[Offered] = []  # likewise, about blocks
+    received: int = 0  # requests that a shared host has had of the client since it joined
 
     def events(self) -> Iterator[Event]:
-        answers = (self.adapters, self.weights, self.memory)
+        answers = (self.adapters, self.weights, self.memory, self.offered)
         return chain(self.tokens, self.finished, self.aborted, self.failed, *answers)
 
     def block_events(self) -> list[BlockEvent]:
@@ -83,11 +97,14 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return sorted([*self.stored, *self.removed], key=lambda event: event.number)
 
 
-Answer = Ready | Refused | Step
+Answer = Ready | Refused | Step | ClientJoined
 
 _encoder = msgspec.msgpack.Encoder()
 _messages = msgspec.msgpack.Decoder(ClientMessage)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+TAKE_OVER = b"take over"  # is all that a standby reads, before any other message
 
 
 def encode_message(message: Message) -> bytes:
@@ -118,6 +135,12 @@ def encode_message(message: Message) -> bytes:
             return _encoder.encode(ClientMessage(sleep=message))
         case Wake():
             return _encoder.encode(ClientMessage(wake=message))
+        case Offer():
+            return _encoder.encode(ClientMessage(offer=message))
+        case Prefill():
+            return _encoder.encode(ClientMessage(prefill=message))
+        case Release():
+            return _encoder.encode(ClientMessage(release=message))
         case Close():
             return _encoder.encode(ClientMessage())
 
@@ -136,6 +159,8 @@ def decode_message(data: bytes) -> Message:
         return about_weights
     if about_sleep := message.sleep or message.wake:
         return about_sleep
+    if about_blocks := message.offer or message.release or message.prefill:
+        return about_blocks
     return Close() if message.abort is None else Abort(message.abort)
 
 
@@ -147,7 +172,7 @@ def decode_answer(data: bytes) -> Answer:
     return _answers.decode(data)
 
 
-def step(events: list[Event], stats: Stats, blocks: Sequence[BlockEvent] = ()) -> Step:
+def step(events: Sequence[Event], stats: Stats, blocks: Sequence[BlockEvent] = (), received: int = 0) -> Step:
     return Step(
         stats,
         [event for event in events if isinstance(event, Tokens)],
@@ -159,4 +184,6 @@ def step(events: list[Event], stats: Stats, blocks: Sequence[BlockEvent] = ()) -
         [event for event in events if isinstance(event, AdapterList)],
         [event for event in events if isinstance(event, WeightState)],
         [event for event in events if isinstance(event, MemoryUse)],
+        [event for event in events if isinstance(event, Offered)],
+        received,
     )

@@ -218,6 +218,10 @@ class LLM:
         """Returns the sampling that applies where a call gives none: the model's own."""
         return self._maker.text.sampling()
 
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """Returns the sampling with what is given and not None, and the model's own for the rest."""
+        return self._maker.text.sampling(**given)
+
     def check_answers(self) -> None:
         """Raises InvalidRequest if the model makes embeddings only."""
         self._maker.check_answers()

@@ -41,7 +41,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None  # stop, length or abort; None while it goes on
-    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None: the model itself
+    stop_reason: int | str | None = None  # the stop token or stop string, or "repetition"; None: the model itself
     weights: tuple[WeightSpan, ...] = ()  # that computed it, once it has ended; empty if a stop string ended it
 
     def finished(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import PenstockError
 from penstock.llm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from penstock.text import Delta, TextStream, Tokenizer, read_step
+from penstock.text import REPETITION, Delta, TextStream, Tokenizer, read_step
 from penstock.types import Event, Request, SamplingParams, TokenLogprob
 
 
@@ -119,7 +119,7 @@ class PendingOutput:
     def _stop_reason(self, last: Delta) -> int | str | None:
         if last.silent and last.tokens[-1] in self.params.stop_token_ids:
             return last.tokens[-1]
-        return last.stop
+        return REPETITION if last.loop else last.stop
 
     def _logprobs(self, entry: TokenLogprob) -> PositionLogprobs:
         """Returns the log-probabilities at one position: of the token that stands there, and of the alternatives."""

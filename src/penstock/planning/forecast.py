@@ -45,6 +45,8 @@ class Forecast:
     memory: MemoryPlan | None = None
     speed: Speed | None = None
     problem: str = ""  # why it does not fit
+    profile: MachineProfile | None = None  # of the machine that it was made for, if that is known
+    costs: ModelCosts | None = None  # of the model's steps
 
 
 def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Iterator[Forecast]:
@@ -69,7 +71,8 @@ def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler:
         return Forecast(config.quantize, problem=str(error))
     costs = model_costs(spec, stored.tensors, backend.stored_as, footprint.kv_token - footprint.draft_token)
     profile = profiler(config, backend.name, costs.kinds)
-    return Forecast(config.quantize, memory, profile and forecast_speed(profile, costs, memory, prompt))
+    speed = profile and forecast_speed(profile, costs, memory, prompt)
+    return Forecast(config.quantize, memory, speed, profile=profile, costs=costs)
 
 
 def silent(_: str) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.backend.base import Footprint, Tuner
 from penstock.config import AUTO, Config, Device, parse_adapter, resolve
@@ -36,8 +37,9 @@ class MemoryPlan:
 
     @property
     def kv_ram(self) -> int:
-        """Returns the bytes of host memory for blocks that have left the cache."""
-        return self.limits.host_places * self.limits.block_size * self.group_token
+        """Returns the bytes of host memory for blocks and saved states that have left the cache."""
+        blocks = self.limits.host_places * self.limits.block_size * self.group_token
+        return blocks + self.limits.host_states * self.footprint.state
 
     @property
     def states(self) -> int:
@@ -72,7 +74,7 @@ class MemoryPlan:
                 f"{limits.max_rows} rows and {limits.states} saved, of {has.state / 1e6:.1f} MB",
             ),
             ("adapters", self.adapters, "the size of their files"),
-            ("KV in RAM", self.kv_ram, f"{'at most' if self.on_host else 'of the host, at most'}, taken as it is used"),
+            ("KV in RAM", self.kv_ram, "at most, taken as it is used" if self.on_host else "of the host, pinned"),
             ("left over", self._left_over, ""),
         ):
             if size or name not in ("states", "adapters", "KV in RAM"):
@@ -139,9 +141,9 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
         state_bytes=has.state,
     )
     on_host = Device.parse(config.device).kind != "cuda"
-    limits = limits._replace(host_places=host_places(config, limits, config.block_size * group_token, has.free))
-    if limits.states and config.kv_ram not in (AUTO, "0"):
-        notes.append("no KV in RAM: recurrent states cannot be copied there yet, and KV is of no use without them")
+    tier = host_tier(config, limits, config.block_size * group_token, has.state, has.free)
+    limits = limits._replace(host_places=tier.blocks, host_states=tier.states)
+    notes += missing_tiers(config, limits)
     if limits.max_rows < config.max_rows:
         notes.append(f"{limits.max_rows} rows in a step, not {config.max_rows}: their states take half of the memory")
     wanted = config.max_len or spec.max_len
@@ -151,15 +153,42 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     return MemoryPlan(has, limits, group_token, adapters, on_host, tuple(notes))
 
 
-def host_places(config: Config, limits: Limits, block_bytes: int, free: int) -> int:
-    """Returns how many blocks host memory keeps that have left the cache, where `free` bytes of it are. Models with
-    recurrent layers have none: their states cannot be copied yet. Encoders reuse nothing."""
-    if limits.states or limits.encoder:
-        return 0
-    if config.kv_ram != AUTO:
-        return int(config.kv_ram) // block_bytes
-    unused = Device.parse(config.device).kind == "cuda" and not config.kv_disk
-    return 0 if unused else min(limits.num_blocks, free // KV_RAM_SHARE // block_bytes)
+def missing_tiers(config: Config, limits: Limits) -> Iterator[str]:
+    """Yields a line for each place that was asked for to keep KV in and that a model has no use for."""
+    if has_tiers(config, limits):
+        return
+    why = "it has no KV to keep"
+    if limits.states:
+        why = "it has recurrent layers, whose states stay on a GPU, and KV is of no use without them"
+    if config.kv_ram not in (AUTO, "0"):
+        yield f"--kv-ram has no effect on this model: {why}"
+    if config.kv_disk:
+        yield f"--kv-disk has no effect on this model: {why}"
+
+
+def has_tiers(config: Config, limits: Limits) -> bool:
+    """Returns whether what a model computes can be kept elsewhere than in its cache. Encoders reuse nothing, and states
+    cannot be copied from a GPU yet."""
+    return not limits.encoder and not (limits.states and Device.parse(config.device).kind == "cuda")
+
+
+class HostPlaces(NamedTuple):
+    """Says how many blocks and saved states host memory keeps that have left the cache."""
+
+    blocks: int = 0
+    states: int = 0
+
+
+def host_tier(config: Config, limits: Limits, block_bytes: int, state_bytes: int, free: int) -> HostPlaces:
+    """Divides the host memory for what leaves the cache, where `free` bytes of it are. States may take half of it, as
+    they may of the cache, and there is one wherever it fits."""
+    unused = Device.parse(config.device).kind == "cuda" and not config.kv_disk and config.kv_ram == AUTO
+    if unused or not has_tiers(config, limits):
+        return HostPlaces()
+    cache = limits.num_blocks * block_bytes + limits.states * state_bytes
+    room = min(cache, free // KV_RAM_SHARE) if config.kv_ram == AUTO else int(config.kv_ram)
+    states = max(room // 2 // state_bytes, min(room // state_bytes, 1)) if limits.states else 0
+    return HostPlaces((room - states * state_bytes) // block_bytes, states)
 
 
 def adapter_memory(config: Config) -> int:

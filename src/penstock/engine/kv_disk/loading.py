@@ -7,25 +7,44 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
 
 from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
 
 THREADS = 2  # checking blocks takes longer than reading them
 LEARNED = 0.3  # weight of the latest rate
 FORGIVEN = 1.02  # factor of the rate, with each chain that was not read because of it
-PATIENCE = 0.05  # of the time that computing takes: so long the first block may take
+PATIENCE = 0.05  # of the time that computing takes: so long reading is not judged
 LONGEST = 1.0  # seconds that closing waits for the disk
 LEAST = 0.01  # seconds that are waited in any case
 
 Compute = Callable[[int], float]  # returns the seconds that it takes to compute all but so many of the blocks
 Targets = Sequence[memoryview | None]  # where a block is read to, by layer group
+B = TypeVar("B")
+B_contra = TypeVar("B_contra", contravariant=True)
 
 
-class Loading:
+class ChainReader(Protocol[B_contra]):
+    """Reads blocks from where they are."""
+
+    def read(self, block: B_contra, targets: Targets) -> bool:
+        """Reads the contents of a block into memory; returns whether they are what they should be."""
+
+
+class Loading(Generic[B]):
     """Is a chain of blocks that is being read: see Pending. It counts as ready once all are read, one cannot be, or to
-    compute the rest is sooner than to read it by the rate of those that are."""
+    compute the rest is sooner than to read it by the rate of those that are. So many `threads` read it. It
+    is given the share `patience` of the time that computing takes before it is judged."""
 
-    def __init__(self, blocks: Sequence[StoredBlock], targets: Sequence[Targets], compute: Compute) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[B],
+        targets: Sequence[Targets],
+        compute: Compute,
+        *,
+        threads: int = 0,
+        patience: float = PATIENCE,
+    ) -> None:
         self.began = time.perf_counter()
         self.given_up = False
         self.waiters = 1  # requests
@@ -36,7 +55,8 @@ class Loading:
         self._read = bytearray(len(blocks))
         self._failed = len(blocks)  # the first block that cannot be used
         self._started = self._ended = 0.0
-        self._left = THREADS
+        self._left = threads or THREADS
+        self._patience = patience
         self._done = threading.Event()
         self._lock = threading.Lock()
 
@@ -52,16 +72,23 @@ class Loading:
 
     @property
     def ready(self) -> bool:
-        """Returns whether what is read by now is all that is worth waiting for."""
-        if not (self.finished or self.given_up):
+        """Returns whether what is read by now is all that is worth waiting for. If all blocks are read, a thread that
+        is still busy with an earlier chain is not waited for."""
+        complete = self.finished or self.whole
+        if not (complete or self.given_up):
             self.given_up = self._too_slow(time.perf_counter() - self.began)
-        return self.finished or self.given_up
+        return complete or self.given_up
 
     @property
     def usable(self) -> int:
         """Returns how many blocks from the first on are read and right."""
         end = self._read.find(0)
         return len(self._read) if end < 0 else end
+
+    @property
+    def whole(self) -> bool:
+        """Returns whether all blocks are read and right."""
+        return self.usable == len(self._blocks)
 
     @property
     def seconds(self) -> float:
@@ -72,14 +99,14 @@ class Loading:
         """Returns when it is read, or after this many seconds."""
         self._done.wait(seconds)
 
-    def run(self, store: SegmentStore) -> None:
-        """Reads blocks in turn with other threads, each from the next one on, in one of THREADS threads."""
+    def run(self, source: ChainReader[B]) -> None:
+        """Reads blocks in turn with other threads, each from the next one on, in one of its threads."""
         self._started = self._started or time.perf_counter()
         try:
             for at in self._turns:
                 if at >= self._failed or self.given_up:
                     break
-                if store.read(self._blocks[at], self._targets[at]):
+                if source.read(self._blocks[at], self._targets[at]):
                     self._read[at] = 1
                 else:
                     self._failed = min(self._failed, at)
@@ -95,12 +122,11 @@ class Loading:
                 self._done.set()
 
     def _too_slow(self, elapsed: float) -> bool:
-        """Returns whether to compute the rest is sooner than to read it. The first block may take a little."""
+        """Returns whether to compute the rest is sooner than to read it. At first nobody can tell."""
+        if elapsed <= LEAST + self._patience * self._compute(0):
+            return False
         usable = self.usable
-        if not usable:
-            return elapsed > LEAST + PATIENCE * self._compute(0)
-        left = elapsed / usable * (len(self._blocks) - usable)
-        return left > LEAST + self._compute(usable)
+        return not usable or elapsed / usable * (len(self._blocks) - usable) > LEAST + self._compute(usable)
 
 
 class Loader:
@@ -109,17 +135,16 @@ class Loader:
     def __init__(self, store: SegmentStore, rate: float = 0.0) -> None:
         self.rate = rate  # bytes in a second; 0: nothing was read yet
         self._store = store
-        self._queues: list[SimpleQueue[Loading | None]] = []
+        self._queues: list[SimpleQueue[Loading[StoredBlock] | None]] = []
         self._threads: list[threading.Thread] = []
 
     def seconds(self, size: int) -> float:
         """Returns how long it takes to read so many bytes, as far as is known."""
         return size / self.rate if self.rate else 0.0
 
-    def load(self, loading: Loading) -> None:
+    def load(self, loading: Loading[StoredBlock]) -> None:
         """Begins to read, after what was begun before."""
-        if not self._threads:
-            self._start()
+        self.start()
         for queue in self._queues:
             queue.put(loading)
 
@@ -139,13 +164,16 @@ class Loader:
         for thread in self._threads:
             thread.join(LONGEST)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Starts the threads, if none are running: the first chain need not wait for that."""
+        if self._threads:
+            return
         self._queues = [SimpleQueue() for _ in range(THREADS)]
         for queue in self._queues:
             thread = threading.Thread(target=self._work, args=[queue], name="penstock-kv-reading", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _work(self, queue: SimpleQueue[Loading | None]) -> None:
+    def _work(self, queue: SimpleQueue[Loading[StoredBlock] | None]) -> None:
         while (loading := queue.get()) is not None:
             loading.run(self._store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,17 +18,17 @@ def open_store(
     config: Config, blocks: bytes, backend: Backend, limits: Limits, tell: Callable[[str], None]
 ) -> SegmentStore | None:
     """Returns where the KV of prompts is kept for a model whose blocks have this identity; None if it is not to be, or
-    cannot be for such a model: `tell` is told."""
-    if not config.kv_disk:
+    cannot be for such a model (missing_tiers says so). If there is some already, `tell` is told."""
+    if not config.kv_disk or limits.encoder or (limits.states and backend.states is None):
         return None
-    if limits.states or limits.encoder:
-        kind = "recurrent layers, whose states are not kept" if limits.states else "no KV to keep"
-        tell(f"KV on disk: --kv-disk has no effect on this model, because it has {kind}")
-        return None
-    if not limits.host_places:
-        raise ConfigError("kv_disk needs host memory to read blocks into: set kv_ram to a number of bytes")
+    if not hasattr(os, "preadv"):
+        raise ConfigError("kv_disk needs reads that this system does not have: leave it out, or use WSL on Windows")
     block_bytes = len(backend.kv.export_blocks([0]))
-    layout = BlockLayout(blocks, limits.block_size, len(limits.windows), block_bytes)
+    state_bytes = len(backend.states.export_blocks([0])) if backend.states is not None and limits.states else 0
+    if not limits.host_places or (state_bytes and not limits.host_states):
+        least = f" of at least {block_bytes + state_bytes:,}" if state_bytes else ""
+        raise ConfigError(f"kv_disk needs host memory to read blocks into: set kv_ram to a number of bytes{least}")
+    layout = BlockLayout(blocks, limits.block_size, len(limits.windows), block_bytes, state_bytes)
     store = SegmentStore(Path(config.kv_disk).expanduser(), layout, config.kv_disk_bytes)
     store.open()
     if len(store):

@@ -17,7 +17,9 @@ from penstock.core import hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
 from penstock.core.step_cost import CostModel, PromptCost
-from penstock.engine.host_blocks import HostBlocks
+from penstock.core.tiers import DISK
+from penstock.engine.chain_loads import ChainLoad, ChainLoads
+from penstock.engine.host_blocks import HostBlocks, HostMemory, HostStateCopies
 from penstock.engine.kv_disk.loading import Loader, Loading
 from penstock.engine.kv_disk.rates import Rates, read_rates, write_rates
 from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
@@ -34,29 +36,20 @@ MOST_PENDING = 16384  # blocks that wait until there is time
 CLOSING = 1.0  # seconds for what is left at the end
 UNMEASURED = Rates(token=1 / 2000)  # is taken for true before any server has measured
 TOUCHED = 48 << 20  # bytes of each tier's memory that are touched at the start
+AHEAD = 192 << 20  # bytes of the device's memory that are touched in idle before they are needed
 SAVE = 60.0  # seconds between two notes of the rates
-
-
-class ChainLoad(NamedTuple):
-    """Is a part of a prompt that is read from disk."""
-
-    key: bytes  # the chain hash of its first block
-    loading: Loading
-    salt: str
-    prompt: Sequence[int]
-    first: int  # block
-    places: list[list[int]]  # of each block, by layer group
 
 
 class RequestOnDisk:
     """Belongs to one request: what its prompt is called on disk, and what is being read of it."""
 
-    __slots__ = ("hashes", "load", "salt")
+    __slots__ = ("hashes", "key", "load", "salt")
 
     def __init__(self, salt: str, hashes: list[bytes]) -> None:
         self.salt = salt
         self.hashes = hashes  # of the full blocks of its prompt
         self.load: ChainLoad | None = None
+        self.key = b""  # of what is being read: the chain hash of its first block
 
 
 class PendingBlock(NamedTuple):
@@ -65,6 +58,7 @@ class PendingBlock(NamedTuple):
     node: PrefixNode
     hash: bytes
     parent: bytes
+    state: bool  # the state at its end is to be written too, if it is still there
 
 
 class NoDiskPrefixes:
@@ -104,6 +98,7 @@ class DiskPrefixes(NoDiskPrefixes):
         store: SegmentStore,
         cache: KvCache,
         host: HostBlocks,
+        states: HostStateCopies | None,
         memory: BlockMemory,
         limits: Limits,
         prompts: PromptCost,
@@ -112,6 +107,7 @@ class DiskPrefixes(NoDiskPrefixes):
         self._store = store
         self._cache = cache
         self._host = host
+        self._states = states
         self._memory = memory
         self._windows = limits.windows
         self._longest = limits.max_len
@@ -121,24 +117,37 @@ class DiskPrefixes(NoDiskPrefixes):
         self._rates = read_rates(store.folder)  # by the last server
         self._loader = Loader(store, self._rates.read)
         self._writer = Writer(store)
+        self._chains = ChainLoads(cache, host, states, limits)
         self._loads: dict[bytes, ChainLoad] = {}  # by the chain hash of their first block
-        self._abandoned: list[tuple[Loading, list[list[int]]]] = []  # with places that threads may still write to
         self._prompts: dict[bytes, PendingBlock] = {}
         self._answers: dict[bytes, PendingBlock] = {}  # are written while nothing runs
         self._credit = self._cost = 0.0  # seconds: that may be spent, that a block takes
         self._last = time.perf_counter()
         self._saved = self._last  # when the rates were
         self._read = self._given_up = 0
-        self._touch(min(len(store), TOUCHED // host.block_bytes, limits.num_blocks, limits.host_places))
+        self._touched = bytearray(limits.num_blocks)
+        self._prepare()
 
-    def _touch(self, count: int) -> None:
-        """Touches the memory that the first prompts after a restart are read into, which the system gives slowly: of
-        free blocks, and of places, none of which is in use yet."""
-        zeros, free = bytes(self._host.block_bytes), self._cache.pool.snapshot()
-        for at in range(count):
-            if at in free:
-                self._memory.import_blocks([at], zeros)
-            self._host.fill(at)[:] = zeros
+    def _prepare(self) -> None:
+        """Gets ready for the first prompt after a restart: touches memory of places, none of which is in use yet, and
+        of blocks, and starts threads."""
+        if len(self._store):
+            count = min(len(self._store), TOUCHED // self._host.block_bytes)
+            for place in range(min(count, self._host.places)):
+                self._host.fill(place)[:] = bytes(self._host.block_bytes)
+            self._touch(count)
+            self._loader.start()
+
+    def _touch(self, most: int) -> bool:
+        """Touches at most so many of the free blocks that prompts are copied into next: the system gives memory slowly,
+        for the blocks of a prompt longer than they take to be read. Returns whether there were any."""
+        ahead = self._cache.pool.upcoming(min(len(self._store), AHEAD // self._host.block_bytes))
+        kept = self._cache.tails.blocks
+        untouched = [block for block in ahead if not self._touched[block] and block not in kept][:most]
+        self._memory.touch_blocks(untouched)
+        for block in untouched:
+            self._touched[block] = 1
+        return bool(untouched)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -151,25 +160,25 @@ class DiskPrefixes(NoDiskPrefixes):
         record.disk = disk = RequestOnDisk(salt, self._chain(salt, request.prompt, self._size))
         if request.sampling.prompt_logprobs is None:
             disk.load = self._load(disk, request.prompt)
-        load = disk.load
-        return [] if load is None else [Need("kv", load.loading, lambda: self._deliver(load))]
+        return [] if disk.load is None else [Need("kv", disk.load.loading, lambda: self._deliver(disk))]
 
     def _load(self, disk: RequestOnDisk, prompt: Sequence[int]) -> ChainLoad | None:
         """Begins to read what the prefix cache has not of a prompt, if that is known and pays. The last token is always
         computed."""
-        self._collect()
+        self._chains.collect()
         end = (len(prompt) - 1) // self._size
         known = self._cache.trie.match(disk.salt, prompt, end)
-        first = len(known)
+        first = self._cache.states.deepest(known, len(known))
         if first == end or disk.hashes[first] not in self._store:
             return None
-        if (load := self._loads.get(disk.hashes[first])) is not None:
+        disk.key = disk.hashes[first]
+        if (load := self._loads.get(disk.key)) is not None:
             load.loading.waiters += 1
             return load
         parent = disk.hashes[first - 1] if first else hashing.root(disk.salt)
         tokens = [pack(prompt[at * self._size : (at + 1) * self._size]) for at in range(first, end)]
         found = self._store.find(parent, disk.hashes[first:end], tokens)
-        found = found[: self._reusable(found, first)]
+        found = found[: self._chains.reusable([block.record.present for block in found], first)]
         if not found or not self._pays(found, first):
             return None
         for node in reversed(known):
@@ -180,63 +189,40 @@ class DiskPrefixes(NoDiskPrefixes):
         self, found: list[StoredBlock], disk: RequestOnDisk, prompt: Sequence[int], first: int
     ) -> ChainLoad | None:
         """Reserves places and begins to read."""
-        wanted = self._wanted(len(found), first)
-        places = self._cache.host.reserve(sum(map(sum, wanted)))
-        if len(places) < sum(map(sum, wanted)):
-            self._cache.host.give_back(places)
+        given = self._chains.reserve(len(found), first)
+        if given is None:
             return None
-        left = iter(places)
-        chosen = [[next(left) if want else -1 for want in groups] for groups in wanted]
-        targets = [[self._host.fill(place) if place >= 0 else None for place in each] for each in chosen]
-        loading = Loading(found, targets, lambda done: self._compute_seconds(first + done, first + len(found)))
-        load = ChainLoad(disk.hashes[first], loading, disk.salt, prompt, first, chosen)
-        self._loads[load.key] = load
+        loading = Loading(found, given.parts, lambda done: self._rest_seconds(first, first + len(found), done))
+        load = self._loads[disk.key] = ChainLoad(loading, disk.salt, prompt, first, given.places, given.state)
         self._loader.load(loading)
         return load
 
-    def _deliver(self, load: ChainLoad) -> None:
+    def _deliver(self, disk: RequestOnDisk) -> None:
         """Lets the prefix cache find what was read; once, for however many requests."""
-        key, loading, salt, prompt, first, places = load
-        if self._loads.get(key) is not load:
+        load = disk.load
+        if load is None or self._loads.get(disk.key) is not load:
             return
-        del self._loads[key]
-        usable = loading.usable
-        self._given_up += loading.given_up and usable < len(places)
-        self._read += self._cache.attach(salt, prompt, first, places[:usable])
-        self._abandoned.append((loading, places[usable:]))
-        self._loader.observe(max(usable, 1) * self._store.layout.record_bytes, loading.seconds)
-        self._collect()
-
-    def _collect(self) -> None:
-        """Gives places back that no thread writes to any longer."""
-        for entry in [entry for entry in self._abandoned if entry[0].finished]:
-            self._abandoned.remove(entry)
-            self._cache.host.give_back(place for each in entry[1] for place in each if place >= 0)
-
-    def _reusable(self, found: Sequence[StoredBlock], first: int) -> int:
-        """Returns how many of the blocks a request can begin with: the most whose last windows are on disk too."""
-        count = len(found)
-        while count > 0:
-            wanted = self._wanted(count, first)
-            holes = [
-                at for at in range(count) for group, want in enumerate(wanted[at]) if want > found[at].record.has(group)
-            ]
-            if not holes:
-                break
-            count = max(holes)
-        return count
-
-    def _wanted(self, count: int, first: int) -> list[list[bool]]:
-        """Returns of each block whether its layer groups are needed, if a request begins after `count` blocks."""
-        starts = self._cache.trie.window_starts((first + count) * self._size)
-        return [[first + at >= start for start in starts] for at in range(count)]
+        del self._loads[disk.key]
+        loading, usable = load.loading, load.loading.usable
+        self._given_up += loading.given_up and usable < len(load.places)
+        self._read += self._chains.deliver(load, DISK)
+        self._loader.observe(self._bytes_of(max(usable, 1)), loading.seconds)
 
     def _pays(self, found: Sequence[StoredBlock], first: int) -> bool:
-        seconds = self._loader.seconds(len(found) * self._store.layout.record_bytes)
+        seconds = self._loader.seconds(self._bytes_of(len(found)))
         pays = seconds <= self._compute_seconds(first, first + len(found))
         if not pays:
             self._loader.forgive()
         return pays
+
+    def _rest_seconds(self, first: int, end: int, done: int) -> float:
+        """Returns the seconds that it takes to compute what was not read of a chain. Without the state at its end, what
+        was read is of no use."""
+        return self._compute_seconds(first if self._states is not None else first + done, end)
+
+    def _bytes_of(self, blocks: int) -> int:
+        """Returns the bytes of so many blocks of a chain, and of the state at its end."""
+        return blocks * self._store.layout.record_bytes + self._store.layout.state_bytes
 
     def _compute_seconds(self, first: int, end: int) -> float:
         """Returns the seconds that it takes to compute a prompt's blocks from `first` to `end`."""
@@ -256,7 +242,7 @@ class DiskPrefixes(NoDiskPrefixes):
             disk.load.loading.waiters -= 1
             if not disk.load.loading.waiters:
                 disk.load.loading.given_up = True
-                self._deliver(disk.load)
+                self._deliver(disk)
         if isinstance(event, Finished):
             self._keep(disk, record.request.prompt)
         elif isinstance(event, Failed) and event.code == NotFinite.code:
@@ -268,21 +254,26 @@ class DiskPrefixes(NoDiskPrefixes):
         self._last = now
         if self._prompts and self._credit >= self._cost and not self._writer.full:
             self._write_next(self._prompts)
-            self._cost = time.perf_counter() - now
-            self._credit -= self._cost
+            cost = time.perf_counter() - now
+            self._credit -= cost
+            self._cost = min(cost, MOST_CREDIT)
 
     def write_in_idle(self) -> bool:
-        self._collect()
+        more = self._write_some() or self._touch(IN_IDLE)
+        if not more:
+            self._save_rates()
+        return more
+
+    def _write_some(self) -> bool:
+        """Has a few blocks written; returns False when none are left."""
+        self._chains.collect()
         for pending in (self._prompts, self._answers):
             for _ in range(IN_IDLE):
                 if pending and not self._writer.full:
                     self._write_next(pending)
         if self._writer.full:
             time.sleep(0.001)
-        if not (self._prompts or self._answers):
-            self._save_rates()
-            return False
-        return True
+        return bool(self._prompts or self._answers)
 
     def clear(self) -> None:
         self._prompts.clear()
@@ -299,7 +290,7 @@ class DiskPrefixes(NoDiskPrefixes):
 
     def close(self) -> None:
         until = time.perf_counter() + CLOSING
-        while time.perf_counter() < until and self.write_in_idle():
+        while time.perf_counter() < until and self._write_some():
             pass
         self._writer.close()
         for load in self._loads.values():
@@ -318,56 +309,53 @@ class DiskPrefixes(NoDiskPrefixes):
     def _keep(self, disk: RequestOnDisk, prompt: Sequence[int]) -> None:
         """Has the full blocks of a prompt written, and those that follow it in the prefix cache: its answers."""
         nodes = self._cache.trie.match(disk.salt, prompt, len(disk.hashes))
-        if disk.load is not None and not any(self._windows):
-            self._free_places(nodes[disk.load.first :])
-        parents = [hashing.root(disk.salt), *disk.hashes]
+        if disk.load is not None:
+            self._chains.free_places(disk.load)
+        parents, ending = [hashing.root(disk.salt), *disk.hashes], self._cache.states.deepest(nodes, len(nodes))
         for node, hash, parent in zip(nodes, disk.hashes, parents, strict=False):
-            self._pend(self._prompts, PendingBlock(node, hash, parent))
+            parts = len(node.children) > 1 or node.depth == ending - 1
+            self._pend(self._prompts, PendingBlock(node, hash, parent, parts))
         if nodes and len(nodes) == len(disk.hashes):
             for block in _below(nodes[-1], disk.hashes[-1]):
                 self._pend(self._answers, block)
 
-    def _free_places(self, nodes: Sequence[PrefixNode]) -> None:
-        """Frees the places of blocks that were read and that the device has now: the disk has them too. The next
-        prompt is read into the same memory, which is faster than memory that was never touched."""
-        for node in nodes:
-            if self._cache.trie.on_device(node):
-                self._cache.host.drop(node)
-
     def _pend(self, pending: dict[bytes, PendingBlock], block: PendingBlock) -> None:
-        if block.hash not in self._store and len(pending) < MOST_PENDING:
-            pending.setdefault(block.hash, block)
+        more = block.hash not in self._store or (block.state and self._has_new_state(block))
+        if more and len(pending) < MOST_PENDING:
+            pending[block.hash] = block if block.state else pending.get(block.hash, block)
+
+    def _has_new_state(self, block: PendingBlock) -> bool:
+        """Returns whether there is a state at the end of a block that the store does not know."""
+        return max(self._cache.states.where(block.node)) >= 0 and not self._store.has_state(block.hash)
 
     def _write_next(self, pending: dict[bytes, PendingBlock]) -> None:
         """Gives the next block that is still there to the writer."""
         while pending:
-            node, hash, parent = pending.pop(next(iter(pending)))
-            contents = tuple(self._contents(node, group) for group in range(len(self._windows)))
+            block = pending.pop(next(iter(pending)))
+            node, hash, parent, _ = block
+            contents = [self._host.contents(node, group) for group in range(len(self._windows))]
             gone = any(data is None and not window for data, window in zip(contents, self._windows, strict=True))
-            if not gone and hash not in self._store:
-                self._writer.write(BlockToWrite(hash, parent, pack(node.tokens), contents))
+            state = block.state and self._has_new_state(block)
+            if self._states is not None:
+                contents.append(self._states.copy_of(*self._cache.states.where(node)) if state else None)
+            if not gone and (state or hash not in self._store):
+                self._writer.write(BlockToWrite(hash, parent, pack(node.tokens), tuple(contents)))
                 return
-
-    def _contents(self, node: PrefixNode, group: int) -> bytes | None:
-        """Returns a copy of a node's block of a layer group; None if it is on neither tier."""
-        if node.blocks[group] >= 0:
-            return self._memory.export_blocks([node.blocks[group]])
-        return bytes(self._host.read(node.places[group])) if node.places[group] >= 0 else None
 
 
 def open_prefixes(
     store: SegmentStore | None,
     cache: KvCache,
-    host: HostBlocks | None,
+    host: HostMemory,
     backend: Backend,
     limits: Limits,
     costs: CostModel,
     chain: hashing.Chain,
 ) -> NoDiskPrefixes:
     """Returns what keeps prompts in a store, if there is one, and memory to read them into."""
-    if store is None or host is None:
+    if store is None or host.blocks is None:
         return NoDiskPrefixes()
-    return DiskPrefixes(store, cache, host, backend.kv, limits, costs.prompts, chain)
+    return DiskPrefixes(store, cache, host.blocks, host.states, backend.kv, limits, costs.prompts, chain)
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -382,5 +370,5 @@ def _below(node: PrefixNode, hash: bytes) -> Iterator[PendingBlock]:
         node, hash = stack.pop()
         for child in node.children.values():
             own = hashing.extend(hash, child.tokens)
-            yield PendingBlock(child, own, hash)
+            yield PendingBlock(child, own, hash, True)
             stack.append((child, own))

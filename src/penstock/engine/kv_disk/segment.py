@@ -1,27 +1,28 @@
 """Defines the file format of KV blocks on disk, and reads and writes one such file.
 
-A segment has a header, a table of slots and, after the table, room for the contents of each slot's blocks: one KV block
-for each layer group. Contents are written before their slot, and slots are filled in order, so a file that a crash has
-cut has whole records and then nothing. Whoever opens a segment reads its table alone; contents are checked when they
-are read.
+A segment has a header, a table of slots and, after the table, room for the contents of each slot: one KV block for each
+layer group and, of models with recurrent layers, the state at the block's end if that was saved. Contents are written
+before their slot, one after the other, and slots are filled in order, so a file that a crash has cut has whole records
+and then nothing. Whoever opens a segment reads its table alone; contents are checked when they are read.
 
-header  magic, fingerprint of what computed the blocks, tokens of a block, layer groups, bytes of a block, slots, CRC
-slot    magic, CRC of the rest, a bit for each layer group whose block is there, chain hash, the parent's chain hash,
-        tokens, CRC of each layer group's block
+header  magic, fingerprint of what computed the blocks, tokens of a block, layer groups, bytes of a block and of a state
+        (0: there are none), slots, CRC
+slot    magic, CRC of the rest, a bit for each part that is there, where its contents begin, chain hash, the parent's
+        chain hash, tokens, CRC of each part: the layer groups' blocks and, last, the state
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple, Self
 from zlib import crc32
 
-HEADER = Struct("<8s16sIIQII")
-MAGIC = b"PENSTKV1"  # the last character is the version of the format
+HEADER = Struct("<8s16sIIQQII")
+MAGIC = b"PENSTKV2"  # the last character is the version of the format
 SLOT_MAGIC = b"slot"
 CHECKED = 8  # a slot's CRC covers what comes after these bytes: the magic and the CRC itself
 PAGE = 4096
@@ -39,23 +40,38 @@ class BlockLayout(NamedTuple):
     block_size: int  # tokens of a block
     groups: int  # layer groups, each with a block of its own
     block_bytes: int  # of one group's block
+    state_bytes: int = 0  # of a recurrent state; 0: there are none
+
+    @property
+    def parts(self) -> int:
+        """Returns of how many parts a record may consist: the layer groups' blocks and a state."""
+        return self.groups + (self.state_bytes > 0)
 
     @property
     def slot(self) -> Struct:
         """Returns the fields of a slot."""
-        return Struct(f"<4sII16s16s{4 * self.block_size}s{self.groups}I")
+        return Struct(f"<4sIIQ16s16s{4 * self.block_size}s{self.parts}I")
 
     @property
     def record_bytes(self) -> int:
-        """Returns the bytes of a record's contents."""
+        """Returns the bytes of a record's contents without a state."""
         return self.groups * self.block_bytes
+
+    @property
+    def fewest_slots(self) -> int:
+        """Returns how many slots a segment must have so that there is room for one state."""
+        return -(-(self.record_bytes + self.state_bytes) // self.record_bytes)
+
+    def part_end(self, part: int) -> int:
+        """Returns where a part of a record ends, counted from where the record begins."""
+        return (part + 1) * self.block_bytes if part < self.groups else self.record_bytes + self.state_bytes
 
     def data_start(self, slots: int) -> int:
         """Returns where the contents in a segment with so many slots begin."""
         return -(-(HEADER.size + slots * self.slot.size) // PAGE) * PAGE
 
     def segment_bytes(self, slots: int) -> int:
-        """Returns the size of a full segment."""
+        """Returns the size of a full segment: so many records without a state, or fewer with some."""
         return self.data_start(slots) + slots * self.record_bytes
 
 
@@ -65,23 +81,36 @@ class BlockRecord(NamedTuple):
     hash: bytes  # the chain hash, 16 bytes: of its tokens and of all before them
     parent: bytes  # the chain hash of the block before, or the root of its salt
     tokens: bytes  # as little-endian 32-bit integers
-    present: int  # a bit for each layer group whose block is there
-    crcs: tuple[int, ...]  # of each layer group's block
+    present: int  # a bit for each part that is there
+    crcs: tuple[int, ...]  # of each part
+    at: int = 0  # where its contents begin, counted from where those of the segment do
 
     @classmethod
     def of(cls, hash: bytes, parent: bytes, tokens: bytes, contents: Sequence[bytes | None]) -> Self:
-        """Returns the record of blocks with these contents, by layer group; None: the block is not there."""
-        present = sum(1 << group for group, data in enumerate(contents) if data is not None)
+        """Returns the record of parts with these contents; None: the part is not there."""
+        present = sum(1 << part for part, data in enumerate(contents) if data is not None)
         return cls(hash, parent, tokens, present, tuple(block_crc(hash, data or b"") for data in contents))
 
-    def has(self, group: int) -> bool:
-        """Returns whether the block of a layer group is there."""
-        return bool(self.present >> group & 1)
+    def has(self, part: int) -> bool:
+        """Returns whether a part is there."""
+        return bool(self.present >> part & 1)
 
 
 def block_crc(hash: bytes, data: bytes | memoryview) -> int:
     """Returns the CRC of a block's contents. It begins with the chain hash, so that no block passes for another."""
-    return crc32(data, crc32(hash))
+    return _contents_crc(data, crc32(hash))
+
+
+def _fastest_crc32() -> Callable[[bytes | memoryview, int], int]:
+    """Returns zlib's function, or a native one where that is faster: checking blocks takes as long as reading them."""
+    try:
+        from penstock.backend.cpu import _native
+    except ImportError:
+        return crc32
+    return _native.crc32 if _native.has_fast_crc32() else crc32
+
+
+_contents_crc = _fastest_crc32()
 
 
 class Segment:
@@ -93,6 +122,7 @@ class Segment:
         self.slots = slots
         self.filled = 0  # slots
         self.used = 0.0  # when a block was read or written last
+        self._end = 0  # of the contents that are there
         self._layout = layout
         self._slot = layout.slot
         self._data_start = layout.data_start(slots)
@@ -113,12 +143,13 @@ class Segment:
         cannot be read."""
         fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         try:
-            slots, used = _read_header(os.pread(fd, HEADER.size, 0), layout), os.fstat(fd).st_mtime
+            slots, found = _read_header(os.pread(fd, HEADER.size, 0), layout), os.fstat(fd)
         except (BadSegment, OSError):
             os.close(fd)
             raise
         segment = cls(path, fd, layout, slots)
-        segment.used = used
+        segment.used = found.st_mtime
+        segment._end = max(found.st_size - segment._data_start, 0)
         return segment
 
     @property
@@ -128,8 +159,9 @@ class Segment:
 
     @property
     def full(self) -> bool:
-        """Returns whether no slot is left."""
-        return self.filled >= self.slots
+        """Returns whether no slot is left, or no room for a record with all of its parts."""
+        most = self._layout.part_end(self._layout.parts - 1)
+        return self.filled >= self.slots or self._end + most > self.slots * self._layout.record_bytes
 
     def records(self) -> Iterator[tuple[int, BlockRecord | str]]:
         """Yields each slot that was written: its record, or in one word why it cannot be used."""
@@ -139,45 +171,47 @@ class Segment:
             entry = table[slot * size : (slot + 1) * size]
             if any(entry):
                 self.filled = slot + 1
-                yield slot, self._read_slot(entry, slot, end)
+                yield slot, self._read_slot(entry, end)
 
-    def append(self, record: BlockRecord, contents: Sequence[bytes | None]) -> int:
-        """Fills the next slot and returns its number; raises OSError if that is not possible."""
-        slot, size = self.filled, self._slot.size
-        for group, data in enumerate(contents):
+    def append(self, record: BlockRecord, contents: Sequence[bytes | None]) -> tuple[int, BlockRecord]:
+        """Fills the next slot; returns its number, and the record as it is there. Raises OSError if that is not
+        possible."""
+        slot, size, record = self.filled, self._slot.size, record._replace(at=self._end)
+        for part, data in enumerate(contents):
             if data is not None:
-                self._write(data, self._place(slot, group))
-        fields = record.present, record.hash, record.parent, record.tokens, *record.crcs
+                self._write(data, self._place(record, part))
+        fields = record.present, record.at, record.hash, record.parent, record.tokens, *record.crcs
         entry = self._slot.pack(SLOT_MAGIC, 0, *fields)[CHECKED:]
         self._write(SLOT_MAGIC + crc32(entry).to_bytes(4, "little") + entry, HEADER.size + slot * size)
         self.filled = slot + 1
-        return slot
+        self._end = record.at + self._layout.part_end(record.present.bit_length() - 1)
+        return slot, record
 
     def erase(self, slot: int) -> None:
         """Makes a slot's record unknown to whoever opens the file again; raises OSError if that is not possible."""
         self._write(bytes(self._slot.size), HEADER.size + slot * self._slot.size)
 
-    def read_into(self, slot: int, group: int, target: memoryview) -> int:
-        """Reads the block of a layer group, which may be damaged; returns how many bytes there were. Raises OSError."""
-        return os.preadv(self._fd, [target], self._place(slot, group))
+    def read_into(self, record: BlockRecord, part: int, target: memoryview) -> int:
+        """Reads a part of a record, which may be damaged; returns how many bytes there were. Raises OSError."""
+        return os.preadv(self._fd, [target], self._place(record, part))
 
     def touch(self, now: float) -> None:
         """Notes when the segment was used, for whoever looks for the least recently used one; raises OSError."""
         self.used = now
         os.utime(self._fd, (now, now))
 
-    def _place(self, slot: int, group: int) -> int:
-        return self._data_start + slot * self._layout.record_bytes + group * self._layout.block_bytes
+    def _place(self, record: BlockRecord, part: int) -> int:
+        return self._data_start + record.at + part * self._layout.block_bytes
 
-    def _read_slot(self, entry: bytes, slot: int, end: int) -> BlockRecord | str:
+    def _read_slot(self, entry: bytes, end: int) -> BlockRecord | str:
         if len(entry) < self._slot.size:
             return "cut"
-        magic, crc, present, hash, parent, tokens, *crcs = self._slot.unpack(entry)
+        magic, crc, present, at, hash, parent, tokens, *crcs = self._slot.unpack(entry)
         if magic != SLOT_MAGIC or crc32(entry[CHECKED:]) != crc:
             return "damaged"
-        if self._place(slot, present.bit_length()) > end:
+        if self._data_start + at + self._layout.part_end(present.bit_length() - 1) > end:
             return "cut"
-        return BlockRecord(hash, parent, tokens, present, tuple(crcs))
+        return BlockRecord(hash, parent, tokens, present, tuple(crcs), at)
 
     def _write(self, data: bytes, at: int) -> None:
         view = memoryview(data)
@@ -186,8 +220,23 @@ class Segment:
             view, at = view[written:], at + written
 
 
+def read_layout(path: Path) -> BlockLayout:
+    """Returns the layout of a file's records; raises BadSegment if it is no segment, and OSError if it cannot be
+    read."""
+    with path.open("rb") as file:
+        return _unpack_header(file.read(HEADER.size))[0]
+
+
 def _read_header(head: bytes, layout: BlockLayout) -> int:
     """Returns the slots of a segment with this header; raises BadSegment if it is not of this layout."""
+    found, slots = _unpack_header(head)
+    if found != layout:
+        raise BadSegment("foreign")
+    return slots
+
+
+def _unpack_header(head: bytes) -> tuple[BlockLayout, int]:
+    """Returns the layout and the slots of a segment with this header; raises BadSegment if it is damaged or none."""
     if len(head) < HEADER.size:
         raise BadSegment("cut")
     magic, *found, slots, crc = HEADER.unpack(head)
@@ -195,6 +244,4 @@ def _read_header(head: bytes, layout: BlockLayout) -> int:
         raise BadSegment("foreign")
     if crc32(head[:-4]) != crc:
         raise BadSegment("damaged")
-    if tuple(found) != layout:
-        raise BadSegment("foreign")
-    return int(slots)
+    return BlockLayout(*found), int(slots)

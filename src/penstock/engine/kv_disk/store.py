@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.engine.kv_disk.segment import BadSegment, BlockLayout, BlockRecord, Segment, block_crc
+from penstock.file_locks import try_lock
 
 SUFFIX = ".kv"
 LOCK = "lock"
@@ -72,7 +74,8 @@ class SegmentStore:
         self._limit = limit
         self._now = now
         self._free = free or _free_bytes
-        self._slots = max(max(limit // MANY, min(LARGE, limit // FEW)) // (layout.record_bytes + layout.slot.size), 1)
+        segment = max(limit // MANY, min(LARGE, limit // FEW))  # bytes
+        self._slots = max(segment // (layout.record_bytes + layout.slot.size), layout.fewest_slots)
         self._blocks: dict[bytes, StoredBlock] = {}
         self._segments: list[Segment] = []
         self._active: Segment | None = None
@@ -96,7 +99,15 @@ class SegmentStore:
     @property
     def stored_bytes(self) -> int:
         """Returns the bytes that the blocks of this layout take."""
-        return len(self._blocks) * self.layout.record_bytes
+        size = len(self._blocks) * self.layout.record_bytes
+        if self.layout.state_bytes:
+            size += self.layout.state_bytes * sum(self.has_state(hash) for hash in list(self._blocks))
+        return size
+
+    def has_state(self, hash: bytes) -> bool:
+        """Returns whether the state at the end of a block is known."""
+        block = self._blocks.get(hash)
+        return block is not None and block.record.has(self.layout.groups)
 
     def open(self) -> None:
         """Reads the tables of all segments that are there. What was known before is forgotten."""
@@ -118,17 +129,17 @@ class SegmentStore:
         return chain
 
     def read(self, block: StoredBlock, targets: Sequence[memoryview | None]) -> bool:
-        """Reads the contents of a block into memory, by layer group; None: that group's is not wanted. Returns whether
-        they are what was written. A block that cannot be used is forgotten."""
-        record, segment, slot = block
+        """Reads the contents of a block into memory, by part; None: that part is not wanted. Returns whether they are
+        what was written. A block that cannot be used is forgotten."""
+        record, segment, _ = block
         try:
-            for group, target in enumerate(targets):
+            for part, target in enumerate(targets):
                 if target is None:
                     continue
-                read = segment.read_into(slot, group, target)
+                read = segment.read_into(record, part, target)
                 if read < len(target):
                     return self._forget(block, "cut")
-                if not record.has(group) or block_crc(record.hash, target) != record.crcs[group]:
+                if not record.has(part) or block_crc(record.hash, target) != record.crcs[part]:
                     return self._forget(block, "damaged")
             self._touch(segment)
         except OSError as error:
@@ -136,16 +147,17 @@ class SegmentStore:
         return True
 
     def append(self, hash: bytes, parent: bytes, tokens: bytes, contents: Sequence[bytes | None]) -> bool:
-        """Writes a block, by layer group; None: a windowed group's block that is gone. Returns whether it is there."""
+        """Writes a block, by part; None: a windowed group's block that is gone, or a state that is not there. Returns
+        whether it is there. One that is known is written again if it has a state now."""
         with self._lock:
-            if hash in self._blocks:
+            if hash in self._blocks and (len(contents) == self.layout.groups or contents[-1] is None):
                 return True
             if self._now() < self._retry_at:
                 return False
             try:
                 segment = self._segment_with_room()
                 record = BlockRecord.of(hash, parent, tokens, contents)
-                slot = segment.append(record, contents)
+                slot, record = segment.append(record, contents)
             except OSError as error:
                 return self._stop_writing(error)
             segment.used = self._now()
@@ -187,7 +199,8 @@ class SegmentStore:
             segment = Segment.open(path, self.layout, self.writable)
             for slot, record in segment.records():
                 if isinstance(record, BlockRecord):
-                    self._blocks[record.hash] = StoredBlock(record, segment, slot)
+                    if not self.has_state(record.hash):  # one that was written again with a state is better
+                        self._blocks[record.hash] = StoredBlock(record, segment, slot)
                 else:
                     self._skip(record, path)
         except BadSegment as error:
@@ -334,14 +347,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _lock(path: Path) -> int:
     """Returns the open lock file; raises OSError if another process has it. Closing it unlocks it."""
-    import fcntl  # where there is no such thing, blocks are read and not written
-
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not try_lock(file):
         os.close(file)
-        raise
+        raise BlockingIOError(errno.EWOULDBLOCK, "another process has locked it", str(path))
     return file
 
 
@@ -353,5 +362,4 @@ def _reason(error: OSError) -> str:
 
 
 def _free_bytes(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
+    return shutil.disk_usage(folder).free

@@ -10,12 +10,13 @@ from typing import NamedTuple
 from penstock.engine.kv_disk.store import SegmentStore
 from penstock.engine.low_priority import NICE, set_nice
 
-QUEUED = 32  # blocks that wait to be written
+QUEUED, FEW_QUEUED = 32, 4  # blocks that wait to be written: without and with states, which are large
 LONGEST = 2.0  # seconds that closing waits for the disk
 
 
 class BlockToWrite(NamedTuple):
-    """Is a block with its contents, by layer group; None: a windowed group's block that is gone."""
+    """Is a block with its contents, by part; None: a windowed group's block that is gone, or a state that is not
+    there."""
 
     hash: bytes
     parent: bytes
@@ -28,7 +29,7 @@ class Writer:
 
     def __init__(self, store: SegmentStore) -> None:
         self._store = store
-        self._queue: Queue[BlockToWrite | None] = Queue(QUEUED)
+        self._queue: Queue[BlockToWrite | None] = Queue(FEW_QUEUED if store.layout.state_bytes else QUEUED)
         self._thread: threading.Thread | None = None
 
     @property

@@ -1,0 +1,106 @@
+"""Keeps the host tier of saved recurrent states: places in host memory that hold states which have left the device.
+
+A state is where it is whatever its block does: a state on the device may belong to a block on the host, and the other
+way round. What is on both tiers gives its place in host memory up first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from penstock.core.prefix import PrefixNode
+from penstock.types import BlockCopy
+
+
+class HostStates:
+    """Knows which of `places` places hold the states of which nodes, and collects the copies of the next plan. `pays`
+    says whether a node's state is worth its copies."""
+
+    def __init__(self, places: int, pays: Callable[[PrefixNode], bool]) -> None:
+        self.total = places
+        self.copies: list[BlockCopy] = []
+        self.reserved: set[int] = set()
+        self._pays = pays
+        self._free = list(range(places - 1, -1, -1))
+        self._spare: OrderedDict[PrefixNode, int] = OrderedDict()  # the device has these states too
+        self._only: OrderedDict[PrefixNode, int] = OrderedDict()  # it does not; the least recently used comes first
+
+    def __contains__(self, node: PrefixNode) -> bool:
+        """Returns whether a node's state is here."""
+        return node in self._only or node in self._spare
+
+    def place(self, node: PrefixNode) -> int:
+        """Returns the place of a node's state; -1 if it is not here."""
+        return self._only.get(node, self._spare.get(node, -1))
+
+    # -- what leaves the device and comes back -------------------------------------------------------------------
+
+    def keep(self, node: PrefixNode, state: int) -> None:
+        """Takes over a state that leaves its place on the device, if that pays and there is room."""
+        if node in self._spare:
+            self._only[node] = self._spare.pop(node)
+        elif self.total and self._pays(node) and (place := self._take()) is not None:
+            self._only[node] = place
+            self.copies.append(BlockCopy(state, place, "out"))
+
+    def pin(self, node: PrefixNode) -> int:
+        """Keeps the place of a state that is about to be copied in; returns it."""
+        return self._only.pop(node)
+
+    def load(self, node: PrefixNode, place: int, state: int) -> None:
+        """Has a pinned state copied to a place on the device."""
+        self.copies.append(BlockCopy(state, place, "in"))
+        self._spare[node] = place
+
+    def duplicated(self, node: PrefixNode) -> None:
+        """Takes note that the device has computed a state again that was here alone, if it was."""
+        if node in self._only:
+            self._spare[node] = self._only.pop(node)
+
+    def forget(self, node: PrefixNode) -> None:
+        """Frees the place of a node's state, if it has one."""
+        for queue in (self._spare, self._only):
+            if node in queue:
+                self._free.append(queue.pop(node))
+
+    # -- places --------------------------------------------------------------------------------------------------
+
+    def reserve(self) -> int:
+        """Takes a place out for whoever fills it by other means; returns -1 if there is none to be had."""
+        place = self._take()
+        if place is None:
+            return -1
+        self.reserved.add(place)
+        return place
+
+    def give_back(self, places: Iterable[int]) -> None:
+        """Takes reserved places back."""
+        for place in places:
+            self.reserved.remove(place)
+            self._free.append(place)
+
+    def fill(self, node: PrefixNode, place: int) -> None:
+        """Lets a reserved place be that of a state that is nowhere else."""
+        self.reserved.remove(place)
+        self._only[node] = place
+
+    def kept(self) -> dict[PrefixNode, int]:
+        """Returns the place of each state."""
+        return {**self._spare, **self._only}
+
+    def only(self) -> set[PrefixNode]:
+        """Returns the nodes whose state the device does not have."""
+        return set(self._only)
+
+    def free(self) -> list[int]:
+        """Returns the places that hold nothing."""
+        return list(self._free)
+
+    def _take(self) -> int | None:
+        """Returns a place; the one of what the device has too or, if there is nothing, of the least recently used state
+        if none is free. None: there is none."""
+        if self._free:
+            return self._free.pop()
+        queue = self._spare or self._only
+        return queue.popitem(last=False)[1] if queue else None

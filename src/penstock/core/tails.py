@@ -1,0 +1,76 @@
+"""Keeps what free blocks hold of the last tokens of streams: less than a block of each.
+
+Only blocks that another engine has left have tails. They are free, and are taken after all others, so that streams
+which are resumed find theirs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from penstock.core.prefix import PrefixNode
+
+Parent = PrefixNode | bytes  # the block before, or the hash of the salt
+
+
+class Tail(NamedTuple):
+    """Says which tokens blocks hold behind a parent. They may have room for more."""
+
+    parent: Parent
+    tokens: tuple[int, ...]
+    blocks: list[int]  # by layer group
+
+    @property
+    def start(self) -> tuple[Parent, int]:
+        """Returns what streams that can continue it have in common."""
+        return self.parent, self.tokens[0]
+
+
+class Tails:
+    """Finds the tail that a stream can continue."""
+
+    def __init__(self) -> None:
+        self._by_start: defaultdict[tuple[Parent, int], list[Tail]] = defaultdict(list)
+        self._by_block: dict[int, Tail] = {}
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """Returns the blocks of all tails."""
+        return frozenset(self._by_block)
+
+    def __len__(self) -> int:
+        """Returns how many blocks there are."""
+        return len(self._by_block)
+
+    def add(self, tail: Tail) -> None:
+        """Takes note of a tail, whose blocks are free and those of no other."""
+        self._by_start[tail.start].append(tail)
+        self._by_block.update(dict.fromkeys(tail.blocks, tail))
+
+    def longest(self, parent: Parent, tokens: Sequence[int]) -> tuple[int, Tail | None]:
+        """Returns the tail behind `parent` that has the most of the tokens at its beginning, and how many that are; 0:
+        there is none."""
+        known = self._by_start.get((parent, tokens[0]), ()) if tokens else ()
+        shared = ((_shared(tail.tokens, tokens), tail) for tail in known)
+        return max(shared, key=lambda each: each[0], default=(0, None))
+
+    def holding(self, block: int) -> Tail | None:
+        """Returns the tail that a block holds a part of."""
+        return self._by_block.get(block)
+
+    def remove(self, tail: Tail) -> None:
+        """Forgets a tail."""
+        for block in tail.blocks:
+            del self._by_block[block]
+        left = self._by_start[tail.start]
+        left.remove(tail)
+        if not left:
+            del self._by_start[tail.start]
+
+
+def _shared(some: Sequence[int], others: Sequence[int]) -> int:
+    """Returns how many tokens two streams have in common at their beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))

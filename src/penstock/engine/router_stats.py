@@ -1,0 +1,42 @@
+"""Adds to an engine's statistics what a router compares replicas by: how much it has to compute, and how fast it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.core import Scheduler, Sequence
+from penstock.core.step_cost import CostModel
+
+
+class RouterStats:
+    """Counts the tokens of prompts that are to be computed. It looks each waiting prompt up in the prefix cache once,
+    when it is first counted."""
+
+    def __init__(self) -> None:
+        self._cached: dict[int, int] = {}  # tokens of waiting prompts that the cache held then, by sequence
+
+    def fields(self, scheduler: Scheduler, costs: CostModel) -> dict[str, Any]:
+        """Returns fields of Stats."""
+        prompts, rows = costs.prompts, len(scheduler.running)
+        measured = (prompts.seconds(1, 0), prompts.seconds(0, 1), costs.answer_seconds(rows, rows))
+        tokens, later = self._uncached(scheduler)
+        background = len(scheduler.sequences) - scheduler.tenants.foreground
+        about = {"uncached_tokens": tokens + later, "background": background, "background_tokens": later}
+        return about | {"step_seconds": measured}
+
+    def _uncached(self, scheduler: Scheduler) -> tuple[int, int]:
+        """Returns how many tokens of prompts are neither computed, nor in a step, nor cached: of requests that are not
+        to wait, and of those that may."""
+        left = [(seq.background, max(seq.prompt_len - seq.planned, 0)) for seq in scheduler.running]
+        if scheduler.tenants.waiting:
+            waiting = [seq for tenant in scheduler.tenants.in_line() for seq in tenant.line]
+            self._cached = {seq.id: self._held(scheduler, seq) for seq in waiting}
+            left += [(seq.background, len(seq.tokens) - self._cached[seq.id]) for seq in waiting]
+        else:
+            self._cached.clear()
+        later = sum([tokens for background, tokens in left if background])
+        return sum([tokens for _, tokens in left]) - later, later
+
+    def _held(self, scheduler: Scheduler, seq: Sequence) -> int:
+        known = self._cached.get(seq.id)
+        return len(scheduler.cache.match(seq)) * scheduler.cache.block_size if known is None else known

@@ -1,0 +1,55 @@
+"""Says where a client of several engines has sent a request and why, and what is known of each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from penstock.types import Stats
+
+RELAYED = 0  # stands for a request of which another server has a number of its own
+
+
+class RequestPlacement(NamedTuple):
+    """Says which of several engines was sent a request."""
+
+    replica: str  # the engine's name
+    why: str  # the decision in words
+    costs: Mapping[str, float] = {}  # parts of what it costs there, in milliseconds
+    cached: int = 0  # tokens of the prompt that the engine is believed to hold
+    resumed: bool = False  # it goes on with what another engine was sent before
+
+
+class ScaleStatus(NamedTuple):
+    """Says how many engines a fleet is to have, and why."""
+
+    wanted: int
+    least: int  # it has as many at all times
+    most: int  # and never more; the same as `least`: their number is changed by hand only
+    reason: str = ""  # why so many are wanted, if that follows from the load
+
+
+class FleetFigures(NamedTuple):
+    """Describes several engines as one, as the client of all sees them."""
+
+    waiting: int = 0  # requests that wait until an engine has room
+    waited_seconds: float = 0.0  # by all that have waited
+    scale: ScaleStatus | None = None  # None: not known
+
+
+class ReplicaFigures(NamedTuple):
+    """Describes one of several engines as it is now, and counts what became of it and of its requests."""
+
+    name: str
+    state: str
+    stats: Stats  # as it said last
+    queued_tokens: int  # uncached prompt tokens that it owes: as it said, and of requests sent since
+    kv_tokens: int  # tokens of the KV cache that its requests need, counted in the same way
+    routed: int = 0  # requests that it was sent
+    resumed: int = 0  # of those, the ones that another engine was sent before
+    promised: int = 0  # tokens that it was believed to hold of their prompts, once it has answered
+    told: int = 0  # tokens that it has reused of the same prompts
+    restarts: int = 0  # engine processes after its first
+    lost: int = 0  # connections that ended without a farewell
+    deaths: Mapping[str, int] = {}  # by how the process died: crashed or killed
+    refused: Mapping[str, int] = {}  # attempts to join it that failed, by reason
