@@ -18,12 +18,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from penstock.engine.build import chain_hash
-from penstock.fleet.index import DEVICE, BlockIndex
+from penstock.engine.chain_hash import chain_hash
+from penstock.fleet.block_table import DEVICE, chain_hash_table
+from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger, Load
 from penstock.fleet.policies import NAMES
-from penstock.fleet.route import RoutedPrompt, Router, RoutingWeights
-from penstock.fleet.sim import FleetOptions, FleetReport, simulate
+from penstock.fleet.route import PRECISION, RoutedPrompt, Router, RoutingWeights
+from penstock.fleet.sim import FleetOptions, FleetReport, FleetSimulation, simulate
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.traces import Trace, TracedRequest, read_trace
 
@@ -31,7 +32,8 @@ REPLICAS = 64
 PROMPT_TOKENS, BLOCK = 8192, 16
 PROMPTS = 3_500  # of up to 512 blocks: about a million in all
 SPEEDS = (1, 1.5, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5)
-TIER = 4.0  # blocks in the RAM tier for each on the device
+TIERS = (4.0, 8.0)  # blocks in the RAM tier for each on the device
+GATEWAYS = 16
 
 
 def best_us(work: Callable[[Any], object], inputs: list[Any], tries: int = 5) -> float:
@@ -48,7 +50,7 @@ def best_us(work: Callable[[Any], object], inputs: list[Any], tries: int = 5) ->
 def decision() -> dict[str, float]:
     """Measures one decision and its parts, in microseconds."""
     random, chain = Random(0), chain_hash()
-    index, ledger, numbers = BlockIndex(), Ledger(), [0] * REPLICAS
+    index, ledger, numbers = BlockIndex(chain_hash_table()), Ledger(), [0] * REPLICAS
     system = [random.randrange(50_000) for _ in range(1024)]  # a beginning that all prompts share
     prompts = []
     for _ in range(PROMPTS):
@@ -75,7 +77,7 @@ def decision() -> dict[str, float]:
     return {
         "blocks": len(index),
         "hash_us": best_us(lambda tokens: chain("", tokens, BLOCK), asked),
-        "index_us": best_us(index.lookup, chains),
+        "index_us": best_us(lambda hashes: index.lookup(hashes, within=len(hashes) // PRECISION + 1), chains),
         "route_us": best_us(route, chains),
         "decision_us": best_us(lambda tokens: route(chain("", tokens, BLOCK)), asked),
     }
@@ -106,10 +108,26 @@ def speed(trace: Trace, replicas: int, policy: str = "kv") -> float:
     return len(trace.requests) / min(seconds)
 
 
+def herd(count: int = 4000, interval_ms: float = 25.0) -> dict[str, dict[str, float]]:
+    """Routes prompts that begin with the same 6,144 tokens through 16 gateways that do not talk to each other. Returns
+    the busiest replica's requests as a multiple of the mean, and the mean TTFT."""
+    random, requests = Random(0), []
+    for at in range(count):
+        path = (*range(12), *range(100 + at * 4, 100 + at * 4 + random.randint(0, 3)))
+        requests.append(TracedRequest(at * interval_ms, len(path) * 512 + 9, random.randint(1, 200), path))
+    found = {}
+    for name in NAMES:
+        fleet = FleetSimulation(Trace(512, requests), FleetOptions(8, name, gateways=GATEWAYS))
+        report = fleet.run()
+        found[name] = {"max_over_mean": fleet.imbalance(), "ttft_mean_ms": report.ttft_mean_ms}
+    return found
+
+
 def policies(trace: Trace) -> dict[str, Any]:
     """Runs every policy at several speeds."""
     variants = {name: (name, RoutingWeights(), 0.0) for name in NAMES}
-    variants["kv, tier and pulls"] = ("kv", RoutingWeights(pull=True), TIER)
+    for tier in TIERS:
+        variants[f"kv, {tier:.0f}x tier, pulls"] = ("kv", RoutingWeights(pull=True), tier)
     found: dict[str, Any] = {}
     for label, (name, weights, tier) in variants.items():
         reports = [
@@ -134,6 +152,9 @@ def show(results: dict[str, Any]) -> None:
     print(f" (of it the index {parts['index_us']:.1f}); aims 200 and 8")
     for replicas, rate in results["requests_per_s"].items():
         print(f"simulator, {replicas} replicas: {rate:,.0f} requests/s; aim 10,000 at 8")
+    print(f"one hot prefix, {GATEWAYS} gateways, 8 replicas: most requests of one over the mean (aim 1.3), mean TTFT")
+    for name, row in results["herd"].items():
+        print(f"  {name:20}{row['max_over_mean']:9.2f}{row['ttft_mean_ms']:9.0f}")
     for path, table in results["policies"].items():
         base = table["round-robin"]["peak_goodput"]
         print(f"\n{path}, mean TTFT ms at 1x and 2x, peak goodput and its ratio to round robin")
@@ -151,6 +172,7 @@ def main() -> None:
     results = {
         "decision": decision(),
         "requests_per_s": {replicas: speed(trace, replicas) for replicas in (8, 1000)},
+        "herd": herd(),
         "policies": {path.name: policies(read_trace(path)) for path in args.trace},
     }
     if args.json:

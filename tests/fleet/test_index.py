@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from penstock.fleet.index import DEVICE, HOST, REMOVED, STRIDE, BlockIndex, Holding, Predictions
+from penstock.fleet.block_table import DEVICE, HOST, REMOVED
+from penstock.fleet.index import STRIDE, BlockIndex, Holding, Predictions
 
 
 class Cache:
@@ -64,8 +65,14 @@ def check(index: BlockIndex, caches: list[Cache], live: set[int], random: Random
         holders = index.lookup(path)
         assert {replica: holders.of(replica) or Holding(0, 0) for replica in live} == scanned
         assert all(holders.of(replica) is None for replica in range(5) if replica not in live)
+        near = index.lookup(path, within=3)
+        for replica in live:
+            holding = near.of(replica) or Holding(0, 0)
+            assert scanned[replica].held - 3 < holding.held <= scanned[replica].held
+            assert scanned[replica].device - 3 < holding.device <= scanned[replica].device
         order = [scanned[replica].held for replica in holders.deepest(3)]
         assert order == sorted((each.held for each in scanned.values() if each.held), reverse=True)[:3]
+        assert {scanned[replica].held > 2 for replica in holders.deepest(3, above=2)} <= {True}
 
 
 @pytest.mark.parametrize("seed", range(40))

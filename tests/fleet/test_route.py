@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from penstock.fleet.index import DEVICE, HOST, BlockIndex
+from penstock.fleet.block_table import DEVICE, HOST
+from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger, Load
 from penstock.fleet.route import RoutedPrompt, Router, RoutingWeights
 from penstock.fleet.timing import EngineTiming
@@ -18,7 +19,7 @@ def fleet(replicas: int = 4, **weights: object) -> tuple[BlockIndex, Ledger, Rou
     index, ledger = BlockIndex(), Ledger()
     for replica in range(replicas):
         ledger.join(replica)
-    return index, ledger, Router(TIMING, index, ledger, RoutingWeights(**weights))  # type: ignore[arg-type]
+    return index, ledger, Router(TIMING, index, ledger, RoutingWeights(**weights), seed=0)  # type: ignore[arg-type]
 
 
 def hold(index: BlockIndex, replica: int, blocks: int, tier: int = DEVICE) -> None:
@@ -80,6 +81,32 @@ def test_siblings_go_where_the_first_went_before_its_events_come() -> None:
     assert router.route(PROMPT, 10_000.0).cached == 0
 
 
+def test_a_prefix_that_many_ask_for_is_computed_on_another_replica_too() -> None:
+    for gateways, asked in ((1, 60), (16, 4)):
+        index, ledger, router = fleet(2)
+        router.gateways = gateways
+        hold(index, 0, 12)
+        ledger.report(0, Load(rows=1), 0)
+        routes = [router.route(PROMPT._replace(hashes=(*range(12), *range(-9, -5))), 100.0 * i) for i in range(asked)]
+        assert routes[0].replica == 0
+        spread = next(route for route in routes if route.replica == 1)
+        assert spread.shared > 0
+        parts = spread.queue + spread.prefill + spread.pull + spread.harm + spread.memory - spread.shared
+        assert spread.total == pytest.approx(parts)
+        assert "for others with this prefix" in spread.why()
+    router.gateways = 1
+    _, ledger, router = fleet(2)
+    assert all(router.route(PROMPT, 60_000.0 * i).shared == 0 for i in range(60))  # it is not asked for often
+
+
+def test_another_timing_is_used_from_then_on_and_nothing_is_forgotten() -> None:
+    _, _, router = fleet(8)
+    first = router.route(PROMPT, 0.0)
+    router.use(TIMING._replace(prefill=(0.0, 1.0, 0.0)))
+    second = router.route(PROMPT, 1.0)
+    assert (second.replica, second.prefill) == (first.replica, pytest.approx(1.0))
+
+
 def test_equals_are_chosen_at_random() -> None:
     chosen = Counter()
     for seed in range(200):
@@ -96,7 +123,7 @@ def test_blocks_come_from_another_replica_when_that_is_cheaper() -> None:
     ledger.report(0, Load(queued=20_000), 0)
     route = router.route(PROMPT, 0.0)
     assert (route.replica, route.source, route.pulled, route.uncached) == (1, 0, 16 * 512, 1)
-    assert "pull of 8,192 from 0" in route.why()
+    assert "pull of 8,192 from replica 0" in route.why()
     index, ledger, router = fleet(2)
     slow = Router(TIMING._replace(pull_ms_per_token=0.1), index, ledger, RoutingWeights(pull=True))
     hold(index, 0, 16)

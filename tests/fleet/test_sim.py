@@ -12,7 +12,7 @@ from penstock.cli.app import app
 from penstock.errors import InvalidRequest
 from penstock.fleet.policies import NAMES
 from penstock.fleet.route import RoutingWeights
-from penstock.fleet.sim import FleetOptions, simulate
+from penstock.fleet.sim import FleetOptions, FleetSimulation, simulate
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.traces import Trace, TracedRequest, read_trace
 
@@ -72,6 +72,37 @@ def test_a_full_cache_makes_requests_wait_and_all_of_them_end() -> None:
         simulate(Trace(512, requests), FleetOptions(0, "kv"))
 
 
+def test_replicas_of_one_machine_slow_each_other_down_while_both_compute() -> None:
+    """The second prompt comes when half of the first is computed. Each then takes twice as long, until one is done."""
+    prompts = [TracedRequest(0.0, 1000, 1), TracedRequest(500.0, 1000, 1)]
+    timing = EngineTiming(prefill=(0.0, 1.0, 0.0))
+    alone = FleetSimulation(Trace(512, prompts), FleetOptions(2, "round-robin", timing))
+    shared = FleetSimulation(Trace(512, prompts), FleetOptions(2, "round-robin", timing, contention=(1.0, 2.0)))
+    alone.run()
+    shared.run()
+    assert [each.finished for each in alone.requests] == pytest.approx([1000.0, 1500.0])
+    assert [each.finished for each in shared.requests] == pytest.approx([1500.0, 2000.0])
+
+
+def test_decode_steps_slow_down_while_another_replica_computes() -> None:
+    requests = [TracedRequest(0.0, 10, 101), TracedRequest(300.0, 400, 1)]
+    timing = EngineTiming(prefill=(0.0, 1.0, 0.0), decode=(0.0, 0.0, 10.0))
+    fleet = FleetSimulation(Trace(512, requests), FleetOptions(2, "round-robin", timing, contention=(1.0, 1.5)))
+    fleet.run()
+    assert fleet.requests[1].finished == pytest.approx(300 + 1.5 * 400)
+    assert fleet.requests[0].finished == pytest.approx(10 + 100 * 10 + 600 / 3)  # in 600 ms it did what takes 400
+
+
+def test_later_steps_of_a_prompt_pay_for_the_tokens_before_them() -> None:
+    timing = EngineTiming(prefill=(0.0005, 0.5, 0.0), step_tokens=400, context_ms=0.001)
+    whole = 0.0005 * 1000**2 + 0.5 * 1000  # as one step would take
+    for tokens, cached in ((1000, 0), (600, 400), (200, 800)):
+        expected = 0.0005 * (1000**2 - cached**2) + 0.5 * tokens
+        assert timing.prompt_ms(tokens, cached) == pytest.approx(expected)
+    report = simulate(Trace(512, [TracedRequest(0.0, 1000, 1)]), FleetOptions(1, "kv", timing))
+    assert report.ttft_mean_ms == pytest.approx(whole)
+
+
 def test_routing_by_blocks_reuses_more_and_answers_sooner() -> None:
     trace = conversations(40, 6)
     timing = EngineTiming(kv_tokens=160 * 512)
@@ -88,6 +119,19 @@ def test_a_ram_tier_and_pulls_reuse_more() -> None:
     pulled = simulate(trace, FleetOptions(4, "kv", SMALL, RoutingWeights(pull=True), host_factor=4))
     assert plain.reuse < tiered.reuse < pulled.reuse
     assert pulled.ttft_mean_ms < plain.ttft_mean_ms
+
+
+def test_sixteen_gateways_do_not_herd_on_the_holder_of_a_hot_prefix() -> None:
+    """Each gateway knows of its own requests and of the replicas' reports only."""
+    random, requests = Random(0), []
+    for at in range(1500):
+        path = (*range(12), *range(100 + at * 4, 100 + at * 4 + random.randint(0, 3)))
+        requests.append(TracedRequest(at * 25.0, len(path) * 512 + 9, random.randint(1, 200), path))
+    for gateways in (1, 16):
+        fleet = FleetSimulation(Trace(512, requests), FleetOptions(8, "kv", gateways=gateways))
+        report = fleet.run()
+        assert fleet.imbalance() <= 1.3
+        assert report.reuse > 0.8
 
 
 def test_a_simulation_repeats() -> None:

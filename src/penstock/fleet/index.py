@@ -1,21 +1,23 @@
 """Knows which replicas hold which blocks of the prefix cache, from the block events that they send.
 
 A chain hash vouches for every block before it, and caches evict leaves first. So the replicas that hold a prompt's
-blocks only fall away with depth, and a lookup bisects instead of walking the prompt.
+blocks only fall away with depth, and a lookup bisects instead of walking the prompt. Prompts that begin alike tend to
+part at the same block (the end of a system prompt), so a lookup tries that one first.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from math import exp
 from typing import NamedTuple
 
-REMOVED, HOST, DEVICE = 0, 1, 2  # where a block lies now: nowhere, in host memory, on the device
-BITS = (0, 2, 3)  # by tier; of a replica's two bits, the low one means "on the device", the high one "held at all"
+from penstock.fleet.block_table import BITS, DEVICE, HOST, BlockChange, BlockTable, PythonBlockTable
 
+MOST_FORKS = 4096  # first blocks for which the index remembers where prompts part
+HEAT_MS = 10_000.0  # over which uses of a prefix are counted
+MOST_HEATED = 65_536  # prefixes whose uses are counted
 DENSE, STRIDE = 32, 16  # predictions remember so many leading blocks, and then one of so many
-
-BlockChange = tuple[int, Hashable]  # tier, chain hash
 
 
 class Holding(NamedTuple):
@@ -31,19 +33,21 @@ class PrefixHolders(list[tuple[int, int]]):
 
     def of(self, replica: int) -> Holding | None:
         """Returns what one replica holds; None: nothing."""
-        device = held = 0
-        on_device = 1 << 2 * replica
+        device, on_device = 0, 1 << 2 * replica
+        held = on_device << 1
         for depth, bits in self:
             if bits & on_device:
                 device = depth
-            if bits & on_device << 1:
-                held = depth
-        return Holding(device, held) if held else None
+            if bits & held:
+                return Holding(device, depth)
+        return None
 
-    def deepest(self, count: int) -> list[int]:
-        """Returns so many replicas that hold most, or fewer."""
+    def deepest(self, count: int, above: int = 0) -> list[int]:
+        """Returns so many replicas that hold most, or fewer: those that hold more than `above` blocks."""
         found: dict[int, None] = {}
-        for _, bits in reversed(self):
+        for depth, bits in reversed(self):
+            if depth <= above:
+                break
             while bits and len(found) < count:
                 replica = (bits & -bits).bit_length() - 1 >> 1
                 bits &= ~(3 << 2 * replica)
@@ -61,15 +65,17 @@ class _Feed:
 
 
 class BlockIndex:
-    """Maps chain hashes to replicas and tiers. Replicas are small integers."""
+    """Maps chain hashes to replicas and tiers. Replicas are small integers. The default table takes blocks of any
+    hashable name."""
 
-    def __init__(self) -> None:
-        self._bits: dict[Hashable, int] = {}
+    def __init__(self, table: BlockTable | None = None) -> None:
+        self._table: BlockTable = PythonBlockTable() if table is None else table
         self._feeds: dict[int, _Feed] = {}
         self._live = 0  # bits of the replicas whose events have no gap
+        self._forks: dict[Hashable, int] = {}  # by first block: where the last prompt with it parted from others
 
     def __len__(self) -> int:
-        return len(self._bits)
+        return len(self._table)
 
     def is_live(self, replica: int) -> bool:
         """Returns True if the index knows all that the replica holds, so that lookups may name it."""
@@ -93,7 +99,7 @@ class BlockIndex:
         if first < feed.next:
             changes = changes[feed.next - first :]
         feed.next += len(changes)
-        self._write(replica, changes)
+        self._table.write(replica, changes, BITS)
         return True
 
     def restore(self, replica: int, epoch: int, following: int, held: Iterable[BlockChange]) -> None:
@@ -104,7 +110,7 @@ class BlockIndex:
             return
         self._begin(replica, feed, epoch, complete=True)
         feed.next = following
-        self._write(replica, held)
+        self._table.write(replica, held, BITS)
 
     def drop(self, replica: int) -> None:
         """Forgets a replica: it has left, or died. An epoch that it had is not believed again."""
@@ -114,36 +120,46 @@ class BlockIndex:
             feed.epoch = None
         self._clear(replica)
 
-    def lookup(self, hashes: Sequence[Hashable]) -> PrefixHolders:
-        """Returns who holds how much of a prompt with these chain hashes."""
+    def lookup(self, hashes: Sequence[Hashable], within: int = 1) -> PrefixHolders:
+        """Returns who holds how much of a prompt with these chain hashes. All depths but the least may be too small, by
+        less than `within` blocks: each halving of the error costs one more access per depth to a table that no CPU
+        cache holds."""
         found = PrefixHolders()
         if not hashes:
             return found
-        get, last = self._bits.get, len(hashes) - 1
+        get, last = self._table.get, len(hashes) - 1
         at, bits = 0, get(hashes[0], 0) & self._live
         ahead = [(last, get(hashes[last], 0))] if bits else []  # what is known of deeper blocks, the nearest one last
+        fork = self._forks.get(hashes[0], 0)
+        if bits and 1 < fork < last:
+            ahead += [(fork, get(hashes[fork], 0)), (fork - 1, get(hashes[fork - 1], 0))]
         while ahead:
             depth, there = ahead[-1]
             there &= bits
-            if there != bits and depth - at > 1:
-                middle = (at + depth) >> 1
-                ahead.append((middle, get(hashes[middle], 0)))
-                continue
             if there != bits:
-                found.append((depth, bits ^ there))
+                if depth - at > (within if found else 1):
+                    middle = (at + depth) >> 1
+                    ahead.append((middle, get(hashes[middle], 0)))
+                    continue
+                found.append((at + 1, bits ^ there))
             at, bits = depth, there
             ahead.pop()
             if not bits:
-                return found
+                break
         if bits:
             found.append((last + 1, bits))
+        elif found and found[0][0] != fork:
+            self._remember_fork(hashes[0], found[0][0])
         return found
 
     def held_by(self, replica: int) -> set[BlockChange]:
         """Returns every block that the index believes a replica to hold, as a snapshot has them."""
-        shift = 2 * replica
-        found = ((bits >> shift & 3, block) for block, bits in self._bits.items())
-        return {(DEVICE if own & 1 else HOST, block) for own, block in found if own}
+        return {(DEVICE if own & 1 else HOST, block) for own, block in self._table.held_by(replica)}
+
+    def _remember_fork(self, first: Hashable, depth: int) -> None:
+        if len(self._forks) >= MOST_FORKS:
+            self._forks.clear()
+        self._forks[first] = depth
 
     def _begin(self, replica: int, feed: _Feed, epoch: int, complete: bool) -> None:
         if feed.epoch is not None and feed.epoch != epoch:
@@ -154,25 +170,8 @@ class BlockIndex:
             self._live |= 3 << 2 * replica
 
     def _clear(self, replica: int) -> None:
-        own = 3 << 2 * replica
-        self._live &= ~own
-        for block in [block for block, bits in self._bits.items() if bits & own]:
-            rest = self._bits[block] & ~own
-            if rest:
-                self._bits[block] = rest
-            else:
-                del self._bits[block]
-
-    def _write(self, replica: int, changes: Iterable[BlockChange]) -> None:
-        table, shift = self._bits, 2 * replica
-        own = ~(3 << shift)
-        values = [bits << shift for bits in BITS]
-        for tier, block in changes:
-            bits = table.get(block, 0) & own | values[tier]
-            if bits:
-                table[block] = bits
-            else:
-                table.pop(block, None)
+        self._live &= ~(3 << 2 * replica)
+        self._table.clear(replica)
 
 
 class _Prediction(NamedTuple):
@@ -218,6 +217,23 @@ class Predictions:
             if prediction.until > now:
                 found[prediction.replica] = at + 1 if at < DENSE else DENSE + (at - DENSE) * STRIDE + 1
         return found
+
+
+class PrefixHeat:
+    """Counts how often prompts with the same beginning came lately."""
+
+    def __init__(self) -> None:
+        self._uses: dict[Hashable, tuple[float, float]] = {}  # a decayed count, and when it was that
+
+    def touch(self, block: Hashable, now: float) -> float:
+        """Counts a prompt that begins with this block and all before it; returns how many came before, each weighing
+        less the longer ago it came. `now` is in milliseconds."""
+        count, then = self._uses.get(block, (0.0, now))
+        count *= exp((then - now) / HEAT_MS)
+        if len(self._uses) >= MOST_HEATED:
+            self._uses.clear()
+        self._uses[block] = count + 1, now
+        return count
 
 
 def _some(hashes: Sequence[Hashable]) -> list[Hashable]:

@@ -18,6 +18,9 @@ class Load(NamedTuple):
     rows: int = 0  # requests that are answering
     kv_tokens: int = 0  # tokens of the KV cache that running and waiting requests need
     busy_until: float = 0.0  # when the present step should end, if it computes prompts
+    waiting: int = 0  # requests that it has not begun
+    background: int = 0  # of its requests, those that may wait
+    background_tokens: int = 0  # of those queued, the ones of such requests
 
     def plus(self, other: Load) -> Load:
         """Returns the sum of two loads."""
@@ -27,12 +30,20 @@ class Load(NamedTuple):
             self.rows + other.rows,
             self.kv_tokens + other.kv_tokens,
             max(self.busy_until, other.busy_until),
+            self.waiting + other.waiting,
+            self.background + other.background,
+            self.background_tokens + other.background_tokens,
         )
 
+    @property
+    def is_idle(self) -> bool:
+        """Returns True if there is no request."""
+        return not self.rows and not self.waiting
 
-def load_of(uncached: int, tokens: int) -> Load:
+
+def load_of(uncached: int, tokens: int, background: bool = False) -> Load:
     """Returns what a request of so many prompt tokens adds, of which some are to be computed."""
-    return Load(uncached, uncached, 0, tokens)
+    return Load(uncached, uncached, 0, tokens, 0.0, 1, int(background), uncached if background else 0)
 
 
 class Ledger:

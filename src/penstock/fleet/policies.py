@@ -23,6 +23,13 @@ class ChosenReplica(NamedTuple):
     pulled: int = 0  # leading blocks that are there, or come from another replica
 
 
+class GatewaySeat(NamedTuple):
+    """Says which of how many gateways a policy works for. Those that draw lots do so differently at each."""
+
+    number: int = 0
+    gateways: int = 1
+
+
 class RoutingPolicy(Protocol):
     """Chooses the replica of a request."""
 
@@ -33,8 +40,9 @@ class RoutingPolicy(Protocol):
 class KvPolicy:
     """Chooses by the router's cost in milliseconds."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, gateways: int = 1) -> None:
         self._router = router
+        router.gateways = gateways
 
     def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
         """Returns the router's choice."""
@@ -46,9 +54,9 @@ class KvPolicy:
 class RoundRobin:
     """Chooses one replica after the other."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, first: int = 0) -> None:
         self._ledger = ledger
-        self._next = count()
+        self._next = count(first)
 
     def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
         """Returns the next replica."""
@@ -98,15 +106,15 @@ class DynamoCost:
 
 
 def make_policy(
-    name: str, timing: EngineTiming, index: BlockIndex, ledger: Ledger, weights: RoutingWeights
+    name: str, timing: EngineTiming, index: BlockIndex, ledger: Ledger, weights: RoutingWeights, seat: GatewaySeat
 ) -> RoutingPolicy:
     """Returns the policy of a name."""
     if name == "kv":
-        return KvPolicy(Router(timing, index, ledger, weights))
+        return KvPolicy(Router(timing, index, ledger, weights, seat.number), seat.gateways)
     if name == "round-robin":
-        return RoundRobin(ledger)
+        return RoundRobin(ledger, seat.number)
     if name == "least-loaded":
         return LeastLoaded(ledger)
     if name == "dynamo":
-        return DynamoCost(index, ledger)
+        return DynamoCost(index, ledger, seat.number)
     raise InvalidRequest(f"there is no routing policy {name!r}; the policies are {', '.join(NAMES)}")

@@ -8,14 +8,14 @@ from typing import NamedTuple
 from penstock.errors import InvalidRequest
 from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger
-from penstock.fleet.policies import make_policy
+from penstock.fleet.policies import GatewaySeat, make_policy
 from penstock.fleet.route import RoutedPrompt, RoutingWeights
+from penstock.fleet.scale import ServiceTargets
 from penstock.fleet.sim_replica import SimulatedReplica, SimulatedRequest
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.traces import Trace
 
-TTFT_TARGET_MS = 2000.0
-ITL_TARGET_MS = 50.0
+TARGETS = ServiceTargets(ttft=2000.0, itl=50.0)
 
 
 class FleetOptions(NamedTuple):
@@ -26,6 +26,9 @@ class FleetOptions(NamedTuple):
     timing: EngineTiming = EngineTiming()
     weights: RoutingWeights = RoutingWeights()
     host_factor: float = 0  # blocks in a replica's RAM tier, as a multiple of those on its device
+    targets: ServiceTargets = TARGETS  # what goodput counts
+    gateways: int = 1  # take requests in turn; each hears of the others' requests from the replicas' reports only
+    contention: tuple[float, ...] = ()  # times as long that steps take while 1, 2, ... replicas compute; empty: 1
 
 
 class FleetReport(NamedTuple):
@@ -39,6 +42,18 @@ class FleetReport(NamedTuple):
     goodput: float  # requests per second that met both targets
 
 
+class _Gateway:
+    """Routes requests by what it knows: its own decisions, and the replicas' reports."""
+
+    def __init__(self, options: FleetOptions, number: int) -> None:
+        self.index = BlockIndex()
+        self.ledger = Ledger()
+        for replica in range(options.replicas):
+            self.ledger.join(replica)
+        seat = GatewaySeat(number, options.gateways)
+        self.policy = make_policy(options.policy, options.timing, self.index, self.ledger, options.weights, seat)
+
+
 class FleetSimulation:
     """Runs one trace under one policy."""
 
@@ -46,20 +61,18 @@ class FleetSimulation:
         if options.replicas < 1:
             raise InvalidRequest(f"a fleet has 1 replica or more; got {options.replicas}")
         size = trace.block_size
+        self.requests: list[SimulatedRequest] = []  # in the order of their arrival
         self._trace = trace
         self._options = options
-        self._index = BlockIndex()
-        self._ledger = Ledger()
-        self._policy = make_policy(options.policy, options.timing, self._index, self._ledger, options.weights)
+        self._gateways = [_Gateway(options, number) for number in range(options.gateways)]
         self._replicas = [SimulatedReplica(options.timing, size, options.host_factor) for _ in range(options.replicas)]
+        self._received = [[0] * options.gateways for _ in self._replicas]  # requests of each gateway
         self._numbers = [0] * options.replicas  # of the next block event of each
         self._ends: list[tuple[float, int]] = []  # heap; an entry that is not the replica's own end is out of date
-        for replica in range(options.replicas):
-            self._ledger.join(replica)
 
     def run(self) -> FleetReport:
         """Runs the trace to its end and returns what came of it."""
-        size, done = self._trace.block_size, []
+        size, done = self._trace.block_size, self.requests
         for id, traced in enumerate(self._trace.requests):
             if not self._replicas[0].fits(traced):
                 raise InvalidRequest(
@@ -67,15 +80,50 @@ class FleetSimulation:
                     f"of a replica holds ({self._options.timing.kv_tokens})"
                 )
             self._advance(traced.arrival)
-            to = self._policy.choose(RoutedPrompt(traced.hashes, traced.prompt, size), traced.arrival)
+            gateway = id % len(self._gateways)
+            prompt = RoutedPrompt(traced.hashes, traced.prompt, size)
+            to = self._gateways[gateway].policy.choose(prompt, traced.arrival)
+            self._received[to.replica][gateway] += 1
             request, replica = SimulatedRequest(id, traced, to.pulled), self._replicas[to.replica]
             before = replica.end
             replica.submit(request, traced.arrival, to.uncached)
             if replica.end != before:
                 self._report(to.replica)
+                self._share_machine(traced.arrival)
             done.append(request)
         self._advance(float("inf"))
-        return _sum_up(self._options.policy, done)
+        return self._sum_up()
+
+    def good_share(self) -> float:
+        """Returns the share of requests that met both targets."""
+        targets = self._options.targets
+        good = sum(
+            each.first_token - each.request.arrival <= targets.ttft and _itl(each) <= targets.itl
+            for each in self.requests
+        )
+        return good / len(self.requests)
+
+    def ttfts(self) -> list[float]:
+        """Returns the milliseconds to each request's first token, rising."""
+        return sorted(each.first_token - each.request.arrival for each in self.requests)
+
+    def imbalance(self) -> float:
+        """Returns the requests of the replica that got most, as a multiple of the mean."""
+        received = [sum(each) for each in self._received]
+        return max(received) * len(received) / sum(received)
+
+    def _sum_up(self) -> FleetReport:
+        done, ttft = self.requests, self.ttfts()
+        gaps = [_itl(each) for each in done if each.request.output > 1]
+        seconds = max(each.finished for each in done) / 1000
+        return FleetReport(
+            policy=self._options.policy,
+            ttft_mean_ms=sum(ttft) / len(ttft),
+            ttft_p99_ms=ttft[min(int(0.99 * len(ttft)), len(ttft) - 1)],
+            itl_mean_ms=sum(gaps) / len(gaps) if gaps else 0.0,
+            reuse=sum(each.cached for each in done) / sum(each.request.prompt for each in done),
+            goodput=self.good_share() * len(done) / seconds,
+        )
 
     def _advance(self, until: float) -> None:
         """Runs every replica up to a time."""
@@ -85,16 +133,32 @@ class FleetSimulation:
             if replicas[id].end == end:
                 replicas[id].advance()
                 self._report(id)
+                self._share_machine(end)
+
+    def _share_machine(self, now: float) -> None:
+        """Slows replicas of one machine down by how many of them compute now."""
+        if not self._options.contention:
+            return
+        busy = [id for id, replica in enumerate(self._replicas) if replica.end is not None]
+        pace = self._options.contention[min(len(busy), len(self._options.contention)) - 1] if busy else 1.0
+        for id in busy:
+            replica = self._replicas[id]
+            before = replica.end
+            replica.set_pace(pace, now)
+            if replica.end is not None and replica.end != before:
+                heappush(self._ends, (replica.end, id))
 
     def _report(self, id: int) -> None:
         """Takes a replica's block events and load, as a step's message carries them, and notes when its run ends."""
         replica = self._replicas[id]
-        changes = replica.cache.changes
+        changes, load, first = replica.cache.changes, replica.load(), self._numbers[id]
+        for gateway, received in zip(self._gateways, self._received[id], strict=True):
+            if changes:
+                gateway.index.apply(id, 1, first, changes)
+            gateway.ledger.report(id, load, received)
         if changes:
-            self._index.apply(id, 1, self._numbers[id], changes)
             self._numbers[id] += len(changes)
             replica.cache.changes = []
-        self._ledger.report(id, replica.load(), replica.received)
         if replica.end is not None:
             heappush(self._ends, (replica.end, id))
 
@@ -102,23 +166,6 @@ class FleetSimulation:
 def simulate(trace: Trace, options: FleetOptions) -> FleetReport:
     """Runs a trace on a simulated fleet."""
     return FleetSimulation(trace, options).run()
-
-
-def _sum_up(policy: str, done: list[SimulatedRequest]) -> FleetReport:
-    ttft = sorted(each.first_token - each.request.arrival for each in done)
-    gaps = [_itl(each) for each in done if each.request.output > 1]
-    good = sum(
-        each.first_token - each.request.arrival <= TTFT_TARGET_MS and _itl(each) <= ITL_TARGET_MS for each in done
-    )
-    seconds = max(each.finished for each in done) / 1000
-    return FleetReport(
-        policy=policy,
-        ttft_mean_ms=sum(ttft) / len(ttft),
-        ttft_p99_ms=ttft[min(int(0.99 * len(ttft)), len(ttft) - 1)],
-        itl_mean_ms=sum(gaps) / len(gaps) if gaps else 0.0,
-        reuse=sum(each.cached for each in done) / sum(each.request.prompt for each in done),
-        goodput=good / seconds,
-    )
 
 
 def _itl(request: SimulatedRequest) -> float:

@@ -12,7 +12,7 @@ from itertools import count, repeat
 from math import ceil
 from typing import NamedTuple
 
-from penstock.fleet.index import DEVICE, HOST, REMOVED, BlockChange
+from penstock.fleet.block_table import DEVICE, HOST, REMOVED, BlockChange
 from penstock.fleet.ledger import Load
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.traces import TracedRequest
@@ -69,6 +69,7 @@ class SimulatedCache:
                 users[block] = 1
         host = device
         while host < len(hashes) and hashes[host] in self._host:
+            self._host.move_to_end(hashes[host], last=False)  # a second copy is the first to make room
             host += 1
         computed = hashes[device:]
         users.update(dict.fromkeys(computed, 1))
@@ -141,7 +142,7 @@ class SimulatedReplica:
         self._pending = 0
         self._waiting_tokens = 0
         self._computing = False
-        self.received = 0
+        self._pace = 1.0
         self.end: float | None = None
 
     def fits(self, request: TracedRequest) -> bool:
@@ -150,7 +151,6 @@ class SimulatedReplica:
 
     def submit(self, request: SimulatedRequest, now: float, expected: int) -> None:
         """Takes a request that is expected to compute so many tokens. It ends a run of decode steps."""
-        self.received += 1
         request.remaining = expected
         self._queued += expected
         self._pending += expected
@@ -188,6 +188,15 @@ class SimulatedReplica:
         self._begin(now)
         return finished
 
+    def set_pace(self, pace: float, now: float) -> None:
+        """Makes steps take so many times as long as the timing says, beginning with what is left of the present run."""
+        run = self._run
+        if run is not None and pace != self._pace:
+            step = run.step_ms * pace / self._pace
+            self._run = _Run(now - (now - run.begin) / run.step_ms * step, step, run.steps)
+            self.end = self._run.begin + run.steps * step
+        self._pace = pace
+
     def load(self) -> Load:
         """Returns what the replica reports that it owes."""
         kv_tokens = self.cache.active * self._block_size + self._waiting_tokens
@@ -196,34 +205,38 @@ class SimulatedReplica:
 
     def _begin(self, now: float) -> None:
         """Plans the next step, or the decode steps up to the next event."""
-        timing, tokens, transfer_ms = self._timing, self._timing.step_tokens, 0.0
+        timing, extra_ms = self._timing, 0.0
+        tokens = budget = timing.prompt_tokens(len(self._rows))
         while tokens > 0:
             if not self._prefilling:
-                admitted = self._admit()
+                admitted = self._admit(now)
                 if admitted is None:
                     break
-                transfer_ms += admitted
+                extra_ms += admitted
             request = self._prefilling[0]
             computed = min(tokens, request.remaining)
+            extra_ms += timing.context_ms * computed * (request.request.prompt - request.remaining)
             request.remaining -= computed
             tokens -= computed
             self._queued -= computed
             if request.remaining == 0:
                 self._completed.append(self._prefilling.popleft())
-        computed = timing.step_tokens - tokens
+        computed = budget - tokens
         self._computing = computed > 0
         if not computed and not self._rows:
             self._run = self.end = None
             return
         step = timing.decode_ms(self.cache.active / self._blocks)
         if computed:
-            step = timing.prefill_ms(computed) + transfer_ms + (step if self._rows else 0.0)
+            step = timing.prefill_ms(computed) + extra_ms + (step if self._rows else 0.0)
+        step *= self._pace
         steps = 1 if computed else self._rows[0][0] - self._steps
         self._run = _Run(now, step, steps)
         self.end = now + steps * step
 
-    def _admit(self) -> float | None:
-        """Starts the next prompt. Returns the milliseconds that its blocks take to arrive; None if none can start."""
+    def _admit(self, now: float) -> float | None:
+        """Starts the next prompt. Returns the milliseconds for which its step waits for its blocks; None if none can
+        start. Blocks from another replica have been under way since the request came."""
         if not self._waiting or len(self._rows) + len(self._completed) >= self._timing.max_rows:
             return None
         request = self._waiting[0]
@@ -243,4 +256,5 @@ class SimulatedReplica:
         self._waiting.popleft()
         self._prefilling.append(request)
         timing = self._timing
-        return (host * timing.host_ms_per_token + pulled * timing.pull_ms_per_token) * self._block_size
+        pull_ms = pulled * self._block_size * timing.pull_ms_per_token - (now - traced.arrival)
+        return host * self._block_size * timing.host_ms_per_token + max(pull_ms, 0.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.types import prefill_budget
+
 
 class EngineTiming(NamedTuple):
     """Describes the speed and the limits of one replica. Coefficients give milliseconds, the highest power first.
@@ -16,8 +18,10 @@ class EngineTiming(NamedTuple):
     kv_tokens: int = 262_144
     step_tokens: int = 8_192  # prompt tokens that one step computes at most
     max_rows: int = 256
+    prefill_budget: int = 0  # prompt tokens of a step while up to 64 rows answer; 0: step_tokens
     pull_ms_per_token: float = 0.0052  # blocks from another replica: 128 KiB a token at 25 GB/s
     host_ms_per_token: float = 0.0026  # blocks from host memory: at 50 GB/s
+    context_ms: float = 0.0  # of each pair of a prompt's token and one before it that an earlier step has computed
 
     def prefill_ms(self, tokens: float) -> float:
         """Returns the milliseconds that a step needs for its prompt tokens."""
@@ -29,9 +33,15 @@ class EngineTiming(NamedTuple):
         square, linear, fixed = self.decode
         return (square * share + linear) * share + fixed
 
-    def prompt_ms(self, tokens: float) -> float:
-        """Returns the milliseconds of all the steps that compute so many prompt tokens."""
-        if tokens <= self.step_tokens:
-            return self.prefill_ms(tokens)
+    def prompt_tokens(self, answering: int) -> int:
+        """Returns how many prompt tokens a step may compute while so many rows answer."""
+        if not answering or not self.prefill_budget:
+            return self.step_tokens
+        return min(prefill_budget(self.prefill_budget, answering), self.step_tokens)
+
+    def prompt_ms(self, tokens: float, cached: float = 0.0) -> float:
+        """Returns the milliseconds of all the steps that compute so many prompt tokens, after those that are cached."""
         full, rest = divmod(tokens, self.step_tokens)
-        return full * self.prefill_ms(self.step_tokens) + self.prefill_ms(rest)
+        within = full * self.step_tokens**2 + rest**2  # twice the pairs of two tokens of one step
+        earlier = self.context_ms * (tokens * cached + (tokens**2 - within) / 2)
+        return full * self.prefill_ms(self.step_tokens) + self.prefill_ms(rest) + earlier

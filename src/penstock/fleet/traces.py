@@ -36,6 +36,17 @@ class Trace(NamedTuple):
         """Returns the trace with its requests arriving so many times as fast."""
         return Trace(self.block_size, [each._replace(arrival=each.arrival / factor) for each in self.requests])
 
+    def scaled(self, factor: float) -> Trace:
+        """Returns the trace with the lengths of prompts, answers and blocks multiplied, so that prefixes are shared as
+        before. Each has one token at least."""
+        block = max(round(self.block_size * factor), 1)
+
+        def scale(each: TracedRequest) -> TracedRequest:
+            rest = max(round((each.prompt - len(each.hashes) * self.block_size) * factor), not each.hashes)
+            return each._replace(prompt=len(each.hashes) * block + rest, output=max(round(each.output * factor), 1))
+
+        return Trace(block, [scale(each) for each in self.requests])
+
 
 def read_trace(path: Path) -> Trace:
     """Reads a trace and finds out its format."""

@@ -1,0 +1,177 @@
+"""`penstock fleet status`, `drain`, `scale` and `upgrade` show and change a fleet that runs on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from penstock.cli import options
+from penstock.cli.command import Argument, Option
+from penstock.cli.fleet_serve import replica_range, run_folder
+from penstock.cli.terminal import note, print_json, print_table
+
+if TYPE_CHECKING:
+    from penstock.fleet.steward_wire import Command, FleetSpec, FleetStatus, MemberStatus
+
+POLL_SECONDS = 0.2
+FleetName = Annotated[
+    str, Option(help="Name of the fleet (its model's), or the path of its run file. Needed if several run.")
+]
+
+
+def status(json: options.Json = False, *, fleet: FleetName = "") -> None:
+    """Show the replicas of a fleet.
+
+    penstock fleet status
+    penstock fleet status --json
+    """
+    from penstock.fleet.steward_wire import AskStatus
+
+    spec = _find(fleet)
+    told = _ask(spec, AskStatus(spec.secret))
+    if json:
+        print_json(_as_json(told))
+    else:
+        _print(told)
+
+
+def drain(
+    replica: Annotated[str, Argument(metavar="REPLICA", help="Name of the replica, as penstock fleet status has it.")],
+    *,
+    fleet: FleetName = "",
+) -> None:
+    """Take a replica out of a fleet once its answers have ended. The fleet has one replica less then.
+
+      penstock fleet drain smollm2-1
+
+    Answers that take longer than --drain-seconds of penstock fleet serve go on at another replica.
+    """
+    from penstock.fleet.steward_wire import DrainReplica
+
+    spec = _find(fleet)
+    told = _ask(spec, DrainReplica(spec.secret, replica))
+    _wait(spec, told, lambda now: all(each.info.name != replica or _has_ended(each) for each in now.members))
+    note(f"{replica} has ended; {spec.name} has {_count(told)} now")
+
+
+def scale(
+    replicas: Annotated[
+        str, Argument(metavar="REPLICAS", help="How many replicas there are to be, or MIN:MAX to follow the load.")
+    ],
+    *,
+    fleet: FleetName = "",
+) -> None:
+    """Change how many replicas a fleet has. Those that are too many end once their answers have.
+
+      penstock fleet scale 5
+      penstock fleet scale 2:8
+
+    With one number the fleet has so many, whatever its load is. With two it has as many as the load needs to meet the
+    targets, from the first to the second.
+    """
+    from penstock.fleet.steward_wire import ScaleFleet
+
+    least, most = replica_range("REPLICAS", replicas)
+    spec = _find(fleet)
+    told = _wait(spec, _ask(spec, ScaleFleet(spec.secret, least, most if most > least else 0)), _is_as_wanted)
+    note(f"{spec.name} has {_count(told)}")
+
+
+def upgrade(*, fleet: FleetName = "", engine: options.EngineSettings) -> None:
+    """Replace every replica by a new one, one after the other: by the version of Penstock that is installed now, and
+    with the options of engines that are given here.
+
+      penstock fleet upgrade
+      penstock fleet upgrade --kv int8 --max-rows 32
+
+    An old replica is drained when the one that replaces it is ready. If that cannot start, nothing is changed.
+    """
+    from dataclasses import replace
+
+    from penstock.config import DEFAULTS, configure
+    from penstock.errors import error_of
+    from penstock.fleet.steward_wire import UpgradeFleet
+
+    spec = _find(fleet)
+    stated = {name: value for name, value in engine.items() if value != DEFAULTS[name] and value is not None}
+    checked = configure(spec.config.model, stated)
+    config = replace(spec.config, **{name: getattr(checked, name) for name in stated})
+    told = _wait(spec, _ask(spec, UpgradeFleet(spec.secret, config)), _is_as_wanted)
+    if told.upgrade_failure is not None:
+        raise error_of(told.upgrade_failure.code, f"the upgrade was taken back: {told.upgrade_failure.message}")
+    note(f"{spec.name} has {_count(told)} of revision {told.revision}")
+
+
+def _find(name: str) -> FleetSpec:
+    from penstock.fleet.run_file import find_fleet
+
+    return find_fleet(run_folder(), name)
+
+
+def _ask(spec: FleetSpec, command: Command) -> FleetStatus:
+    import asyncio
+
+    from penstock.fleet.steward_link import ask
+
+    return asyncio.run(ask(spec, command))
+
+
+def _wait(spec: FleetSpec, told: FleetStatus, done: Callable[[FleetStatus], bool]) -> FleetStatus:
+    """Returns the fleet's status once it is `done`; shows on the way what changes."""
+    import time
+
+    from penstock.fleet.steward_wire import AskStatus
+
+    shown: dict[str, str] = {each.info.name: str(each.info.state) for each in told.members}
+    while not done(told):
+        time.sleep(POLL_SECONDS)
+        told = _ask(spec, AskStatus(spec.secret))
+        for each in told.members:
+            if shown.get(each.info.name) != each.info.state:
+                note(f"{each.info.name}: {each.info.state}")
+            shown[each.info.name] = str(each.info.state)
+    return told
+
+
+def _count(told: FleetStatus) -> str:
+    return f"{told.replicas} replica{'s' * (told.replicas != 1)}"
+
+
+def _has_ended(member: MemberStatus) -> bool:
+    return member.info.state == "ended"
+
+
+def _is_as_wanted(told: FleetStatus) -> bool:
+    there = [each for each in told.members if not _has_ended(each)]
+    ready = all(each.info.state == "ready" and each.revision == told.revision for each in there)
+    return ready and len(there) == told.replicas
+
+
+def _as_json(told: FleetStatus) -> dict[str, Any]:
+    about = {"name": told.name, "steward": told.steward, "wanted": told.replicas, "revision": told.revision}
+    members = [
+        each.info._asdict()
+        | {"keeper": each.keeper, "revision": each.revision}
+        | {"in_flight": each.in_flight, "restarts": each.restarts}
+        for each in told.members
+    ]
+    scale = None if told.scale is None else told.scale._asdict()
+    return about | {"gateways": told.gateways, "scale": scale, "replicas": members}
+
+
+def _print(told: FleetStatus) -> None:
+    from rich.table import Table
+
+    columns = "replica", "state", "process", "keeper", "machine", "in flight", "restarts", "revision", "reason"
+    table = Table(*columns, box=None, pad_edge=False)
+    for info, keeper, revision, in_flight, restarts in map(_fields, told.members):
+        numbers = str(in_flight), str(restarts), str(revision)
+        table.add_row(info.name, info.state, str(info.pid or ""), str(keeper), info.host, *numbers, info.reason)
+    print_table(table)
+    if told.scale is not None and told.scale.most > told.scale.least:
+        bounds = f"{told.scale.least} to {told.scale.most}"
+        print(f"{_count(told)} of {bounds}: {told.scale.reason or 'nothing is known of the load yet'}")
+
+
+def _fields(member: MemberStatus) -> tuple[Any, int, int, int, int]:
+    return member.info, member.keeper, member.revision, member.in_flight, member.restarts

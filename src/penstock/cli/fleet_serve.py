@@ -1,0 +1,283 @@
+"""`penstock fleet serve` and `gateway` run the HTTP server in front of several engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from penstock.cli import options
+from penstock.cli.command import Argument, Option, OptionGroup, UsageError
+from penstock.cli.serve import ModelRefs, ServerOptions, run_server
+from penstock.fleet import MOST_REPLICAS
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.fleet.client import FleetClient
+    from penstock.fleet.split import SplitOptions
+    from penstock.fleet.steward_link import StewardLink, StewardProcess
+    from penstock.fleet.steward_wire import FleetSpec
+    from penstock.service_levels import Targets
+
+GROUNDS = ("local", "ray")
+SHARE_OF_MEMORY = 4  # of the free memory, one part for all KV caches of a machine, as one engine takes it
+
+
+class ReplicaOptions(NamedTuple):
+    """Declares the options of a fleet."""
+
+    replicas: Annotated[
+        str,
+        Option(
+            help="Engines of each model. MIN:MAX: as many as the load needs to meet the targets, within these bounds."
+        ),
+    ] = "3"
+    ground: Annotated[str, Option(help="Where engines run: local (this machine) or ray (a Ray cluster).")] = "local"
+    ray: Annotated[
+        str,
+        Option(
+            help="Address of the Ray cluster, for --ground ray, such as auto or 10.0.0.1:6379. Empty: one is started "
+            "on this machine.",
+            env="PENSTOCK_RAY",
+        ),
+    ] = ""
+    itl: Annotated[
+        float,
+        Option(
+            minimum=0,
+            maximum=60_000,
+            help="Milliseconds that two tokens of an answer should be apart at most: --itl-target, and more. While "
+            "prompts come faster than engines compute them within that, some compute them for the others. 0: each "
+            "computes its own.",
+        ),
+    ] = 0.0
+    roles: Annotated[
+        str, Option(help="prefill=N: with --itl, N engines of each model compute long prompts at all times.")
+    ] = ""
+
+
+def serve(
+    models: ModelRefs = [],  # noqa: B006  it is only read
+    *,
+    fleet: Annotated[ReplicaOptions, OptionGroup()],
+    server: Annotated[ServerOptions, OptionGroup()],
+    engine: options.EngineSettings,
+) -> None:
+    """Serve models over HTTP with several engines each, which survive one another's deaths.
+
+      penstock fleet serve smollm2 --replicas 3
+      penstock fleet serve smollm2 --replicas 2 --port 9000 --max-len 4096
+      penstock fleet serve smollm2 --replicas 1:4 --ttft-target 1000
+      penstock fleet serve smollm2 --replicas 8 --ground ray --ray auto
+
+    Every option of penstock serve holds here. A request goes to the engine that is likely to answer it first, by what
+    each has cached and has to do; when an engine dies, another goes on with its answers. On this machine, engines
+    share the processors and the memory unless --threads and --kv-memory say how much each has.
+    """
+    if not hasattr(os, "fork"):
+        raise UsageError("a fleet forks its engines, which this system cannot: use penstock serve, or WSL on Windows")
+    if fleet.ground not in GROUNDS:
+        raise UsageError(f"--ground takes {' or '.join(GROUNDS)}; got {fleet.ground!r}")
+    if fleet.ray and fleet.ground != "ray":
+        raise UsageError("--ray names a Ray cluster, for --ground ray: say both")
+    if fleet.ground == "ray":
+        check_ray()
+    prefill_replicas(fleet)
+    server = with_target(server, fleet.itl)
+    clients = FleetClients(fleet, server.listen.drain_seconds, server.share.terms().targets)
+    if len(models) == 1:
+        clients.begin()
+    if fleet.ground == "local":
+        engine = engine | shares_of(replica_range("--replicas", fleet.replicas)[1], engine)
+    run_server(models, server, engine, clients)
+
+
+def gateway(
+    name: Annotated[
+        str,
+        Argument(
+            metavar="FLEET",
+            help="Name of the fleet (its model's), or the path of its run file. Needed if several run.",
+        ),
+    ] = "",
+    *,
+    server: Annotated[ServerOptions, OptionGroup()],
+) -> None:
+    """Serve a fleet that runs already through one more gateway, or in place of one that has died.
+
+      penstock fleet gateway
+      penstock fleet gateway smollm2 --port 8001
+      penstock fleet gateway ./smollm2.fleet.json
+
+    Options of penstock serve about engines are those that the fleet was started with. The fleet ends when its last
+    gateway is told to stop, or when it has had none for 60 seconds. A fleet on Ray may have gateways on other machines
+    that have the model's files at the same path: copy the run file there, which is in the folder run of PENSTOCK_HOME.
+    """
+    from penstock.config import OPTIONS
+    from penstock.fleet.run_file import find_fleet
+
+    spec = find_fleet(run_folder(), name)
+    engine = {option: getattr(spec.config, option) for option in OPTIONS}
+    server = server._replace(listen=server.listen._replace(name=spec.name))
+    run_server([spec.config.model], server, engine, AttachedClients(spec))
+
+
+def prefill_replicas(fleet: ReplicaOptions) -> int:
+    """Returns how many engines of each model compute long prompts at all times; raises UsageError for roles that cannot
+    be."""
+    if not fleet.roles:
+        return 0
+    role, _, count = fleet.roles.partition("=")
+    least, _ = replica_range("--replicas", fleet.replicas)
+    if role != "prefill" or not count.isdecimal() or not 0 < int(count) < least:
+        most = least - 1
+        raise UsageError(f"--roles takes prefill=N, with N from 1 to {most} of --replicas; got {fleet.roles!r}")
+    if not fleet.itl:
+        raise UsageError("--roles says who computes long prompts, which --itl tells from short ones: say both")
+    return int(count)
+
+
+def replica_range(option: str, text: str) -> tuple[int, int]:
+    """Returns the fewest and the most replicas that an option allows: N, or MIN:MAX."""
+    least, colon, most = text.partition(":")
+    numbers = [least, most] if colon else [least, least]
+    if not all(each.isascii() and each.isdigit() for each in numbers):
+        raise UsageError(f"{option} is a whole number from 1, or two of them as MIN:MAX; got {text!r}")
+    fewest, highest = map(int, numbers)
+    if not 1 <= fewest <= highest <= MOST_REPLICAS:
+        raise UsageError(f"{option} has from 1 to {MOST_REPLICAS} replicas, the fewest first; got {text!r}")
+    return fewest, highest
+
+
+def with_target(server: ServerOptions, itl: float) -> ServerOptions:
+    """Returns the options of a server whose engines know a target for the time between two tokens, in milliseconds, if
+    there is no other."""
+    if not itl or server.share.itl_target:
+        return server
+    return server._replace(share=server.share._replace(itl_target=max(round(itl), 1)))
+
+
+class FleetClients:
+    """Makes the client of each model: one that starts a fleet of its own."""
+
+    def __init__(self, fleet: ReplicaOptions, drain_seconds: float, targets: Targets) -> None:
+        self._fleet = fleet
+        self._drain_seconds = drain_seconds
+        self._targets = targets
+        self._begun: tuple[str, StewardProcess] | None = None
+
+    def begin(self) -> None:
+        """Starts the processes of the first fleet, which import what they need while this one does."""
+        import subprocess
+        import sys
+
+        folder = make_folder()
+        if self._fleet.ground == "local":  # the slowest goes first
+            subprocess.Popen([sys.executable, "-m", "penstock.fleet.forks", f"{folder}/forks.0"])
+        from penstock.fleet.steward_link import StewardProcess
+
+        self._begun = folder, StewardProcess(folder)
+
+    def __call__(self, config: Config) -> FleetClient:
+        from penstock.fleet.split import SplitOptions
+        from penstock.fleet.steward_link import StewardLink, StewardProcess
+
+        check_is_new(config.name)
+        folder, process = self._begun or (make_folder(), None)
+        self._begun = None
+        spec = self._spec(config, folder)
+        split = SplitOptions(self._fleet.itl, prefill_replicas(self._fleet), told=True)
+        return connect(StewardLink(spec, lambda: process or StewardProcess(folder)), split)
+
+    def _spec(self, config: Config, folder: str) -> FleetSpec:
+        import secrets
+
+        from penstock.fleet.ground import steward_address
+        from penstock.fleet.run_file import run_file_of
+        from penstock.fleet.steward_wire import FleetSpec, ScaleSpec
+
+        address = steward_address(folder, self._fleet.ground)
+        run_file = str(run_file_of(run_folder(), config.name))
+        least, most = replica_range("--replicas", self._fleet.replicas)
+        about = run_file, config, least, self._fleet.ground, self._fleet.ray, self._drain_seconds
+        targets = zip(("ttft", "itl"), self._targets, strict=True)
+        stated = {name: 1000 * target for name, target in targets if target is not None}
+        scaling = ScaleSpec(least, most, **stated)
+        return FleetSpec(config.name, folder, address, secrets.token_hex(32), *about, scaling=scaling)
+
+
+class AttachedClients:
+    """Makes the client of a fleet that runs already."""
+
+    def __init__(self, spec: FleetSpec) -> None:
+        self._spec = spec
+
+    def __call__(self, _: Config) -> FleetClient:
+        from penstock.fleet.steward_link import StewardLink
+
+        return connect(StewardLink(self._spec))
+
+
+def connect(link: StewardLink, split: SplitOptions | None = None) -> FleetClient:
+    """Returns the client of a fleet whose steward hears of the client's load, and says how many replicas there are to
+    be."""
+    from penstock.fleet.client import FleetClient
+
+    client = FleetClient(link, split=split, scale=lambda: link.scale)
+    link.measure = client.measured_load
+    return client
+
+
+def run_folder() -> Path:
+    """Returns the folder of the run files."""
+    from penstock.store import home
+
+    return home() / "run"
+
+
+def make_folder() -> str:
+    """Returns a new folder for the sockets of a fleet. Its path is short, as those of sockets must be."""
+    import tempfile
+
+    return tempfile.mkdtemp(prefix="penstock-fleet-")
+
+
+def check_ray() -> None:
+    """Raises if Ray is not installed."""
+    from importlib.util import find_spec
+
+    from penstock.errors import ConfigError
+
+    if find_spec("ray") is None:
+        raise ConfigError("--ground ray needs Ray, which is not installed: run pip install 'penstock[fleet]'")
+
+
+def check_is_new(name: str) -> None:
+    """Raises if a fleet of this name runs already."""
+    from penstock.errors import ConfigError
+    from penstock.fleet.run_file import FleetNotFound, find_fleet
+    from penstock.fleet.steward_link import is_running
+
+    try:
+        spec = find_fleet(run_folder(), name)
+    except FleetNotFound:
+        return
+    if is_running(spec):
+        raise ConfigError(
+            f"a fleet called {name!r} runs already (steward process {spec.steward_pid}): add a gateway to it with "
+            f"`penstock fleet gateway {name}`, or give this one another name with --name"
+        )
+
+
+def shares_of(replicas: int, engine: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options by which the engines of a fleet share this machine, where no option says it. GPUs are not
+    shared: what an engine has of one is for --device and --kv-memory to say."""
+
+    from penstock.config import available_memory
+
+    if replicas == 1 or str(engine["device"]).startswith("cuda") or Path("/dev/nvidiactl").exists():
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = {} if engine["threads"] else {"threads": max(cores // replicas, 1)}
+    memory = {} if engine["kv_memory"] else {"kv_memory": available_memory() // SHARE_OF_MEMORY // replicas}
+    return threads | memory

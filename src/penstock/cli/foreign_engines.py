@@ -1,0 +1,33 @@
+"""Declares the options that put other engines behind a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from penstock.cli.command import Option
+
+if TYPE_CHECKING:
+    from penstock.server.foreign import ForeignModels
+    from penstock.server.models import Alias
+
+
+class ForeignOptions(NamedTuple):
+    engines: Annotated[
+        list[str] | None,
+        Option(
+            name="--engine",
+            help="Engine of another kind whose models are served, too: vLLM, SGLang, llama.cpp, Ollama or any server "
+            "with OpenAI's API, such as http://host:8000,weight=2,priority=1,key-env=KEY. May be repeated. Without a "
+            "MODEL nothing else is served.",
+        ),
+    ] = None
+
+    def models(self, aliases: Sequence[Alias]) -> ForeignModels | None:
+        """Returns the models of the engines; None: there are none. An alias without a model means the first one."""
+        if not self.engines:
+            return None
+        from penstock.fleet.foreign.engine import parse_engine
+        from penstock.fleet.foreign.gateway import ForeignGateway
+
+        return ForeignGateway([parse_engine(each) for each in self.engines], aliases)

@@ -1,0 +1,229 @@
+"""Represents one engine of another kind: what it is, which models it has, and whether it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+from time import monotonic
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.fleet.foreign.http import EngineHttp, EngineLost, EngineUrl, parse_url
+from penstock.fleet.foreign.kinds import PROBES, TRAITS, EngineKind, EngineModel, KindTraits, kind_of, models_of
+
+log = logging.getLogger(__name__)
+
+PROBE_SECONDS = 3.0  # that an answer to a probe may take
+WATCH_SECONDS = 2.0  # between two looks at an engine that answers
+LOST_SECONDS = 0.5  # between two looks at one that does not, at first
+MODELS_SECONDS = 30.0  # after which its models are listed again
+REFUSED_SECONDS = 1.0  # that an engine is spared after a refusal that does not say how long
+MOST_REFUSED_SECONDS = 60.0
+
+
+class EngineHealth(StrEnum):
+    STARTING = "starting"  # it has not been asked yet
+    READY = "ready"
+    LOADING = "loading"  # it answers that it cannot answer yet
+    DOWN = "down"  # it does not answer
+
+
+class EngineSpec(NamedTuple):
+    """Says what an --engine option says."""
+
+    url: EngineUrl
+    name: str = ""  # by default host and port
+    model: str = ""  # what the engine's first model is called here
+    aliases: tuple[str, ...] = ()  # further names of it; wildcards are allowed
+    weight: float = 1.0  # of its share among engines of the same priority
+    priority: int = 0  # lower is tried first
+    key: str = ""  # API key that the engine wants
+    events: str = ""  # where it publishes KV events, such as tcp://host:5557
+    replay: str = ""  # where it sends them again
+    kind: EngineKind | None = None  # None: it is found out
+
+
+def parse_engine(text: str) -> EngineSpec:
+    """Returns what an option such as http://host:8000,weight=2,priority=1 says; raises ConfigError if it is wrong."""
+    url, *settings = text.split(",")
+    spec = EngineSpec(parse_url(url.strip()))
+    for setting in settings:
+        name, equals, value = setting.strip().partition("=")
+        if not equals or name not in _SETTINGS or not value:
+            raise ConfigError(
+                f"--engine {text}: {setting!r} is no setting; write NAME=VALUE with one of {', '.join(_SETTINGS)}"
+            )
+        try:
+            spec = _SETTINGS[name](spec, value)
+        except ValueError as error:
+            raise ConfigError(f"--engine {text}: {name} cannot be {value!r}: {error}") from None
+    return spec if spec.name else spec._replace(name=f"{spec.url.host}:{spec.url.port}")
+
+
+def _weight(spec: EngineSpec, value: str) -> EngineSpec:
+    weight = float(value)
+    if not 0 < weight < 1e6:
+        raise ValueError("a weight is above 0")
+    return spec._replace(weight=weight)
+
+
+def _key(spec: EngineSpec, value: str) -> EngineSpec:
+    key = os.environ.get(value, "")
+    if not key:
+        raise ValueError("there is no such environment variable")
+    return spec._replace(key=key)
+
+
+_SETTINGS: dict[str, Callable[[EngineSpec, str], EngineSpec]] = {
+    "name": lambda spec, value: spec._replace(name=value),
+    "model": lambda spec, value: spec._replace(model=value),
+    "alias": lambda spec, value: spec._replace(aliases=(*spec.aliases, value)),
+    "weight": _weight,
+    "priority": lambda spec, value: spec._replace(priority=int(value)),
+    "key-env": _key,
+    "events": lambda spec, value: spec._replace(events=value),
+    "replay": lambda spec, value: spec._replace(replay=value),
+    "kind": lambda spec, value: spec._replace(kind=EngineKind(value)),
+}
+
+
+class ForeignEngine:
+    """Follows one engine. `number` is its place among all, by which the index and the ledger know it."""
+
+    def __init__(self, number: int, spec: EngineSpec) -> None:
+        self.number = number
+        self.spec = spec
+        self.http = EngineHttp(spec.url, spec.key)
+        self.kind = spec.kind or EngineKind.OPENAI
+        self.health = EngineHealth.STARTING
+        self.reason = "it has not been asked yet"
+        self.models: dict[str, EngineModel] = {}
+        self.in_flight = 0
+        self.outcomes: Counter[str] = Counter()  # of requests: ok, refused, lost, broken
+        self.lives = 0  # times that it became ready
+        self._spared_until = 0.0
+        self._listed_at = 0.0
+        self._suspected = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def traits(self) -> KindTraits:
+        return TRAITS[self.kind]
+
+    @property
+    def available(self) -> bool:
+        """Returns whether requests may be sent to it now."""
+        return self.health is EngineHealth.READY and monotonic() >= self._spared_until
+
+    @property
+    def spared_seconds(self) -> float:
+        """Returns how long it still wants to be spared."""
+        return max(self._spared_until - monotonic(), 0.0)
+
+    def spare(self, seconds: float | None) -> None:
+        """Sends it nothing for so many seconds, because it has refused a request."""
+        wait = REFUSED_SECONDS if seconds is None else min(seconds, MOST_REFUSED_SECONDS)
+        self._spared_until = monotonic() + wait
+
+    def lost(self, reason: str) -> None:
+        """Takes note that it does not answer. It is asked again soon."""
+        self._change(EngineHealth.DOWN, reason)
+        self._suspected.set()
+
+    def _change(self, health: EngineHealth, reason: str = "") -> None:
+        if health is not self.health:
+            level = logging.INFO if health is EngineHealth.READY else logging.WARNING
+            told = f" ({self.kind}; {', '.join(self.models) or 'no models'})" if health is EngineHealth.READY else ""
+            log.log(level, "engine %s is %s%s%s", self.name, health, told, f": {reason}" if reason else "")
+            self.lives += health is EngineHealth.READY
+        self.health, self.reason = health, reason
+
+    def state(self) -> dict[str, Any]:
+        """Returns what /health tells of it."""
+        told: dict[str, Any] = {
+            "name": self.name,
+            "kind": str(self.kind),
+            "url": str(self.spec.url),
+            "state": str(self.health),
+        }
+        told |= {"models": list(self.models), "priority": self.spec.priority, "weight": self.spec.weight}
+        told |= {"in_flight": self.in_flight}
+        return told | ({"reason": self.reason} if self.reason else {})
+
+    # -- watching ---------------------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Asks the engine how it is; what it is and which models it has, if that may have changed."""
+        known = self.health is EngineHealth.READY and monotonic() - self._listed_at < MODELS_SECONDS
+        try:
+            if not known:
+                await self._identify()
+            status, text = await self._get(self.traits.health)
+        except EngineLost as error:
+            return self.lost(str(error))
+        if status == 200 and self.models:
+            return self._change(EngineHealth.READY)
+        if status == 200:
+            return self._change(EngineHealth.LOADING, "it lists no model")
+        self._change(EngineHealth.LOADING, f"{self.traits.health} answers {status}: {_shown(text)}")
+
+    async def watch(self) -> None:
+        """Asks again and again."""
+        pause = LOST_SECONDS
+        while True:
+            self._suspected.clear()
+            await self.look()
+            ready = self.health is EngineHealth.READY
+            if ready:
+                pause = LOST_SECONDS
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(WATCH_SECONDS):
+                        await self._suspected.wait()
+            await asyncio.sleep(0.0 if ready else pause)
+            pause = pause if ready else min(2 * pause, 4 * WATCH_SECONDS)
+
+    async def _identify(self) -> None:
+        answers = await asyncio.gather(*(self._get(path) for path in PROBES), return_exceptions=True)
+        if lost := [each for each in answers if isinstance(each, EngineLost)]:
+            raise lost[0]
+        found: dict[str, Any] = {}
+        for path, answer in zip(PROBES, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            if answer[0] == 200:
+                found[path] = _json(answer[1])
+        self.kind = self.spec.kind or kind_of(found)
+        self.models = {model.name: model for model in models_of(found, self.spec.model)}
+        self._listed_at = monotonic()
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        answer = await self.http.request("GET", path, seconds=PROBE_SECONDS)
+        return answer.status, await answer.read(PROBE_SECONDS)
+
+    async def call(self, path: str, body: dict[str, Any], seconds: float = PROBE_SECONDS) -> Any:
+        """Returns the JSON that the engine answers to a small request; raises EngineLost if it has none."""
+        answer = await self.http.request("POST", path, msgspec.json.encode(body), seconds)
+        given = await answer.read(seconds)
+        if answer.status != 200:
+            raise EngineLost(f"{path} answers {answer.status}: {_shown(given)}")
+        return _json(given)
+
+
+def _json(body: bytes) -> Any:
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(body)
+    return body[: 2**16].decode("utf-8", "replace")
+
+
+def _shown(body: bytes) -> str:
+    return body[:200].decode("utf-8", "replace")

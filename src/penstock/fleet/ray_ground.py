@@ -1,0 +1,161 @@
+"""Starts keepers on the machines of a Ray cluster. Ray says where a replica runs, and starts it there: nothing else.
+
+Each replica has a placement group, and in it a detached actor that starts the keeper. The keeper and its engine are no
+children of Ray's processes: they go on when those die, and the keeper tells the steward so itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import ConfigError, EngineUnavailable
+from penstock.fleet.forks import KEEPER, ForkRequest, fork, start_forking
+from penstock.fleet.ground import forks_of
+from penstock.fleet.steward_wire import FleetSpec, KeeperSpec
+
+NAMESPACE = "penstock"
+STARTED_HERE = "local"  # Ray's word for a cluster that is started on this machine, and ends with this process
+CONNECT_SECONDS = 5.0
+PLACE_SECONDS = 60.0  # that Ray has to find room for a replica
+START_SECONDS = 60.0  # that an actor has to start a keeper
+HEAD_SECONDS = "86400"  # without Ray's head, after which a driver gives up; Ray's own default is 60
+
+
+class RayGround:
+    """Starts keepers by actors. This process is the only one of the fleet that is a driver of Ray."""
+
+    def __init__(self, spec: FleetSpec) -> None:
+        self._spec = spec
+        self._connecting = asyncio.Lock()
+        self._ray: Any = None
+
+    async def start(self, keeper: KeeperSpec) -> None:
+        ray = await self._connected()
+        await asyncio.to_thread(_place, ray, self._spec.name, keeper)
+
+    async def forget(self, name: str) -> None:
+        if self._ray is None and not self._spec.adopt:
+            return  # nothing was placed
+        ray = await self._connected()
+        await asyncio.to_thread(_remove, ray, self._spec.name, name)
+
+    async def close(self) -> None:
+        if self._ray is not None:
+            await asyncio.to_thread(self._ray.shutdown)
+
+    async def _connected(self) -> Any:
+        """Returns Ray once this process is its driver; raises what keeps it from being one."""
+        async with self._connecting:
+            if self._ray is None:
+                self._ray = await asyncio.to_thread(_connect, self._spec.ray)
+        return self._ray
+
+
+class KeeperActor:
+    """Starts a keeper on the machine where Ray has placed it, and stands for what the replica has of that machine."""
+
+    def __init__(self) -> None:
+        self._keeper: object = None
+
+    def start(self, keeper: bytes) -> int:
+        """Starts the keeper; returns its process id."""
+        spec = on_this_machine(msgspec.json.decode(keeper, type=KeeperSpec))
+        child = asyncio.run(fork(spec.forks, ForkRequest(KEEPER, msgspec.Raw(msgspec.json.encode(spec)))))
+        return child.pid
+
+
+def on_this_machine(spec: KeeperSpec) -> KeeperSpec:
+    """Returns the spec with what is this machine's own: a folder that all replicas of the fleet have here, the process
+    that forks them, and the GPU that Ray has given to this actor."""
+    import ray
+
+    named = hashlib.sha256(spec.secret.encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"penstock-fleet-{os.getuid()}-{named}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to another user: remove it")
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it names this actor's GPU, and the process forks for others too
+    forks = forks_of(str(folder), spec.revision)
+    start_forking(forks)
+    gpus = ray.get_gpu_ids()
+    config = replace(spec.config, device=f"cuda:{gpus[0]}") if gpus else spec.config
+    return msgspec.structs.replace(spec, folder=str(folder), forks=forks, config=config)
+
+
+def _connect(address: str) -> Any:
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", HEAD_SECONDS)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"--ground ray needs Ray ({error}): run pip install 'penstock[fleet]'") from error
+    here = {"include_dashboard": False} if not address else {}
+    try:
+        _check_reachable(address)
+        ray.init(address or STARTED_HERE, namespace=NAMESPACE, log_to_driver=False, logging_level="error", **here)
+    except Exception as error:
+        raise ConfigError(f"cannot connect to the Ray cluster {address or STARTED_HERE!r}: {error}") from error
+    return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Raises OSError if nobody listens at an address, for which Ray itself would wait."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+
+
+def _place(ray: Any, fleet: str, keeper: KeeperSpec) -> None:
+    """Has Ray find room for a replica and start its keeper there."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    needs = _needs(ray, keeper)
+    name = _actor_name(fleet, keeper.name)
+    group = placement_group([needs], strategy="PACK", name=name, lifetime="detached")
+    try:
+        if not group.wait(PLACE_SECONDS):
+            has = {kind: ray.available_resources().get(kind, 0) for kind in needs}
+            raise EngineUnavailable(f"no machine of the Ray cluster has {needs} free for {keeper.name}; all have {has}")
+        actor_type = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), max_restarts=0)(KeeperActor)
+        placed = PlacementGroupSchedulingStrategy(group)
+        actor = actor_type.options(name=name, lifetime="detached", scheduling_strategy=placed).remote()
+        ray.get(actor.start.remote(msgspec.json.encode(keeper)), timeout=START_SECONDS)
+    except EngineUnavailable:
+        remove_placement_group(group)
+        raise
+    except Exception as error:
+        _remove(ray, fleet, keeper.name)
+        raise EngineUnavailable(f"Ray could not start the keeper of {keeper.name}: {error}") from error
+
+
+def _needs(ray: Any, keeper: KeeperSpec) -> dict[str, float]:
+    """Returns what a replica takes of a machine: processors, and a GPU if it may compute on one."""
+    device = keeper.config.device
+    gpu = device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    return {"CPU": float(keeper.config.threads or 1)} | ({"GPU": 1.0} if gpu else {})
+
+
+def _remove(ray: Any, fleet: str, replica: str) -> None:
+    """Gives back what a replica had, by its name: another steward may have started it."""
+    from ray.util import get_placement_group, remove_placement_group
+
+    name = _actor_name(fleet, replica)
+    with suppress(ValueError):  # its machine may be gone
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    with suppress(ValueError):
+        remove_placement_group(get_placement_group(name))
+
+
+def _actor_name(fleet: str, replica: str) -> str:
+    return f"penstock:{fleet}:{replica}"

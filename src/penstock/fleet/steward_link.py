@@ -1,0 +1,253 @@
+"""Carries messages between the steward of a fleet and a gateway, or a command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from penstock.errors import EngineUnavailable, error_of
+from penstock.fleet.directory import Directory, ReplicaState
+from penstock.fleet.run_file import FleetNotFound, read_run_file
+from penstock.fleet.scale import MeasuredLoad
+from penstock.fleet.steward_wire import (
+    Command,
+    CommandRefused,
+    DirectoryUpdate,
+    FleetSpec,
+    FleetStatus,
+    FromSteward,
+    GatewayBeat,
+    GatewayLeave,
+    StartFailure,
+    decode_from_steward,
+    encode,
+)
+from penstock.ipc.placement import ScaleStatus
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+CHECK_SECONDS = 0.25  # between two looks whether the steward lives
+SILENT = 15.0  # seconds after which a steward that says nothing is replaced
+ANSWER_SECONDS = 5.0  # that a command waits for the steward
+ENDING_SECONDS = 10.0  # that a fleet has to end
+PAUSE = 1.0  # seconds between two stewards that are started
+NOTICE_SECONDS = 0.05
+MOST_STARTS = 3
+NOTHING_YET = Directory(0, ())
+
+
+class StewardProcess:
+    """Starts the steward's process before it is known what it is to do, so that its imports take no time later."""
+
+    def __init__(self, folder: str) -> None:
+        command = [sys.executable, "-m", "penstock.fleet.steward", folder]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def tell(self, spec: FleetSpec) -> None:
+        """Says what it is to do."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(msgspec.json.encode(spec) + b"\n")
+            self.process.stdin.close()
+
+
+class StewardLink:
+    """Tells a gateway which replicas there are, and starts the steward if there is none: at first, and when it has
+    died."""
+
+    def __init__(self, spec: FleetSpec, begin: Callable[[], StewardProcess] | None = None) -> None:
+        """Takes the fleet and, if it is to be started, what begins its steward's process."""
+        self.secret = spec.secret
+        self.measure: Callable[[], MeasuredLoad | None] = lambda: None  # what the steward is told of the load
+        self.scale: ScaleStatus | None = None  # as the steward said last
+        self._spec = spec
+        self._begin = begin
+        self._steward: StewardProcess | None = None
+        self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+        self._directory = NOTHING_YET
+        self._failure: StartFailure | None = None
+        self._pid, self._host = spec.steward_pid, spec.host or socket.gethostname()
+        self._heard = time.monotonic()
+        self._starts = 0  # of stewards that have said nothing yet
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Directory:
+        if self._begin is not None:
+            self._steward = self._begin()
+            self._steward.tell(self._spec)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # a beat is for the steward that there is now
+        self._socket.connect(self._spec.address)
+        loops = (self._listen(), self._beat(), self._watch())
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        for task in self._tasks:
+            task.add_done_callback(log_failure)
+        async for directory in self.changes():
+            if any(replica.state is ReplicaState.READY for replica in directory.replicas):
+                return directory
+            if self._failure is not None:
+                raise error_of(self._failure.code, self._failure.message)
+        raise EngineUnavailable("the steward has ended")  # never: changes has no end
+
+    async def changes(self) -> AsyncIterator[Directory]:
+        told: tuple[Directory, StartFailure | None] = (NOTHING_YET, None)
+        while True:
+            if told != (self._directory, self._failure):
+                told = self._directory, self._failure
+                yield self._directory
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+            await self._leave()
+        self._tasks = []
+        self._context.destroy(linger=0)
+
+    # -- the steward's messages --------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        while True:
+            self._take(decode_from_steward(await self._socket.recv()))
+
+    def _take(self, message: FromSteward) -> None:
+        if not isinstance(message, DirectoryUpdate):
+            return
+        self._heard, self._starts = time.monotonic(), 0
+        self._pid, self._host, self.scale = message.steward, message.host, message.scale
+        if message.directory.version >= self._directory.version or message.failure:
+            self._directory, self._failure = message.directory, message.failure
+            self._changed.set()
+
+    async def _beat(self) -> None:
+        """Says that this gateway lives, and which directory it goes by."""
+        while True:
+            version = self._directory.version
+            with suppress(zmq.Again):  # there is no steward now
+                beat = GatewayBeat(self.secret, self._name, version, self.measure())
+                await self._socket.send(encode(beat), zmq.NOBLOCK)
+            until = time.monotonic() + BEAT_SECONDS
+            while time.monotonic() < until and self._directory.version == version:
+                await asyncio.sleep(NOTICE_SECONDS)
+
+    async def _leave(self) -> None:
+        """Says that this gateway goes. If it was the last one, waits until the fleet has ended."""
+        with suppress(zmq.Again):
+            await self._socket.send(encode(GatewayLeave(self.secret, self._name)), zmq.NOBLOCK)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                while not isinstance(status := decode_from_steward(await self._socket.recv()), FleetStatus):
+                    pass
+            if not status.gateways:
+                async with asyncio.timeout(ENDING_SECONDS):
+                    while self._steward_lives():
+                        await asyncio.sleep(NOTICE_SECONDS)
+        except TimeoutError:
+            log.error("the fleet has not ended in time; it ends when it has had no gateway for a minute")
+
+    # -- the steward's process ---------------------------------------------------------------------------------------
+
+    def _steward_lives(self) -> bool:
+        if self._steward is not None:
+            return self._steward.process.poll() is None
+        return not self._pid or self._host != socket.gethostname() or lives(self._pid)
+
+    async def _watch(self) -> None:
+        """Starts another steward when there is none, or when it says nothing for too long."""
+        silent, before = 0.0, self._heard
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            silent = silent + CHECK_SECONDS if self._heard == before else 0.0
+            before = self._heard
+            if self._steward_lives() and (silent < SILENT or self._host != socket.gethostname()):
+                continue  # a steward on another machine is for the gateway there to replace
+            silent = 0.0
+            self._replace_steward()
+            await asyncio.sleep(PAUSE)
+
+    def _replace_steward(self) -> None:
+        self._starts += 1
+        if self._starts > MOST_STARTS:
+            reason = "the steward cannot be started; its output above has the reason"
+            self._failure = StartFailure(EngineUnavailable.code, reason)
+            self._changed.set()
+        try:
+            spec = read_run_file(Path(self._spec.run_file))
+        except FleetNotFound:
+            if self._pid:
+                return log.error("the fleet %s has ended", self._spec.name)
+            spec = self._spec
+        if self._steward is not None:
+            self._steward.process.kill()
+            self._steward.process.wait()
+        elif self._host == socket.gethostname() and self._pid and lives(self._pid):
+            os.kill(self._pid, signal.SIGKILL)
+        log.error("the steward of %s has ended; another one is started", spec.name)
+        self._steward = StewardProcess(spec.folder)
+        self._steward.tell(spec)
+
+
+def log_failure(task: asyncio.Task[None]) -> None:
+    """Logs why a task has ended that nobody waits for, and that should have gone on."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("this gateway does not follow its fleet any more: restart it", exc_info=error)
+
+
+def is_running(spec: FleetSpec) -> bool:
+    """Returns whether the steward of a fleet lives. One on another machine is taken to."""
+    return spec.host != socket.gethostname() or lives(spec.steward_pid)
+
+
+def lives(pid: int) -> bool:
+    """Returns whether a process of this id runs. One that has ended, and whose parent has not heard of it, does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return not Path("/proc/self").exists()  # a system without such files
+
+
+async def ask(spec: FleetSpec, command: Command) -> FleetStatus:
+    """Returns a steward's answer to a command; raises the error that it answers with, or if it does not answer."""
+    context = zmq.asyncio.Context()
+    try:
+        steward = context.socket(zmq.DEALER)
+        steward.connect(spec.address)
+        await steward.send(encode(command))
+        if not await steward.poll(int(ANSWER_SECONDS * 1000)):
+            raise FleetNotFound(
+                f"the steward of the fleet {spec.name} (process {spec.steward_pid} on {spec.host}) does not answer: if "
+                "its gateway has ended, start another with `penstock fleet gateway`"
+            )
+        answer = decode_from_steward(await steward.recv())
+    finally:
+        context.destroy(linger=0)
+    if isinstance(answer, CommandRefused):
+        raise error_of(answer.code, answer.message)
+    assert isinstance(answer, FleetStatus)
+    return answer

@@ -1,0 +1,191 @@
+"""Defines the messages between a steward, its keepers, the gateways and the commands, as msgpack. Every message to the
+steward carries the fleet's secret."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.config import Config
+from penstock.fleet.directory import Death, Directory, ReplicaInfo
+from penstock.fleet.scale import MeasuredLoad
+from penstock.ipc.placement import ScaleStatus
+
+
+class ScaleSpec(msgspec.Struct, frozen=True):
+    """Says within which bounds a fleet's replicas follow its load, and for which targets."""
+
+    least: int
+    most: int  # the same: the number of replicas is changed by hand only
+    ttft: float = 2000.0  # milliseconds
+    itl: float = 0.0  # 0: there is no such target
+    patience: float = 300.0  # seconds for which fewer have to suffice before one leaves
+
+
+class FleetSpec(msgspec.Struct, frozen=True):
+    """Says what a fleet is to be, and how its parts find one another. The run file has it, for the commands."""
+
+    name: str
+    folder: str  # of sockets; only this user can enter it
+    address: str  # of the steward's socket
+    secret: str
+    run_file: str
+    config: Config  # of every engine
+    replicas: int  # that there are to be now
+    ground: str = "local"
+    ray: str = ""  # address of the Ray cluster
+    drain_seconds: float = 30.0  # that answers have to end on a replica that is drained, before they are moved
+    host_command: tuple[str, ...] = ()  # the program that serves an engine; empty: a fork
+    revision: int = 0  # of the config; an upgrade makes the next one
+    next_number: int = 0  # of the next replica
+    adopt: bool = False  # keepers are there already, and will say who they are
+    steward_pid: int = 0
+    host: str = ""  # the steward's machine
+    scaling: ScaleSpec | None = None  # how the number of replicas follows from the load; None: it does not
+
+
+class KeeperSpec(msgspec.Struct, frozen=True):
+    """Says what a keeper keeps running."""
+
+    name: str
+    steward: str  # address
+    secret: str
+    folder: str
+    forks: str  # socket of the process that forks engines
+    config: Config
+    revision: int
+    host_command: tuple[str, ...] = ()
+    tcp: bool = False  # gateways are on other machines
+
+
+class StartFailure(msgspec.Struct, frozen=True, array_like=True):
+    """Carries an error to another process."""
+
+    code: str
+    message: str
+
+
+class GatewayBeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Is sent by every gateway once a second."""
+
+    secret: str
+    gateway: str
+    version: int  # of the directory that it goes by
+    measured: MeasuredLoad | None = None  # its requests of the last minute, once there were any
+
+
+class GatewayLeave(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Says that a gateway ends."""
+
+    secret: str
+    gateway: str
+
+
+class KeeperReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Is sent by every keeper once a second, and when something has changed."""
+
+    secret: str
+    replica: ReplicaInfo
+    keeper: int  # process id
+    revision: int
+    in_flight: int = 0
+    restarts: int = 0
+    attempts: int = 0  # to start the engine, in vain since the last one
+    failure: StartFailure | None = None  # why the engine cannot be started
+    deaths: tuple[Death, ...] = ()  # the last few
+
+
+class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Asks for a `FleetStatus`."""
+
+    secret: str
+
+
+class DrainReplica(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Has a replica finish what it has, and then end."""
+
+    secret: str
+    replica: str
+
+
+class ScaleFleet(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sets how many replicas there are to be: so many, or from so many to `most`, as the load asks for."""
+
+    secret: str
+    replicas: int
+    most: int = 0
+
+
+class UpgradeFleet(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Has every replica replaced, one after the other, by one with this config."""
+
+    secret: str
+    config: Config
+
+
+ToSteward = GatewayBeat | GatewayLeave | KeeperReport | AskStatus | DrainReplica | ScaleFleet | UpgradeFleet
+Command = AskStatus | DrainReplica | ScaleFleet | UpgradeFleet
+
+
+class DirectoryUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tells a gateway of the replicas."""
+
+    steward: int  # process id
+    host: str  # the steward's machine
+    directory: Directory
+    failure: StartFailure | None = None  # what keeps every replica from starting
+    scale: ScaleStatus | None = None
+
+
+class KeeperOrder(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answers a keeper's report."""
+
+    end: bool
+
+
+class MemberStatus(msgspec.Struct, frozen=True, array_like=True):
+    """Describes a replica to the commands."""
+
+    info: ReplicaInfo
+    keeper: int
+    revision: int
+    in_flight: int
+    restarts: int
+
+
+class FleetStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answers a command."""
+
+    name: str
+    steward: int
+    replicas: int  # that there are to be
+    revision: int
+    gateways: tuple[str, ...]
+    members: tuple[MemberStatus, ...]
+    upgrade_failure: StartFailure | None = None  # why the last upgrade was taken back
+    scale: ScaleStatus | None = None
+
+
+class CommandRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answers a command that cannot be carried out."""
+
+    code: str
+    message: str
+
+
+FromSteward = DirectoryUpdate | KeeperOrder | FleetStatus | CommandRefused
+
+_encoder = msgspec.msgpack.Encoder()
+_to_steward: msgspec.msgpack.Decoder[ToSteward] = msgspec.msgpack.Decoder(ToSteward)
+_from_steward: msgspec.msgpack.Decoder[FromSteward] = msgspec.msgpack.Decoder(FromSteward)
+
+
+def encode(message: ToSteward | FromSteward) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_steward(data: bytes) -> ToSteward:
+    return _to_steward.decode(data)
+
+
+def decode_from_steward(data: bytes) -> FromSteward:
+    return _from_steward.decode(data)

@@ -1,0 +1,190 @@
+"""Keeps what a gateway knows of its replicas, and chooses by it where requests go.
+
+The index and the ledger are fed by the replicas' step messages alone: gateways do not talk to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.core.hashing import SIZE, Chain
+from penstock.fleet.block_table import DEVICE, REMOVED, BlockChange, chain_hash_table
+from penstock.fleet.calibration import TimingFit
+from penstock.fleet.index import BlockIndex
+from penstock.fleet.ledger import Ledger, Load
+from penstock.fleet.queue import has_room, without_full
+from penstock.fleet.route import Route, RoutedPrompt, Router, RoutingWeights
+from penstock.fleet.split import PromptToSplit, SplitRule
+from penstock.fleet.timing import EngineTiming
+from penstock.types import (
+    AdapterInfo,
+    BlockEvent,
+    BlockSnapshot,
+    BlockStored,
+    Limits,
+    Request,
+    Stats,
+    WeightState,
+)
+
+
+class FleetView:
+    """Routes requests of one model. Replicas are small integers; times are milliseconds of the caller's clock."""
+
+    def __init__(
+        self, limits: Limits, chain: Chain, weights: RoutingWeights | None = None, split: SplitRule | None = None
+    ) -> None:
+        self._limits = limits
+        self._chain = chain
+        self._index = BlockIndex(chain_hash_table())
+        self._ledger = Ledger()
+        self._reports: dict[int, tuple[Load, int]] = {}  # the last of each replica, with the requests that it knows of
+        self._fit = TimingFit(limits)
+        self._router = Router(self._fit.timing, self._index, self._ledger, weights)
+        self._split = split or SplitRule()
+
+    def open(self, replica: int) -> None:
+        """Lets a replica be chosen."""
+        if not self._ledger.knows(replica):
+            self._ledger.join(replica)
+            if (report := self._reports.get(replica)) is not None:
+                self._ledger.report(replica, *report)
+
+    def shut(self, replica: int) -> None:
+        """Lets a replica be chosen no more. What it holds is still followed."""
+        self._ledger.leave(replica)
+
+    def lose(self, replica: int) -> None:
+        """Takes note that the connection with a replica is lost: another one counts requests anew."""
+        self._ledger.leave(replica)
+        self._reports.pop(replica, None)
+
+    def drop(self, replica: int) -> None:
+        """Forgets a replica that has ended."""
+        self.lose(replica)
+        self._index.drop(replica)
+
+    @property
+    def open_replicas(self) -> int:
+        """Returns how many replicas can be chosen."""
+        return len(self._ledger)
+
+    def load(self, replica: int) -> Load:
+        """Returns what a replica owes, with what was sent since its last report if it can be chosen."""
+        if self._ledger.knows(replica):
+            return self._ledger.load(replica)
+        return self._reports.get(replica, (Load(), 0))[0]
+
+    @property
+    def timing(self) -> EngineTiming:
+        """Returns how fast replicas are, as far as that is known."""
+        return self._fit.timing
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Returns how long a replica takes for a token of a prompt."""
+        timing = self._fit.timing
+        return timing.prefill_ms(timing.step_tokens) / timing.step_tokens / 1000
+
+    # -- what replicas say ---------------------------------------------------------------------------------------
+
+    def report(self, replica: int, stats: Stats, received: int) -> None:
+        """Takes what a replica says it has to do, after so many requests of this gateway."""
+        self._reports[replica] = report = _load(stats, self._limits), received
+        self._router.gateways = max(stats.clients, 1)
+        if self._ledger.knows(replica):
+            self._ledger.report(replica, *report)
+        pulled = self._fit.observe_pulls(stats.peers.pulled_tokens, stats.peers.pull_seconds)
+        if self._fit.observe(stats.step_seconds) or pulled:
+            self._router.use(self._fit.timing)
+
+    def follow(self, replica: int, epoch: int, blocks: list[BlockEvent]) -> bool:
+        """Applies a step's block events, in order; returns False if earlier ones are missing."""
+        changes: list[BlockChange] = [
+            (DEVICE if isinstance(event, BlockStored) else REMOVED, event.hash) for event in blocks
+        ]
+        return self._index.apply(replica, epoch, blocks[0].number, changes)
+
+    def restore(self, replica: int, blocks: BlockSnapshot) -> None:
+        """Replaces what is known of a replica's prefix cache."""
+        held = blocks.hashes
+        hashes = (held[at : at + SIZE] for at in range(0, len(held), SIZE))
+        self._index.restore(replica, blocks.epoch, blocks.following, [(DEVICE, hash) for hash in hashes])
+
+    # -- where requests go ---------------------------------------------------------------------------------------
+
+    def has_room(self, request: Request, avoid: int | None = None) -> bool:
+        """Returns whether a replica that answers requests has use for one more, another one than that to avoid."""
+        background, timing, duty = request.background, self._fit.timing, self._split.duty
+        return any(
+            has_room(self._ledger.load(replica), timing, background)
+            for replica in self._ledger.replicas()
+            if replica != avoid and (replica not in duty or len(duty) == len(self._ledger))
+        )
+
+    def uncached(self, request: Request, salt: str) -> int:
+        """Returns how many prompt tokens of a request some replica has to compute, if it goes where most are held."""
+        hashes = self._hashes(request, salt)
+        depth = max([depth for depth, _ in self._index.lookup(hashes)], default=0)
+        return len(request.prompt) - min(depth * self._limits.block_size, len(request.prompt) - 1)
+
+    def route(self, request: Request, salt: str, now: float) -> Route | None:
+        """Returns where a request goes, and notes that it is sent there; None: no replica can be chosen. It goes to
+        none that has no row for it, if another has."""
+        if not len(self._ledger):
+            return None
+        prompt = RoutedPrompt(
+            self._hashes(request, salt),
+            len(request.prompt) + len(request.generated),
+            self._limits.block_size,
+            request.background,
+        )
+        loads = self._loads()
+        return self._router.route(prompt, now, without_full(loads, self._split.on_duty(loads, now), self._fit.timing))
+
+    def _hashes(self, request: Request, salt: str) -> list[bytes]:
+        """Returns the chain hashes of the blocks with which a request may begin."""
+        if not _reuses(request, self._limits):
+            return []
+        tokens = request.prompt + request.generated if request.generated else request.prompt
+        return self._chain(salt, tokens, self._limits.block_size)
+
+    def holders(self, request: Request, salt: str) -> list[int]:
+        """Returns the replicas that hold most of a request's prompt."""
+        return self._index.lookup(self._chain(salt, request.prompt, self._limits.block_size)).deepest(2)
+
+    def prefill_elsewhere(self, route: Route, request: Request, now: float) -> int | None:
+        """Returns the replica that is to compute the prompt of a request which another answers; None: no other."""
+        if not _reuses(request, self._limits):
+            return None
+        ttft, itl = (None if target is None else 1000 * target for target in (request.claim.ttft, request.claim.itl))
+        prompt = PromptToSplit(route.uncached, route.cached, ttft, itl)
+        return self._split.decide(prompt, route.replica, self._loads(), self._fit.timing, now)
+
+    def _loads(self) -> dict[int, Load]:
+        return {replica: self._ledger.load(replica) for replica in self._ledger.replicas()}
+
+
+def _load(stats: Stats, limits: Limits) -> Load:
+    """Returns what an engine's statistics say that it owes."""
+    queued = stats.uncached_tokens
+    used = stats.blocks_used * limits.block_size // len(limits.windows)
+    later = stats.waiting, stats.background, stats.background_tokens
+    return Load(queued, queued, stats.running, used + queued, 0.0, *later)
+
+
+def _reuses(request: Request, limits: Limits) -> bool:
+    """Returns whether a request can begin with cached blocks, as the engine decides it."""
+    scored = request.sampling.prompt_logprobs is not None and not request.generated
+    return not scored and request.pooling != "mean" and not limits.encoder
+
+
+def salt_of(request: Request, adapters: Mapping[str, AdapterInfo], weights: WeightState) -> str:
+    """Returns the salt that an engine gives a request's blocks: the caller's, its adapters', and that of weights which
+    were updated. An adapter's contents are known once it was loaded; until then its blocks are not found."""
+    salt = request.salt
+    for use in request.adapters:
+        info = adapters.get(use.name)
+        if use.scale and info is not None:
+            salt += f"\0adapter {info.digest} {info.scale * use.scale!r}"
+    return f"{salt}\0weights {weights.updates} {weights.version}" if weights.updates else salt

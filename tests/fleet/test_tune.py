@@ -1,0 +1,93 @@
+"""Tests that the smallest fleet that meets its targets is found, and what a simulation draws and is timed by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.cli.app import run_command
+from penstock.fleet.plot import ttft_chart
+from penstock.fleet.scale import ServiceTargets
+from penstock.fleet.sim import FleetOptions, FleetSimulation
+from penstock.fleet.timing import EngineTiming
+from penstock.fleet.timing_fit import fit_timing
+from penstock.fleet.traces import Trace, TracedRequest
+from penstock.fleet.tune import GOOD, TunedFleet, tune
+from penstock.planning.roofline import MachineProfile, MatmulTimes, ModelCosts, WeightGroup, decode_time, prefill_time
+from tests.core.world import limits
+
+TIMING = EngineTiming()
+BUSY = Trace(512, [TracedRequest(at * 60.0, 4000, 20) for at in range(120)])  # a prompt takes 84 ms
+
+
+def test_the_fewest_replicas_that_meet_the_targets_are_found() -> None:
+    tried: list[TunedFleet] = []
+    targets = ServiceTargets(400.0, 100.0)
+    best = tune(BUSY, TIMING, targets, 16, tried.append)
+    assert best.meets
+    fleet = FleetSimulation(BUSY, best.options)
+    fleet.run()
+    assert best.good == fleet.good_share() >= GOOD
+    fewer = [each for each in tried if each.options.replicas < best.options.replicas]
+    assert {each.options.replicas for each in fewer} >= {best.options.replicas - 1}
+    assert not any(each.meets for each in fewer)
+    assert best.changed(TIMING) == {}
+
+
+def test_without_a_fleet_that_meets_them_the_nearest_is_returned() -> None:
+    best = tune(BUSY, TIMING, ServiceTargets(50.0, 100.0), 3, lambda _: None)
+    assert not best.meets
+    assert best.options.replicas == 3
+
+
+def test_a_prefill_budget_keeps_answers_going() -> None:
+    trace = Trace(512, [TracedRequest(0.0, 100, 300), *(TracedRequest(50.0 + at, 8000, 1) for at in range(5))])
+    gaps = [
+        FleetSimulation(trace, FleetOptions(1, "kv", TIMING._replace(prefill_budget=budget))).run().itl_mean_ms
+        for budget in (0, 512)
+    ]
+    assert TIMING._replace(prefill_budget=512).prompt_tokens(1) == 512
+    assert TIMING._replace(prefill_budget=512).prompt_tokens(0) == TIMING.step_tokens
+    assert gaps[0] != gaps[1]
+
+
+def test_the_commands_print_the_fleet_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, picture = tmp_path / "trace.jsonl", tmp_path / "ttft.svg"
+    line = {"input_length": 4000, "output_length": 20, "hash_ids": []}
+    path.write_text("\n".join(json.dumps(line | {"timestamp": at * 60}) for at in range(60)))
+    words = ["--trace", str(path), "--ttft", "400", "--itl", "100"]
+    assert run_command("tune", [*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["meets"]
+    assert found["command"] == f"penstock fleet serve MODEL --replicas {found['replicas']}"
+    assert run_command("tune", ["--trace", str(path), "--ttft", "1", "--most", "1"]) == 1
+    answer = capsys.readouterr()
+    assert "1 replicas, " in answer.out
+    assert "[targets_missed]" in answer.err
+    assert run_command("fleet sim", ["--trace", str(path), "--policy", "kv", "--plot", str(picture)]) == 0
+    assert "kv, mean" in "".join(ElementTree.parse(picture).getroot().itertext())
+
+
+def test_a_picture_is_valid_and_its_lines_only_rise() -> None:
+    root = ElementTree.fromstring(ttft_chart("a < b", {"x": [3.0, 40.0, 500.0], "y": [20.0]}))
+    lines = [each.attrib["points"] for each in root.iter() if each.tag.endswith("polyline")]
+    assert len(lines) == 2
+    for line in lines:
+        points = [tuple(map(float, point.split(","))) for point in line.split()]
+        assert points == sorted(points, key=lambda point: (point[0], -point[1]))
+
+
+def test_timing_is_fitted_to_what_the_machine_does() -> None:
+    profile = MachineProfile(1e-4, 1e-5, 1e10, 1e10, {"F16": MatmulTimes((1, 64, 1024), (1e-10, 2e-10, 2e-9))})
+    costs = ModelCosts((WeightGroup("F16", 10**8),), 20_000, (0,) * 30, 576)
+    has = limits(max_rows=32, step_tokens=512, block_size=16, num_blocks=2048)
+    timing = fit_timing(profile, costs, has, context=500)
+    assert (timing.kv_tokens, timing.step_tokens, timing.max_rows) == (2048 * 16, 512, 32)
+    for tokens in (64, 256, 512):
+        assert timing.prefill_ms(tokens) == pytest.approx(1000 * prefill_time(profile, costs, tokens, 512), rel=0.1)
+    for rows in (1, 8, 32):
+        share = rows * 500 / timing.kv_tokens
+        assert timing.decode_ms(share) == pytest.approx(1000 * decode_time(profile, costs, rows, 500), rel=0.1)
