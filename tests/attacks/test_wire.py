@@ -20,12 +20,12 @@ HALF = b'{"messages": [{"role": "user", "content": "He'
 
 @pytest.fixture(scope="module")
 def narrow(babbler: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
-    """Has 2 places, and may open few files."""
+    """Has 2 places, may open few files, and answers a token at a time."""
 
     def few_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
 
-    words = ("--max-rows", 1, "--max-waiting", 1, "--drain-seconds", 0)
+    words = ("--max-rows", 1, "--max-waiting", 1, "--drain-seconds", 0, "--speculation", "off")
     with serving(babbler, tmp_path_factory.mktemp("home"), *words, preexec_fn=few_files) as server:
         yield server
 
@@ -117,7 +117,7 @@ def test_a_client_that_closes_its_side_gets_its_answer(attacked: Attacked, strea
 
 def test_a_client_that_leaves_is_still_noticed(attacked: Attacked) -> None:
     with attacked.raw() as wire:
-        wire.sendall(post({"messages": HELLO, "max_tokens": 3900}))
+        wire.sendall(post({"messages": HELLO, "max_tokens": 3900, "n": 8, "speculation": 0}))  # takes seconds
         time.sleep(0.1)
     left = 'penstock_http_responses_total{reason="client_left",route="/v1/chat/completions",status="499"}'
     until(lambda: attacked.metric(left) >= 1)

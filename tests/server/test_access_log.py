@@ -63,12 +63,45 @@ def test_a_request_is_a_line(parrot: Server, log: Lines) -> None:
     (line,) = log.take(parrot)
     assert (line["level"], line["message"], line["status"]) == ("info", "POST /v1/completions", 200)
     assert (line["prompt_tokens"], line["generated_tokens"], line["finish"]) == (9, 16, "stop")
+    assert (line["model"], line["cached_tokens"], "reused_from" in line) == (MODEL, 0, False)
+    assert 0 <= line["queue_seconds"] < line["ttft_seconds"] <= line["seconds"]
     assert line["id"] == answer.headers["x-request-id"]
     assert 0 < line["seconds"] < 10
     assert "key" not in line
     parrot.post("/v1/completions", model=MODEL, prompt=[SECRET, "[other]"], stream=True)
     (line,) = log.take(parrot)
     assert (line["prompt_tokens"], line["generated_tokens"]) == (9 + 7, 8 + 6)
+
+
+def test_a_line_tells_what_was_reused(parrot: Server, log: Lines) -> None:
+    for _ in range(2):
+        parrot.post("/v1/completions", model=MODEL, prompt=SECRET * 5, n=2)
+    first, again = log.take(parrot, 2)
+    assert (first["prompt_tokens"], first["cached_tokens"]) == (45, 0)
+    assert (again["prompt_tokens"], again["cached_tokens"], again["reused_from"]) == (45, 32, "device:32")
+
+
+def test_a_refusal_for_load_is_a_warning_and_says_why(tmp_path: Path, log: Lines) -> None:
+    secret = new_key()
+    with changing(tmp_path / "keys.json") as keys:
+        keys.append(Key(name="ci", sha256=digest(secret.encode()), created=now(), requests_per_minute=1))
+    rules = Rules(keys=tmp_path / "keys.json")
+    with serving(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL, rules=rules) as server:
+        for fields in ({"temperature": 9e9}, {}):
+            body, headers = {"model": MODEL, "prompt": SECRET, **fields}, {"authorization": f"Bearer {secret}"}
+            server.http.post("/v1/completions", json=body, headers=headers)
+        wrong, refused = log.take(server, 2)
+    assert (wrong["level"], wrong["status"], "reason" in wrong) == ("info", 400, False)
+    assert (refused["level"], refused["status"], refused["error"]) == ("warning", 429, "rate_limit_exceeded")
+    assert "ci" in refused["reason"]
+
+
+def test_prompts_are_logged_only_if_asked(log: Lines) -> None:
+    client = InProcessClient(toys.open_parrot, "parrot")
+    with serving(client, toys.ToyText(), MODEL, log=LogSettings(prompts=True)) as server:
+        server.post("/v1/completions", model=MODEL, prompt="[hello]")
+        (line,) = log.take(server)
+    assert json.loads(line["body"])["prompt"] == "[hello]"
 
 
 def test_levels(parrot: Server, log: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +141,8 @@ def record(message: str, **fields: Any) -> logging.LogRecord:
 
 
 def test_formats() -> None:
-    written = TextFormatter().format(record("GET /a\nforged", status=200))
-    assert written == "1970-01-01T00:00:00.500Z info GET /a?forged status=200"
+    written = TextFormatter().format(record("GET /a\nforged", status=200, reason='a "b"\nforged'))
+    assert written == '1970-01-01T00:00:00.500Z info GET /a?forged status=200 reason="a \\"b\\"\\nforged"'
     assert json.loads(JsonFormatter().format(record("GET /a\nb", status=200))) == {
         "time": "1970-01-01T00:00:00.500Z",
         "level": "info",
@@ -117,6 +150,14 @@ def test_formats() -> None:
         "message": "GET /a\nb",
         "status": 200,
     }
+
+
+def test_the_stacks_of_a_process_follow_its_line() -> None:
+    died = record("it died")
+    assert TextFormatter().format(died) == "1970-01-01T00:00:00.500Z info it died"
+    died.detail = "Thread 1\n  main\n"
+    assert TextFormatter().format(died) == "1970-01-01T00:00:00.500Z info it died\nThread 1\n  main"
+    assert json.loads(JsonFormatter().format(died))["detail"] == "Thread 1\n  main"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from penstock.errors import WaitTooLong
-from penstock.server.access.expected_wait import WaitForecast, allowed_wait
+from penstock.server.access.expected_wait import WaitForecast, allowed_wait, limit_of
 from penstock.types import Claim, Request, SamplingParams, Stats
 
 
@@ -17,10 +17,12 @@ def request(id: int, tenant: str = "", tokens: int = 50, background: bool = Fals
 
 
 class Engine:
-    """Gives each tenant's oldest waiting request its first token in turn, `rate` a second, on a virtual clock."""
+    """Gives each tenant's oldest waiting request its first token in turn, `rate` a second, on a virtual clock. It may
+    stand for several engines, which are so fast together."""
 
-    def __init__(self, rate: float, patience: float | None = None) -> None:
+    def __init__(self, rate: float, patience: float | None = None, engines: int = 1) -> None:
         self.forecast = WaitForecast()
+        self._engines = engines
         self.lines: dict[str, list[tuple[int, float]]] = {}
         self.waits: dict[str, list[float]] = {}
         self.refused: Counter[str] = Counter()
@@ -38,7 +40,10 @@ class Engine:
         self._ids += 1
         asked = request(self._ids, tenant, **stated)  # type: ignore[arg-type]
         try:
-            self.forecast.measure(Stats(in_line=self.waiting, busy_seconds=self.now, prompt_tokens=self._prompts))
+            busy = self._engines * self.now
+            done = {"prompt_tokens": self._prompts, "computed_tokens": self._prompts}
+            stats = Stats(in_line=self.waiting, busy_seconds=busy, **done)
+            self.forecast.measure(stats, self._engines)
             self.forecast.admit(asked, self._patience, self.now)
         except WaitTooLong as error:
             self.refused[tenant] += 1
@@ -76,6 +81,36 @@ def test_what_is_accepted_at_three_times_the_capacity_meets_its_target() -> None
     engine.run(5)
     engine.send(ttft=2.0)  # at once when the load is gone
     assert engine.waiting == 1
+
+
+def test_several_engines_share_what_waits() -> None:
+    random, fleet = Random(2), Engine(rate=60, engines=3)
+    for _ in range(30 * 100):
+        if random.random() < 0.9:
+            fleet.send(ttft=2.0)
+        fleet.run(0.01)
+    waits = fleet.waits[""][500:]
+    assert max(waits) < 2.0
+    assert sum(waits) / len(waits) > 1.0  # three times as many may wait as before one
+    assert fleet.refused[""] > 300
+
+
+def test_short_prompts_do_not_wait_for_ever_behind_a_long_one() -> None:
+    """An engine computes 1,000 tokens a second. A prompt of 3,000 has begun, and a short one comes every 100 ms."""
+    forecast = WaitForecast()
+    forecast.admit(request(0, tokens=3000), 60.0, 0.0)
+    for tenth in range(1, 40):
+        stats = Stats(in_line=1, busy_seconds=tenth / 10, prompt_tokens=3000, computed_tokens=100 * tenth)
+        forecast.measure(stats)
+        assert 0 <= forecast.expect(request(tenth, tokens=9)) < 4.0
+    assert forecast.expect(request(99, tokens=9)) > 3.0
+
+
+def test_what_says_how_long_a_request_may_wait() -> None:
+    claims = Claim(), Claim(ttft=2.0), Claim(deadline=3.0), Claim(deadline=3.0, ttft=2.0), Claim(deadline=1.0, ttft=2.0)
+    assert [limit_of(claim) for claim in claims] == ["patience", "ttft", "deadline", "ttft", "deadline"]
+    assert Claim(deadline=3.0, ttft=0.5, itl=0.1).after(1.0) == Claim(deadline=2.0, ttft=0.0, itl=0.1)
+    assert Claim().after(1.0) == Claim()
 
 
 def test_nobody_is_refused_before_anything_was_measured_nor_while_nobody_waits() -> None:
@@ -140,3 +175,4 @@ def test_what_would_wait_too_long_is_refused_with_the_time_to_retry(parrot: Any,
     assert answer.status_code == 429
     assert answer.json()["error"]["code"] == "wait_too_long"
     assert 30 < int(answer.headers["retry-after"]) <= 100
+    assert 'penstock_requests_refused_total{reason="patience"} 1.0' in parrot.get("/metrics").text

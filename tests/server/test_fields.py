@@ -60,6 +60,7 @@ OPENAI: list[Row] = [
     ("repetition_penalty", 1.1, HONOURED),
     ("min_tokens", 1, HONOURED),
     ("ignore_eos", False, HONOURED),
+    ("loop_guard", False, HONOURED),
     ("stop_token_ids", [65], HONOURED),
     ("logit_bias", {"a": -100}, HONOURED),
     ("logit_bias", [[65, 1.5], ["ab", False]], HONOURED),

@@ -10,7 +10,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -231,6 +230,22 @@ def test_a_body_is_no_part_of_the_next_head(parrot: Server, monkeypatch: pytest.
         assert told(wire).count(b"HTTP/1.1 200 ") == 2
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_only_a_fault_of_this_server_is_logged_as_one(
+    parrot: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: bool
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    if fault:
+        monkeypatch.setattr(protocol.BoundedProtocol, "on_message_begin", fail)
+    with raw(parrot) as wire:
+        wire.sendall(b"GET /health HTTP/1.1\r\n\r\n" if fault else b"this is not HTTP\r\n\r\n")
+        assert told(wire).startswith(b"HTTP/1.1 400 ")
+    assert ("a fault in this server" in caplog.text) == fault
+    assert ("ZeroDivisionError" in caplog.text) == fault
+
+
 def test_a_reader_who_does_not_read_is_left(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "STALLED_SECONDS", 0.1)
     body = json.dumps({"model": MODEL, "tokens": [toys.END] * 700_000}).encode()
@@ -332,13 +347,30 @@ def test_bodies_together_have_a_bound(parrot: Server, monkeypatch: pytest.Monkey
     assert parrot.post(CHAT, model=MODEL, messages=HELLO).status_code == 200
 
 
-def half(wire: socket.socket, size: int = 10) -> None:
-    """Sends the beginning of a body, and waits until it is there."""
-    wire.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n".encode() + b" " * size)
-    time.sleep(0.05)
+@pytest.fixture
+def half(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns what sends the beginning of a body, and waits until it is there."""
+    arrived = [0]
+    take = guard.ArrivingBodies.take
+
+    def counted(bodies: guard.ArrivingBodies, count: int, body: guard.TimedBody) -> None:
+        take(bodies, count, body)
+        arrived[0] += count
+
+    monkeypatch.setattr(guard.ArrivingBodies, "take", counted)
+
+    def send(wire: socket.socket, size: int = 10) -> None:
+        whole = arrived[0] + size
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n"
+        wire.sendall(head.encode() + b" " * size)
+        parrot.until(lambda: arrived[0] == whole)
+
+    return send
 
 
-def test_one_body_too_many_costs_the_oldest_that_is_not_whole(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_body_too_many_costs_the_oldest_that_is_not_whole(
+    parrot: Server, half: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guard, "MAX_ARRIVING", 2)
     with raw(parrot) as oldest, raw(parrot) as second, raw(parrot) as third:
         for wire in (oldest, second, third):
@@ -349,7 +381,9 @@ def test_one_body_too_many_costs_the_oldest_that_is_not_whole(parrot: Server, mo
     assert b"others arrive" in said
 
 
-def test_bytes_of_bodies_that_are_not_whole_make_room(parrot: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_bodies_that_are_not_whole_make_room(
+    parrot: Server, half: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guard, "MAX_BODIES", 20_000)
     with raw(parrot) as hoarder:
         half(hoarder, 19_000)

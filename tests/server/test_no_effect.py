@@ -18,6 +18,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
 from penstock.server.streams.endpoints import StreamEndpoints
+from penstock.server.telemetry.recent_requests import RecentRequests
 
 OTHER = {"another": "value"}
 NOBODY = cast(Any, None)
@@ -29,7 +30,8 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 
 def tables() -> Iterator[tuple[str, NoEffect]]:
     """The tables of bodies, by a route that reads them, and of objects within them."""
-    for route in all_routes(NOBODY, Files(NOBODY), Batches(NOBODY, NOBODY), Responses(NOBODY), StreamEndpoints(NOBODY)):
+    stored = Files(NOBODY), Batches(NOBODY, NOBODY), Responses(NOBODY), StreamEndpoints(NOBODY)
+    for route in all_routes(NOBODY, *stored, RecentRequests()):
         yield route.path, route.operation.no_effect or {}
     for name, nested in openapi._nested.items():
         yield name, nested.no_effect

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -44,6 +44,15 @@ def plain(value: Any) -> Any:
     return value
 
 
+def uncounted(value: Any) -> Any:
+    """Returns an answer without the tokens that were not cached: that depends on what was asked just before."""
+    if isinstance(value, list):
+        return [uncounted(each) for each in value]
+    if isinstance(value, dict):
+        return {name: uncounted(each) for name, each in value.items() if name != "input_tokens"}
+    return value
+
+
 def stream(server: Any, name: str) -> list[Any]:
     """Returns the events of a streamed answer, those of each choice together."""
     path, body = STREAMS[name]
@@ -70,7 +79,7 @@ def test_no_stream_of_any_dialect_is_lost_or_different(parrot_process: Any) -> N
     with ThreadPoolExecutor(2 * len(STREAMS)) as pool:
         asked = {(name, turn): pool.submit(stream, server, name) for turn in range(2) for name in STREAMS}
         for _ in range(3):
-            server.until(lambda: server.client.stats.generated_tokens > 200)
+            server.until(lambda: server.client.stats.generated_tokens > 200 or all(map(Future.done, asked.values())))
             kill(server)
         answers = {key: asking.result() for key, asking in asked.items()}
     assert server.client.restarts == 3

@@ -20,6 +20,9 @@ ASKED = [
     ("/v1/messages", {"messages": HELLO, "max_tokens": 9}),
     ("/api/chat", {"messages": HELLO, "stream": False}),
     ("/api/generate", {"prompt": "[hello]", "stream": False}),
+    ("/completion", {"prompt": "[hello]"}),
+    (f"/v2/models/{MODEL}/generate", {"text_input": "[hello]"}),
+    ("/generate", {"text": "[hello]"}),
 ]
 
 
@@ -32,6 +35,13 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[Server]:
     with serving(Recorder(), request.param(), MODEL) as server:
         server.client.defaults = request.param.sampling_defaults
         yield server
+
+
+def given(path: str, fields: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sampling where the dialect of a request has it."""
+    if path.startswith("/api"):
+        return {"options": sampling}
+    return {"sampling_params": sampling} if "text" in fields else sampling
 
 
 def sampled(recorded: Server, path: str, **fields: Any) -> dict[str, Any]:
@@ -48,6 +58,11 @@ def test_every_dialect_has_the_same_defaults(recorded: Server, path: str, fields
 
 @pytest.mark.parametrize(("path", "fields"), ASKED)
 def test_what_a_request_says_wins(recorded: Server, path: str, fields: dict[str, Any]) -> None:
-    given = {"temperature": 0.0, "top_p": 1.0}
-    found = sampled(recorded, path, **fields, **({"options": given} if path.startswith("/api") else given))
-    assert (found["temperature"], found["top_p"]) == (0.0, 1.0)
+    found = sampled(recorded, path, **fields, **given(path, fields, {"temperature": 0.125, "top_p": 0.875}))
+    assert (found["temperature"], found["top_p"]) == (0.125, 0.875)
+
+
+@pytest.mark.parametrize(("path", "fields"), ASKED)
+def test_a_temperature_comes_without_the_fallbacks_cut(recorded: Server, path: str, fields: dict[str, Any]) -> None:
+    found = sampled(recorded, path, **fields, **given(path, fields, {"temperature": 1.0}))
+    assert found["top_p"] == (OWN["top_p"] if recorded.client.defaults is OWN else 1.0)

@@ -47,6 +47,8 @@ class Script:
 
     def when_ended(self, _: int, __: Any) -> None: ...
 
+    def when_placed(self, _: int, __: Any) -> None: ...
+
     async def submit(self, _: Request) -> AsyncGenerator[list[Event], None]:
         told = 0
         try:

@@ -177,6 +177,7 @@ def test_what_goes_on_alone_has_a_span_of_its_own() -> None:
 
     class Listeners:
         listeners: list[Any] = []  # noqa: RUF012
+        open: dict[Any, None] = {}  # noqa: RUF012
 
         def end(self, context: Any, finished: Any) -> None:
             for listener in self.listeners:

@@ -31,6 +31,7 @@ from tests.server.test_adapter_routes import MODELS, SmallText
 MODEL = MODELS / "goldens" / "qwen2"
 OPTIONS = {"device": "cpu", "threads": 1, "max_rows": 4, "kv_memory": 1 << 20, "max_len": 64, "block_size": 8}
 PROMPT = "once upon a time"
+PACE = [0.01]  # seconds of a step
 GREEDY = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
@@ -40,7 +41,7 @@ def slow_engine(path: Path | str) -> Engine:
     launch = engine._backend.launch
 
     def wait_and_launch(batch: Batch) -> int:
-        time.sleep(0.01)
+        time.sleep(PACE[0])
         return launch(batch)
 
     engine._backend.launch = wait_and_launch  # type: ignore[method-assign]
@@ -60,6 +61,14 @@ def serving(make: Any, settings: PoolSettings | None = None) -> Iterator[Any]:
 @pytest.fixture
 def server() -> Iterator[Any]:
     yield from serving(partial(InProcessClient, lambda: slow_engine(MODEL), "tiny"))
+
+
+@pytest.fixture
+def pace() -> Iterator[list[float]]:
+    """Has steps take so long that answers last for seconds: a busy machine, too, comes between two of them."""
+    PACE[0] = 0.1
+    yield PACE
+    PACE[0] = 0.01
 
 
 @pytest.fixture
@@ -123,7 +132,9 @@ def test_weights_change_while_the_server_runs(server: Any, other: str, expected:
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_stream_goes_on_over_a_pause_and_an_update(server: Any, other: str, recompute: bool) -> None:
+def test_a_stream_goes_on_over_a_pause_and_an_update(
+    server: Any, other: str, pace: list[float], recompute: bool
+) -> None:
     asked = GREEDY | {"max_tokens": 40, "stream": True, "stream_options": {"include_usage": True}}
     with server.http.stream("POST", "/v1/completions", json=asked) as stream, ThreadPoolExecutor() as pool:
         lines = (line[6:] for line in stream.iter_lines() if line.startswith("data: {"))
@@ -135,6 +146,7 @@ def test_a_stream_goes_on_over_a_pause_and_an_update(server: Any, other: str, re
         server.until(lambda: server.client.stats.waiting == 1)
         ok(update(server, path=other, weight_version="new", recompute=recompute))
         assert server.client.stats.steps == steps
+        pace[0] = 0.0
         assert ok(server.http.post("/resume")) == {"status": "resumed"}
         chunks += map(json.loads, lines)
         _, waited = late.result(60)
@@ -159,6 +171,7 @@ def test_a_pause_waits_for_what_runs(server: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/pause?mode=abort", "/abort_requests"])
+@pytest.mark.usefixtures("pace")
 def test_an_abort_returns_what_was_generated(server: Any, path: str) -> None:
     asked = GREEDY | {"max_tokens": 40, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=asked) as stream:
@@ -230,6 +243,7 @@ def test_sglang_refuses_with_a_message(server: Any) -> None:
     assert "/no/such/folder" in answer.json()["message"]
 
 
+@pytest.mark.usefixtures("pace")
 def test_sglang_pauses_and_aborts(server: Any, other: str) -> None:
     with ThreadPoolExecutor() as pool:
         params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}

@@ -49,10 +49,10 @@ def pool_of(
     **settings: Any,
 ) -> ModelPool:
     """Returns a pool of one model, whose engine is the client's."""
-    sets = settings.pop("metric_sets", DEFAULT_SETS)
+    sets, foreign = settings.pop("metric_sets", DEFAULT_SETS), settings.pop("foreign", None)
     names = (*(Alias(pattern, name) for pattern in aliases), *(client_aliases() if lenient else ()))
     source = ModelSource(name, lambda: client, lambda: text, path)
-    return ModelPool([source], PoolSettings(aliases=names, **settings), sets)
+    return ModelPool([source], PoolSettings(aliases=names, **settings), sets, foreign=foreign)
 
 
 class ToyTokenizer:
@@ -162,6 +162,8 @@ def spoken(context: bytes) -> int:
 
 class Parrot:
     """A backend that reads each context back through its block table and goes on with what it is told to say."""
+
+    states = sharing = None  # no recurrent layers, no device that others share
 
     def __init__(self, limits: Limits, pace: float = 0.0) -> None:
         self.kv = np.zeros((limits.num_blocks, limits.block_size), np.int64)
@@ -276,4 +278,4 @@ def open_paced_parrot(pace: float, **limits: int) -> Engine:
 HOST = SpawnLauncher((sys.executable, __file__))
 
 if __name__ == "__main__":
-    host(lambda _: open_slow_parrot())
+    host(lambda *_: open_slow_parrot())

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 import penstock.templates.template  # noqa: F401  loads Jinja now, so that the first chat does not wait for it
+from penstock.config import LOG_FORMAT, log_to_stderr
 from penstock.errors import ConfigError, PenstockError
 from penstock.keys import Keyring
 from penstock.server.access.accounts import Accounts
@@ -38,6 +39,8 @@ from penstock.server.streams.endpoints import StreamEndpoints
 from penstock.server.streams.kept import KeepLimits, KeptStreams
 from penstock.server.telemetry.access_log import AccessLog, LogSettings, set_up_logging
 from penstock.server.telemetry.http_responses import HttpResponses
+from penstock.server.telemetry.recent_requests import RecentRequests
+from penstock.server.usage import UsageRecord
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
@@ -58,6 +61,7 @@ class Setup(NamedTuple):
     log: LogSettings = LogSettings()
     drain: float = DRAIN_SECONDS
     keep: KeepLimits = KeepLimits()  # of streams whose clients may come back
+    usage: UsageRecord | None = None  # where each key's tokens are recorded; None: nowhere
 
 
 DEFAULT_SETUP = Setup()
@@ -69,7 +73,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
     data, space, rules, traces, *_ = setup
     streams = KeptStreams(setup.keep)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
-    archive = Archive(space, data or pool.default.name)
+    archive = Archive(space, data or pool.default_name)
     runner = BatchRunner(archive, pool, accounts, lenient=rules.lenient, terms=rules.terms)
     files, batches = Files(archive), Batches(archive, runner)
     responses = Responses(streams)
@@ -78,7 +82,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await pool.start()
         try:
-            async with runner.running(app):
+            async with runner.running(app), nullcontext() if setup.usage is None else setup.usage.running():
                 yield
         finally:
             await responses.close()
@@ -87,10 +91,14 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
             if traces is not None:
                 await asyncio.to_thread(traces.close)
 
-    routes = all_routes(pool, files, batches, responses, StreamEndpoints(streams))
+    recent = RecentRequests()
+    pool.metrics.listeners.append(recent.add)
+    routes = all_routes(pool, files, batches, responses, StreamEndpoints(streams), recent)
     counted = HttpResponses(routes)
     pool.metrics.register(counted)
     pool.metrics.register(streams)
+    if pool.foreign is not None:
+        pool.metrics.register(pool.foreign)
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -102,8 +110,11 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
         },
         lifespan=lifespan,
     )
-    inner: ASGIApp = app if traces is None else traces.around(app, pool.metrics, pool.default.name)
-    logged = AccessLog(guarded(inner, pool, rules, accounts), pool.metrics, counted)
+    inner: ASGIApp = app if traces is None else traces.around(app, pool.metrics, pool.default_name)
+    if setup.usage is not None:
+        pool.metrics.listeners.append(setup.usage.add)  # before the log's: that marks a prompt as counted
+    inner = guarded(inner, pool, rules, accounts)
+    logged = AccessLog(inner, pool.metrics, counted, prompts=setup.log.prompts)
     return ContextMiddleware(logged, streams, lenient=rules.lenient, terms=rules.terms)
 
 
@@ -111,6 +122,7 @@ def serve(pool: ModelPool, host: str, port: int, setup: Setup = DEFAULT_SETUP) -
     """Serves until interrupted. It binds the port first and starts the pool next, so that an error of either is
     reported at once. Answers in flight are finished before the engines are closed."""
     set_up_logging(setup.log)
+    os.environ[LOG_FORMAT] = setup.log.format  # for the engine processes
     with suppress(KeyboardInterrupt):
         listener = bind(host, port)
         check(setup.rules, listener.getsockname()[0])
@@ -119,11 +131,10 @@ def serve(pool: ModelPool, host: str, port: int, setup: Setup = DEFAULT_SETUP) -
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
     try:
-        import uvloop
+        from uvloop import run
     except ImportError:
-        asyncio.run(main)
-    else:
-        uvloop.run(main)
+        run = asyncio.run
+    run(main)  # out of the handler: errors of the server would have that one as their context
 
 
 async def _serve(pool: ModelPool, listener: socket.socket, setup: Setup) -> None:
@@ -146,7 +157,7 @@ async def _serve(pool: ModelPool, listener: socket.socket, setup: Setup) -> None
     )
     host, port = listener.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    print(f"serving {_described(pool)} on http://{address}{_processes(pool)}", file=sys.stderr, flush=True)
+    log_to_stderr(f"serving {_described(pool)} on http://{address}{_processes(pool)}")
     try:
         await DrainingServer(config, pool, setup.drain).serve([listener])
     finally:
@@ -180,12 +191,21 @@ class DrainingServer(uvicorn.Server):
 
 def _described(pool: ModelPool) -> str:
     names = [entry.name for entry in pool.entries]
+    if pool.foreign is not None:
+        names += [model.name for model in pool.foreign.models()]
+        if not names:
+            return "no model yet: no engine answers"
     return names[0] if len(names) == 1 else f"{len(names)} models ({', '.join(names)})"
 
 
 def _processes(pool: ModelPool) -> str:
     """Returns which engine processes run, for the line that says that the server is ready."""
-    pids = [str(client.hello.pid) for _, client in pool.clients() if client.hello is not None]
+    loaded = [client for _, client in pool.clients() if client.hello is not None]
+    if replicas := [replica for client in loaded for replica in client.replicas]:
+        return f" (replicas: {', '.join(replica.name for replica in replicas)})"
+    pids = [str(client.hello.pid) for client in loaded if client.hello is not None]
+    if pool.foreign is not None and not pids:
+        return f" ({len(pool.foreign.engines())} other engines)"
     return f" (engine process {', '.join(pids)})" if pids else "; a model is loaded when it is first asked for"
 
 
@@ -195,7 +215,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # on Windows it would let two servers have the same port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from error

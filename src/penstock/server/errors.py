@@ -239,7 +239,7 @@ def respond(request: Request, error: PenstockError, status: int, headers: dict[s
     """Returns the error in the request's dialect. The path decides; where two dialects share one, the header that
     Anthropic's clients always send does."""
     context = context_of(request.scope)
-    context.outcome.error = error.code
+    context.outcome.fail(error)
     shape = error_shape(request.url.path)
     if shape is OPENAI_ERRORS and "anthropic-version" in request.headers:
         shape = ANTHROPIC_ERRORS

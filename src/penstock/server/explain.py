@@ -43,11 +43,12 @@ class StageSeconds(msgspec.Struct):
     adapter: float | UnsetType = UNSET  # the wait for its adapters, before that
     pause: float | UnsetType = UNSET  # the wait for a pause to end
     kv: float | UnsetType = UNSET  # the wait for KV of its prompt to be read from disk
+    gateway: float | UnsetType = UNSET  # the wait at a fleet's gateway until a replica had room, before all others
 
 
 class FinishCause(msgspec.Struct):
     reason: str
-    by: str  # end_of_text, stop_token, stop_string, repeated_call, max_tokens, context or abort
+    by: str  # end_of_text, stop_token, stop_string, repeated_call, repetition, max_tokens, context or abort
     token: int | UnsetType = UNSET
     text: str | UnsetType = UNSET
 
@@ -82,6 +83,17 @@ class ChoiceExplanation(msgspec.Struct):
     drafts: list[SourceDrafts] | UnsetType = UNSET  # only if something was drafted
 
 
+class EndedLoop(msgspec.Struct):
+    """Says that the loop guard ended a choice."""
+
+    index: int  # of the choice
+    phrase_tokens: int  # that were repeated again and again
+    message: str = (
+        "at temperature 0 the answer repeated itself without end, so it was ended: set a temperature or a "
+        "repetition_penalty, or loop_guard to false"
+    )
+
+
 class AnswerReport(msgspec.Struct):
     """Is the `penstock` object of an answer."""
 
@@ -91,11 +103,40 @@ class AnswerReport(msgspec.Struct):
     loading_seconds: float | UnsetType = UNSET  # that the request waited for its model to be loaded
     weight_version: str | UnsetType = UNSET  # of the weights that computed the end of it, once they were ever updated
     weights: list[WeightUse] | UnsetType = UNSET  # if several computed it, or some on KV of others
+    resumed_on: list[str] | UnsetType = UNSET  # other engines that continued it, each where the one before broke off
+    route: list[str] | UnsetType = UNSET  # where it was sent, one after the other, if several engines could answer
+    loops: list[EndedLoop] | UnsetType = UNSET  # choices that repeated themselves without end
 
 
 def report_of(context: RequestContext) -> AnswerReport | UnsetType:
-    """Returns the report of an answer that nothing is explained about; UNSET if nothing was ignored."""
-    return AnswerReport(sorted(context.ignored), context.truncated) if context.ignored else UNSET
+    """Returns the report of an answer of which only its way is explained; UNSET if there is nothing to tell."""
+    if not context.ignored and not (context.explain and context.placements):
+        return UNSET
+    return AnswerReport(sorted(context.ignored), context.truncated, route=_route(context))
+
+
+def _route(context: RequestContext) -> list[str] | UnsetType:
+    """Returns where an answer was sent, and why, if that is to be explained."""
+    told = [placement.why for _, placement in context.placements] if context.explain else []
+    return told or UNSET
+
+
+class RelayReport:
+    """Reports on an answer that another engine computes: what was ignored here, and who continued it."""
+
+    def __init__(self, context: RequestContext, resumed_on: Sequence[str]) -> None:
+        self._context = context
+        self._resumed_on = resumed_on
+
+    def end(self, choice: int, delta: Delta) -> None:
+        """Does nothing: the engine does not tell what happened to the answer."""
+
+    def report(self, _: Iterable[int] | None = None) -> AnswerReport | UnsetType:
+        """Returns the report; UNSET if there is nothing to tell."""
+        if not self._resumed_on:
+            return report_of(self._context)
+        ignored, route = sorted(self._context.ignored), _route(self._context)
+        return AnswerReport(ignored, 0, resumed_on=list(self._resumed_on), route=route)
 
 
 class Explanation:
@@ -108,6 +149,7 @@ class Explanation:
         self._requests = requests
         self._choices: dict[int, ChoiceExplanation] = {}
         self._weights: dict[int, tuple[WeightSpan, ...]] = {}  # by choice
+        self._loops: dict[int, int] = {}  # tokens of the phrases that choices repeated, by choice
         self._running = len(requests)
 
     def end(self, choice: int, delta: Delta) -> None:
@@ -115,6 +157,8 @@ class Explanation:
         self._running -= 1
         if delta.report is not None:
             self._weights[choice] = delta.report.weights
+        if phrase := delta.loop:
+            self._loops[choice] = phrase
         if self._context.explain:
             self._choices[choice] = self._choice(choice, delta)
 
@@ -123,13 +167,15 @@ class Explanation:
         the choices to report, if not all of them or not in their order."""
         context, chosen = self._context, sorted(self._weights) if order is None else list(order)
         version, weights = _weights_of([self._weights.get(choice, ()) for choice in chosen])
-        if self._running or not (context.explain or context.ignored or context.truncated or version):
+        told = context.explain or context.ignored or context.truncated or version or self._loops
+        if self._running or not told:
             return UNSET
         choices = self._ordered(order) if context.explain else UNSET
         loading = round(context.loading_seconds, 6) if context.explain and context.loading_seconds else UNSET
-        return AnswerReport(
-            sorted(context.ignored), context.truncated, choices, loading, version or UNSET, weights or UNSET
-        )
+        resumed_on, route = context.resumed_on if context.explain else [], _route(context)
+        loops = [EndedLoop(at, self._loops[choice]) for at, choice in enumerate(chosen) if choice in self._loops]
+        facts = choices, loading, version or UNSET, weights or UNSET, resumed_on or UNSET, route, loops or UNSET
+        return AnswerReport(sorted(context.ignored), context.truncated, *facts)
 
     def _ordered(self, order: Iterable[int] | None) -> list[ChoiceExplanation]:
         chosen = sorted(self._choices) if order is None else order
@@ -147,7 +193,7 @@ class Explanation:
                 choice.seconds.grammar, choice.forced_tokens = round(report.compiling, 6), report.forced
             if report.drafts:
                 choice.drafts = [SourceDrafts(each.source, each.drafted, each.accepted) for each in report.drafts]
-            for reason in ("pause", "kv"):
+            for reason in ("pause", "kv", "gateway"):
                 if reason in dict(report.waited):
                     setattr(choice.seconds, reason, round(dict(report.waited)[reason], 6))
             if request.adapters:
@@ -158,6 +204,8 @@ class Explanation:
         assert delta.finish is not None
         if delta.stop is not None:
             return FinishCause("stop", "stop_string", text=delta.stop)
+        if delta.loop:
+            return FinishCause("length", "repetition")
         if delta.finish == "length":
             full = len(request.prompt) + request.max_tokens >= self._limits.max_len
             return FinishCause("length", "context" if full else "max_tokens")

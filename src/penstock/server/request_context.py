@@ -19,7 +19,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, PenstockError
+from penstock.ipc.placement import RequestPlacement
 from penstock.server.access.accounts import Account
 from penstock.server.access.in_flight import Admission
 from penstock.service_levels import NO_TARGETS, STANDARD_TERMS, ServiceTerms, Targets
@@ -35,6 +36,8 @@ RESUME = "x-penstock-resume"  # asks that a stream goes on when its client loses
 STREAM = b"x-penstock-stream"  # names the stream, in answers whose clients may come back
 IGNORED = b"x-penstock-ignored"  # lists the ignored fields of a request
 MODEL = b"x-penstock-model"  # names the served model, in answers to requests that call it by another name
+ROUTE = b"x-penstock-route"  # says who answers a request, where several could
+PARENT_HEADERS = ("traceparent", "tracestate")
 MAX_HEADER = 1024  # characters of a list of ignored fields
 CREDENTIALS = ("authorization", "x-api-key")
 MAX_IGNORED = 256  # fields
@@ -59,9 +62,20 @@ class Outcome:
     """Adds up what became of a request, for the log."""
 
     prompts: dict[int, int] = field(default_factory=dict)  # tokens of each prompt, by its hash: choices share theirs
+    reused: dict[str, int] = field(default_factory=dict)  # prompt tokens by the tier that their KV came from
+    cached: int = 0  # prompt tokens whose KV was reused
     generated: int = 0  # tokens
+    queued: float = 0.0  # seconds until the engine began with the answer that waited longest
+    first: float = 0.0  # perf_counter's time of the first token; 0: there was none
+    preemptions: int = 0
+    loop: int = 0  # tokens of the phrase that an answer repeated, if the loop guard ended it
     finish_reason: str = ""  # of the answer that ended last
     error: str = ""  # code of the error that was the answer
+    reason: str = ""  # what the error said
+
+    def fail(self, error: PenstockError) -> None:
+        """Takes note of the error that was the answer."""
+        self.error, self.reason = error.code, error.message
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,6 +105,8 @@ class RequestContext:
     speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: as the server says
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
+    placements: list[tuple[int, RequestPlacement]] = field(default_factory=list)  # if several engines could answer
+    parents: dict[str, str] = field(default_factory=dict)  # headers by which the client names the trace it belongs to
     streaming: bool = True  # what is sent as it comes cannot be tried again
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
     outcome: Outcome = field(default_factory=Outcome)
@@ -220,7 +236,30 @@ class RequestContext:
             headers.append((IGNORED, _header_text(", ".join(sorted(self.ignored)))))
         if self.stood_in:
             headers.append((MODEL, _header_text(self.stood_in)))
+        if self.placements:
+            headers.append((ROUTE, _header_text(self.route)))
         return headers
+
+    @property
+    def route(self) -> str:
+        """Returns in words which engines compute its answers, and why those; empty: there is only one."""
+        latest = {id: placement.why for id, placement in self.placements}
+        return " | ".join(dict.fromkeys(latest.values()))
+
+    @property
+    def resumed_on(self) -> list[str]:
+        """Returns the engines that went on with its answers, in their order."""
+        return [placement.replica for _, placement in self.placements if placement.resumed]
+
+    def place(self, id: int, placement: RequestPlacement) -> None:
+        """Takes note of where one of its answers is sent; `id` is that of the engine's request."""
+        self.placements.append((id, placement))
+        if self.span is not None:
+            self.span.place(id, placement)
+
+    def trace_headers(self) -> dict[str, str]:
+        """Returns the headers that name the parent of what another server does for this request."""
+        return self.parents if self.span is None else self.span.headers()
 
     def apply_to(self, request: Request) -> Request:
         """Returns the engine's request with what this context says about it."""
@@ -266,6 +305,7 @@ class ContextMiddleware:
         explain, resume = (http.headers.get(name, "").lower() not in NO for name in (EXPLAIN, RESUME))
         owner = _owner(http, self._terms.tenant_header)
         context = RequestContext(send=send, owner=owner, lenient=self._lenient, explain=explain, terms=self._terms)
+        context.parents = {name: http.headers[name] for name in PARENT_HEADERS if name in http.headers}
         context.streams = self._streams if resume and self._streams.limits.seconds else None
         scope.setdefault("state", {})["context"] = context
 

@@ -11,6 +11,7 @@ from penstock.server.access.authentication import READING
 from penstock.server.anthropic.routes import ROUTES as ANTHROPIC
 from penstock.server.bodies import model_named_in
 from penstock.server.endpoint import TEXT, AnyRouteEntry, RouteEntry, ServerRouteEntry
+from penstock.server.engine_view import EngineView
 from penstock.server.kserve.routes import ROUTES as KSERVE
 from penstock.server.llamacpp.routes import ROUTES as LLAMACPP
 from penstock.server.llamaswap.routes import ROUTES as LLAMASWAP
@@ -28,6 +29,7 @@ from penstock.server.sglang.routes import ROUTES as SGLANG
 from penstock.server.status import health, hello, list_models, show_metrics, show_model
 from penstock.server.streams.endpoints import StreamEndpoints
 from penstock.server.streams.routes import streaming
+from penstock.server.telemetry.recent_requests import RecentRequests
 from penstock.server.tgi.routes import ROUTES as TGI
 from penstock.server.tokens import (
     APPLY_TEMPLATE,
@@ -52,7 +54,12 @@ OWN = (
 
 
 def all_routes(
-    pool: ModelPool, files: Files, batches: Batches, responses: Responses, streams: StreamEndpoints
+    pool: ModelPool,
+    files: Files,
+    batches: Batches,
+    responses: Responses,
+    streams: StreamEndpoints,
+    recent: RecentRequests,
 ) -> list[DocumentedRoute]:
     """Returns the routes. They are tried in this order, so those with the most requests come first."""
     entries: tuple[AnyRouteEntry, ...] = (
@@ -70,6 +77,7 @@ def all_routes(
         *RERANK,
         *LLAMASWAP,
         *storing(files, batches),
+        ServerRouteEntry("GET", "/engine", EngineView(recent)),
         ServerRouteEntry("GET", "/openapi.json", OpenApiDocument()),
     )
     return [_route(pool, entry, streams) for entry in entries]
@@ -83,7 +91,12 @@ def _route(pool: ModelPool, entry: AnyRouteEntry, streams: StreamEndpoints) -> D
             return await entry.endpoint(pool, request, context)
         if (rest := await streams.sent_again(request, context)) is not None:
             return rest
-        served = await pool.use(await named_model(request, context), context)
+        name = await named_model(request, context)
+        if pool.foreign is not None and (model := pool.foreign_model(name)) is not None:
+            context.check_allowed(model)
+            context.model = model
+            return await pool.foreign.answer(model, request, context)
+        served = await pool.use(name, context)
         return await entry.endpoint(served, request, context)
 
     return DocumentedRoute(entry.path, call, entry.method, entry.operation)

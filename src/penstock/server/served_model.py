@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar
 
 from penstock import store
 from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, Overloaded, WaitTooLong
-from penstock.ipc.client import EngineClient
-from penstock.server.access.expected_wait import WaitForecast
+from penstock.ipc.client import EngineClient, EngineState
+from penstock.server.access.expected_wait import WaitForecast, limit_of
 from penstock.server.request_context import MAX_NAME, RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel
@@ -53,9 +53,11 @@ class ServedModel(NamedTuple):
             yield lambda: None
             return
         try:
-            waits.measure(client.stats)
+            waits.measure(client.stats, sum(each.state == EngineState.READY for each in client.replicas))
             waits.admit(request, context.terms.patience, perf_counter())
         except WaitTooLong:
+            client.note_refused(request)
+            self.metrics.refused.labels(limit_of(request.claim)).inc()
             if context.payer is not None:
                 context.payer.refused["wait"] += 1
             raise

@@ -143,7 +143,7 @@ class StreamResponse(Response):
                 async for chunk in chunks:
                     await send(_part(chunk))
             except PenstockError as error:
-                self._context.outcome.error = error.code
+                self._context.outcome.fail(error)
                 await send(_part(self._framing.frame(self._framing.error(error))))
         await send(_part(b"", more=False))
 

@@ -27,18 +27,21 @@ GENERATE_SECONDS = 10.0  # after which an engine that generates nothing is not h
 async def list_models(pool: ModelPool, _: Request, context: RequestContext) -> Response:
     """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know.
     Aliases that the server was started with are listed beside the models' own names, unless they have wildcards."""
-    data = [model for _, model in listed(pool, context)]
+    data = [model for _, model in listed(pool, context)] + _foreign(pool, context)
     page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"has_more": False}
     return json_response({"object": "list", "data": data} | page)
 
 
 def listed(pool: ModelPool, context: RequestContext) -> list[tuple[ModelEntry, dict[str, Any]]]:
     """Returns every model that the request's key may use, by each of its names."""
-    return [(entry, _model(pool, entry, name)) for name, entry in pool.listed() if _may_see(context, entry)]
+    return [(entry, _model(pool, entry, name)) for name, entry in pool.listed() if may_see(context, entry)]
 
 
 async def show_model(pool: ModelPool, request: Request, context: RequestContext) -> Response:
     name = request.path_params["id"]
+    if (foreign := pool.foreign_model(name)) is not None:
+        context.check_allowed(foreign)
+        return json_response(_foreign_model(pool, foreign))
     entry = pool.get(name)
     context.check_allowed(entry.name)
     if not context.may_see(pool.derived(entry, name)):
@@ -50,30 +53,53 @@ async def show_model(pool: ModelPool, request: Request, context: RequestContext)
     return json_response(_model(pool, entry, entry.name))
 
 
+def _foreign(pool: ModelPool, context: RequestContext) -> list[dict[str, Any]]:
+    """Returns the models of other engines that the request's key may use, as they are listed."""
+    models = [] if pool.foreign is None else pool.foreign.models()
+    own = {name for name, _ in pool.listed()}
+    return [
+        _foreign_model(pool, model.name)
+        for model in models
+        if model.name not in own and (context.payer is None or context.payer.may_use(model.name))
+    ]
+
+
+def _foreign_model(pool: ModelPool, name: str) -> dict[str, Any]:
+    """Returns a model of other engines as it is listed; its owners are their kinds."""
+    models = [] if pool.foreign is None else pool.foreign.models()
+    kinds = [kind for model in models if model.name == name for kind in model.kinds]
+    return _listed_as(pool, name, ", ".join(kinds))
+
+
 async def hello(_: ModelPool, __: Request, ___: RequestContext) -> Response:
     """Answers the request by which Claude Code finds out whether it can reach a server."""
     return json_response({"message": "hello"})
 
 
 async def health(pool: ModelPool, http: Request, _: RequestContext) -> Response:
-    """Tells of the default model's engine, and of all models in `models`. With `generate=1` it has every engine that is
-    awake generate a token first."""
+    """Tells of the default model's engine or, in a fleet, of its `replicas`; of other `engines`; and of all models in
+    `models`. With `generate=1` it has every engine that is awake generate a token first."""
     pool.refresh()
     generate = http.query_params.get("generate", "0").lower() not in ("0", "false", "")
-    models = [_state(entry) for entry in pool.entries]
+    models = [state_of(entry) for entry in pool.entries]
+    fleet = _replicas(next((client for _, client in pool.clients()), None))
+    fleet |= {} if pool.foreign is None else {"engines": pool.foreign.engines()}
     try:
         pool.check_health()
         if generate:
             await asyncio.gather(*(check_generates(entry.awake.client) for entry in pool.entries if entry.awake))
     except EngineUnavailable as error:
         lost = (client.state for _, client in pool.clients() if client.state is not EngineState.READY)
-        told = {"status": next(lost, EngineState.FAILED), "engine": None, "message": error.message, "models": models}
-        return json_response(told, 503)
+        failed = {"status": next(lost, EngineState.FAILED), "engine": None, "message": error.message, "models": models}
+        return json_response(failed | fleet, 503)
     first = next(pool.clients(), None)
     engine = None
     if first is not None and first[1].hello is not None:
         engine = {"pid": first[1].hello.pid, "model": first[0], **_unknown_fields(first[1].hello)}
-    return json_response({"status": "ok", "engine": engine, "models": models})
+    down = not pool.entries and not any(each["state"] == EngineState.READY for each in fleet.get("engines", ()))
+    down = down and pool.foreign is not None
+    status = EngineState.FAILED if down else "ok"
+    return json_response({"status": status, "engine": engine, "models": models} | fleet, 503 if down else 200)
 
 
 async def check_generates(client: EngineClient) -> None:
@@ -96,15 +122,33 @@ async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Respo
     return Response(pool.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _may_see(context: RequestContext, entry: ModelEntry) -> bool:
+def may_see(context: RequestContext, entry: ModelEntry) -> bool:
+    """Returns whether the request's key may know of a model."""
     return context.payer is None or (context.payer.may_use(entry.name) and context.may_see(entry.source.derived))
 
 
-def _state(entry: ModelEntry) -> dict[str, Any]:
+def state_of(entry: ModelEntry) -> dict[str, Any]:
+    """Returns what is told of a model, loaded or not."""
     hello = entry.served.client.hello if entry.served else None
     told = {"name": entry.name, "state": str(entry.state), "pid": hello.pid if hello else None, "bytes": entry.bytes}
     told |= {"host_bytes": entry.host_bytes} if entry.host_bytes else {}
+    told |= _replicas(entry.served.client if entry.served else None)
     return told | ({"error": entry.error} if entry.error else {}) | (_unknown_fields(hello) if hello else {})
+
+
+def _replicas(client: EngineClient | None) -> dict[str, Any]:
+    """Returns the engines of a fleet, how many wait for them and how many there are to be; nothing if there is one
+    engine."""
+    told = [
+        {"name": each.name, "pid": each.pid or None, "state": str(each.state), "epoch": each.epoch}
+        for each in (client.replicas if client is not None else ())
+    ]
+    if not told:
+        return {}
+    figures = client.fleet_figures if client is not None else None
+    scale = None if figures is None or figures.scale is None else figures.scale._asdict()
+    waiting = {} if figures is None else {"waiting": figures.waiting}
+    return {"replicas": told} | waiting | ({} if scale is None else {"scale": scale})
 
 
 def _unknown_fields(hello: Hello) -> dict[str, Any]:
@@ -113,9 +157,14 @@ def _unknown_fields(hello: Hello) -> dict[str, Any]:
 
 
 def _model(pool: ModelPool, entry: ModelEntry, name: str) -> dict[str, Any]:
-    openai = {"id": name, "object": "model", "created": pool.created, "owned_by": "penstock"}
-    openai |= model_fields(entry, pool.created)
+    openai = _listed_as(pool, name, "penstock") | model_fields(entry, pool.created)
     if adapter := entry.adapters.get(name):
         openai |= {"root": adapter.path, "parent": entry.name}
+    return openai
+
+
+def _listed_as(pool: ModelPool, name: str, owner: str) -> dict[str, Any]:
+    """Returns the fields that OpenAI's and Anthropic's clients read of any model."""
+    openai = {"id": name, "object": "model", "created": pool.created, "owned_by": owner}
     created = datetime.fromtimestamp(pool.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return openai | {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from glob import escape
 from pathlib import Path
 
 from penstock.errors import DownloadError, MalformedFile
+from penstock.file_locks import try_lock
 
 SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # of a model that is split over several files
 
@@ -123,28 +123,7 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
     """Holds a lock on a file, which the system releases if the holder dies. Calls `waiting` while another holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        while not _try_lock(file.fileno()):
+        while not try_lock(file.fileno()):
             waiting()
             time.sleep(0.1)
         yield
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _try_lock(fd: int) -> bool:
-        try:
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-
-else:
-    import fcntl
-
-    def _try_lock(fd: int) -> bool:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True

@@ -7,10 +7,11 @@ limit fails, and a rendering beyond its processor time ends the process (SIGPROF
 from __future__ import annotations
 
 import pickle
-import resource
 import signal
 import socket
 import struct
+import sys
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -25,14 +26,37 @@ MAX_COMPILED = 32
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    with socket.socket(fileno=0) as link:
+    _limit_memory()
+    with _standard_input() as link:
         while (request := receive(link)) is not None:
-            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS + GRACE)
+            _limit_time(CPU_SECONDS + GRACE)
             kind, text = _render(*pickle.loads(request[1]))
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            _limit_time(0)
             send(link, kind, text.encode("utf-8", "surrogatepass"))
+
+
+def _standard_input() -> socket.socket:
+    """Returns the socket that is the standard input, or, on Windows, that is described there."""
+    if sys.platform == "win32":
+        return socket.fromshare(sys.stdin.buffer.read())
+    return socket.socket(fileno=0)
+
+
+def _limit_memory() -> None:
+    """Limits what this process may allocate and write, where the system has such limits. Windows has none: there, the
+    sandbox's own limits hold, and the parent ends this process when it takes too long."""
+    try:
+        import resource
+    except ImportError:
+        return
+    with suppress(OSError, ValueError):  # macOS refuses a limit below what it has mapped itself
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def _limit_time(seconds: float) -> None:
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _render(source: str, given: dict[str, Any]) -> tuple[int, str]:

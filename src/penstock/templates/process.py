@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,8 @@ from penstock.templates import child
 from penstock.templates.limits import CPU_SECONDS, WALL_SECONDS
 
 COMMAND = (sys.executable, "-m", child.__name__)
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH")
+ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
+TIMED_OUT = -27  # the exit code after SIGPROF
 ATTEMPTS = 2  # if something other than the template may have ended the process
 THREADS = 4  # in which callers wait: what they do beside waiting, such as encoding, overlaps
 
@@ -88,9 +88,7 @@ class _Child:
         self._link.settimeout(WALL_SECONDS)
         kept = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         with theirs:
-            self._process = subprocess.Popen(
-                COMMAND, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=kept, start_new_session=True
-            )
+            self._process = _start(theirs, kept)
         self._end = weakref.finalize(self, _end, self._process, self._link)
 
     def ask(self, message: bytes) -> tuple[int, bytearray]:
@@ -105,9 +103,22 @@ class _Child:
         if answer is not None:
             return answer
         if not too_slow:
-            too_slow = _exit_code(self._process) == -signal.SIGPROF
+            too_slow = _exit_code(self._process) == TIMED_OUT
         self._end()
         raise _Ended(too_slow=too_slow)
+
+
+def _start(link: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a child whose standard input is the socket. Windows has pipes only there: one that describes it."""
+    if sys.platform == "win32":
+        process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            pipe.write(link.share(process.pid))
+        return process
+    return subprocess.Popen(
+        COMMAND, stdin=link.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
 
 
 _spare: deque[_Child] = deque(maxlen=1)  # a child that nobody uses: models come and go faster than it would start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.text.answer import Delta, read_step
+from penstock.text.answer import REPETITION, Delta, read_step
 from penstock.text.chat import ChatTemplate
 from penstock.text.detok import TextStream
 from penstock.text.embedding import check_dimensions, embedding, embedding_request
@@ -11,6 +11,7 @@ from penstock.text.text import ChatPrompt, Text
 from penstock.text.tokenizer import Tokenizer
 
 __all__ = [
+    "REPETITION",
     "ChatPrompt",
     "ChatTemplate",
     "Delta",

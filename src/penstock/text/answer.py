@@ -9,6 +9,8 @@ from penstock.errors import EngineUnavailable, error_of
 from penstock.text.detok import TextStream
 from penstock.types import Aborted, Event, Failed, Finished, Report, TokenLogprob, Tokens
 
+REPETITION = "repetition"  # the reason why the loop guard stops an answer
+
 
 class Delta(NamedTuple):
     """Holds what one step added to one answer. Text may lag behind its tokens: it never ends within a character or
@@ -24,6 +26,11 @@ class Delta(NamedTuple):
     stop: str | None = None  # the stop string that ended it
     pooled: bytes = b""  # the hidden state that was asked for in place of tokens
     report: Report | None = None  # in the last one, unless a stop string ended it before the engine did
+
+    @property
+    def loop(self) -> int:
+        """Returns how many tokens the phrase has that the answer repeated, if that ended it; 0: it did not."""
+        return self.report.loop if self.report is not None and self.finish == "length" else 0
 
 
 def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:

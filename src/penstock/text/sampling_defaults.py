@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, InvalidRequest
 from penstock.text.hf_tokenizer import read_json
 from penstock.types import SamplingParams
 
-FALLBACK: Mapping[str, Any] = {"temperature": 0.7}  # at 1.0, small models write nonsense
+FALLBACK: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # at 1.0 each, small models write nonsense
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 GGUF_KEYS = {  # below general.sampling.
@@ -28,6 +28,14 @@ GGUF_KEYS = {  # below general.sampling.
 }
 MODELFILE_KEYS = {name: name for name in (*SAMPLING, "presence_penalty", "frequency_penalty", "seed", "stop")}
 MODELFILE_KEYS |= {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_window"}
+
+
+def with_given(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns defaults with what is given in their place. The fallback's temperature and top-p belong together: whoever
+    gives a temperature gets no cut that was not asked for."""
+    if not given:
+        return defaults
+    return dict(given) if defaults is FALLBACK and "temperature" in given else {**defaults, **given}
 
 
 def defaults_in_folder(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.named_templates import CHATML
 from penstock.text.pairs import PairTemplate, pair_template
-from penstock.text.sampling_defaults import FALLBACK, defaults_in_folder, defaults_in_metadata
+from penstock.text.sampling_defaults import FALLBACK, defaults_in_folder, defaults_in_metadata, with_given
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_formats import AnswerFormat
 from penstock.text.tools import MessageDict
@@ -55,13 +55,13 @@ class Text:
 
     def with_sampling(self, defaults: Mapping[str, Any]) -> Text:
         """Returns the same with other defaults for sampling; those that are not given stay."""
-        return replace(self, sampling_defaults={**self.sampling_defaults, **defaults})
+        return replace(self, sampling_defaults=with_given(self.sampling_defaults, defaults))
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Returns how to sample for a request: as it says in the fields that are not None, else as the model's own
         defaults say. Without max_tokens, an answer may fill the context."""
         stated = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**{"max_tokens": None, **self.sampling_defaults, **stated})
+        return SamplingParams(**{"max_tokens": None, **with_given(self.sampling_defaults, stated)})
 
     def with_preamble(self, messages: Sequence[MessageDict]) -> Text:
         """Returns the same with messages that every chat begins with."""

@@ -73,6 +73,11 @@ class Account:
         return () if self._key is None else tuple(self._key.models)
 
     @property
+    def admin(self) -> bool:
+        """Returns whether the key may change models and see what all keys do."""
+        return self._key is not None and self._key.admin
+
+    @property
     def weight(self) -> float:
         """Returns the weight of the key's share."""
         return 1.0 if self._key is None else self._key.weight

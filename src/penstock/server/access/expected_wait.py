@@ -1,7 +1,8 @@
 """Forecasts how long a request would wait for its first token, and refuses at once what would wait too long.
 
 The server decides this without asking the engine, which may be in the middle of a step. It knows which prompts of which
-tenants have no first token yet, and the engine's statistics tell how fast it starts prompts while some have to wait.
+tenants have no first token yet, and the statistics of the engine tell how fast it computes prompts while some wait. In
+front of several engines these are added up, and what waits is shared among them.
 Nothing is refused before that was measured, nor while nothing waits: a slow machine with one user refuses nobody.
 
 The forecast is pure: it has no clock. Times come in as arguments.
@@ -33,6 +34,33 @@ class WaitingLine:
     tokens: int = 0  # of their prompts
 
 
+class WaitingLines(dict[str, WaitingLine]):
+    """Holds the line of each tenant that has requests without a first token."""
+
+    def join(self, claim: Claim, tokens: int) -> None:
+        """Counts a request whose prompt has so many tokens."""
+        line = self.setdefault(claim.tenant, WaitingLine())
+        line.weight = claim.weight
+        line.requests += 1
+        line.tokens += tokens
+
+    def leave(self, claim: Claim, tokens: int) -> None:
+        """Takes a request out again."""
+        line = self[claim.tenant]
+        line.requests -= 1
+        line.tokens -= tokens
+        if not line.requests:
+            del self[claim.tenant]
+
+    def tokens_until(self, claim: Claim, tokens: int) -> float:
+        """Returns how many tokens of prompts are computed until one more request has its first token: its own line
+        moves on by the tenant's share."""
+        own = self.get(claim.tenant, WaitingLine())
+        others = sum(line.weight for name, line in self.items() if name != claim.tenant)
+        share = claim.weight / (claim.weight + others)
+        return min((own.tokens + tokens) / share, sum(line.tokens for line in self.values()) + tokens)
+
+
 @dataclass(slots=True)
 class ExpectedRequest:
     """Remembers when a request was sent to the engine, and what was forecast for it."""
@@ -46,10 +74,11 @@ class WaitForecast:
     """Follows the requests of one engine."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, WaitingLine] = {}
+        self._lines = WaitingLines()
         self._expected: dict[int, ExpectedRequest] = {}
         self._tokens = self._seconds = 0.0  # decayed: of prompts that were started, and of steps, while some waited
         self._bias = 1.0
+        self._engines = 1
         self._last = Stats()
 
     def expect(self, request: Request) -> float:
@@ -57,12 +86,9 @@ class WaitForecast:
         was measured yet."""
         if not self._lines or self._seconds < MEASURED or not self._tokens:
             return 0.0
-        claim, size = request.claim, len(request.prompt)
-        own = self._lines.get(claim.tenant, WaitingLine())
-        others = sum(line.weight for name, line in self._lines.items() if name != claim.tenant)
-        share = claim.weight / (claim.weight + others)
-        all_tokens = sum(line.tokens for line in self._lines.values()) + size
-        return min((own.tokens + size) / share, all_tokens) * self._seconds / self._tokens
+        own = len(request.prompt)
+        before = self._lines.tokens_until(request.claim, own) - own
+        return (before / self._engines + own) * self._seconds / self._tokens
 
     def admit(self, request: Request, patience: float | None, now: float) -> None:
         """Counts a request that is sent to the engine; raises WaitTooLong if it would wait for longer than its claim
@@ -80,10 +106,7 @@ class WaitForecast:
             )
         self._expected[request.id] = ExpectedRequest(request, now, by_rate)
         if not request.background:
-            line = self._lines.setdefault(request.claim.tenant, WaitingLine())
-            line.weight = request.claim.weight
-            line.requests += 1
-            line.tokens += len(request.prompt)
+            self._lines.join(request.claim, len(request.prompt))
 
     def answer(self, id: int, now: float) -> None:
         """Takes note that a request got its first token. Further ones tell nothing."""
@@ -96,11 +119,13 @@ class WaitForecast:
         """Forgets a request that has ended, with or without a first token."""
         self._leave(id)
 
-    def measure(self, stats: Stats) -> None:
-        """Learns from the engine's statistics. Only steps before which some waited tell how fast it is."""
-        last, self._last = self._last, stats
-        seconds, tokens = stats.busy_seconds - last.busy_seconds, stats.prompt_tokens - last.prompt_tokens
-        if last.in_line and seconds > 0 and tokens >= 0:  # counters start again with a new engine
+    def measure(self, stats: Stats, engines: int = 1) -> None:
+        """Learns from the statistics of so many engines, added up. Only steps before which some waited tell how fast
+        one is."""
+        last, self._last, self._engines = self._last, stats, max(engines, 1)
+        seconds, tokens = stats.busy_seconds - last.busy_seconds, max(_done(stats) - _done(last), 0)
+        same = stats.prompt_tokens >= last.prompt_tokens  # counters start again with a new engine
+        if last.in_line and seconds > 0 and same:
             kept = exp(-seconds / MEMORY)
             self._tokens = kept * self._tokens + MEMORY * (1 - kept) * tokens / seconds
             self._seconds = kept * self._seconds + MEMORY * (1 - kept)
@@ -108,13 +133,22 @@ class WaitForecast:
     def _leave(self, id: int) -> ExpectedRequest | None:
         expected = self._expected.pop(id, None)
         if expected is not None and not expected.request.background:
-            tenant = expected.request.claim.tenant
-            line = self._lines[tenant]
-            line.requests -= 1
-            line.tokens -= len(expected.request.prompt)
-            if not line.requests:
-                del self._lines[tenant]
+            self._lines.leave(expected.request.claim, len(expected.request.prompt))
         return expected
+
+
+def _done(stats: Stats) -> int:
+    """Returns how many tokens of prompts are computed or cached. A long prompt counts step by step: counted at its
+    start, it would make an engine look fast then, and slow for as long as it takes."""
+    rejected = sum(each.drafted - each.accepted for each in stats.drafts)
+    return stats.cached_tokens + stats.computed_tokens - stats.generated_tokens - rejected
+
+
+def limit_of(claim: Claim) -> str:
+    """Returns what says how long a request's first token may take: see `allowed_wait`."""
+    if claim.deadline is None and claim.ttft is None:
+        return "patience"
+    return "ttft" if claim.deadline is None or (claim.ttft is not None and claim.ttft < claim.deadline) else "deadline"
 
 
 def allowed_wait(claim: Claim, patience: float | None) -> float:

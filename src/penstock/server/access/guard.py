@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.config import log_to_stderr
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.keys import read
 from penstock.server.access.accounts import Accounts
@@ -64,7 +64,7 @@ def check(rules: Rules, address: str) -> None:
 
 
 def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    log_to_stderr(f"warning: {message}", "warning")
 
 
 def guarded(app: ASGIApp, pool: ModelPool, rules: Rules, accounts: Accounts | None) -> ASGIApp:

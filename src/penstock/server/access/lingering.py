@@ -1,4 +1,5 @@
-"""Closes a connection so that the client can still read its answer, and sends answers to clients of HTTP/1.0."""
+"""Writes to a connection and closes it so that the client can still read its answer; sends answers to clients of
+HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 
 LINGER_SECONDS = 5.0  # that a client has to read a refusal while it still sends
 LINGER_BYTES = 64 * 2**20  # that it may send meanwhile
+MOST_COLLECTED = 32 * 2**10  # bytes that wait for the end of the event loop's turn
 
 
 class Sender(Protocol):
@@ -19,17 +21,36 @@ class Sender(Protocol):
 class LingeringTransport:
     """Wraps a transport. The kernel resets a connection that is closed while data arrives, and a reset takes away the
     answer that the client has not read yet. So `close` then ends only our side, and what still comes is discarded
-    until the client has ended its side, or for long enough."""
+    until the client has ended its side, or for long enough.
+
+    What is written in one turn of the event loop is sent at once: headers with the first chunk, and all the chunks that
+    came while others were served. A call of the kernel takes longer than to make a chunk.
+    """
 
     def __init__(self, transport: asyncio.Transport, sender: Sender) -> None:
         self._transport = transport
         self._sender = sender
         self._discarded = 0
         self._lingering: asyncio.TimerHandle | None = None
-        self.write = transport.write  # as fast as without this class
+        self._collected: list[bytes] = []
+        self._size = 0
+        self._call_soon = asyncio.get_running_loop().call_soon
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._collected:
+            self._call_soon(self._send)
+        self._collected.append(data)
+        self._size += len(data)
+        if self._size > MOST_COLLECTED:
+            self._send()
+
+    def _send(self) -> None:
+        collected, self._collected, self._size = self._collected, [], 0
+        if collected and not self._transport.is_closing():  # the client may have left since they were written
+            self._transport.write(collected[0] if len(collected) == 1 else b"".join(collected))
 
     def is_closing(self) -> bool:
         return self._lingering is not None or self._transport.is_closing()
@@ -37,6 +58,7 @@ class LingeringTransport:
     def close(self) -> None:
         if self.is_closing():
             return
+        self._send()
         if not (self._sender.unread and self._transport.can_write_eof()):
             return self._transport.close()
         self._transport.resume_reading()
@@ -44,6 +66,7 @@ class LingeringTransport:
         self._lingering = asyncio.get_running_loop().call_later(LINGER_SECONDS, self._transport.abort)
 
     def abort(self) -> None:
+        self._collected.clear()
         self._transport.abort()
 
     def discards(self, count: int) -> bool:

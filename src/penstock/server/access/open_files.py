@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import resource
 from contextlib import suppress
 from time import monotonic
 from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows limits no such thing
+    resource = None  # type: ignore[assignment]
 
 MOST = 2**16  # that the limit is raised to, where the system allows it
 RESERVED = 128  # for files that are no connections: models, uploads, engines, the log
@@ -21,6 +25,8 @@ log = logging.getLogger(__name__)
 def raise_limit() -> int:
     """Raises this process's limit on open files to what the system allows, and returns how many connections leave room
     for other files."""
+    if resource is None:
+        return MOST - RESERVED
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -30,6 +30,7 @@ EXPOSED = (
     "retry-after-ms",
     "x-penstock-ignored",
     "x-penstock-model",
+    "x-penstock-route",
     "x-penstock-stream",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )

@@ -4,10 +4,12 @@ take, and how long a client may not read. None of it is paid while an answer str
 from __future__ import annotations
 
 import asyncio
+import sys
 from http import HTTPStatus
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from httptools import HttpParserCallbackError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -33,6 +35,10 @@ def limit_connections(most: int) -> None:
     """Sets how many connections a server may have."""
     global max_connections
     max_connections = most
+
+
+class TooManyHeaders(Exception):
+    """Ends the parsing of a request."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -111,7 +117,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(self.headers) >= MAX_HEADERS:
-            raise ValueError("too many headers")  # the parser ends: 400
+            raise TooManyHeaders  # the parser ends: 400
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -148,6 +154,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
+        error = sys.exception()
+        fault = error.__context__ if isinstance(error, HttpParserCallbackError) else None
+        if fault is not None and not isinstance(fault, TooManyHeaders):
+            self.logger.error("a request could not be read because of a fault in this server", exc_info=fault)
         self._refuse(400, _invalid(400, f"{msg.removesuffix('.')}: it is not HTTP/1.1"))
 
     @property

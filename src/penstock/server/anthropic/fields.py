@@ -80,6 +80,7 @@ class MessagesBody(MessagesConversation):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    loop_guard: bool | None = None  # false: at temperature 0 an answer may repeat itself without end
     penstock: bool | None = None  # asks for a report of what happened to the answer
     speculation: SpeculationWish | None = None  # the most tokens that a step drafts for the answer
 

@@ -27,8 +27,8 @@ from penstock.server.anthropic.fields import (
 )
 from penstock.server.anthropic.tools import read_use
 from penstock.server.bodies import read_body
+from penstock.server.chat.answer_turn import AnswerExplanation, AnswerTurn
 from penstock.server.chat.chat_turn import (
-    ChatTurn,
     TurnOptions,
     begin_turn,
     call_input,
@@ -57,7 +57,8 @@ async def messages(served: ServedModel, http: HttpRequest, context: RequestConte
     continuing = messages[-1]["role"] == "assistant"
     options = TurnOptions(max_tokens=body.max_tokens, thinking_budget=_budget(body), continuing=continuing)
     turn = begin_turn(served, context, prompt, use, [sampling], options)
-    writer = MessageWriter(served, context, turn, body.max_tokens)
+    at_limit = "max_tokens" if turn.request.max_tokens == body.max_tokens else "model_context_window_exceeded"
+    writer = MessageWriter(served.name, turn, Explanation(served, context, turn.requests), at_limit)
     return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream), framing=ANTHROPIC)
 
 
@@ -84,7 +85,7 @@ async def _prompt(
 def _sampling(served: ServedModel, body: MessagesBody) -> SamplingParams:
     stops = check_stops(tuple(body.stop_sequences or ()), "stop_sequences")
     given: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    given["grammar"] = read_grammar(body)
+    given |= {"grammar": read_grammar(body), "loop_guard": body.loop_guard}
     return served.text.sampling(stop=stops, **given)
 
 
@@ -207,14 +208,14 @@ ANTHROPIC = Framing(EVENT_STREAM, bytes, b"", _error)
 class MessageWriter:
     """Writes a message as events; a whole message is made of the same events."""
 
-    def __init__(self, served: ServedModel, context: RequestContext, turn: ChatTurn, max_tokens: int) -> None:
+    def __init__(self, model: str, turn: AnswerTurn, explanation: AnswerExplanation, at_limit: str) -> None:
+        """Takes the model's name, and the stop reason of an answer that reaches the limit on its tokens."""
         self._turn = turn
-        self._explanation = Explanation(served, context, turn.requests)
-        self._prompt = len(turn.request.prompt)
+        self._explanation = explanation
         self._message = MessageResponse(
-            f"msg_{secrets.token_hex(12)}", served.name, AnthropicUsage(self._prompt, 0, 0, 0)
+            f"msg_{secrets.token_hex(12)}", model, AnthropicUsage(turn.prompt_tokens, 0, 0, 0)
         )
-        self._at_limit = "max_tokens" if turn.request.max_tokens == max_tokens else "model_context_window_exceeded"
+        self._at_limit = at_limit
         self._begun = False
         self._open: OpenBlock | None = None
 
@@ -242,7 +243,7 @@ class MessageWriter:
     def _count(self, delta: Delta) -> None:
         usage = self._message.usage
         usage.cache_read_input_tokens = max(usage.cache_read_input_tokens, delta.cached)
-        usage.input_tokens = self._prompt - usage.cache_read_input_tokens
+        usage.input_tokens = self._turn.prompt_tokens - usage.cache_read_input_tokens
         usage.output_tokens += len(delta.tokens)
 
     def _write(self, part: AnswerPart) -> Iterator[bytes]:
@@ -278,7 +279,7 @@ class MessageWriter:
 
     def _reason(self, delta: Delta) -> str:
         if delta.finish == "length":
-            return self._at_limit
+            return "max_tokens" if delta.loop else self._at_limit
         if delta.finish == "abort":
             return "pause_turn"
         if delta.stop is not None:

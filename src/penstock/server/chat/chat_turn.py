@@ -36,6 +36,10 @@ class ChatTurn:
         """Returns the first choice's request: the only one in most dialects."""
         return self.requests[0]
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
     def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
         """Returns what a delta adds to its choice."""
         parser = self._parsers[choice]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.text import Delta
+from penstock.text import REPETITION, Delta
 from penstock.types import Request
 
 
@@ -12,8 +12,11 @@ def stop_token(delta: Delta) -> int | None:
 
 
 def stop_reason(request: Request, delta: Delta) -> int | str | None:
-    """Returns the stop string, or the caller's own stop token, that ended the answer; None for all other endings."""
+    """Returns the stop string, or the caller's own stop token, that ended the answer, or "repetition" if it fell into a
+    loop; None for all other endings."""
     if delta.stop is not None:
         return delta.stop
+    if delta.loop:
+        return REPETITION
     token = stop_token(delta)
     return token if token in request.sampling.stop_token_ids else None

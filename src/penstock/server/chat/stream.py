@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -69,6 +70,7 @@ async def _run(
     ):
         async with aclosing(served.client.submit(request)) as steps:
             served.client.when_ended(request.id, computed)
+            served.client.when_placed(request.id, partial(context.place, request.id))
             async for events in steps:
                 delta = read_step(text, events)
                 if ended is not None and ended() and not delta.finish:
@@ -143,16 +145,31 @@ async def _feed(arrived: asyncio.Queue[tuple[int, Delta] | Exception], choice: D
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns what `work` returns. If the client disconnects first, `work` is cancelled and the result is None."""
-    working = asyncio.create_task(work)
+    """Returns what `work` returns. If the client disconnects first, `work` is cancelled and the result is None. It runs
+    in the caller's task: in one of its own, an answer would begin several turns of the event loop later."""
+    task = asyncio.current_task()
+    assert task is not None
+    ended = left = False
+
+    def leave(leaving: asyncio.Task[None]) -> None:
+        nonlocal left
+        if not ended:
+            left = True
+            task.cancel()
+
     leaving = asyncio.create_task(_left(receive))
+    leaving.add_done_callback(leave)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        return await work
+    except asyncio.CancelledError:
+        if left and task.cancelling() == 1:
+            return None
+        raise
     finally:
-        working.cancel()
+        ended = True
         leaving.cancel()
-        await asyncio.wait({working, leaving})
+        if left:
+            task.uncancel()
 
 
 async def _left(receive: Receive) -> None:

@@ -20,6 +20,7 @@ from penstock import store
 from penstock.errors import EngineUnavailable, ModelNotFound, PenstockError
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitForecast
+from penstock.server.foreign import ForeignModels
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
@@ -71,11 +72,16 @@ class ModelPool:
         settings: PoolSettings = DEFAULT_SETTINGS,
         metric_sets: Sequence[str] = DEFAULT_SETS,
         discover: Discover | None = None,
+        foreign: ForeignModels | None = None,
     ) -> None:
-        """Takes the models at first and, if they may change while the server runs, what finds them again."""
+        """Takes the models at first and, if they may change while the server runs, what finds them again. `foreign` are
+        models that other engines compute; with them there may be none of its own."""
         self.created = int(time.time())
         self.settings = settings
-        self.metrics = Metrics(self.clients, sources[0].name, metric_sets)
+        self.foreign = foreign
+        self.metrics = Metrics(self.clients, sources[0].name if sources else "", metric_sets)
+        if foreign is not None:
+            foreign.use_metrics(self.metrics)
         self._entries = {source.name: ModelEntry(source) for source in sources}  # replaced, never changed
         self._discover = discover
         self._refreshing = Lock()
@@ -95,6 +101,11 @@ class ModelPool:
         for entry in self._entries.values():
             return entry
         raise ModelNotFound("this server has no model left: pull one, or copy one into its folder")
+
+    @property
+    def default_name(self) -> str:
+        """Returns the name of the default model, or one for a server that has only models of other engines."""
+        return self.default.name if self._entries or self.foreign is None else "gateway"
 
     def clients(self) -> Iterator[tuple[str, EngineClient]]:
         """Yields the name and the client of every loaded model."""
@@ -155,6 +166,19 @@ class ModelPool:
                 return self._entries[model] if model else self.default
         derived = store.derived_model(plain)
         return None if derived is None else base_of(self._entries.values(), derived)
+
+    def foreign_model(self, name: str | None) -> str | None:
+        """Returns the model of other engines that a name means; None: it means one of the pool's own. Those have
+        precedence by their very names, but not by patterns."""
+        if self.foreign is None or (name is None and self._entries):
+            return None
+        if name is not None and {name, name.removesuffix(":latest")} & self._entries.keys():
+            return None
+        found = self.foreign.find(name)
+        if found is None and not self._entries:
+            names = [model.name for model in self.foreign.models()]
+            raise unknown_model(name or "", get_close_matches(name or "", names, n=3) or names[:3])
+        return found
 
     def get(self, name: str) -> ModelEntry:
         """Returns the model of this name; raises if there is none."""
@@ -247,6 +271,8 @@ class ModelPool:
         """Loads the only model of a server at once, and begins to unload what expires."""
         if self._reaper is None:
             self._reaper = asyncio.create_task(self._reap())
+            if self.foreign is not None:
+                await self.foreign.start()
             if len(self._entries) == 1:
                 await self.load(self.default.name)
 
@@ -302,6 +328,8 @@ class ModelPool:
         if tasks:
             await asyncio.wait(tasks)
         await asyncio.gather(*(client.close() for _, client in self.clients()))
+        if self.foreign is not None:
+            await self.foreign.close()
 
     async def _awake(self, entry: ModelEntry) -> ServedModel:
         """Returns a model that is loaded. One load serves all who wait for it, and goes on if they leave."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import ignore_unsupported, read_body, unsupported
+from penstock.server.chat.answer_turn import AnswerExplanation, AnswerTurn
 from penstock.server.chat.chat_turn import NO_TOOLS, ChatTurn, TurnOptions, begin_turn, call_input, render_prompt
 from penstock.server.chat.logprobs import TokenEntry, token_entries
 from penstock.server.chat.stream import deltas
@@ -126,7 +128,9 @@ async def _answer(
     turn: ChatTurn,
     line: Callable[..., OllamaLine],
 ) -> Response:
-    writer = OllamaWriter(served, context, turn, line)
+    scored = turn.request.sampling.logprobs is not None
+    entries = partial(token_entries, served.text.tokenizer) if scored else None
+    writer = OllamaWriter(served.name, turn, Explanation(served, context, turn.requests), line, entries)
     return await reply(http, context, writer, turn.deltas, streaming=body.stream is not False, framing=OLLAMA)
 
 
@@ -205,15 +209,20 @@ def now() -> str:
 
 class OllamaWriter:
     def __init__(
-        self, served: ServedModel, context: RequestContext, turn: ChatTurn, line: Callable[..., OllamaLine]
+        self,
+        model: str,
+        turn: AnswerTurn,
+        explanation: AnswerExplanation,
+        line: Callable[..., OllamaLine],
+        entries: Callable[[Delta], list[TokenEntry]] | None = None,
     ) -> None:
-        self._tokenizer = served.text.tokenizer
-        self._head = {"model": served.name, "created_at": now()}
+        """Takes the model's name, what makes a line, and what makes logprobs of a delta if they are wanted."""
+        self._head = {"model": model, "created_at": now()}
         self._turn = turn
-        self._explanation = Explanation(served, context, turn.requests)
+        self._explanation = explanation
         self._line = line
         self._template = ChunkTemplate(lambda text: line(OllamaAssistantMessage(text), **self._head, done=False))
-        self._scored = turn.request.sampling.logprobs is not None
+        self._entries_of = entries
         self._began = self._first = perf_counter_ns()
         self._generated = 0
         self._message = OllamaAssistantMessage("")
@@ -284,7 +293,7 @@ class OllamaWriter:
             done_reason=self._reason,
             total_duration=ended - self._began,
             load_duration=0,
-            prompt_eval_count=len(self._turn.request.prompt),
+            prompt_eval_count=self._turn.prompt_tokens,
             prompt_eval_duration=self._first - self._began,
             eval_count=self._generated,
             eval_duration=ended - self._first,
@@ -293,7 +302,7 @@ class OllamaWriter:
         )
 
     def _entries(self, delta: Delta) -> list[TokenEntry]:
-        return token_entries(self._tokenizer, delta) if self._scored else []
+        return [] if self._entries_of is None else self._entries_of(delta)
 
 
 def _call_message(call: CallStarted, pieces: list[str]) -> OllamaAssistantMessage:

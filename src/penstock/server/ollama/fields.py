@@ -73,6 +73,7 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True):
     repeat_last_n: Annotated[int, Meta(ge=-1)] | None = None  # tokens that penalties look at; -1: all
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    loop_guard: bool | None = None  # false: at temperature 0 an answer may repeat itself without end
     typical_p: float | None = None
     mirostat: int | None = None
     mirostat_tau: float | None = None
@@ -220,7 +221,7 @@ def _grammar(body: OllamaFields) -> Grammar | None:
 
 
 PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "loop_guard")
 
 
 def _limit_context(served: ServedModel, context: RequestContext, options: OllamaOptions) -> None:

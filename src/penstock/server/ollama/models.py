@@ -168,7 +168,15 @@ def all_known(pool: ModelPool, context: RequestContext) -> list[KnownModel]:
     others = [known for known in stored.values() if known.path not in paths and known.name not in names]
     taken = names | {known.name for known in others}
     derived = [_derived(pool, each) for each in store.derived_models() if each.name not in taken]
-    return [known for known in (*served, *others, *derived) if context.may_see(known.derived)]
+    own = [known for known in (*served, *others, *derived) if context.may_see(known.derived)]
+    return own + _foreign(pool, context, taken, began)
+
+
+def _foreign(pool: ModelPool, context: RequestContext, taken: set[str], began: str) -> list[KnownModel]:
+    """Describes the models of other engines that a request's key may use."""
+    models = [] if pool.foreign is None else pool.foreign.models()
+    allowed = [each.name for each in models if context.payer is None or context.payer.may_use(each.name)]
+    return [KnownModel(name, None, "", began) for name in allowed if name not in taken]
 
 
 def _served(entry: ModelEntry, same: KnownModel | None, began: str) -> KnownModel:

@@ -79,6 +79,7 @@ class SamplingFields(Structured, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    loop_guard: bool | None = None  # false: at temperature 0 an answer may repeat itself without end
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -228,6 +229,7 @@ _SAMPLING = (
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
+    "loop_guard",
     "include_stop_str_in_output",
 )
 MAX_BAD_WORDS = 1024

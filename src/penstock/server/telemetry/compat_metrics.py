@@ -28,15 +28,27 @@ REQUEST = (
 )  # fmt: skip
 TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 
-SETS = {"vllm": "vllm:", "llamacpp": "llamacpp:", "sglang": "sglang:", "tgi": "tgi_", "nv": "nv_"}  # and their prefixes
+SETS = {  # and their prefixes
+    "vllm": "vllm:",
+    "llamacpp": "llamacpp:",
+    "sglang": "sglang:",
+    "tgi": "tgi_",
+    "nv": "nv_",
+    "dynamo": "dynamo_",
+}
 DEFAULT_SETS = ("vllm", "llamacpp")
 
 RENAMED = {  # ours: theirs, by the name without _total
-    "penstock_time_to_first_token_seconds": ["vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"],
+    "penstock_time_to_first_token_seconds": [
+        "vllm:time_to_first_token_seconds",
+        "sglang:time_to_first_token_seconds",
+        "dynamo_frontend_time_to_first_token_seconds",
+    ],
     "penstock_inter_token_seconds": [
         "vllm:inter_token_latency_seconds",
         "vllm:time_per_output_token_seconds",
         "sglang:inter_token_latency_seconds",
+        "dynamo_frontend_inter_token_latency_seconds",
         "sglang:time_per_output_token_seconds",
     ],
     "penstock_request_token_seconds": [
@@ -46,6 +58,7 @@ RENAMED = {  # ours: theirs, by the name without _total
     "penstock_request_seconds": [
         "vllm:e2e_request_latency_seconds",
         "sglang:e2e_request_latency_seconds",
+        "dynamo_frontend_request_duration_seconds",
         "tgi_request_duration",
     ],
     "penstock_request_queue_seconds": [
@@ -55,8 +68,16 @@ RENAMED = {  # ours: theirs, by the name without _total
     ],
     "penstock_request_prefill_seconds": ["vllm:request_prefill_time_seconds"],
     "penstock_request_decode_seconds": ["vllm:request_decode_time_seconds"],
-    "penstock_request_prompt_tokens": ["vllm:request_prompt_tokens", "tgi_request_input_length"],
-    "penstock_request_generated_tokens": ["vllm:request_generation_tokens", "tgi_request_generated_tokens"],
+    "penstock_request_prompt_tokens": [
+        "vllm:request_prompt_tokens",
+        "tgi_request_input_length",
+        "dynamo_frontend_input_sequence_tokens",
+    ],
+    "penstock_request_generated_tokens": [
+        "vllm:request_generation_tokens",
+        "tgi_request_generated_tokens",
+        "dynamo_frontend_output_sequence_tokens",
+    ],
     "penstock_request_max_tokens": [
         "vllm:request_max_num_generation_tokens",
         "vllm:request_params_max_tokens",
@@ -76,7 +97,12 @@ RENAMED = {  # ours: theirs, by the name without _total
         "vllm:prompt_tokens_cached",
         "sglang:cached_tokens",
     ],
-    "penstock_generated_tokens": ["vllm:generation_tokens", "llamacpp:tokens_predicted", "sglang:generation_tokens"],
+    "penstock_generated_tokens": [
+        "vllm:generation_tokens",
+        "llamacpp:tokens_predicted",
+        "sglang:generation_tokens",
+        "dynamo_frontend_output_tokens",
+    ],
     "penstock_preemptions": ["vllm:num_preemptions"],
     "penstock_requests_finished": ["vllm:request_success"],
     "penstock_steps": ["llamacpp:n_decode"],
@@ -101,6 +127,7 @@ class DerivedSample(NamedTuple):
     value: float
     kind: str = "gauge"  # unknown: a counter whose name does not end in _total
     label: tuple[str, str] | None = None  # of its own, beside its set's
+    model: str = ""  # the one that it is about, if it says so
 
 
 class CompatMetrics:
@@ -113,6 +140,7 @@ class CompatMetrics:
             "vllm:": {"model_name": model, "engine": "0"},
             "sglang:": {"model_name": model},
             "nv_": {"model": model, "version": "1"},
+            "dynamo_": {"model": model},
         }
         self._throughput = Throughput()
 
@@ -142,10 +170,10 @@ class CompatMetrics:
         if metric.name == "penstock_generated_tokens":
             rate = self._throughput.since_last(metric.samples[0].value)
             samples.append(DerivedSample("sglang:gen_throughput", rate))
-        for name, value, kind, label in samples:
+        for name, value, kind, label, model in samples:
             if name.startswith(self._prefixes):
                 made = found.setdefault(name, Metric(name.removesuffix("_total"), metric.documentation, kind))
-                own = {} if label is None else {label[0]: label[1]}
+                own = ({} if label is None else {label[0]: label[1]}) | ({"model": model} if model else {})
                 made.add_sample(name, self._shared_labels(name) | own, value)
         return found.values()
 
@@ -203,6 +231,8 @@ def of_requests(metric: Metric) -> Iterator[DerivedSample]:
     yield DerivedSample("tgi_batch_current_size", states["running"])
     yield DerivedSample("tgi_queue_size", states["waiting"])
     yield DerivedSample("nv_inference_pending_request_count", states["waiting"])
+    yield DerivedSample("dynamo_frontend_inflight_requests", states["running"] + states["waiting"])
+    yield DerivedSample("dynamo_frontend_queued_requests", states["waiting"])
 
 
 def of_blocks(metric: Metric) -> Iterator[DerivedSample]:
@@ -211,6 +241,9 @@ def of_blocks(metric: Metric) -> Iterator[DerivedSample]:
     share = states["used"] / max(sum(states.values()), 1)
     for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"):
         yield DerivedSample(name, share)
+    yield DerivedSample("dynamo_component_kvstats_gpu_cache_usage_percent", share)  # from 0 to 1, as theirs
+    yield DerivedSample("dynamo_component_kvstats_active_blocks", states["used"])
+    yield DerivedSample("dynamo_component_kvstats_total_blocks", sum(states.values()))
 
 
 def of_prefill(metric: Metric) -> Iterator[DerivedSample]:
@@ -232,6 +265,8 @@ def of_finished(metric: Metric) -> Iterator[DerivedSample]:
     yield DerivedSample("tgi_request_failure", failed["error"], "unknown", ("err", "generation"))
     yield DerivedSample("nv_inference_request_success", done, "unknown")
     yield DerivedSample("nv_inference_count", done, "unknown")
+    yield DerivedSample("dynamo_frontend_requests_total", done, "counter", ("status", "success"))
+    yield DerivedSample("dynamo_frontend_requests_total", sum(failed.values()), "counter", ("status", "error"))
     for reason, label in FAILURES.items():
         yield DerivedSample("nv_inference_request_failure", failed[reason], "unknown", ("reason", label))
 
@@ -253,6 +288,23 @@ def of_drafts(metric: Metric) -> Iterator[DerivedSample]:
     yield DerivedSample(SPEC_DECODE[metric.name], sum(sample.value for sample in metric.samples), "counter")
 
 
+def of_replicas(metric: Metric) -> Iterator[DerivedSample]:
+    """Tells Dynamo's figures of each worker: a replica's name is the worker's id."""
+    if metric.name == "penstock_replica_resumed_requests":
+        resumed: dict[str, float] = {}
+        for sample in metric.samples:
+            resumed[sample.labels["model"]] = resumed.get(sample.labels["model"], 0.0) + sample.value
+        kind = "migration_type", "ongoing_request"
+        for model, count in resumed.items():
+            yield DerivedSample("dynamo_frontend_model_migration_total", count, "counter", kind, model)
+        return
+    name = WORKER[metric.name]
+    for sample in metric.samples:
+        if sample.labels.get("state", "used") == "used":
+            worker = "worker_id", sample.labels["replica"]
+            yield DerivedSample(name, sample.value, "gauge", worker, sample.labels["model"])
+
+
 def total(metric: Metric) -> float:
     return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
 
@@ -261,6 +313,10 @@ SPEC_DECODE = {  # ours: vLLM's
     "penstock_drafts": "vllm:spec_decode_num_drafts_total",
     "penstock_drafted_tokens": "vllm:spec_decode_num_draft_tokens_total",
     "penstock_accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+}
+WORKER = {  # ours: Dynamo's
+    "penstock_replica_queued_tokens": "dynamo_frontend_worker_active_prefill_tokens",
+    "penstock_replica_kv_blocks": "dynamo_frontend_worker_active_decode_blocks",
 }
 FAILURES = {"error": "BACKEND", "abort": "CANCELED"}  # and Triton's reasons
 DERIVED: dict[str, Callable[[Metric], Iterator[DerivedSample]]] = {
@@ -273,4 +329,5 @@ DERIVED: dict[str, Callable[[Metric], Iterator[DerivedSample]]] = {
     "penstock_request_queue_seconds": of_queue,
     "penstock_steps": of_steps,
     **dict.fromkeys(SPEC_DECODE, of_drafts),
+    **dict.fromkeys([*WORKER, "penstock_replica_resumed_requests"], of_replicas),
 }

@@ -20,7 +20,9 @@ from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
-from penstock.types import STEP_SIZES, DiskCounts, DraftCounts, Report, Request, Stats, add_drafts
+from penstock.server.telemetry.fleet_metrics import FleetCollector
+from penstock.server.telemetry.peer_metrics import peer_metrics
+from penstock.types import STEP_SIZES, DiskCounts, DraftCounts, PeerCounts, Report, Request, Stats, add_drafts
 
 # Bucket bounds in seconds: our own, and those of the dashboards that compat_metrics serves.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
@@ -53,6 +55,7 @@ class Metrics:
         """Takes what lists the engines, the default model, and the other engines whose metric names are exported
         beside our own."""
         self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
+        self.open: dict[RequestTimer, None] = {}  # those of requests in flight, the oldest first
         self.first_token = Distribution(
             "time_to_first_token_seconds", "From the start of a request to its first token", SOON
         )
@@ -72,8 +75,14 @@ class Metrics:
             "request_max_tokens", "Most tokens that a request could generate", compat_metrics.TOKENS
         )
         self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
+        self.refused = Counter(
+            "penstock_requests_refused",
+            "Requests whose first token would have come too late: for their deadline, ttft or the server's patience",
+            ["reason"],
+            registry=None,
+        )
         own = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
-        sources: list[Collector] = [EngineCollector(engines), *own]
+        sources: list[Collector] = [EngineCollector(engines), FleetCollector(engines), *own]
         self._registry = CollectorRegistry()
         for source in [*sources, CompatMetrics(sources, model, sets)]:
             self._registry.register(source)
@@ -129,34 +138,36 @@ class RequestTimer:
         self.reason = "abort"
         self.report: Report | None = None
         self._metrics = metrics
-        self._context = context
-        self._request = request
-        self._began = perf_counter()
-        self._first = self._last = 0.0  # times of the first and the latest token; 0: none yet
-        self._generated = self._cached = 0
+        self.context = context
+        self.request = request
+        self.began = perf_counter()
+        self.first = self._last = 0.0  # times of the first and the latest token; 0: none yet
+        self.generated = self.cached = 0
 
     def tokens(self, count: int, cached: int) -> None:
         now = perf_counter()
         if self._last:
             self._metrics.inter_token.observe((now - self._last) / count)
         else:
-            self._metrics.first_token.observe(now - self._began)
-            self._first, self._cached = now, cached
+            self._metrics.first_token.observe(now - self.began)
+            self.first, self.cached = now, cached
         self._last = now
-        self._generated += count
+        self.generated += count
 
     def __enter__(self) -> Self:
-        if self._context.payer is not None:
-            self._context.payer.charge("prompt", len(self._request.prompt))
+        self._metrics.open[self] = None
+        if self.context.payer is not None:
+            self.context.payer.charge("prompt", len(self.request.prompt))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if self._context.payer is not None:
-            self._context.payer.charge("generated", self._generated)
+        del self._metrics.open[self]
+        if self.context.payer is not None:
+            self.context.payer.charge("generated", self.generated)
         reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
-        times = (self._began, self._first, self._last, perf_counter())
-        finished = FinishedRequest(self._request, reason, *times, self._generated, self._cached, self.report)
-        self._metrics.end(self._context, finished)
+        times = (self.began, self.first, self._last, perf_counter())
+        finished = FinishedRequest(self.request, reason, *times, self.generated, self.cached, self.report)
+        self._metrics.end(self.context, finished)
 
 
 DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftCounts], int]], ...] = (
@@ -187,6 +198,7 @@ class EngineCollector:
         yield from _tiers(stats)
         yield from _adapters(stats)
         yield from _disk(stats.disk)
+        yield from peer_metrics(stats.peers)
         up = bool(clients) and all(client.state is EngineState.READY for client in clients)
         yield GaugeMetricFamily("penstock_engine_up", "1 while every loaded model has an engine", up)
         for name, help, value in (
@@ -293,7 +305,9 @@ def sum_stats(every: Sequence[Stats]) -> Stats:
     for tier, tokens in chain.from_iterable(each.reused for each in every):
         reused[tier] = reused.get(tier, 0) + tokens
     disk = reduce(DiskCounts.plus, (each.disk for each in every), DiskCounts())
-    names = [name for name in Stats._fields if name not in ("step_sizes", "adapters", "drafts", "reused", "disk")]
+    peers = reduce(PeerCounts.plus, (each.peers for each in every), PeerCounts())
+    apart = ("step_sizes", "adapters", "drafts", "reused", "disk", "peers", "step_seconds")
+    names = [name for name in Stats._fields if name not in apart]
     added = {name: sum(getattr(each, name) for each in every) for name in names}
     tiers = tuple(reused.items())
-    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts, reused=tiers, disk=disk)
+    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts, reused=tiers, disk=disk, peers=peers)

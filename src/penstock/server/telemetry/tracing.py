@@ -13,12 +13,13 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.errors import ConfigError
+from penstock.ipc.placement import RELAYED, RequestPlacement
 from penstock.server.request_context import RequestContext, context_of
 from penstock.server.telemetry.metrics import FinishedRequest, Metrics
 
@@ -34,7 +35,6 @@ OPERATIONS = {
     "/api/embeddings": "embeddings",
 }
 EXPORT_SECONDS = 2.0  # for the last spans when the server ends
-PARENT_HEADERS = ("traceparent", "tracestate")
 
 
 def traces_to(url: str) -> Traces:
@@ -52,12 +52,50 @@ def traces_to(url: str) -> Traces:
 
 
 class RequestSpan:
-    """Holds the span of an HTTP request, and the engine's requests that were its answer."""
+    """Holds the span of an HTTP request, and the engine's requests that were its answer. Where several engines could
+    compute them, each time that one has them is a span below it."""
 
-    def __init__(self, span: Span, operation: str) -> None:
+    def __init__(self, span: Span, operation: str, tracer: Tracer) -> None:
         self.span = span
         self.operation = operation
         self.finished: list[FinishedRequest] = []
+        self._tracer = tracer
+        self._engines: dict[int, Span] = {}  # by the engine's request: the span of the engine that has it
+
+    def place(self, id: int, placement: RequestPlacement) -> None:
+        """Begins the span of an engine that was sent a request, and ends that of the one before, which was lost, has
+        refused the request or is drained."""
+        if (before := self._engines.pop(id, None)) is not None:
+            before.set_attribute("error.type", "interrupted")
+            before.set_status(StatusCode.ERROR)
+            before.end()
+        span = self._tracer.start_span(f"engine {placement.replica}", set_span_in_context(self.span), SpanKind.CLIENT)
+        span.set_attributes({"penstock.replica": placement.replica, "penstock.route.why": placement.why})
+        span.set_attributes({"penstock.route.cached_tokens": placement.cached, "penstock.resumed": placement.resumed})
+        span.set_attributes({f"penstock.route.{part}_ms": round(ms, 3) for part, ms in placement.costs.items()})
+        if placement.resumed:
+            self.span.add_event("penstock.resume", {"penstock.replica": placement.replica})
+        self._engines[id] = span
+
+    def headers(self) -> dict[str, str]:
+        """Returns the headers that make what another engine does part of the trace."""
+        headers: dict[str, str] = {}
+        span = self._engines.get(RELAYED, self.span)
+        TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))
+        return headers
+
+    def leave(self, finished: FinishedRequest) -> None:
+        """Ends the span of the engine that has had a request, with the times of the engine's report."""
+        if (span := self._engines.pop(finished.request.id, None)) is not None:
+            set_answer(span, [finished])
+            span.end()
+
+    def end(self) -> None:
+        """Ends the span, and those of engines."""
+        for span in self._engines.values():
+            span.end()
+        set_answer(self.span, self.finished)
+        self.span.end()
 
 
 class Traces:
@@ -87,10 +125,9 @@ class Traces:
         ending.join(EXPORT_SECONDS)
 
     async def _trace(self, app: ASGIApp, operation: str, scope: Scope, receive: Receive, send: Send) -> None:
-        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        parent = self._parents.extract({name: given[name] for name in PARENT_HEADERS if name in given})
         context = context_of(scope)
-        traced = context.span = RequestSpan(self._begin(operation, SpanKind.SERVER, parent), operation)
+        parent = self._parents.extract(context.parents)
+        traced = context.span = RequestSpan(self._begin(operation, SpanKind.SERVER, parent), operation, self._tracer)
         span = traced.span
         span.set_attributes({"http.request.method": "POST", "url.path": scope["path"]})
         span.set_attribute("penstock.request_id", context.id)
@@ -103,9 +140,8 @@ class Traces:
         try:
             await app(scope, receive, send_with_status)
         finally:
-            set_answer(span, traced.finished)
             self._name(span, operation, context.model)
-            span.end()
+            traced.end()
 
     def _name(self, span: Span, operation: str, model: str) -> None:
         """Names a span after the model that the request turned out to use."""
@@ -118,6 +154,7 @@ class Traces:
         traced = context.span
         if traced is not None and traced.span.is_recording():
             traced.finished.append(finished)
+            traced.leave(finished)
             return
         parent = None if traced is None else set_span_in_context(traced.span)
         ago = time.perf_counter() - finished.began

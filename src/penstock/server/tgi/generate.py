@@ -55,6 +55,7 @@ class TgiParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
+    loop_guard: bool | None = None  # false: at temperature 0 an answer may repeat itself without end
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: list[str] | None = None
     return_full_text: bool | None = None
@@ -147,6 +148,7 @@ def _sampling(served: ServedModel, given: TgiParameters, scored: bool) -> list[S
         top_p=given.top_p,
         repetition_penalty=given.repetition_penalty,
         frequency_penalty=given.frequency_penalty,
+        loop_guard=given.loop_guard,
         seed=given.seed,
         stop=given.stop,
         **_structured(given.grammar),

@@ -1,0 +1,36 @@
+"""Defines what a dialect's writer needs to know of a turn, whoever computes its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from msgspec import UnsetType
+
+from penstock.server.explain import AnswerReport
+from penstock.text import Delta
+from penstock.text.parse import AnswerPart
+
+
+class AnswerTurn(Protocol):
+    """Is implemented by ChatTurn, and by fleet/foreign for answers of other engines."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Returns how many tokens the prompt has, as far as is known."""
+
+    def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
+        """Returns what a delta adds to its choice."""
+
+    def calls(self, choice: int = 0) -> int:
+        """Returns how many tools the choice has called so far."""
+
+
+class AnswerExplanation(Protocol):
+    """Collects the `penstock` object of an answer."""
+
+    def end(self, choice: int, delta: Delta) -> None:
+        """Takes a choice's last delta."""
+
+    def report(self, order: Iterable[int] | None = None) -> AnswerReport | UnsetType:
+        """Returns the report once every choice has ended, unless there is nothing that it must contain."""
