@@ -21,6 +21,7 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.graphs import bucket_decode_rows
 from penstock.backend.cuda.kernels import pdl
+from penstock.backend.cuda.shared_prefixes import Sharing
 from penstock.engine.engine import Engine
 from penstock.model.families.llama import build
 from penstock.model.rope import plain
@@ -244,6 +245,56 @@ def step(bench: Bench) -> Figures:
     return found
 
 
+def shared(bench: Bench) -> Figures:
+    """A decode step of rows that have 4,096 positions in common and 192 of their own: the prefix read once, and by
+    every row."""
+    found: Figures = {}
+    backend, common, own = bench.backend, 4096 // BLOCK_SIZE, 192 // BLOCK_SIZE
+    for rows in (8, 16, 64, 256):
+        blocks = np.random.default_rng(rows).permutation(bench.num_blocks)[: common + rows * own].tolist()
+        tables = [blocks[:common] + blocks[common + row * own : common + (row + 1) * own] for row in range(rows)]
+        work = greedy_batch([Chunk([1], 4096 + 150, table, row, 1) for row, table in enumerate(tables)])
+        entry = {}
+        for name, sharing in (("by every row", None), ("once", Sharing(BLOCK_SIZE, 16))):
+            backend._programs[0].sharing = sharing
+            entry[f"{name}, ms"] = backend.time_step(work, 20) * 1e3
+        found[str(rows)] = entry
+        say(f"shared prefix, {rows} rows: " + ", ".join(f"{name} {value:.3f}" for name, value in entry.items()))
+    return found
+
+
+def host_tier(bench: Bench) -> Figures:
+    """A prompt of 4,096 tokens whose KV has left the device for host memory, beside computing it again and finding it
+    on the device."""
+    blocks = 700  # two such prompts
+    backend = bench.backend
+    limits = Limits(8192, MAX_ROWS, STEP_TOKENS, BLOCK_SIZE, blocks, 128256, PREFILL_BUDGET, host_places=2048)
+    engine = Engine(backend, limits, depth=backend.depth)
+    first, *others = bench.requests(8, 4096, 2)
+    found: dict[str, list[float]] = {"computed": [], "on the device": [], "in host memory": []}
+    for name, request in (("computed", first), *(("computed", other) for other in others)):
+        found[name].append(first_ms(engine, request))
+    for _ in range(4):
+        for name, other in (("in host memory", first), ("on the device", first), *(("", each) for each in others[:2])):
+            ms = first_ms(engine, other._replace(id=next(bench._ids)))
+            if name:
+                found[name].append(ms)
+    figures = {name: min(values) for name, values in found.items()}
+    stats = engine.stats()
+    say(f"host tier, first token in ms: {figures}; {stats.host_blocks} of {stats.host_places} places, all {found}")
+    return {**figures, "all": found}
+
+
+def first_ms(engine: Engine, request: Request) -> float:
+    began = time.perf_counter()
+    engine.add(request)
+    ms = 0.0
+    while not engine.idle:
+        if any(isinstance(event, Tokens) for event in engine.step()) and not ms:
+            ms = (time.perf_counter() - began) * 1e3
+    return ms
+
+
 def whole_ms(backend: CudaBackend, work: Any) -> float:
     """From launch to answer."""
     spent = []
@@ -364,6 +415,8 @@ def follow(engine: Engine, requests: list[Request], steps: int = 5000) -> dict[i
 CELLS: dict[str, Callable[[Bench], Figures]] = {
     **KERNEL_CELLS,
     "step": step,
+    "shared": shared,
+    "host_tier": host_tier,
     "profile": profile,
     "decode1": decode1,
     "prefill": prefill,

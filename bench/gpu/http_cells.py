@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,41 +166,69 @@ def start(subject: Subject) -> Figures:
     return found
 
 
-def http(clients: int) -> Callable[[Subject], Figures]:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many clients, each with a request in every round. Several programs share the clients, where one could not read
+    answers as fast as they come."""
+
+    clients: int
+    prompt: int
+    answer: int
+    shared: int = 0  # leading tokens that all prompts have in common
+    programs: int = 1
+    rounds: int = ROUNDS
+
+    def named(self) -> str:
+        common = f", {self.shared} in common" if self.shared else ""
+        return f"{self.clients} clients, {self.prompt}/{self.answer}{common}"
+
+
+def http(*loads: Load, options: tuple[str, ...] = ()) -> Callable[[Subject], Figures]:
+    """Measures loads one after the other on one server."""
+
     def cell(subject: Subject) -> Figures:
-        answer = 256 if clients == 256 and subject.weights != "bf16" else 512
-        prompt = 512
-        if subject.shape == "tiny":
-            prompt, answer = 64, 32
         kernels = subject.caches.setdefault("kernels", tempfile.mkdtemp(prefix="kernels-"))
-        with serving(subject, kernels) as server:
-            say(f"ready after {server.ready:.1f} s; one round to warm up")
-            load(server, clients, clients, prompt, min(answer, 96))
-            time.sleep(SETTLE if subject.device == "cuda" else 0)
-            before = processor_seconds(server.pid)
-            figures = load(server, clients, ROUNDS * clients, prompt, answer)
-            spent = processor_seconds(server.pid) - before
-            figures["server process, µs per token"] = spent * 1e6 / max(figures["output_tokens"], 1)
-            figures["server process, share of a core"] = spent / figures["seconds"]
-            figures["log"] = server.log.read_text()[-4000:]
-        told = f"TTFT p50 {figures['ttft_p50']:.0f} p99 {figures['ttft_p99']:.0f}, ITL p50 {figures['itl_p50']:.2f} p99"
-        say(
-            f"http{clients}, {prompt}/{answer}: {figures['output_tok_s']:.0f} tok/s, {told} {figures['itl_p99']:.2f} ms"
-        )
-        say(f"  server process: {figures['server process, µs per token']:.1f} µs of CPU time per token")
-        say(f"  {figures['errors']} of {figures['requests']} failed {figures['first_error']}")
-        return figures
+        with serving(replace(subject, options=(*options, *subject.options)), kernels) as server:
+            say(f"ready after {server.ready:.1f} s")
+            return {each.named(): measured(server, subject, each) for each in loads}
 
     return cell
 
 
-def load(server: Server, clients: int, requests: int, prompt: int, answer: int) -> Figures:
-    sizes = ["--input-len", str(prompt), "--output-len", str(answer), "--requests", str(requests)]
+def measured(server: Server, subject: Subject, wanted: Load) -> Figures:
+    """Warms up with one round, lets graphs be captured, and measures."""
+    tiny = subject.shape == "tiny"
+    wanted = replace(wanted, prompt=64 + wanted.shared // 64, answer=32, shared=wanted.shared // 64) if tiny else wanted
+    load(server, replace(wanted, answer=min(wanted.answer, 96)), 1)
+    time.sleep(0 if subject.device == "cpu" else SETTLE)
+    before = processor_seconds(server.pid)
+    figures = load(server, wanted, wanted.rounds)
+    spent = processor_seconds(server.pid) - before
+    figures["server process, µs per token"] = spent * 1e6 / max(figures["output_tokens"], 1)
+    figures["server process, share of a core"] = spent / figures["seconds"]
+    figures["log"] = server.log.read_text()[-4000:]
+    told = f"TTFT p50 {figures['ttft_p50']:.0f} p99 {figures['ttft_p99']:.0f}, ITL p50 {figures['itl_p50']:.2f} p99"
+    say(f"http {wanted.named()}: {figures['output_tok_s']:.0f} tok/s, {told} {figures['itl_p99']:.2f} ms")
+    say(f"  server process: {figures['server process, µs per token']:.1f} µs of CPU time per token")
+    say(f"  {figures['errors']} of {figures['requests']} failed {figures['first_error']}")
+    return figures
+
+
+def load(server: Server, wanted: Load, rounds: int) -> Figures:
+    """Returns the figures of all programs together: sums of tokens, and of times the largest."""
+    clients = wanted.clients // wanted.programs
+    sizes = ["--input-len", str(wanted.prompt), "--output-len", str(wanted.answer)]
+    sizes += ["--requests", str(rounds * clients), "--shared-prefix", str(wanted.shared), "--json"]
     command = [sys.executable, "-m", "penstock", "bench", "--url", server.url, "--concurrency", str(clients), *sizes]
-    done = subprocess.run([*command, "--json", "--seed", str(requests)], capture_output=True, text=True, timeout=500)
-    if not done.stdout:
-        raise RuntimeError(f"the load generator left with code {done.returncode}: {done.stderr[-2000:]}")
-    figures: Figures = json.loads(done.stdout)["results"][0]
+    started = [
+        subprocess.Popen([*command, "--seed", f"{rounds}{number}"], stdout=subprocess.PIPE, text=True)
+        for number in range(wanted.programs)
+    ]
+    results = [json.loads(each.communicate(timeout=500)[0])["results"][0] for each in started]
+    figures: Figures = {name: max(result[name] for result in results) for name in results[0]}
+    for name in ("requests", "errors", "prompt_tokens", "cached_tokens", "output_tokens"):
+        figures[name] = sum(result[name] for result in results)
+    figures["output_tok_s"] = figures["output_tokens"] / figures["seconds"]
     return figures
 
 
@@ -212,7 +240,13 @@ def processor_seconds(pid: int) -> float:
 
 HTTP_CELLS: dict[str, Callable[[Subject], Figures]] = {
     "start": start,
-    **{f"http{clients}": http(clients) for clients in (1, 4, 64, 256)},
+    **{f"http{clients}": http(Load(clients, 512, 512)) for clients in (1, 4, 64, 256)},
+    "long": http(Load(16, 16000, 256), Load(64, 4224, 128, shared=4096)),
+    "saturated": http(
+        Load(1024, 128, 128, programs=4),
+        Load(512, 1000, 1000, programs=4, rounds=2),
+        options=("--max-rows", "1024", "--kv", "int8"),
+    ),
 }
 
 

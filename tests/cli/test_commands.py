@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_sampling_is_the_models_own_unless_it_is_given(
     penstock("run", reciter, "Go", "--device", "ref")
     penstock("run", "mine", "Go", "--device", "ref")
     penstock("run", "mine", "Go", "--device", "ref", "--temperature", 0, "--top-p", 0.5)
-    assert [(each.temperature, each.top_k, each.top_p) for each in asked] == [(0.7, 0, 1), (0.25, 5, 1), (0, 5, 0.5)]
+    assert [(each.temperature, each.top_k, each.top_p) for each in asked] == [(0.7, 0, 0.95), (0.25, 5, 1), (0, 5, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -130,14 +131,14 @@ def test_sampling_is_the_models_own_unless_it_is_given(
     [
         (["run"], "are required: [MODEL] PROMPT"),
         (["run", "why", "is", "it"], "put the prompt in quotes"),
-        (["run", "x", "--heat", "1"], "unrecognized arguments: --heat"),
+        (["run", "x", "--heat", "1"], "there is no option --heat"),
         (["run", "x", "--raw", "--system", "y"], "--system cannot be used with it"),
-        (["run", "x", "--max", "1"], "unrecognized arguments: --max"),
+        (["run", "x", "--max", "1"], "there is no option --max"),
         (["run", "x", "--top-p", "2"], "--top-p: must be 1 or less; got 2"),
         (["run", "x", "--top-p", "nan"], "--top-p: must be 0 or more; got nan"),
         (["run", "x", "--seed", "one"], "--seed: takes a whole number; got 'one'"),
         (["run", "x", "--block-size", "0"], "--block-size: must be 1 or more; got 0"),
-        (["run", "x", "--max-rows", "2"], "unrecognized arguments: --max-rows"),
+        (["run", "x", "--max-rows", "2"], "there is no option --max-rows"),
         (["serve", "--step-tokens", "many"], "--step-tokens: takes a whole number; got 'many'"),
         (["serve", "--prefill-budget", "-1"], "--prefill-budget: must be 0 or more; got -1"),
         (["rm"], "are required: MODEL"),
@@ -193,8 +194,8 @@ def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monk
     penstock("serve", str(reciter))
     sizes = ("--step-tokens", 100, "--prefill-budget", 50, "--block-size", 8, "--kv-memory", 10**6, "--name", "it")
     names = ("--strict", "--alias", "gpt-4o=it", "--alias", "big-*=it")
-    penstock("serve", str(reciter), *names, *sizes, "--log-level", "debug", "--log-format", "json")
-    assert [each.log for each in setups] == [("info", "text"), ("debug", "json")]
+    penstock("serve", str(reciter), *names, *sizes, "--log-level", "debug", "--log-format", "json", "--log-prompts")
+    assert [each.log for each in setups] == [("info", "text", False), ("debug", "json", True)]
     assert [each.lenient for each in rules] == [True, False]
     assert ("claude*", "") in pools[0].settings.aliases  # the default model
     assert pools[1].settings.aliases == (("gpt-4o", "it"), ("big-*", "it"))
@@ -220,7 +221,9 @@ def test_serve_says_what_is_the_default_and_what_makes_no_sense(
 def test_version_and_help(penstock: Penstock) -> None:
     from penstock import __version__
 
-    assert penstock("--version") == (0, f"penstock {__version__}\n", "")
+    code, out, _ = penstock("--version")
+    assert code == 0
+    assert re.fullmatch(rf"penstock {re.escape(__version__)}( \([0-9a-f]{{12}}\))?\n", out)  # built from a commit
     code, out, _ = penstock("--help")
     assert code == 0
     for command in ("run", "chat", "serve", "pull", "list", "show", "rm", "plan", "bench", "doctor", "keys add"):
@@ -331,6 +334,10 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
     assert code == 0
     assert "KV cache" in out
     assert "not the 1000000.00 GB asked for" in out
+    assert "KV on disk" not in out
+    disk = ("--kv-disk", str(reciter.parent / "kv"))
+    assert f"  KV on disk        nothing yet in {disk[1]}" in penstock("plan", reciter, "--device", "ref", *disk)[1]
+    assert json.loads(penstock("plan", reciter, "--device", "ref", *disk, "--json")[1])["kv_disk"]["prompts"] == 0
     code, out, err = penstock("plan", reciter, "--device", "ref", "--kv-memory", "1")
     assert (code, out) == (1, "")
     assert "KV cache" in err
@@ -391,17 +398,10 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     findings = {finding["check"]: finding["state"] for finding in json.loads(penstock("doctor", "--json")[1])}
     assert findings["default model"] == "ok"
     assert set(findings) == {
-        "python",
-        "cpu",
-        "cores",
-        "memory",
-        "disk",
-        "pip",
-        "store",
-        "default model",
-        "profiles",
-        "speed",
+        *("python", "cpu", "cores", "load", "memory", "disk", "gpu", "torch", "compiler", "packages", "pip", "ports"),
+        *("file limits", "proxies", "store", "default model", "profiles", "kv on disk", "speed", "faster with"),
     }
+    assert "nothing yet in ./kv; at most 17.18 GB" in penstock("doctor", "--kv-disk", "./kv")[1]
 
     entry.path.write_bytes(b"x" * 1000)
     code, out, _ = penstock("doctor")
@@ -512,3 +512,13 @@ def test_the_default_model_is_served_by_its_own_name(smollm2: Path) -> None:
     from penstock.cli.served_models import ModelFinder
 
     assert [model.name for model in ModelFinder(["smollm2"], "", "").found] == ["smollm2"]
+
+
+def test_a_greedy_answer_that_repeats_itself_is_ended(penstock: Penstock, babbler: Path) -> None:
+    words = ("run", babbler, "Go", "--device", "ref", "--temperature", 0, "--max-tokens", 1200)
+    code, out, error = penstock(*words)
+    assert (code, 1024 <= len(out.encode()) < 1100) == (0, True)
+    assert "(the answer repeated itself and was ended after 10" in error
+    assert json.loads(penstock(*words, "--json")[1])["stop_reason"] == "repetition"
+    code, out, error = penstock(*words, "--no-loop-guard")
+    assert "(the answer was cut off after 1200 tokens)" in error

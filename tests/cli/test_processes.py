@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,13 +38,60 @@ def test_an_interrupted_run_leaves_quietly(babbler: Path) -> None:
 
 def test_a_pipe_that_no_one_reads(babbler: Path) -> None:
     running = start("run", babbler, "Go", "--device", "ref")
+    assert running.stdin
     assert running.stdout
+    running.stdin.close()
+    running.stdin = None
     assert running.stdout.read(3) == b"abc"
     running.stdout.close()
     running.stdout = None
     _, err = running.communicate()
     assert running.returncode == 141
     assert err == b""
+
+
+def test_what_is_piped_in_comes_before_the_prompt(reciter: Path, tmp_path: Path) -> None:
+    def prompt_tokens(**options: Any) -> int:
+        words = [*COMMAND, "run", str(reciter), "Go", "--device", "ref", "--json"]
+        done = subprocess.run(words, capture_output=True, timeout=60, check=True, **options)
+        return int(json.loads(done.stdout)["prompt_tokens"])
+
+    alone = prompt_tokens(stdin=subprocess.DEVNULL)
+    assert prompt_tokens(input=b"") == alone
+    assert prompt_tokens(input=b"Look:\n") == alone + len("Look:\n\n")
+    (tmp_path / "text").write_bytes(b"Look:")
+    with (tmp_path / "text").open("rb") as file:
+        assert prompt_tokens(stdin=file) == alone + len("Look:\n\n")
+        assert prompt_tokens(stdin=file) == alone  # somebody has read from it: it is a loop's or a script's
+
+
+def test_a_pipe_that_stays_open_is_not_waited_for(reciter: Path) -> None:
+    running = start("run", reciter, "Go", "--device", "ref")
+    assert running.wait(60) == 0
+    assert running.stdout
+    assert running.stderr
+    assert running.stdout.read().decode() == f"{RECITED}\n"
+    assert b"stdin is a pipe that had nothing for 3 s: it is not read" in running.stderr.read()
+
+
+@pytest.mark.parametrize("words", [["help"], ["serve", "--help"]])
+def test_help_fits_a_narrow_terminal(words: list[str]) -> None:
+    import pty
+    import termios
+
+    outer, inner = pty.openpty()
+    termios.tcsetwinsize(inner, (24, 60))
+    running = subprocess.Popen([*COMMAND, *words], stdout=inner)
+    os.close(inner)
+    text = b""
+    with contextlib.suppress(OSError):  # the terminal's end, once nobody writes to it
+        while select.select([outer], [], [], 60)[0] and (piece := os.read(outer, 10**5)):
+            text += piece
+    os.close(outer)
+    assert running.wait(60) == 0
+    lines = [line for line in text.decode().splitlines() if not line.lstrip().startswith(("penstock", "curl", "-d"))]
+    assert len(lines) > 20
+    assert [line for line in lines[1:] if len(line) > 60] == []
 
 
 def test_a_chat_from_a_pipe(reciter: Path) -> None:

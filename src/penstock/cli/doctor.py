@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,12 +14,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
-from penstock.cli import options
+from penstock.cli import machine_checks, options
 from penstock.cli.command import Exit, Option
+from penstock.cli.machine_checks import Advice, CheckResult
 from penstock.cli.machine_profile import COMMON_FORMATS, machine_profile
-from penstock.cli.terminal import note, print_json, readable_size
+from penstock.cli.terminal import IN_PIPES, note, print_json, readable_size
 from penstock.errors import ConfigError, PenstockError
 
+Check = Callable[[], CheckResult | tuple[str, str]]
 KernelNeeds = dict[str, tuple[str, ...]]
 X86_KERNELS: KernelNeeds = {  # and what a CPU must report to run them, the fastest first
     "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"),
@@ -26,6 +29,7 @@ X86_KERNELS: KernelNeeds = {  # and what a CPU must report to run them, the fast
     "avx2": ("avx2", "fma", "f16c"),
 }
 ARM_KERNELS: KernelNeeds = {"neon": ("asimddp",)}
+MIN_WIDTH = 50  # characters of a line, however narrow the terminal is
 FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm")
 
 
@@ -36,11 +40,14 @@ class Finding:
     check: str
     state: str  # "ok", "note" or "bad"
     detail: str
+    advice: tuple[Advice, ...] = ()  # commands to type
+    faster: str = ""  # what would make answers faster
 
 
 def doctor(
     measure: Annotated[bool, Option(help="Measure the speed of this machine again.")] = False,
     tune: Annotated[bool, Option(help="Measure and keep the best tilings of kernels on this GPU.")] = False,
+    kv_disk: Annotated[str, Option(help="Say what lies in this folder of --kv-disk.")] = "",
     json: options.Json = False,
 ) -> None:
     """Check this machine and measure its speed. The exit code is 1 if something is broken.
@@ -48,32 +55,57 @@ def doctor(
     penstock doctor
     penstock doctor --measure
     penstock doctor --tune
+    penstock doctor --kv-disk DIR
     penstock doctor --json
 
-    The speed is measured once, which takes about 20 seconds, and kept for penstock plan.
+    The speed is measured once, which takes about 20 seconds, and kept for penstock plan. The last lines are commands to
+    type next.
 
     --tune is for GPUs other than the H100 and H200, whose tilings are known. It takes some minutes and wants the GPU
     to itself. The tilings are kept in the store's folder, for this GPU and these versions of Penstock and Triton.
     """
     if tune:
         _tune_kernels()
-    findings = [_run_check(check) for check in (*CHECKS, partial(_speed, measure))]
+    checks: list[Check] = [*CHECKS, partial(_kv_on_disk, kv_disk), partial(_speed, measure)]
+    findings = [_run_check(check) for check in checks]
+    findings.append(_what_is_faster(findings))
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
-        for finding in findings:
-            print(f"{finding.state:<6}{finding.check:<18}{finding.detail}")
+        _print(findings)
     if any(finding.state == "bad" for finding in findings):
         raise Exit(1)
 
 
-def _run_check(check: Callable[[], tuple[str, str]]) -> Finding:
+def _print(findings: list[Finding]) -> None:
+    """Prints a line for each finding, and then the commands to type. On a terminal, long lines are wrapped."""
+    from textwrap import fill
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else IN_PIPES
+    for finding in findings:
+        begin = f"{finding.state:<6}{finding.check:<18}"
+        print(fill(finding.detail, max(width, MIN_WIDTH), initial_indent=begin, subsequent_indent=" " * len(begin)))
+    advice = {each.command: each.why for finding in findings for each in finding.advice} | NEXT_STEPS
+    longest = max(map(len, advice))
+    print("\nCommands to type:")
+    for command, why in advice.items():
+        print(f"  {command:<{longest}}  # {why}")
+
+
+def _what_is_faster(findings: list[Finding]) -> Finding:
+    """Returns what would make answers faster, by what the checks found."""
+    found = [finding.faster for finding in findings if finding.faster]
+    always = "weights of four bits (a Q4_K_M file, or --quantize q4_k), if there are more now"
+    return Finding("faster with", "ok", "; ".join([*found, always]))
+
+
+def _run_check(check: Check) -> Finding:
     """Runs a check, which returns a state and a detail. An error is a finding too."""
     function = check.func if isinstance(check, partial) else check
     name = function.__name__.strip("_").replace("_", " ")
     try:
         return Finding(name, *check())
-    except (PenstockError, OSError, ImportError) as error:
+    except (PenstockError, OSError, ImportError, subprocess.SubprocessError) as error:
         return Finding(name, "bad", str(error))
 
 
@@ -102,10 +134,10 @@ def _cores() -> tuple[str, str]:
 
 
 def _memory() -> tuple[str, str]:
-    from penstock.config import available_memory
+    from penstock.config import available_memory, total_memory
 
     free = available_memory()
-    return "ok" if free > 1e9 else "note", f"{readable_size(free)} free"
+    return "ok" if free > 1e9 else "note", f"{readable_size(free)} free of {readable_size(total_memory())}"
 
 
 def _disk() -> tuple[str, str]:
@@ -116,7 +148,13 @@ def _disk() -> tuple[str, str]:
     return "ok" if free > 1e9 else "note", f"{readable_size(free)} free in {place}"
 
 
-def _native_backend() -> tuple[str, str]:
+def _native_backend() -> CheckResult | tuple[str, str]:
+    from penstock.backend import has_native
+    from penstock.backend.availability import NO_NATIVE
+
+    if not has_native():
+        advice = Advice("pip install --force-reinstall penstock", "compile the native code, once there is a compiler")
+        return CheckResult("bad", NO_NATIVE, (advice,), "native code")
     from penstock.backend.cpu import CpuBackend
 
     kernels = ARM_KERNELS if platform.machine() in ("aarch64", "arm64") else X86_KERNELS
@@ -162,14 +200,25 @@ def _store() -> tuple[str, str]:
     return "ok", f"{len(models)} models, {sizes[0]}, and {sizes[1]} of packed weights in {home()}"
 
 
-def _default_model() -> tuple[str, str]:
+def _kv_on_disk(folder: str) -> tuple[str, str]:
+    from penstock.config import Config
+    from penstock.engine.kv_disk.summary import described
+
+    if not folder:
+        return "ok", "a server with --kv-disk DIR keeps prompts there; --kv-disk DIR shows here what it has"
+    return "ok", described(folder, Config(model="").kv_disk_bytes)
+
+
+def _default_model() -> CheckResult | tuple[str, str]:
     from penstock.store import DEFAULT, find, sha256_of
 
     entry = find(DEFAULT)
     if entry is None:
-        return "note", f"{DEFAULT} is not downloaded yet; the first use does it, or `penstock pull {DEFAULT}`"
+        detail = f"{DEFAULT} is not downloaded yet; the first use does it"
+        return CheckResult("note", detail, (Advice(f"penstock pull {DEFAULT}", "fetch the default model"),))
     if sha256_of(entry.path) != entry.sha256:
-        return "bad", f"{entry.path} is damaged: run `penstock rm {DEFAULT}` and `penstock pull {DEFAULT}`"
+        again = Advice(f"penstock rm {DEFAULT} && penstock pull {DEFAULT}", "fetch the damaged model again")
+        return CheckResult("bad", f"{entry.path} is damaged: fetch it again", (again,))
     return "ok", f"{DEFAULT} at {entry.path}"
 
 
@@ -178,6 +227,8 @@ def _speed(again: bool) -> tuple[str, str]:
     from penstock.config import Config
 
     config = resolve_defaults(Config(model=""))
+    if config.device == "ref":
+        return "note", "NumPy computes: its speed is not measured"
     profile = machine_profile(config, open_backend(config).name, COMMON_FORMATS[config.device], again)
     assert profile is not None  # auto never chooses a device without a profile
     rates = [
@@ -198,4 +249,28 @@ def _tune_kernels() -> None:
     note(f"tilings are kept in {tune(report=note)}")
 
 
-CHECKS = (_python, _cpu, _cores, _memory, _disk, _native_backend, _pip, _store, _default_model, _profiles)
+NEXT_STEPS = {
+    'penstock run "Why is the sky blue?"': "try it",
+    "penstock plan smollm2": "see what fits and how fast it will be",
+    "penstock serve --profile chat": "serve it to people",
+}
+CHECKS: tuple[Check, ...] = (
+    _python,
+    _cpu,
+    _cores,
+    machine_checks.load,
+    _memory,
+    _disk,
+    _native_backend,
+    machine_checks.gpu,
+    machine_checks.torch,
+    machine_checks.compiler,
+    machine_checks.packages,
+    _pip,
+    machine_checks.ports,
+    machine_checks.file_limits,
+    machine_checks.proxies,
+    _store,
+    _default_model,
+    _profiles,
+)

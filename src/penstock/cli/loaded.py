@@ -77,8 +77,10 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
     except HTTPError as error:
         raise EngineUnavailable(f"the server at {url} refused: {_reason(error)}") from error
     except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        told = getattr(reason, "strerror", None) or reason
         raise EngineUnavailable(
-            f"no server answers at {url} ({error}): start one with `penstock serve`, or name another with --url"
+            f"no server answers at {url} ({told}): start one with `penstock serve`, or name another with --url"
         ) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli.command import Argument, EngineOptions, Option
@@ -39,8 +38,8 @@ class AnswerOptions(NamedTuple):
         float | None,
         Option(
             minimum=0,
-            help="Sampling temperature. 0: always the most likely token, so that answers repeat. By default, the "
-            "model's own (generation_config.json, GGUF metadata or Modelfile), else 0.7.",
+            help="Sampling temperature. 0: always the most likely token, so that the same prompt has the same answer. "
+            "By default, the model's own (generation_config.json, GGUF metadata or Modelfile), else 0.7.",
         ),
     ] = None
     top_p: Annotated[
@@ -49,14 +48,20 @@ class AnswerOptions(NamedTuple):
             minimum=0,
             maximum=1,
             help="Sample from the most likely tokens whose probabilities add up to this. By default, the model's own, "
-            "else 1.",
+            "else 0.95.",
         ),
     ] = None
     seed: Annotated[int | None, Option(help="Seed that makes sampling repeatable.")] = None
+    loop_guard: Annotated[
+        bool,
+        Option(
+            help="At temperature 0, end an answer that repeats the same words without end. This is the default; "
+            "--no-loop-guard lets it go on."
+        ),
+    ] = True
     system: Annotated[str, Option(help="System message to begin with.")] = ""
 
     def sampling(self, llm: LLM) -> SamplingParams:
         """Returns how to answer: as the options that were given say, else as the model's own defaults do."""
-        given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
-        stated = {name: value for name, value in given.items() if value is not None}
-        return replace(llm.get_default_sampling_params(), **stated)
+        given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "seed", "loop_guard")}
+        return llm.sampling_params(**given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
@@ -33,6 +34,7 @@ def plan(
     path = obtain(model)
 
     from penstock.config import configure
+    from penstock.engine.kv_disk.summary import described, summarize
     from penstock.errors import ConfigError
     from penstock.model.load import open_checkpoint
     from penstock.planning.forecast import make_forecasts
@@ -42,9 +44,13 @@ def plan(
     checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
     found, *others = make_forecasts(config, checkpoint, prompt, machine_profile)
     if json:
-        print_json(_to_json(found) | {"quantized": {other.quantize: _to_json(other) for other in others}})
+        disk = summarize(Path(config.kv_disk).expanduser())._asdict() if config.kv_disk else None
+        quantized = {other.quantize: _to_json(other) for other in others}
+        print_json(_to_json(found) | {"kv_disk": disk, "quantized": quantized})
     elif found.memory:
         print("\n".join(found.memory.lines()))
+        if config.kv_disk:
+            print(f"  {'KV on disk':<18}{described(config.kv_disk, config.kv_disk_bytes)}")
         print("\n".join(_speed_lines(found.speed)))
     if others and not json:
         _print_table([found, *others])

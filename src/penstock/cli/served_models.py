@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from penstock.cli import options
 from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
     from penstock.config import Config
+    from penstock.ipc.client import EngineClient
     from penstock.ipc.launchers import Launcher
     from penstock.server.models import ModelSource
     from penstock.server.models.ledger import Budget
     from penstock.store import DerivedModel
     from penstock.text import Text
 
+MakeClient: TypeAlias = "Callable[[Config], EngineClient]"
 OVERHEAD = 1.1  # times the size of the files that weights take in memory, at most
 LIKELY_LOADED = 4  # models at once, where no option limits them
 SETTLED_NS = 2 * 10**9  # after its last change, a folder that changes again is sure to have a new time
@@ -56,18 +59,19 @@ class ModelFinder:
     else the default one. Models that are named are fetched first. One that is derived from another of them is left out:
     the other answers to its name."""
 
-    def __init__(self, refs: Sequence[str], models_dir: str, name: str) -> None:
-        """Finds the models that there are at first. `name` is what the first of them is called."""
+    def __init__(self, refs: Sequence[str], models_dir: str, name: str, *, others: bool = False) -> None:
+        """Finds the models that there are at first. `name` is what the first of them is called. `others`: other engines
+        have models, too, so that there may be none here."""
         from penstock.errors import ConfigError
 
         self._named = [obtained(ref) for ref in refs]
         self._folder = Path(models_dir).expanduser() if models_dir else None
-        self._whole_store = not (self._named or self._in_folder())
+        self._whole_store = not (self._named or self._in_folder() or others)
         if self._whole_store and not in_store():
             obtained(options.DEFAULT_MODEL)
         self._stamps = self._now()
         found = self._all()
-        self._own_names = {found[0].path: name} if name else {}
+        self._own_names = {found[0].path: name} if name and found else {}
         self.found = [self._renamed(each) for each in found]
         names = [each.name for each in self.found]
         if twice := [each for each in names if names.count(each) > 1]:
@@ -157,19 +161,25 @@ class ModelSources:
     several models."""
 
     def __init__(
-        self, finder: ModelFinder, engine: dict[str, Any], adapters: Sequence[str], text: TextChanges, budget: Budget
+        self,
+        finder: ModelFinder,
+        engine: dict[str, Any],
+        adapters: Sequence[str],
+        text: TextChanges,
+        budget: Budget,
+        make_client: MakeClient | None = None,
     ) -> None:
         """Takes the options of all engines, the adapters as the command line names them, and the memory of all models
-        together."""
+        together. `make_client` returns what computes a model; by default, that is an engine process."""
         self._finder = finder
         self._engine = engine
         self._adapters = adapters_by_model(adapters, [each.name for each in finder.found])
         self._text = text
         self._made: dict[FoundModel, ModelSource] = {}
-        several = len(finder.found) > 1
-        launcher = launcher_of_several(warm=True) if several else launcher_of_one()
+        self._make_client = make_client
+        maker = self._client_maker(several=len(finder.found) > 1, warm=True)
         shares = partial(model_shares, budget, disk=bool(engine.get("kv_disk")))
-        self.first = [self._make(each, launcher, shares(len(finder.found))) for each in finder.found]
+        self.first = [self._make(each, maker, shares(len(finder.found))) for each in finder.found]
         self._shares = shares(max(len(finder.found), LIKELY_LOADED))
 
     def find_again(self) -> list[ModelSource] | None:
@@ -177,29 +187,40 @@ class ModelSources:
         found = self._finder.find_again()
         if found is None:
             return None
-        return [self._make(each, launcher_of_several(warm=False), self._shares) for each in found]
+        return [self._make(each, self._client_maker(several=True, warm=False), self._shares) for each in found]
 
-    def _make(self, found: FoundModel, launcher: Launcher, shares: MemoryShares) -> ModelSource:
+    def _client_maker(self, *, several: bool, warm: bool) -> MakeClient:
+        """Returns what makes the client of a model, of which the server has one or several."""
+        if self._make_client is not None:
+            return self._make_client
+        from penstock.ipc.spawn import ProcessClient
+
+        launcher = launcher_of_several(warm) if several else launcher_of_one()
+        return lambda config: ProcessClient(config, launcher)
+
+    def _make(self, found: FoundModel, make_client: MakeClient, shares: MemoryShares) -> ModelSource:
         if found not in self._made:
             own: dict[str, Any] = {"adapter": self._adapters.get(found.name, ())}
             if found != self._finder.found[0]:
                 own["draft"] = ""
-            self._made[found] = source_of(found, self._engine | own, self._text, launcher, shares)
+            self._made[found] = source_of(found, self._engine | own, self._text, make_client, shares)
         return self._made[found]
 
 
 def launcher_of_one() -> Launcher:
     """Returns what starts the engine process of the only model."""
-    from penstock.ipc.launchers import SpawnThenForkLauncher
+    from penstock.ipc.launchers import SpawnLauncher, SpawnThenForkLauncher
 
-    return SpawnThenForkLauncher()
+    return SpawnThenForkLauncher() if hasattr(os, "fork") else SpawnLauncher()
 
 
 def launcher_of_several(warm: bool) -> Launcher:
-    """Returns what starts engine processes of models that are loaded again and again: they are forked. The process that
-    they are forked from starts now if it is to be `warm`, else with the first of them."""
-    from penstock.ipc.launchers import ForkLauncher
+    """Returns what starts engine processes of models that are loaded again and again: they are forked, where
+    the system can. The process that they are forked from starts now if it is to be `warm`, else with the first."""
+    from penstock.ipc.launchers import ForkLauncher, SpawnLauncher
 
+    if not hasattr(os, "fork"):
+        return SpawnLauncher()
     forking = ForkLauncher()
     if warm:
         forking.warm_up()
@@ -220,11 +241,10 @@ def model_shares(budget: Budget, models: int, disk: bool = False) -> MemoryShare
 
 
 def source_of(
-    found: FoundModel, engine: dict[str, Any], text: TextChanges, launcher: Launcher, shares: MemoryShares
+    found: FoundModel, engine: dict[str, Any], text: TextChanges, make_client: MakeClient, shares: MemoryShares
 ) -> ModelSource:
     """Returns how a model is loaded."""
     from penstock.config import AUTO, configure, parse_adapter
-    from penstock.ipc.spawn import ProcessClient
     from penstock.server.models import ModelSource
     from penstock.store import with_local_draft
 
@@ -232,7 +252,7 @@ def source_of(
     given = engine | unset
     config = with_local_draft(configure(found.path, given, name=found.name), obtain)
     load = partial(_load_text, found, config.config, text)
-    client = partial(ProcessClient, config, launcher)
+    client = partial(make_client, config)
     adapters = tuple(map(parse_adapter, config.adapter))
     expected = partial(_expected, config)
     return ModelSource(found.name, client, load, found.path, _derived(found), expected, adapters, found.fixed)

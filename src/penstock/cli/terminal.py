@@ -14,10 +14,26 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
+    from penstock.llm.outputs import RequestOutput
+
+IN_PIPES = 10_000  # columns
+
 
 def note(text: str) -> None:
     """Prints a line to stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def note_ending(output: RequestOutput) -> None:
+    """Says so if an answer was cut off."""
+    count = len(output.tokens)
+    if output.outputs[0].stop_reason == "repetition":
+        note(
+            f"(the answer repeated itself and was ended after {count} tokens; "
+            "--temperature 0.7 avoids it, --no-loop-guard lets it go on)"
+        )
+    elif output.finish_reason == "length":
+        note(f"(the answer was cut off after {count} tokens)")
 
 
 def print_json(value: Any) -> None:
@@ -25,9 +41,10 @@ def print_json(value: Any) -> None:
 
 
 def print_table(table: Table) -> None:
+    """Prints a table to stdout. In a pipe its lines are as long as they are, for programs that read lines."""
     from rich.console import Console
 
-    Console(file=sys.stdout, highlight=False).print(table)
+    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else IN_PIPES).print(table)
 
 
 def readable_size(size: float) -> str:

@@ -1,0 +1,87 @@
+"""`penstock config` shows what is set, and where."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+from penstock.cli import options, settings
+from penstock.cli.app import COMMANDS, command
+from penstock.cli.command import Argument, Declared, Option, UsageError, declarations, read_setting
+from penstock.cli.terminal import note, print_json, print_table
+
+DEFAULT = "default"
+
+
+def config(
+    of: Annotated[
+        list[str], Argument(metavar="COMMAND", help="The command whose options are shown, such as serve or keys add.")
+    ] = ["serve"],  # noqa: B006 - it is never changed
+    set_only: Annotated[bool, Option(name="--set", help="Show only what a variable or a file sets.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Show the options in force, and where each comes from.
+
+      penstock config
+      penstock config run --set
+      PENSTOCK_PORT=9000 penstock config serve --json
+
+    A flag counts before a variable PENSTOCK_NAME, and that before penstock.toml: the file that PENSTOCK_CONFIG names,
+    else the one in this folder, else penstock/penstock.toml in the user's configuration folder. In the file, a key
+    before the first [table] is for every command with such an option, and one below [serve] or [keys.add] for that
+    command.
+    """
+    name = " ".join(of)
+    if name not in COMMANDS:
+        raise UsageError(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}")
+    loaded = settings.load()
+    rows = [_row(name, declared, loaded) for declared in declarations(command(name)) if _is_option(declared)]
+    shown = [row for row in rows if row["source"] != DEFAULT] if set_only else rows
+    if json:
+        print_json({"command": name, "file": str(loaded.path or ""), "options": shown})
+    else:
+        _print(name, shown)
+        note(f"file: {loaded.path or 'there is no penstock.toml'}")
+    for variable in unknown_variables():
+        note(f"the variable {variable} is not an option of any command")
+
+
+def unknown_variables() -> list[str]:
+    """Returns the variables that look like options and are none."""
+    known = {
+        declared.option_name for name in COMMANDS for declared in declarations(command(name)) if _is_option(declared)
+    }
+    known |= {name.lower() for name in settings.NOT_OPTIONS}
+    given = (name for name in os.environ if name.startswith(settings.PREFIX))
+    return sorted(name for name in given if name.removeprefix(settings.PREFIX).lower() not in known)
+
+
+def _is_option(declared: Declared) -> bool:
+    return isinstance(declared.annotation, Option)
+
+
+def _row(name: str, declared: Declared, loaded: settings.Settings) -> dict[str, Any]:
+    assert isinstance(declared.annotation, Option)
+    setting = loaded.of(name, declared.option_name, declared.annotation.env)
+    value = declared.default if setting is None else read_setting(declared, setting)
+    source = DEFAULT if setting is None else setting.source
+    return {"option": declared.option_name.replace("_", "-"), "value": value, "source": source}
+
+
+def _print(name: str, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    if not rows:
+        return note(f"nothing is set for penstock {name}: all options have their defaults")
+    table = Table("option", "value", "from", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row["option"], _written(row["value"]), row["source"])
+    print_table(table)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)

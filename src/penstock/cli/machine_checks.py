@@ -1,0 +1,171 @@
+"""Checks what `penstock doctor` says about the machine around Penstock: GPU, packages, ports, limits and proxies."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+OK, NOTE, BAD = "ok", "note", "bad"
+PORT = 8000  # that `penstock serve` listens on
+PORTS = range(PORT, PORT + 20)
+ASKING_SECONDS = 10.0  # that another program has to answer
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+LOCAL = ("localhost", "127.0.0.1")
+MANY_FILES = 4096  # open files: fewer are too few for a thousand clients
+BUSY = 0.5  # of the cores, in use by others
+COMPILERS = ("c++", "g++", "clang++")
+PACKAGES = {  # that are not always there: the extra that has them, and what they are for
+    "uvloop": ("server", "faster answers over HTTP"),
+    "torch": ("cuda", "NVIDIA GPUs"),
+    "triton": ("cuda", "NVIDIA GPUs"),
+    "ray": ("fleet", "a fleet on many machines"),
+    "opentelemetry-sdk": ("otel", "traces with --otlp"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Is a command to type, and why."""
+
+    command: str
+    why: str
+
+
+class CheckResult(NamedTuple):
+    """Says what a check found: its state is ok, note or bad."""
+
+    state: str
+    detail: str
+    advice: tuple[Advice, ...] = ()
+    faster: str = ""  # what would make answers faster
+
+
+def gpu() -> CheckResult:
+    """Looks for an NVIDIA GPU, and for what Penstock needs to use it."""
+    if shutil.which("nvidia-smi") is None:
+        found = Path("/dev/nvidiactl").exists()
+        return CheckResult(
+            *(NOTE, "a device file, but no nvidia-smi") if found else (OK, "none found: the CPU computes")
+        )
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=ASKING_SECONDS, check=False)
+    if done.returncode:
+        return CheckResult(NOTE, f"nvidia-smi fails: {(done.stdout + done.stderr).strip()}")
+    fields = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 3]
+    cards = [f"{name}, {memory}, driver {driver}, compute {cap}" for name, memory, driver, cap in fields]
+    missing = [name for name in ("torch", "triton") if installed(name) is None]
+    if not missing:
+        return CheckResult(OK, "; ".join(cards))
+    why = f"{' and '.join(missing)} missing: the CPU computes although there is a GPU"
+    advice = Advice("pip install 'penstock[cuda]'", "use the GPU")
+    return CheckResult(NOTE, "; ".join([*cards, why]), (advice,), "the GPU, with torch and triton")
+
+
+def torch() -> CheckResult:
+    """Says which torch is installed, and whether it can use a GPU."""
+    if installed("torch") is None:
+        return CheckResult(OK, "not installed; only a GPU needs it")
+    from penstock.backend import has_cuda
+
+    usable = "it can use the GPU" if has_cuda() else "it finds no GPU that it can use"
+    return CheckResult(OK, f"{installed('torch')}, triton {installed('triton') or 'not installed'}; {usable}")
+
+
+def compiler() -> CheckResult:
+    """Looks for a C++ compiler, which an installation from source needs."""
+    found = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if found is None:
+        return CheckResult(OK, "none; only an installation from source needs one")
+    done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=ASKING_SECONDS, check=False)
+    return CheckResult(OK, f"{(done.stdout.splitlines() or ['unknown'])[0]} ({found})")
+
+
+def packages() -> CheckResult:
+    """Lists optional packages, and what those that are missing would be for."""
+    found = {name: installed(name) for name in PACKAGES}
+    there = [f"{name} {number}" for name, number in found.items() if number is not None]
+    missing = [f"no {name} ({PACKAGES[name][1]}: penstock[{PACKAGES[name][0]}])" for name in found if not found[name]]
+    detail = "; ".join([*there, *missing])
+    if found["uvloop"]:
+        return CheckResult(OK, detail)
+    advice = Advice("pip install 'penstock[server]'", "faster answers over HTTP")
+    return CheckResult(OK, detail, (advice,), "uvloop, for a server with many clients")
+
+
+def installed(package: str) -> str | None:
+    """Returns the version of a package; None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slow: the list of commands imports this file
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def ports() -> CheckResult:
+    """Says whether the port of `penstock serve` is free."""
+    if is_free(PORT):
+        return CheckResult(OK, f"{PORT}, which penstock serve uses, is free")
+    other = next(filter(is_free, PORTS), 0)
+    advice = Advice(f"penstock serve --port {other}", f"port {PORT} is taken")
+    return CheckResult(NOTE, f"{PORT}, which penstock serve uses, is taken by another program", (advice,))
+
+
+def is_free(port: int) -> bool:
+    """Returns whether a server can listen on the port of this machine."""
+    import socket
+
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def file_limits() -> CheckResult:
+    """Says how many files a process may have open, of which a connection is one."""
+    try:
+        import resource
+    except ImportError:
+        return CheckResult(OK, "this system has none")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = ("unlimited" if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    detail = f"{soft} open files, which a server raises to at most {hard}"
+    if isinstance(hard, int) and hard < MANY_FILES:
+        return CheckResult(NOTE, detail, (Advice("ulimit -n 65536", f"more than {hard} connections at once, as root"),))
+    return CheckResult(OK, detail)
+
+
+def proxies() -> CheckResult:
+    """Says which proxies clients use, and whether they would use them for a server on this machine."""
+    given = {name: os.environ.get(name) or os.environ.get(name.upper(), "") for name in PROXIES}
+    used = [f"{name} {re.sub(r'//[^/]*@', '//', value)}" for name, value in given.items() if value]
+    if not used:
+        return CheckResult(OK, "none")
+    around = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")).replace(" ", "").split(",")
+    if "*" in around or set(LOCAL) <= set(around):
+        return CheckResult(OK, f"{', '.join(used)}; not for this machine")
+    why = "clients reach a server on this machine without the proxy"
+    advice = Advice(f"export no_proxy={','.join(dict.fromkeys([*filter(None, around), *LOCAL]))}", why)
+    return CheckResult(NOTE, f"{', '.join(used)}; clients use them for {' and '.join(LOCAL)} too", (advice,))
+
+
+def load() -> CheckResult:
+    """Says how busy the cores are with other work, which makes answers slower."""
+    from penstock.config import available_threads
+
+    if not hasattr(os, "getloadavg"):
+        return CheckResult(OK, "not known on this system")
+    minute, cores = os.getloadavg()[0], available_threads()
+    detail = f"{minute:.1f} processes want to run on {cores} cores (mean of a minute)"
+    if minute < BUSY * cores:
+        return CheckResult(OK, detail)
+    slow = f"{detail}: answers take longer while others compute"
+    return CheckResult(NOTE, slow, (Advice("top", "see what else runs"),), "fewer other programs on this machine")

@@ -1,0 +1,143 @@
+"""Understands the flags of other engines: those that mean the same are renamed, those that have no effect here are
+noted, and for the others the name here is told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from penstock.cli.command import UsageError
+
+RENAMED = {
+    "--max-model-len": "--max-len",  # vLLM
+    "--served-model-name": "--name",
+    "--max-num-seqs": "--max-rows",
+    "--max-num-batched-tokens": "--step-tokens",
+    "--kv-cache-dtype": "--kv",
+    "--quantization": "--quantize",
+    "--context-length": "--max-len",  # SGLang
+    "--max-running-requests": "--max-rows",
+    "--ctx-size": "--max-len",  # llama.cpp
+    "-c": "--max-len",
+    "--parallel": "--max-rows",
+    "-np": "--max-rows",
+    "--batch-size": "--step-tokens",
+    "-b": "--step-tokens",
+    "-t": "--threads",
+    "--predict": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "-n": "--max-tokens",
+    "--temp": "--temperature",
+    "--system-prompt": "--system",
+    "-sys": "--system",
+}
+AS_MODEL = {"--model": "", "-m": "", "--model-path": "", "-hf": "hf:", "-hfr": "hf:", "--hf-repo": "hf:"}  # prefixes
+AS_PROMPT = ("-p", "--prompt")
+SWITCH = ("on", "off", "auto", "0", "1")
+NO_EFFECT: dict[str, tuple[int | tuple[str, ...], str]] = {  # how many values each takes, or which it may; and why
+    "--enable-prefix-caching": (0, "prefixes are always cached"),
+    "--enable-chunked-prefill": (0, "long prompts are always computed in chunks"),
+    "--enforce-eager": (0, "the engine decides when it captures graphs"),
+    "--trust-remote-code": (0, "no code of a model is ever run"),
+    "--disable-log-requests": (0, "prompts are never logged"),
+    "--enable-auto-tool-choice": (0, "tool calls are always parsed"),
+    "--tool-call-parser": (1, "the parser is found by the model's template"),
+    "--reasoning-parser": (1, "reasoning is found by the model's template"),
+    "--dtype": (1, "weights are computed with as they are stored; see --quantize"),
+    "--jinja": (0, "chat templates are always rendered"),
+    "--flash-attn": (SWITCH, "attention is always computed in tiles"),
+    "-fa": (SWITCH, "attention is always computed in tiles"),
+    "--cont-batching": (0, "requests are always batched continuously"),
+    "-cb": (0, "requests are always batched continuously"),
+    "--mlock": (0, "the system decides what stays in memory"),
+    "--no-mmap": (0, "weights are mapped or read as suits the format"),
+    "-no-cnv": (0, "run answers one prompt; chat has conversations"),
+}
+TOLD = {  # what to write instead
+    "--api-key": "make a key with `penstock keys add NAME`, then serve with --keys FILE",
+    "--n-gpu-layers": "a model is wholly on one device: write --device cuda or --device cpu",
+    "--tensor-parallel-size": "a model is on one GPU: write --device cuda:N",
+    "--gpu-memory-utilization": "write the bytes of the KV cache with --kv-memory, or of all models with --memory",
+    "--mem-fraction-static": "write the bytes of the KV cache with --kv-memory, or of all models with --memory",
+    "--lora": "write --adapter NAME=PATH",
+    "--cache-type-k": "write --kv int8 for both keys and values",
+    "--mmproj": "images are not supported",
+}
+TOLD |= {"-ngl": TOLD["--n-gpu-layers"], "--gpu-layers": TOLD["--n-gpu-layers"], "-ctk": TOLD["--cache-type-k"]}
+TOLD |= {"--tp": TOLD["--tensor-parallel-size"], "-tp": TOLD["--tensor-parallel-size"]}
+
+
+class KnownFlags(NamedTuple):
+    """Lists the flags of a command: those that take a value, and those that do not."""
+
+    valued: Collection[str]
+    bare: Collection[str]
+
+
+class Translated(NamedTuple):
+    """Holds a command line in this engine's words, and what there is to say about it."""
+
+    words: list[str]
+    notes: list[str]
+
+
+def translate(words: Sequence[str], known: KnownFlags) -> Translated:
+    """Returns the command line with other engines' flags in this engine's words. Raises UsageError for a flag that
+    nothing is known of, with the nearest name."""
+    result = Translated([], [])
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            result.words.extend([word, *rest])
+            break
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("-") or flag == "-" or _is_number(flag):
+            result.words.append(word)
+        elif flag in known.bare or flag in known.valued:
+            result.words.append(word)
+            if flag in known.valued and not equals and rest:
+                result.words.append(rest.pop(0))
+        else:
+            _translate(flag, [value, *rest] if equals else rest, known, result)
+            if equals:
+                continue
+            del rest[: _values(flag, rest)]
+    return result
+
+
+def _translate(flag: str, values: Sequence[str], known: KnownFlags, result: Translated) -> None:
+    """Adds what a flag that this command does not have means."""
+    own = RENAMED.get(flag, "")
+    if own in known.valued:
+        result.words.extend([own, *values[:1]])
+        result.notes.append(f"{flag} is called {own} here")
+    elif flag in AS_MODEL and values:
+        model = values[0] if values[0].startswith(AS_MODEL[flag]) else AS_MODEL[flag] + values[0]
+        result.words.insert(0, model)
+    elif flag in AS_PROMPT and values:
+        result.words.append(values[0])
+    elif flag in NO_EFFECT:
+        result.notes.append(f"{flag} has no effect: {NO_EFFECT[flag][1]}")
+    elif flag in TOLD:
+        raise UsageError(f"{flag} is not an option here: {TOLD[flag]}")
+    else:
+        near = get_close_matches(flag, [*known.valued, *known.bare], n=2, cutoff=0.7)
+        raise UsageError(f"there is no option {flag}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+
+
+def _values(flag: str, rest: Sequence[str]) -> int:
+    """Returns how many of the following words belong to a flag of another engine."""
+    takes = NO_EFFECT[flag][0] if flag in NO_EFFECT else 1
+    if isinstance(takes, tuple):
+        return int(bool(rest) and rest[0] in takes)
+    return min(takes, len(rest))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""Finds the values of options that a command line does not give: in PENSTOCK_ variables, then in penstock.toml."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import ConfigError
+
+FILE = "penstock.toml"
+PREFIX = "PENSTOCK_"
+NOT_OPTIONS = ("HOME", "DEBUG", "CONFIG")  # variables that are read elsewhere
+
+
+class Setting(NamedTuple):
+    """Holds the value of an option, and says where it comes from."""
+
+    value: Any  # as TOML has it; from a variable, a text
+    source: str
+
+
+class Settings(NamedTuple):
+    """Holds what is set outside of the command line."""
+
+    variables: Mapping[str, str] = {}
+    path: Path | None = None  # of the file
+    tables: Mapping[str, Any] = {}  # what the file says
+
+    def of(self, command: str, option: str, variable: str = "") -> Setting | None:
+        """Returns the value of a command's option, or None. `variable` is a further name that programs know it by."""
+        for name in (PREFIX + option.upper(), variable):
+            if name and name in self.variables:
+                return Setting(self.variables[name], f"the variable {name}")
+        for table in (self._table(command), self.tables):
+            for key in (option, option.replace("_", "-")):
+                if key in table:
+                    return Setting(table[key], str(self.path))
+        return None
+
+    def check(self, options: Mapping[str, Iterable[str]]) -> None:
+        """Raises ConfigError if the file has a key that is not among the options of its command, or of any."""
+        known = {option for names in options.values() for option in names}
+        for key, value in self.tables.items():
+            if not isinstance(value, dict):
+                self._check_key(key, known, "")
+                continue
+            nested = {f"{key} {name}": table for name, table in value.items() if isinstance(table, dict)}
+            own = {name: each for name, each in value.items() if not isinstance(each, dict)}
+            for command, table in (nested | ({key: own} if own or not nested else {})).items():
+                if command not in options:
+                    near = _near(command, options)
+                    raise ConfigError(f"{self.path}: [{command.replace(' ', '.')}] is not a command{near}")
+                for name in table:
+                    self._check_key(name, set(options[command]), f" of penstock {command}")
+
+    def _check_key(self, key: str, known: set[str], where: str) -> None:
+        if key.replace("-", "_") not in known:
+            near = _near(key.replace("-", "_"), known)
+            raise ConfigError(f"{self.path}: {key!r} is not an option{where}{near}")
+
+    def _table(self, command: str) -> Mapping[str, Any]:
+        table: Any = self.tables
+        for word in command.split():
+            table = table.get(word, {}) if isinstance(table, dict) else {}
+        return table if isinstance(table, dict) else {}
+
+
+def load() -> Settings:
+    """Reads the variables, and the file that PENSTOCK_CONFIG names, else the first one that there is."""
+    path = next((path for path in _places() if path.is_file()), None)
+    return Settings(os.environ, path, {} if path is None else _read(path))
+
+
+def _places() -> list[Path]:
+    """Returns where the file may be, the first place first."""
+    if named := os.environ.get("PENSTOCK_CONFIG"):
+        if not Path(named).is_file():
+            raise ConfigError(f"PENSTOCK_CONFIG names {named!r}, which is not a file: create it, or unset the variable")
+        return [Path(named)]
+    configuration = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return [Path(FILE), Path(configuration).expanduser() / "penstock" / FILE]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import tomllib  # slow: few have such a file
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = [repr(name.replace("_", "-")) for name in get_close_matches(word, known, n=2)]
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,160 @@
+"""Options come from flags, then variables, then penstock.toml; other engines' flags are understood or told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.app import COMMANDS
+from penstock.cli.command import UsageError
+from penstock.cli.other_engines import KnownFlags, translate
+
+Penstock = Callable[..., tuple[int, str, str]]
+FLAGS = KnownFlags(valued=["--max-len", "--max-rows", "--threads", "--name", "--port"], bare=["--raw"])
+
+
+def in_force(penstock: Penstock, *words: str) -> dict[str, Any]:
+    code, out, _ = penstock("config", *words, "--json")
+    assert code == 0
+    return {row["option"]: (row["value"], row["source"]) for row in json.loads(out)["options"]}
+
+
+def test_a_variable_counts_before_the_file_and_a_table_before_the_top(
+    penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("penstock.toml").write_text(
+        'port = 1\nthreads = 2\nalias = ["a=b"]\n[serve]\nport = 3\nmax-len = 4\nstrict = true'
+    )
+    assert in_force(penstock) == in_force(penstock, "serve")
+    found = in_force(penstock)
+    assert found["port"] == (3, "penstock.toml")
+    assert found["max-len"] == (4, "penstock.toml")
+    assert found["threads"] == (2, "penstock.toml")
+    assert found["alias"] == (["a=b"], "penstock.toml")
+    assert found["strict"] == (True, "penstock.toml")
+    assert found["host"] == ("127.0.0.1", "default")
+    monkeypatch.setenv("PENSTOCK_PORT", "5")
+    monkeypatch.setenv("PENSTOCK_STRICT", "off")
+    assert in_force(penstock)["port"] == (5, "the variable PENSTOCK_PORT")
+    assert in_force(penstock)["strict"] == (False, "the variable PENSTOCK_STRICT")
+    assert in_force(penstock, "run")["threads"] == (2, "penstock.toml")
+
+
+def test_a_flag_counts_first(penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_DEVICE", "ref")
+    monkeypatch.setenv("PENSTOCK_MAX_TOKENS", "3")
+    assert penstock("run", reciter, "Go")[:2] == (0, "abc\n")
+    assert penstock("run", reciter, "Go", "--max-tokens", 2)[:2] == (0, "ab\n")
+    monkeypatch.setenv("PENSTOCK_JSON", "1")
+    assert json.loads(penstock("run", reciter, "Go")[1])["text"] == "abc"
+    assert penstock("run", reciter, "Go", "--no-json")[1] == "abc\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prot = 1", "'prot' is not an option; did you mean 'prompt' or 'port'?"),
+        ("[serv]\nport = 1", "[serv] is not a command; did you mean 'serve'?"),
+        ("[run]\nport = 1", "'port' is not an option of penstock run"),
+        ("[keys.add]\nport = 1", "'port' is not an option of penstock keys add"),
+        ("[keys]\nport = 1\n[keys.add]\n", "[keys] is not a command"),
+        ("port = ", "cannot be read as TOML"),
+        ("port = 70000", "sets port: it must be 65535 or less; got 70000"),
+        ("strict = 3", "sets strict to 3: it is true or false"),
+    ],
+)
+def test_a_wrong_file_is_told(
+    penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(tmp_path / "mine.toml"))
+    code, out, err = penstock("serve", "--max-len", "1")
+    assert (code, out) == (1, "")
+    assert str(tmp_path / "mine.toml") in err
+    assert told in err
+
+
+def test_a_file_that_is_not_there_is_told(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CONFIG", "nowhere.toml")
+    assert "PENSTOCK_CONFIG names 'nowhere.toml', which is not a file" in penstock("list")[2]
+
+
+def test_a_variable_that_is_no_option_is_told(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PROT", "1")
+    assert "the variable PENSTOCK_PROT is not an option of any command" in penstock("config")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        ("--max-model-len 5 m", ["--max-len", "5", "m"]),
+        ("-c=5", ["--max-len", "5"]),
+        ("m -np 4 --raw", ["m", "--max-rows", "4", "--raw"]),
+        ("-hf owner/repo:Q4_K_M --port 1", ["hf:owner/repo:Q4_K_M", "--port", "1"]),
+        ("--port 1 --model m.gguf", ["m.gguf", "--port", "1"]),
+        ("-fa on --jinja m", ["m"]),
+        ("-fa m", ["m"]),
+        ("--tool-call-parser hermes m", ["m"]),
+        ("--name -c", ["--name", "-c"]),  # the value of an option is not a flag
+        ("m -- -c 5", ["m", "--", "-c", "5"]),
+        ("m -5", ["m", "-5"]),
+    ],
+)
+def test_other_engines_flags_mean_the_same(words: str, own: list[str]) -> None:
+    assert translate(words.split(), FLAGS).words == own
+
+
+def test_a_flag_that_was_renamed_or_has_no_effect_is_told() -> None:
+    assert translate(["-c", "5", "--jinja"], FLAGS).notes == [
+        "-c is called --max-len here",
+        "--jinja has no effect: chat templates are always rendered",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("-ngl 99", "write --device cuda"),
+        ("--prot 1", "there is no option --prot; did you mean --port?"),
+        ("--quite-unknown", "there is no option --quite-unknown"),
+    ],
+)
+def test_what_cannot_be_meant_is_told(words: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        translate(words.split(), FLAGS)
+
+
+def test_commands_of_other_programs_and_mistyped_ones(penstock: Penstock) -> None:
+    assert penstock("ls") == penstock("list")
+    assert penstock("help", "run") == penstock("run", "--help")
+    code, _, err = penstock("servre")
+    assert (code, err) == (2, "error: there is no command 'servre'; did you mean penstock serve?\n")
+
+
+def test_completion_offers_commands_options_and_models(penstock: Penstock) -> None:
+    assert penstock("completion", "words", "--")[1].split() == list(dict.fromkeys(name.split()[0] for name in COMMANDS))
+    assert penstock("completion", "words", "--", "keys")[1].split() == ["add", "list", "remove"]
+    assert {"--port", "--max-len"} <= set(penstock("completion", "words", "--", "serve")[1].split())
+    assert penstock("completion", "words", "--", "serve", "--port")[1].strip() == ""
+    assert penstock("completion", "tcsh")[0] == 2
+
+
+def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+    (tmp_path / "penstock").write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock "$@"\n')
+    (tmp_path / "penstock").chmod(0o755)
+    script = f"""
+        PATH={tmp_path}:$PATH
+        eval "$(penstock completion bash)"
+        COMP_WORDS=(penstock serve --max-l) COMP_CWORD=2
+        _penstock
+        echo "${{COMPREPLY[*]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert set(done.stdout.split()) == {"--max-len", "--max-loaded"}
