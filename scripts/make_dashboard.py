@@ -1,4 +1,5 @@
-"""Writes docs/grafana.json, the Grafana dashboard of a server's metrics; with --check, says whether it is current."""
+"""Writes the Grafana dashboards of a server's metrics (docs/grafana.json) and of a fleet's (docs/grafana-fleet.json).
+With --check it says whether they are current."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parents[1] / "docs" / "grafana.json"
+DOCS = Path(__file__).parents[1] / "docs"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 HEIGHT = 8  # of a panel
 
 Targets = dict[str, str]  # legend: expression
+Rows = dict[str, list[tuple[str, str, Targets]]]  # title of a row: title of a panel, unit, what is drawn
 
 
 def of_model(series: str) -> str:
@@ -33,7 +35,29 @@ def quantiles(histogram: str) -> Targets:
     }
 
 
-ROWS: dict[str, list[tuple[str, str, Targets]]] = {  # title, unit, what is drawn
+def of_replica(name: str, label: str = "") -> str:
+    """Metrics of replicas name their model themselves."""
+    chosen = 'model=~"$model", replica=~"$replica"'
+    return f"penstock_replica_{name}{{{chosen}{f', {label}' if label else ''}}}"
+
+
+def replica_gauge(name: str, label: str = "", by: str = "replica") -> str:
+    return f"sum by ({by}) ({of_replica(name, label)})"
+
+
+def replica_rate(name: str, label: str = "", by: str = "replica") -> str:
+    return f"sum by ({by}) (rate({of_replica(f'{name}_total', label)}[$__rate_interval]))"
+
+
+def fleet_gauge(name: str, by: str = "model") -> str:
+    return f'sum by ({by}) (penstock_fleet_{name}{{model=~"$model"}})'
+
+
+def fleet_rate(name: str) -> str:
+    return f'sum by (reason) (rate(penstock_fleet_{name}_total{{model=~"$model"}}[$__rate_interval]))'
+
+
+ROWS: Rows = {
     "Throughput": [
         (
             "Tokens",
@@ -132,23 +156,85 @@ ROWS: dict[str, list[tuple[str, str, Targets]]] = {  # title, unit, what is draw
 }
 
 
-def dashboard() -> dict[str, Any]:
+USED = 'state="used"'
+FLEET_ROWS: Rows = {
+    "Replicas": [
+        ("Ready", "short", {"{{replica}}": replica_gauge("up")}),
+        ("Replicas by state", "short", {"{{state}}": replica_gauge("state", by="state")}),
+        ("Deaths", "ops", {"{{replica}} {{reason}}": replica_rate("deaths", by="replica, reason")}),
+        (
+            "Restarts and lost connections",
+            "ops",
+            {
+                "{{replica}} restarts": replica_rate("restarts"),
+                "{{replica}} connections lost": replica_rate("connections_lost"),
+            },
+        ),
+    ],
+    "Load": [
+        ("Running", "short", {"{{replica}}": replica_gauge("requests", 'state="running"')}),
+        ("Waiting", "short", {"{{replica}}": replica_gauge("requests", 'state="waiting"')}),
+        ("Prompt tokens to compute", "short", {"{{replica}}": replica_gauge("queued_tokens")}),
+        ("Tokens generated", "short", {"{{replica}}": replica_rate("generated_tokens")}),
+    ],
+    "Gateway": [
+        ("Requests that wait for room", "short", {"{{model}}": fleet_gauge("waiting_requests")}),
+        ("Requests by how they came to a replica", "reqps", {"{{reason}}": fleet_rate("turns")}),
+        ("Requests refused", "reqps", {"{{reason}}": rate("penstock_requests_refused_total", "reason")}),
+        ("Replicas wanted, and bounds", "short", {"{{model}} {{bound}}": fleet_gauge("replicas", "model, bound")}),
+    ],
+    "Routing": [
+        ("Requests sent", "reqps", {"{{replica}}": replica_rate("routed_requests")}),
+        (
+            "Cached tokens, expected and reused",
+            "short",
+            {
+                "{{replica}} expected": replica_rate("promised_tokens"),
+                "{{replica}} reused": replica_rate("reused_tokens"),
+            },
+        ),
+        ("Requests taken over from another replica", "reqps", {"{{replica}}": replica_rate("resumed_requests")}),
+        (
+            "Replicas that could not be used",
+            "ops",
+            {"{{replica}} {{reason}}": replica_rate("refused", by="replica, reason")},
+        ),
+    ],
+    "Blocks between replicas": [
+        ("Tokens read from another replica", "short", {"{{replica}}": replica_rate("pulled_tokens")}),
+        ("Reads that failed", "ops", {"{{replica}} {{reason}}": replica_rate("pull_failures", by="replica, reason")}),
+        ("Offers asked for", "ops", {"{{reason}}": fleet_rate("pulls")}),
+        ("Prompts computed elsewhere, or why not", "ops", {"{{reason}}": fleet_rate("splits")}),
+    ],
+    "KV cache": [
+        (
+            "In use",
+            "percentunit",
+            {"{{replica}}": f"{replica_gauge('kv_blocks', USED)} / {replica_gauge('kv_blocks')}"},
+        ),
+        ("Blocks by state", "short", {"{{state}}": replica_gauge("kv_blocks", by="state")}),
+        ("Tokens that requests need", "short", {"{{replica}}": replica_gauge("kv_tokens")}),
+    ],
+}
+
+
+def dashboard(title: str, rows: Rows, variables: list[dict[str, Any]]) -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     at = 0
-    for title, row in ROWS.items():
-        panels.append({"type": "row", "title": title, "gridPos": {"x": 0, "y": at, "w": 24, "h": 1}, "panels": []})
+    for heading, row in rows.items():
+        panels.append({"type": "row", "title": heading, "gridPos": {"x": 0, "y": at, "w": 24, "h": 1}, "panels": []})
         width = 24 // len(row)
         panels += [panel(*each, x=place * width, y=at + 1, w=width) for place, each in enumerate(row)]
         at += 1 + HEIGHT
     return {
-        "title": "Penstock",
-        "uid": "penstock",
+        "title": title,
+        "uid": title.lower().replace(" ", "-"),
         "tags": ["penstock", "llm"],
         "schemaVersion": 39,
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [datasource(), model()]},
+        "templating": {"list": [datasource(), *variables]},
         "panels": [each | {"id": id} for id, each in enumerate(panels, 1)],
     }
 
@@ -173,20 +259,27 @@ def datasource() -> dict[str, Any]:
     return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
 
 
-def model() -> dict[str, Any]:
-    query = "label_values(penstock_model_info, model)"
-    asked = {"query": query, "refId": "models"}
-    named = {"name": "model", "label": "Model", "type": "query", "datasource": SOURCE, "definition": query}
+def variable(name: str, query: str) -> dict[str, Any]:
+    """Lets a reader choose among the values of a label."""
+    asked = {"query": query, "refId": f"{name}s"}
+    named = {"name": name, "label": name.capitalize(), "type": "query", "datasource": SOURCE, "definition": query}
     return named | {"query": asked, "refresh": 2, "multi": True, "includeAll": True, "allValue": ".*"}
 
 
 def main() -> None:
-    text = json.dumps(dashboard(), indent=1) + "\n"
-    if sys.argv[1:] == ["--check"]:
-        if not FILE.exists() or FILE.read_text(encoding="utf-8") != text:
-            sys.exit(f"{FILE} is not current: run python scripts/make_dashboard.py")
-    else:
-        FILE.write_text(text, encoding="utf-8")
+    model = variable("model", "label_values(penstock_model_info, model)")
+    fleet_model = variable("model", "label_values(penstock_replica_up, model)")
+    replica = variable("replica", 'label_values(penstock_replica_up{model=~"$model"}, replica)')
+    dashboards = {
+        DOCS / "grafana.json": dashboard("Penstock", ROWS, [model]),
+        DOCS / "grafana-fleet.json": dashboard("Penstock fleet", FLEET_ROWS, [fleet_model, replica]),
+    }
+    for file, made in dashboards.items():
+        text = json.dumps(made, indent=1) + "\n"
+        if sys.argv[1:] != ["--check"]:
+            file.write_text(text, encoding="utf-8")
+        elif not file.exists() or file.read_text(encoding="utf-8") != text:
+            sys.exit(f"{file} is not current: run python scripts/make_dashboard.py")
 
 
 if __name__ == "__main__":

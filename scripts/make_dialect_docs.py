@@ -19,6 +19,7 @@ from penstock.server.openapi import DocumentedRoute, document
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
 from penstock.server.streams.endpoints import StreamEndpoints
+from penstock.server.telemetry.recent_requests import RecentRequests
 
 PAGE = Path(__file__).parents[1] / "docs" / "dialects.md"
 PACKAGE = "penstock.server"
@@ -43,7 +44,8 @@ A field of a request is one of these:
 def render() -> str:
     """Returns the page."""
     nobody = cast(Any, None)
-    routes = all_routes(nobody, Files(nobody), Batches(nobody, nobody), Responses(nobody), StreamEndpoints(nobody))
+    stored = Files(nobody), Batches(nobody, nobody), Responses(nobody), StreamEndpoints(nobody)
+    routes = all_routes(nobody, *stored, RecentRequests())
     schemas = document(routes)
     ordered = sorted(routes, key=lambda route: _dialect(route))
     sections = [_section(name, list(found), schemas) for name, found in groupby(ordered, _dialect)]

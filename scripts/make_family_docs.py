@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import textwrap
-from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from generated_blocks import wrapped, write
 
 from penstock.model.config_fields import CHANGING
 from penstock.model.registry import CLASSIFIERS, GGUF, HUGGING_FACE, NO_MODELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 FILES = "../src/penstock/model/families"
-COLUMNS = 120
 
 
 class Described(NamedTuple):
@@ -98,35 +96,8 @@ def unless(values: tuple[Any, ...]) -> str:
     return f" ({' or '.join(map(json.dumps, values))})" if values else ""
 
 
-def wrapped(text: str) -> str:
-    """Returns a paragraph, or an item of a list, in lines of the page's width."""
-    indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-BLOCKS: dict[str, Callable[[], str]] = {"families": families, "classifiers": classifiers, "refused": refused}
-
-
-def render(page: str, blocks: Iterable[tuple[str, Callable[[], str]]] = BLOCKS.items()) -> str:
-    """Returns the page with its blocks written anew. Each lies between two comments that name it."""
-    for name, make in blocks:
-        begin, end = f"<!-- {name}: written by scripts/make_family_docs.py -->", f"<!-- end of {name} -->"
-        before, found, rest = page.partition(begin)
-        _, ended, after = rest.partition(end)
-        if not (found and ended):
-            sys.exit(f"{PAGE} lacks the comments {begin} and {end}: put them where the block belongs")
-        page = f"{before}{begin}\n{make()}\n{end}{after}"
-    return page
-
-
-def main() -> None:
-    old = PAGE.read_text(encoding="utf-8")
-    new = render(old)
-    if sys.argv[1:] != ["--check"]:
-        PAGE.write_text(new, encoding="utf-8")
-    elif new != old:
-        sys.exit(f"{PAGE} is not current: run python scripts/make_family_docs.py")
+BLOCKS = {"families": families, "classifiers": classifiers, "refused": refused}
 
 
 if __name__ == "__main__":
-    main()
+    write({PAGE: BLOCKS}, Path(__file__).name)

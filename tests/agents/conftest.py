@@ -25,7 +25,7 @@ from tests.server.conftest import Server, serving
 
 CLAUDE, CLAUDE_VERSION = "@anthropic-ai/claude-code-linux-x64", "2.1.325"
 CODEX, CODEX_VERSION = "@openai/codex", "0.166.0"
-INSTALL_SECONDS = 240  # for all packages together
+INSTALL_SECONDS = 400  # for all packages together
 RUN_SECONDS = 90
 MODEL = "toy/scripted"
 

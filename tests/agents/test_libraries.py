@@ -21,10 +21,13 @@ pytestmark = pytest.mark.agents
 
 INSTRUCTOR = ("instructor==1.17.0", "openai==3.3.0")
 LITELLM = ("litellm==1.106.2",)
-LLAMA_INDEX = ("llama-index-llms-ollama==0.11.0", "llama-index-core==0.14.25", "ollama==0.6.3")
+LLAMA_INDEX = (
+    *("llama-index-llms-ollama==0.11.0", "llama-index-core==0.14.25", "ollama==0.6.3"),
+    *("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
+)
 AI_SDKS = [
     {"ai": "6.0.326", "@ai-sdk/anthropic": "3.0.138"},  # refuses `citations: null`
-    {"ai": "7.0.169", "@ai-sdk/anthropic": "4.0.102"},
+    {"ai": "7.0.169", "@ai-sdk/anthropic": "4.0.102", "@ai-sdk/openai-compatible": "2.0.87", "zod": "4.6.7"},
 ]
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "true", "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "true"}
 

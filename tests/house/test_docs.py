@@ -9,14 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "penstock"
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 LOG = ROOT / "docs" / "log.md"  # tells of files as they were called on the day of an entry
 FOLDERS = {path.name for base in (ROOT, SOURCES) for path in base.iterdir() if path.is_dir()}
 MAX_COLUMNS = 125
 
 
 def id_of(page: Path) -> str:
-    return page.name
+    return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=id_of)
