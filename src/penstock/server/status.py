@@ -123,8 +123,9 @@ async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Respo
 
 
 def may_see(context: RequestContext, entry: ModelEntry) -> bool:
-    """Returns whether the request's key may know of a model."""
-    return context.payer is None or (context.payer.may_use(entry.name) and context.may_see(entry.source.derived))
+    """Returns whether the request's owner may know of a model."""
+    allowed = context.payer is None or context.payer.may_use(entry.name)
+    return allowed and context.may_see(entry.source.derived)
 
 
 def state_of(entry: ModelEntry) -> dict[str, Any]:
