@@ -78,6 +78,8 @@ ADVICE = {
     " ([models](models.md)).",
     "config_error": "Change the option that the message names; `penstock config` shows what is set, and where.",
     "kv_layout_mismatch": "Give all replicas of a fleet the same model, `--kv` and `--block-size`.",
+    "device_lost": "Start the process again: such an error, of a kernel or of the hardware, stays until it ends."
+    " A server does that with its engines ([crashes](crashes.md)).",
     "step_failed": "Send it again; the server's log has the reason. If it comes back, `penstock doctor`.",
     "poisoned_request": "Do not send it again: it kills the engine. The [post-mortem file](crashes.md) says what ran;"
     " please report it.",

@@ -27,6 +27,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 │   └── NotFinite             what it computed are no finite numbers
 ├── Overloaded                as many wait already as may                         HTTP 503
 ├── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
+│   └── DeviceLost            the device computes nothing any more after an error
 └── StorageFailed             files and batches cannot be read or kept            HTTP 500
 
 A message says what happened, what was got and what to do.
@@ -165,6 +166,10 @@ class Overloaded(PenstockError):
 
 class EngineUnavailable(PenstockError):
     code = "engine_unavailable"
+
+
+class DeviceLost(EngineUnavailable):
+    code = "device_lost"
 
 
 class StorageFailed(PenstockError):

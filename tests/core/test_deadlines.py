@@ -1,10 +1,18 @@
-"""Tests deadlines: the earliest goes first within a tenant's line, and what has not begun in time ends."""
+"""Tests deadlines: the earliest that can be met goes first within a tenant's line, and what has not begun in time
+ends."""
 
 from __future__ import annotations
 
+from math import inf
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from penstock.core import Scheduler, Sequence, check
-from penstock.core.deadlines import expire
+from penstock.core.deadlines import expire, postpone_hopeless
+from penstock.core.step_cost import CostModel
 from penstock.types import Claim, Failed, Finished
+from tests.core.test_step_cost import learned, taken
 from tests.core.world import limits, run, step
 
 
@@ -41,3 +49,74 @@ def test_what_has_not_begun_by_its_deadline_ends_and_what_has_goes_on() -> None:
     ]
     check(scheduler)
     assert scheduler.sequences.keys() == {1, 4}
+
+
+# -- what cannot be in time ---------------------------------------------------------------------------------------
+
+SOME = limits(max_len=3000, max_rows=1, step_tokens=512, block_size=16, num_blocks=2000)
+
+
+def waiting(scheduler: Scheduler) -> list[int]:
+    return [seq.id for tenant in scheduler.tenants for seq in tenant.line]
+
+
+def test_what_can_be_in_time_goes_before_what_cannot_any_more() -> None:
+    """A prompt of 2,000 tokens takes more than a second."""
+    scheduler, costs = Scheduler(SOME), learned()
+    long = costs.prompt_seconds(2000)
+    for id, tokens, due in ((1, 2000, 0.9 * long), (2, 2000, 1.1 * long), (3, 16, 2.0 * long), (4, 16, None)):
+        scheduler.add(Sequence(id, (id,) * tokens, 1, claim=Claim(ttft=due)))
+    postpone_hopeless(scheduler, CostModel())  # nothing is known of costs yet
+    assert waiting(scheduler) == [1, 2, 3, 4]
+    postpone_hopeless(scheduler, costs)
+    assert waiting(scheduler) == [2, 3, 1, 4]
+    scheduler.now = 0.2 * long
+    postpone_hopeless(scheduler, costs)
+    assert waiting(scheduler) == [3, 1, 2, 4]  # as those without a target: in order of arrival
+    check(scheduler)
+
+
+def test_a_cached_prompt_is_in_time_and_one_that_has_answered_keeps_its_place() -> None:
+    scheduler, costs = Scheduler(SOME), learned()
+    run(scheduler, Sequence(1, (7,) * 2000, 1))
+    scheduler.add(Sequence(2, (7,) * 2000, 1, claim=Claim(ttft=costs.prompt_seconds(100))))
+    postpone_hopeless(scheduler, costs)
+    assert scheduler.sequences[2].due < inf
+    begun = Sequence(3, (8,) * 16, 9, claim=Claim(ttft=0.5))
+    scheduler.abort(2)
+    scheduler.add(begun)
+    step(scheduler)
+    scheduler.preempt(begun)
+    scheduler.now = 1.0
+    postpone_hopeless(scheduler, costs)
+    assert begun.due == 0.5
+
+
+claims = st.tuples(st.integers(1, 1500), st.none() | st.floats(0.0, 3.0), st.floats(0.0, 4.0))
+
+
+@given(st.lists(claims, min_size=1, max_size=20))
+def test_nothing_hopeless_starts_while_another_can_be_in_time(asked: list[tuple[int, float | None, float]]) -> None:
+    """On a virtual clock, with prompts of any length that come at any time: what starts can have its first token by
+    when it is wanted, unless nothing that waits with a target can."""
+    costs, scheduler = learned(), Scheduler(SOME)
+    arrivals = sorted((at, id, tokens, due) for id, (tokens, due, at) in enumerate(asked))
+
+    def can_be_in_time(seq: Sequence, now: float) -> bool:
+        wanted = [time for time in (seq.claim.ttft, seq.claim.deadline) if time is not None]
+        return bool(wanted) and now + costs.prompt_seconds(seq.prompt_len) <= seq.times.arrived + min(wanted)
+
+    while arrivals or scheduler.sequences:
+        if arrivals and not scheduler.sequences:
+            scheduler.now = max(scheduler.now, arrivals[0][0])
+        while arrivals and arrivals[0][0] <= scheduler.now:
+            _, id, tokens, due = arrivals.pop(0)
+            scheduler.add(Sequence(id, (id,) * tokens, 1, claim=Claim(ttft=due)))
+        postpone_hopeless(scheduler, costs)
+        before = {id: scheduler.sequences[id] for id in waiting(scheduler)}
+        plan, _ = step(scheduler)
+        started = [before[row.seq] for row in plan.rows if row.seq in before]
+        left = [seq for seq in before.values() if seq not in started]
+        if any(can_be_in_time(seq, scheduler.now) for seq in left):
+            assert all(can_be_in_time(seq, scheduler.now) for seq in started)
+        scheduler.now += taken(plan.rows)

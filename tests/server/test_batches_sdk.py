@@ -437,6 +437,7 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
         records.save(db, batch)
         db.executescript(
             "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer;"
+            "ALTER TABLE batches DROP COLUMN tenant;"
             "ALTER TABLE batches RENAME COLUMN record TO told; ALTER TABLE files DROP COLUMN tenant;"
             "PRAGMA user_version = 1;"
         )
@@ -446,7 +447,7 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
         assert ended(server.sdk(), begin(server.sdk(), jsonl(line("three"))).id).status == "completed"
     with sqlite3.connect(tmp_path / "archive.db") as db:
         assert records.ownership(db, id) == records.Ownership()
-        assert db.execute("PRAGMA user_version").fetchone() == (3,)
+        assert db.execute("PRAGMA user_version").fetchone() == (4,)
     db.close()
 
 

@@ -81,7 +81,7 @@ def test_a_request_in_flight_is_seen(slow_parrot: Server) -> None:
     ],
 )
 def test_phases_follow_from_what_the_engine_counts(running: int, waiting: int, phases: list[str]) -> None:
-    context = SimpleNamespace(id="req", model="m", key_name=None, route="")
+    context = SimpleNamespace(id="req", model="m", owner_name=None, route="")
     request = SimpleNamespace(prompt=(1, 2), max_tokens=9)
     timers: list[Any] = [
         SimpleNamespace(context=context, request=request, generated=made, began=0.0, first=0.0, cached=0)

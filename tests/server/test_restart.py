@@ -110,8 +110,11 @@ def test_embeddings_and_whole_answers_survive_too(parrot_process: Any) -> None:
 def test_health_tells_the_truth(parrot_process: Any) -> None:
     server = parrot_process
     pid = server.client.hello.pid
+    assert server.client.stats.generated_tokens == 0
     health = server.get("/health?generate=1").json()
     assert (health["status"], health["engine"]) == ("ok", {"pid": pid, "model": MODEL})
+    assert [model["generated"] for model in health["models"]] == ["probe"]
+    assert server.client.stats.generated_tokens == 1
     seen = set()
     os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor() as pool:

@@ -114,6 +114,26 @@ def test_a_priority_is_bounded_by_what_the_key_may_use(keyed: Watched) -> None:
     assert keyed.post(key("app"), service_tier="priority").json()["service_tier"] == "priority"
 
 
+@pytest.mark.parametrize("headers", [{"x-tenant": "one"}, {}])
+def test_a_tenant_without_a_key_has_the_priorities_of_a_key_without_rights(
+    proxied: Watched, headers: dict[str, str]
+) -> None:
+    assert proxied.send(headers, priority=5).priority == 5
+    assert proxied.send(headers, priority=-1).priority == 0
+    assert proxied.post(headers, priority=-1).headers["x-penstock-ignored"] == "priority"
+
+
+def test_without_keys_and_tenants_everyone_may_use_every_priority() -> None:
+    for plain in watch(Rules()):
+        assert plain.send(priority=-7).priority == -7
+
+
+def test_a_strict_server_refuses_a_tenants_priority() -> None:
+    for strict in watch(Rules(lenient=False, terms=ServiceTerms(tenant_header="x-tenant"))):
+        answer = strict.post({"x-tenant": "one"}, priority=-1)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "permission_denied")
+
+
 def test_keys_share_no_cached_prompts_and_cannot_pass_for_one_another(keyed: Watched) -> None:
     salts = {keyed.send(key(name), **fields).salt for name in KEYS for fields in ({}, {"cache_salt": "s"})}
     assert len(salts) == 4

@@ -1,4 +1,5 @@
-"""Keys are tenants: what one of them stores does not exist for another, and what it has going counts as its own."""
+"""Tenants are keys, or what a trusted proxy names: what one of them stores does not exist for another, and what it has
+going counts as its own."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import changing
 from penstock.server.access.guard import Rules
 from penstock.server.batch.run import expected_tokens
+from penstock.service_levels import ServiceTerms
 from tests.server import toys
-from tests.server.conftest import serving
+from tests.server.conftest import Server, serving
 from tests.server.test_keys import ENDLESS, HELLO, MODEL, Locked
 
 LINE = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": MODEL, "messages": HELLO}}
@@ -146,3 +148,80 @@ def test_derived_models_are_their_keys_own(locked: Locked, tmp_path: Path, monke
     assert "taken" in taken.text
     granted = locked.key("guest", models=(MODEL, "pirate"))
     assert ask(granted, model="pirate", messages=HELLO).status_code == 200
+
+
+# -- behind a trusted proxy ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def proxied() -> Iterator[Server]:
+    client = InProcessClient(toys.open_slow_parrot, "parrot")
+    with serving(client, toys.ToyText(), MODEL, rules=Rules(terms=ServiceTerms(tenant_header="x-tenant"))) as server:
+        yield server
+
+
+def named(server: Server, tenant: str) -> openai.OpenAI:
+    """Returns a client of the tenant, or of one that the proxy does not name."""
+    return server.sdk().with_options(default_headers={"x-tenant": tenant} if tenant else {})
+
+
+OTHERS = ["mallory", ""]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_files_and_batches_are_their_tenants_own(proxied: Server, other: str) -> None:
+    mine, theirs = named(proxied, f"alice-{other}"), named(proxied, other)
+    batch = start_batch(mine, file := upload(mine, LINE))
+    proxied.until(lambda: mine.batches.retrieve(batch).status == "completed")
+    output = mine.batches.retrieve(batch).output_file_id
+    assert output is not None
+    assert {each.id for each in mine.files.list().data} == {file, output}
+    assert [each.id for each in mine.batches.list().data] == [batch]
+    for id in (file, output):
+        for attempt in (theirs.files.retrieve, theirs.files.content, theirs.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                attempt(id)
+    for attempt in (theirs.batches.retrieve, theirs.batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            attempt(batch)
+    with pytest.raises(openai.BadRequestError, match="there is no file"):
+        start_batch(theirs, file)
+    assert not {file, output, batch} & {each.id for each in (*theirs.files.list(), *theirs.batches.list())}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_responses_and_kept_streams_are_their_tenants_own(proxied: Server, other: str) -> None:
+    mine, theirs = named(proxied, "alice"), named(proxied, other)
+    secret = mine.responses.create(model=MODEL, input="[secret]")
+    assert mine.responses.retrieve(secret.id).output_text == "secret"
+    for attempt in (theirs.responses.retrieve, theirs.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            attempt(secret.id)
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        theirs.responses.create(model=MODEL, input="[what?]", previous_response_id=secret.id)
+    headers = {"x-tenant": "alice", "x-penstock-resume": "on"}
+    body = {"model": MODEL, "messages": HELLO, "stream": True}
+    stream = proxied.http.post("/v1/chat/completions", json=body, headers=headers).headers["x-penstock-stream"]
+    at = f"/v1/streams/{stream}"
+    other_headers = {"x-tenant": other} if other else {}
+    assert proxied.http.get(at, headers=other_headers).status_code == 404
+    assert proxied.http.delete(at, headers=other_headers).status_code == 404
+    assert proxied.http.get(at, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("maker", "other"), [("alice", "mallory"), ("alice", ""), ("", "mallory")])
+def test_derived_models_are_their_tenants_own(
+    proxied: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str, other: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    mine, theirs = ({"x-tenant": name} if name else {} for name in (maker, other))
+    made = proxied.http.post("/api/create", json={"model": "pirate", "from": MODEL, "system": "[arr]"}, headers=mine)
+    assert made.status_code == 200
+    chat = {"model": "pirate", "messages": HELLO, "stream": False}
+    assert proxied.http.post("/api/chat", json=chat, headers=mine).status_code == 200
+    assert proxied.http.post("/api/chat", json=chat, headers=theirs).status_code == 404
+    assert proxied.http.get("/v1/models/pirate", headers=theirs).status_code == 404
+    assert "pirate" in proxied.http.get("/api/tags", headers=mine).text
+    assert "pirate" not in proxied.http.get("/api/tags", headers=theirs).text
+    deleted = proxied.http.request("DELETE", "/api/delete", json={"model": "pirate"}, headers=theirs)
+    assert deleted.status_code == 404

@@ -188,6 +188,9 @@ class Parrot:
         time.sleep(self._pace)
         return self._results.pop(ticket)
 
+    def is_lost(self) -> bool:
+        return False
+
     def close(self) -> None: ...
 
     def _row(self, batch: Batch, row: int) -> RowResult:

@@ -459,3 +459,7 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
 
     def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
         """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""
+
+    def is_lost(self) -> bool:
+        """Returns whether, after an error, nothing can be computed any more in this process. Most errors harm one step
+        alone."""

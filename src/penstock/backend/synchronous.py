@@ -67,6 +67,9 @@ class SynchronousBackend(Generic[P]):
 
     def free_memory(self) -> None: ...
 
+    def is_lost(self) -> bool:
+        return False  # what breaks the host's own memory ends the process
+
     def time_step(self, batch: Batch, times: int) -> float:
         return time_step(self.launch, self.wait, batch, times)
 

@@ -133,7 +133,7 @@ class Sequence:
         self.guarded_from = guarded_from  # tokens of its answer from which on a loop ends it; None: none does
         self.claim = claim
         self.tenant: Tenant  # is set when it is added to a scheduler
-        self.due = inf  # when its first token is wanted
+        self.due = inf  # when its first token is wanted; infinite: no time is stated, or none that can be kept
         self.charged = 0  # prompt tokens that its tenant has paid for, or that it found in the cache
         self.learned = 0  # tokens of its answer that lengths.py knows of
         self.times = RequestTimes()

@@ -95,10 +95,10 @@ class CostModel:
         alone = self.answer_seconds(rows, rows)
         return max(target / self.lateness - alone, self.LEAST * alone) if self.answers_known else 0.0
 
-    def prompt_seconds(self, tokens: int) -> float:
-        """Returns the seconds of a step that computes a prompt of so many tokens and nothing else: no fewer than those
-        of a step that answers one row."""
-        return max(self.prompts.seconds(tokens, tokens * tokens / 2), self.answer_seconds(1, 1))
+    def prompt_seconds(self, tokens: int, context: int = 0) -> float:
+        """Returns the seconds of a step that computes so many tokens of a prompt, after `context` others, and nothing
+        else: no fewer than those of a step that answers one row."""
+        return max(self.prompts.seconds(tokens, tokens * (context + tokens / 2)), self.answer_seconds(1, 1))
 
     def observe(self, rows: Iterable[Row], seconds: float, *, answers: bool) -> None:
         """Learns from a step with these rows. With `answers`, one that has no prompt is learned too; without, whoever

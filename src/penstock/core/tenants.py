@@ -14,6 +14,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from heapq import heappush
+from math import inf
 from typing import Any
 
 from penstock.core.policy import ServingLoad
@@ -106,6 +107,12 @@ class Tenants:
         self.waiting -= 1
         if not tenant.line:
             self._last = tenant
+
+    def postpone(self, seq: Sequence) -> None:
+        """Lets a waiting sequence whose first token would come too late go after those that can be in time."""
+        self.take(seq)
+        seq.due = inf
+        self.wait(seq)
 
     def start(self, seq: Sequence) -> None:
         """Lets a sequence run that was waiting."""

@@ -12,7 +12,7 @@ from penstock.backend.base import Backend, Sleeper, Ticket
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.core import Policy, Scheduler, StandardPolicy, hashing
 from penstock.core.block_events import BlockEvents
-from penstock.core.deadlines import expire
+from penstock.core.deadlines import expire, postpone_hopeless
 from penstock.core.refusal import refuse_impossible
 from penstock.core.requeue import requeue
 from penstock.core.step_cost import CostModel
@@ -23,6 +23,7 @@ from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.carry.peers import NOT_CARRIED, CarryOptions, PeerBlocks
 from penstock.engine.draft_model import DraftModel
+from penstock.engine.failures import lost_device, not_finite, step_failure
 from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostMemory
@@ -39,7 +40,7 @@ from penstock.engine.speculation import Drafters, Speculation
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.engine.weight_control import PATIENCE, WeightControl
 from penstock.engine.weights import WeightReader
-from penstock.errors import InvalidGrammar, InvalidRequest, NotFinite, OutOfMemory, PenstockError, StepFailed
+from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
     STEP_SIZES,
@@ -214,6 +215,7 @@ class Engine(WeightControl):
             self._start_ready()
         began = self._scheduler.now = time.perf_counter()
         self._emit(expire(self._scheduler))
+        postpone_hopeless(self._scheduler, self._costs)
         plan = NOTHING if self._pause.paused else self._scheduler.plan()
         self._batcher.apply(plan)
         if self._carry_out(plan) and plan.rows:
@@ -446,16 +448,17 @@ class Engine(WeightControl):
             self._goes_on = bool(self._scheduler.sequences)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        message = f"the step that computed this request failed: {type(error).__name__}: {error}"
-        code = error.code if isinstance(error, StepFailed) else StepFailed.code
-        self._emit(self._scheduler.fail(plan, code, message))
+        """Fails a step's requests. If no other step can succeed they are left as they are: the engine ends, and whoever
+        has started it may have another one resume them."""
+        if self._backend.is_lost():
+            raise lost_device(error) from error
+        self._emit(self._scheduler.fail(plan, *step_failure(error)))
 
     def _fail_rows(self, plan: StepPlan, indices: Sequence[int]) -> None:
         """Fails the requests of rows that have no answer, and forgets cached prefixes: they may have theirs."""
         for id in {plan.rows[index].seq for index in indices} & self._records.keys():
             self._scheduler.abort(id)
-            message = f"request {id}: the model computed NaN or infinity instead of logits; check its weights"
-            self._emit([Failed(id, NotFinite.code, message)])
+            self._emit([not_finite(id)])
         self._scheduler.cache.flush()
         self.peers.clear()
 

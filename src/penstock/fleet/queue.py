@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from math import inf
 from typing import NamedTuple
 
 from penstock.core.deadlines import expire
@@ -103,9 +102,7 @@ class GatewayQueue:
             if not has_room(request):
                 return None
             if self.now + work * self.seconds_per_token > seq.due:  # too late: it lets those pass who can make it
-                self.tenants.take(seq)
-                seq.due = inf
-                self.tenants.wait(seq)
+                self.tenants.postpone(seq)
                 continue
             self._begin(seq, work)
             self._leave(seq.id)

@@ -13,7 +13,8 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -87,10 +88,11 @@ def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Cal
             return
         engine.record_flight(flight)
         model = config.name or Path(config.model).stem
-        if config.listen:
-            _serve_shared(engine, model, socket, config, address, orphaned)
-        else:
-            _serve(engine, model, socket)
+        with _stack_of_errors(address):
+            if config.listen:
+                _serve_shared(engine, model, socket, config, address, orphaned)
+            else:
+                _serve(engine, model, socket)
 
 
 def _serve_shared(
@@ -146,10 +148,23 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
 def _write_stacks(address: str) -> None:
     """Has the stacks of all threads written to a file of the engine's folder when a signal ends this process, and when
     the parent asks for them because the engine hangs."""
-    file = engine_file(address, STACK).open("w")
+    file = engine_file(address, STACK).open("a")
     faulthandler.enable(file)
     if hasattr(faulthandler, "register"):  # Windows has no such signals
         faulthandler.register(signal.SIGUSR1, file)
+
+
+@contextmanager
+def _stack_of_errors(address: str) -> Iterator[None]:
+    """Has the stack of an error that ends this process written to the same file."""
+    try:
+        yield
+    except Exception:
+        import traceback  # is seldom needed
+
+        with engine_file(address, STACK).open("a") as file:
+            traceback.print_exc(file=file)
+        raise
 
 
 def _until_stdin_ends() -> None:

@@ -66,8 +66,10 @@ class InProcessClient(SingleEngineClient):
         except Exception as error:
             log.exception("the engine stopped")
             ending = f"the engine stopped: {type(error).__name__}: {error}"
-        finally:
+        try:
             self._engine.close()
+        except Exception:  # what has stopped the engine may keep it from giving its memory back
+            log.exception("the engine could not be closed")
         self._post(self._end, ending)
 
     def _post(self, call: Callable[..., None], *args: object) -> None:

@@ -9,8 +9,9 @@ import platform
 import sys
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 KEPT = 8  # bundles
 SUFFIX = ".json"
+DRIVER = Path("/proc/driver/nvidia/version")  # its first line names the version of the GPU's driver
 
 
 class BundledRequest(msgspec.Struct):
@@ -69,7 +71,7 @@ def describe(
     return PostMortem(
         version=__version__,
         python=sys.version.split()[0],
-        packages={name: version(name) for name in ("numpy", "msgspec", "pyzmq")},
+        packages=_versions(),
         platform=f"{platform.platform()}, {os.cpu_count()} cores",
         when=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         reason=reason,
@@ -80,6 +82,17 @@ def describe(
         requests=[_bundled(request, flight.suspects) for request in kept],
         tokens=tokens,
     )
+
+
+def _versions() -> dict[str, str]:
+    """Returns the versions of what engines on this machine compute with."""
+    found = {}
+    for name in ("numpy", "msgspec", "pyzmq", "torch", "triton"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    with suppress(OSError, IndexError):
+        found[DRIVER.parent.name] = DRIVER.read_text().splitlines()[0]
+    return found
 
 
 def _bundled(request: Request, suspects: Collection[int]) -> BundledRequest:

@@ -160,7 +160,7 @@ class EngineProcess:
         return tuple((self._clients[number], id) for number, id in numbered if number in self._clients)
 
     def last_stack(self) -> str:
-        """Returns the stacks of its threads when a signal ended it, or when it hung."""
+        """Returns the stacks of its threads when a signal ended it or it hung, or that of the error that ended it."""
         try:
             with engine_file(self._link.address, STACK).open(errors="replace") as file:
                 return file.read(MOST_STACK)

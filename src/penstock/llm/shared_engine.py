@@ -11,7 +11,7 @@ from types import FrameType
 from penstock.engine.adapter_messages import AdapterMessage
 from penstock.engine.loop import Abort, Add
 from penstock.engine.weight_messages import WeightMessage
-from penstock.errors import EngineUnavailable, error_of
+from penstock.errors import DeviceLost, EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.pending import PendingChoice
 from penstock.types import Event, Failed
@@ -28,6 +28,7 @@ class SharedEngine:
         self._turn = threading.Condition()
         self._stepping = False
         self._closed = False
+        self._lost: DeviceLost | None = None  # why no step can follow
 
     def submit(self, choices: Iterable[PendingChoice]) -> None:
         """Sends requests to the engine; the next step takes them up."""
@@ -57,6 +58,9 @@ class SharedEngine:
                 mine = self._stepping = True
             with _interrupts_deferred():
                 self._step()
+        except DeviceLost as error:
+            self._lost = error
+            raise
         finally:
             if mine:
                 with self._turn:
@@ -91,11 +95,17 @@ class SharedEngine:
                 self._turn.wait()
             if not self._closed:
                 self._closed = True
-                self.inner.close()
+                try:
+                    self.inner.close()
+                except RuntimeError:
+                    if self._lost is None:  # else nothing can be given back, to no harm
+                        raise
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineUnavailable("this LLM is closed: create another one")
+        if self._lost is not None:
+            raise DeviceLost(self._lost.message)
 
     def _step(self) -> None:
         for id, events in self.inner.step().items():

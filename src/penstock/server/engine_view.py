@@ -84,7 +84,7 @@ def _live(timer: RequestTimer, early: str) -> LiveRequest:
     return LiveRequest(
         id=context.id,
         model=context.model,
-        key=context.key_name or UNSET,
+        key=context.owner_name or UNSET,
         phase=DECODE if generated else early,
         seconds=round(perf_counter() - timer.began, 6),
         first_token=round(timer.first - timer.began, 6) if generated else None,

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.errors import InvalidRequest, PenstockError
+from penstock.errors import Forbidden, InvalidRequest, PenstockError
 from penstock.ipc.placement import RequestPlacement
 from penstock.server.access.accounts import Account
 from penstock.server.access.in_flight import Admission
@@ -44,6 +44,7 @@ MAX_IGNORED = 256  # fields
 MAX_NAME = 128  # characters of one
 NO = ("", "0", "false", "no")
 KNOWN = ("key ", "tenant ")  # owners that a key or a trusted proxy names begin so
+UNNAMED = "unnamed tenant"  # owns what comes through a trusted proxy without a name
 DEADLINE, TTFT, ITL = "x-request-deadline-ms", "x-request-ttft-target-ms", "x-request-itl-target-ms"
 LONGEST = 86_400_000  # milliseconds of a deadline or target
 MAX_TENANT = 256  # characters of a tenant's name that count
@@ -133,17 +134,20 @@ class RequestContext:
             raise self.payer.forbidden("model", f"use {model!r}, only {', '.join(self.payer.models)}")
 
     @property
-    def key_name(self) -> str | None:
-        """Returns the name of the API key that owns what this request stores, and whose things alone it finds; None:
-        the server has no keys, and everything is everyone's."""
-        return None if self.payer is None else self.payer.name
+    def owner_name(self) -> str | None:
+        """Returns who owns what this request stores, and whose things alone it finds: the API key or, without one, the
+        tenant that a trusted proxy names; those that it does not name are one. None: the server has neither keys nor
+        such a proxy, and everything is everyone's."""
+        if self.payer is not None:
+            return self.payer.name
+        return (self.tenant or UNNAMED) if self.terms.tenant_header else None
 
     def may_see(self, derived: DerivedModel | None) -> bool:
-        """Returns whether a derived model exists for this request: it does for the key that made it, and for those
-        whose list of models names it. One that no key made is everyone's."""
-        if derived is None or self.payer is None or derived.key in ("", self.payer.name):
+        """Returns whether a derived model exists for this request: it does for the owner that made it, and for keys
+        whose list of models names it. One that has no owner is everyone's."""
+        if derived is None or self.owner_name is None or derived.key in ("", self.owner_name):
             return True
-        return derived.name in self.payer.models
+        return self.payer is not None and derived.name in self.payer.models
 
     def charge_to(self, account: Account) -> None:
         """Makes the account pay for this request and own it."""
@@ -171,13 +175,16 @@ class RequestContext:
         self.targets = Targets(ttft, itl).over(self.targets)
 
     def ask_priority(self, asked: int, param: str) -> None:
-        """Takes over the priority that a request asks for, as far as its key may use it: a lower number becomes the
-        lowest that the key has, and is listed as ignored or refused."""
-        if self.payer is not None and asked < self.payer.priority:
+        """Takes over the priority that a request asks for, as far as its owner may use it: a lower number becomes the
+        lowest that the owner has, and is listed as ignored or refused. Tenants without a key have the bound of a key
+        without rights."""
+        lowest = 0 if self.payer is None else self.payer.priority
+        if self.owner_name is not None and asked < lowest:
             if not self.lenient:
-                raise self.payer.forbidden("priority", f"ask for {param} below {self.payer.priority}")
+                what = f"ask for {param} below {lowest}"
+                raise self.payer.forbidden("priority", what) if self.payer else Forbidden(f"tenants may not {what}")
             self.ignore(param)
-            asked = self.payer.priority
+            asked = lowest
         self.priority = asked
 
     def claim(self) -> Claim:

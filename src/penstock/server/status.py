@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.errors import EngineUnavailable, error_of
+from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.models import ModelPool
 from penstock.server.models.entry import ModelEntry
@@ -18,10 +18,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import unknown_model
 from penstock.server.sse import json_response
 from penstock.server.vllm.endpoints import model_fields
-from penstock.types import Failed, Hello, SamplingParams
-from penstock.types import Request as EngineRequest
-
-GENERATE_SECONDS = 10.0  # after which an engine that generates nothing is not healthy
+from penstock.types import Hello
 
 
 async def list_models(pool: ModelPool, _: Request, context: RequestContext) -> Response:
@@ -87,7 +84,7 @@ async def health(pool: ModelPool, http: Request, _: RequestContext) -> Response:
     try:
         pool.check_health()
         if generate:
-            await asyncio.gather(*(check_generates(entry.awake.client) for entry in pool.entries if entry.awake))
+            await _generate(pool, models)
     except EngineUnavailable as error:
         lost = (client.state for _, client in pool.clients() if client.state is not EngineState.READY)
         failed = {"status": next(lost, EngineState.FAILED), "engine": None, "message": error.message, "models": models}
@@ -102,19 +99,13 @@ async def health(pool: ModelPool, http: Request, _: RequestContext) -> Response:
     return json_response({"status": status, "engine": engine, "models": models} | fleet, 503 if down else 200)
 
 
-async def check_generates(client: EngineClient) -> None:
-    """Has an engine generate one token, or make an embedding if it makes those; raises EngineUnavailable if it does not
-    within some seconds."""
-    limits = client.hello.limits if client.hello is not None else None
-    pooling = "" if limits is None or limits.generates else limits.pooling
-    request = EngineRequest(client.next_id(), (0,), SamplingParams(seed=0), 0 if pooling else 1, pooling=pooling)
-    try:
-        async with asyncio.timeout(GENERATE_SECONDS), aclosing(client.submit(request)) as steps:
-            async for events in steps:
-                if isinstance(failed := events[-1], Failed):
-                    raise error_of(failed.code, failed.message)
-    except TimeoutError:
-        raise EngineUnavailable(f"the engine has generated no token within {GENERATE_SECONDS:.0f} s") from None
+async def _generate(pool: ModelPool, models: Sequence[dict[str, Any]]) -> None:
+    """Has every engine that is awake generate a token, and says in `models` for whom it did: for the probe, or for
+    requests that it was busy with."""
+    probed = [(model, entry.awake.client) for model, entry in zip(models, pool.entries, strict=True) if entry.awake]
+    found = await asyncio.gather(*(pool.probes.check(client) for _, client in probed))
+    for (model, _), generated in zip(probed, found, strict=True):
+        model["generated"] = generated
 
 
 async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Response:
@@ -123,8 +114,9 @@ async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Respo
 
 
 def may_see(context: RequestContext, entry: ModelEntry) -> bool:
-    """Returns whether the request's key may know of a model."""
-    return context.payer is None or (context.payer.may_use(entry.name) and context.may_see(entry.source.derived))
+    """Returns whether the request's owner may know of a model."""
+    allowed = context.payer is None or context.payer.may_use(entry.name)
+    return allowed and context.may_see(entry.source.derived)
 
 
 def state_of(entry: ModelEntry) -> dict[str, Any]:

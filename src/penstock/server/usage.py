@@ -119,7 +119,7 @@ class UsageRecord:
         tokens, cached = (len(prompt), min(finished.cached, len(prompt))) if new else (0, 0)
         price = self._prices.get(context.model)
         cost = 0.0 if price is None else price.cost(tokens, cached, finished.generated)
-        key = context.key_name or context.tenant
+        key = context.owner_name or ""
         use = KeyUsage(key, context.model, int(not known), tokens, cached, finished.generated, cost)
         place = datetime.now(UTC).date().isoformat(), key, context.model
         self._hold(place, use)

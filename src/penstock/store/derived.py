@@ -47,7 +47,7 @@ class DerivedModel:
     messages: list[dict[str, Any]] = field(default_factory=list)
     license: list[str] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)  # paths
-    key: str = ""  # name of the API key that made it; empty: it is everyone's
+    key: str = ""  # the API key, or the tenant of a trusted proxy, that made it; empty: it is everyone's
     made: str = ""  # when it was saved: ISO 8601, UTC
 
     @property

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.loaded_program import LoadedProgram
+from penstock.backend.cuda.lost_device import cannot_go_on
 from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import ActivationMemory, SharedMemory, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
@@ -246,6 +248,8 @@ class CudaBackend:
             with self._on_device():
                 return next(self._preparing, False)
         except Exception:
+            if self.is_lost():
+                raise
             log.exception("no more shapes are made ready ahead")
             return False
 
@@ -319,6 +323,9 @@ class CudaBackend:
             self._forget_graphs()
             with self._on_device():
                 torch.cuda.empty_cache()
+
+    def is_lost(self) -> bool:
+        return self._stream is not None and cannot_go_on(partial(torch.cuda.synchronize, self._device))
 
     def _forget_graphs(self) -> None:
         for program in self._programs.values():

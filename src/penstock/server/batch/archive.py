@@ -28,7 +28,7 @@ from penstock.store.paths import locked
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 3  # of the tables below
+VERSION = 4  # of the tables below
 WRITE_SIZE = 2**20  # bytes
 
 TABLES = """
@@ -49,7 +49,8 @@ CREATE TABLE IF NOT EXISTS batches (
   open INTEGER NOT NULL,
   record BLOB NOT NULL,
   owner TEXT,
-  payer TEXT
+  payer TEXT,
+  tenant TEXT
 );
 CREATE TABLE IF NOT EXISTS lines (
   batch TEXT NOT NULL,
@@ -69,6 +70,7 @@ UPGRADES = {  # from a version to the next
         "ALTER TABLE batches ADD COLUMN owner TEXT; ALTER TABLE batches ADD COLUMN payer TEXT;"
     ),
     2: "ALTER TABLE files ADD COLUMN tenant TEXT;",
+    3: "ALTER TABLE batches ADD COLUMN tenant TEXT; UPDATE batches SET tenant = payer;",
 }
 
 

@@ -1,7 +1,7 @@
 """Reads and writes the records of files. Each function is a transaction of the archive, or part of one.
 
-A tenant is the name of an API key, which finds its own files and batches only. None finds those of all: the server has
-no keys, or asks for itself.
+A tenant is the name of an API key or what a trusted proxy names, and finds its own files and batches only. None finds
+those of all: the server has neither, or asks for itself.
 """
 
 from __future__ import annotations

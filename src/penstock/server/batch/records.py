@@ -96,14 +96,17 @@ class BatchJob(msgspec.Struct, kw_only=True):
 
 
 class Ownership(NamedTuple):
-    """Says who made a batch: its requests belong to `owner` and are charged to the API key called `payer`."""
+    """Says who made a batch: its requests belong to `owner` and are charged to the API key called `payer`, and the
+    batch and its files exist for `tenant`."""
 
     owner: str | None = None  # None: unknown, as in archives of older servers
     payer: str | None = None  # None: nobody is charged
+    tenant: str | None = None  # see file_records.py
 
     @classmethod
     def of(cls, context: RequestContext) -> Ownership:
-        return cls(context.owner, None if context.payer is None else context.payer.name)
+        payer = None if context.payer is None else context.payer.name
+        return cls(context.owner, payer, context.owner_name)
 
 
 class PendingLine(NamedTuple):
@@ -132,15 +135,16 @@ def add(db: Connection, batch: BatchJob, ownership: Ownership = Ownership()) -> 
             f"{open} batches are in progress (the limit): wait for one to end, or cancel it", code="too_many_batches"
         )
     values = (batch.id, batch.input_file_id, _encoded(batch), *ownership)
-    db.execute("INSERT INTO batches (id, input, open, record, owner, payer) VALUES (?, ?, TRUE, ?, ?, ?)", values)
+    columns = "id, input, open, record, owner, payer, tenant"
+    db.execute(f"INSERT INTO batches ({columns}) VALUES (?, ?, TRUE, ?, ?, ?, ?)", values)
 
 
 def ownership(db: Connection, id: str) -> Ownership:
-    return Ownership(*db.execute("SELECT owner, payer FROM batches WHERE id = ?", (id,)).fetchone())
+    return Ownership(*db.execute("SELECT owner, payer, tenant FROM batches WHERE id = ?", (id,)).fetchone())
 
 
 def find(db: Connection, id: str, tenant: str | None) -> BatchJob | None:
-    sql = f"SELECT record FROM batches WHERE id = ? AND {OWN.format('payer')}"
+    sql = f"SELECT record FROM batches WHERE id = ? AND {OWN.format('tenant')}"
     row = db.execute(sql, (id, tenant, tenant)).fetchone()
     return None if row is None else _batch(row)
 
@@ -153,7 +157,7 @@ def get(db: Connection, id: str) -> BatchJob:
 
 def listed(db: Connection, page: ListPage, tenant: str | None) -> list[BatchJob]:
     """Returns a page, and one more than its limit if there are more."""
-    return [_batch(row) for row in rows_of(db, "batches", "record", page, OWN.format("payer"), (tenant, tenant))]
+    return [_batch(row) for row in rows_of(db, "batches", "record", page, OWN.format("tenant"), (tenant, tenant))]
 
 
 def open_ids(db: Connection) -> list[str]:
@@ -198,7 +202,7 @@ def finish(db: Connection, id: str, output: FileRecord | None, errors: FileRecor
     batch = get(db, id)
     for file in (output, errors):
         if file is not None:
-            file_records.add(db, file, ownership(db, id).payer)
+            file_records.add(db, file, ownership(db, id).tenant)
     batch.output_file_id = None if output is None else output.id
     batch.error_file_id = None if errors is None else errors.id
     _end(db, batch, batch.ending)

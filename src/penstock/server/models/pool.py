@@ -21,6 +21,7 @@ from penstock.errors import EngineUnavailable, ModelNotFound, PenstockError
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitForecast
 from penstock.server.foreign import ForeignModels
+from penstock.server.health_probe import GenerateProbes
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
@@ -80,6 +81,7 @@ class ModelPool:
         self.settings = settings
         self.foreign = foreign
         self.metrics = Metrics(self.clients, sources[0].name if sources else "", metric_sets)
+        self.probes = GenerateProbes()
         if foreign is not None:
             foreign.use_metrics(self.metrics)
         self._entries = {source.name: ModelEntry(source) for source in sources}  # replaced, never changed

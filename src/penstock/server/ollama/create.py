@@ -158,7 +158,7 @@ def _template(pool: ModelPool, template: str, root: DerivedModel) -> str:
 
 
 def _store(pool: ModelPool, context: RequestContext, derived: DerivedModel) -> None:
-    """Saves a derived model as the request's key's own; raises if its name is taken."""
+    """Saves a derived model as its owner's own; raises if its name is taken."""
     store.check_name(derived.name)
     if not context.may_see(store.derived_model(derived.name)):
         raise InvalidRequest(f"{derived.name!r} is taken: choose another name", param="model")
@@ -170,7 +170,7 @@ def _store(pool: ModelPool, context: RequestContext, derived: DerivedModel) -> N
         raise InvalidRequest(
             f"{derived.name!r} is being served, so its base cannot change: choose another name", param="model"
         )
-    store.save_derived(replace(derived, key=context.key_name or ""))
+    store.save_derived(replace(derived, key=context.owner_name or ""))
 
 
 # -- files --------------------------------------------------------------------------------------------------------

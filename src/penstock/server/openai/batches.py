@@ -78,15 +78,15 @@ class Batches:
     async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_query(context, http, BatchesQuery)
         page = ListPage(query.after, query.limit)
-        return page_response(await self._archive.do(records.listed, page, context.key_name), page)
+        return page_response(await self._archive.do(records.listed, page, context.owner_name), page)
 
     async def show(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         id = http.path_params["id"]
-        return json_response(_present(await self._archive.do(records.find, id, context.key_name), id))
+        return json_response(_present(await self._archive.do(records.find, id, context.owner_name), id))
 
     async def cancel(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         id = http.path_params["id"]
-        batch = _present(await self._archive.do(records.cancel, id, context.key_name), id)
+        batch = _present(await self._archive.do(records.cancel, id, context.owner_name), id)
         if batch.status not in ("cancelling", "cancelled"):
             raise InvalidRequest(f"the batch {id!r} is {batch.status} and can no longer be cancelled")
         self._runner.stop(id)
@@ -117,7 +117,7 @@ def _check(body: CreateBatch, routed: list[str]) -> None:
 
 def _add(db: Connection, batch: BatchJob, ownership: Ownership, space: Space) -> None:
     id = batch.input_file_id
-    file = file_records.find(db, id, ownership.payer)
+    file = file_records.find(db, id, ownership.tenant)
     if file is None:
         raise InvalidRequest(f"there is no file {id[:100]!r} here", param="input_file_id", code="file_not_found")
     if file.purpose != "batch":

@@ -60,7 +60,7 @@ class Files:
             try:
                 await self._receive(http, form, draft)
                 file = _file(context, draft, form)
-                await self._archive.keep([draft], file_records.add, file, context.key_name, self._archive.space)
+                await self._archive.keep([draft], file_records.add, file, context.owner_name, self._archive.space)
             finally:
                 self._uploading -= draft.size
         return json_response(file)
@@ -68,7 +68,7 @@ class Files:
     async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_query(context, http, FilesQuery)
         page = ListPage(query.after, query.limit, query.order)
-        found = await self._archive.do(file_records.listed, page, query.purpose, context.key_name)
+        found = await self._archive.do(file_records.listed, page, query.purpose, context.owner_name)
         return page_response(found, page)
 
     async def show(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
@@ -87,14 +87,14 @@ class Files:
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         id = http.path_params["id"]
-        if not await self._archive.do(file_records.drop, id, context.key_name):
+        if not await self._archive.do(file_records.drop, id, context.owner_name):
             raise _missing(id)
         await self._archive.remove([id])
         return json_response({"id": id, "object": "file", "deleted": True})
 
     async def _find(self, http: HttpRequest, context: RequestContext) -> FileRecord:
         id = http.path_params["id"]
-        file = await self._archive.do(file_records.find, id, context.key_name)
+        file = await self._archive.do(file_records.find, id, context.owner_name)
         if file is None:
             raise _missing(id)
         return file

@@ -76,7 +76,7 @@ class Responses:
         prompt = await self._prompt(served, context, body, settings, items)
         options = TurnOptions("input", body.max_output_tokens)
         turn = begin_turn(served, context, prompt, settings.tools.use, params, options)
-        stored = StoredResponse(_response(served, body, settings, params[0]), items, tenant=context.key_name)
+        stored = StoredResponse(_response(served, body, settings, params[0]), items, tenant=context.owner_name)
         writer = ResponseWriter(served, context, stored.response, turn, settings.tools, sealed=body.includes(SEALED))
         if body.background:
             return self._start(context, stored, writer, streamed=bool(body.stream))
@@ -98,13 +98,13 @@ class Responses:
             return self._stream_again(context, id, position(http, id, query.starting_after))
         if query.starting_after is not None:
             raise InvalidRequest("starting_after needs stream=true", param="starting_after")
-        return json_response(self._store.get(id, context.key_name).response)
+        return json_response(self._store.get(id, context.owner_name).response)
 
     def _stream_again(self, context: RequestContext, id: str, after: int) -> HttpResponse:
         """Returns the events of a response after the one with this number."""
-        if (kept := self._streams.find(id, context.key_name)) is not None:
+        if (kept := self._streams.find(id, context.owner_name)) is not None:
             return read_on(self._streams, context, kept, after)
-        stored = self._store.get(id, context.key_name)
+        stored = self._store.get(id, context.owner_name)
         if stored.job is None or not stored.job.streamed:
             raise InvalidRequest(
                 "only a response made with stream, and with background or x-penstock-resume, can be streamed again: "
@@ -114,16 +114,16 @@ class Responses:
         return StreamResponse(context, stored.job.buffer.follow(after), stored.job.framing)
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
-        stored = self._store.get(http.path_params["id"], context.key_name)
+        stored = self._store.get(http.path_params["id"], context.owner_name)
         if stored.job is not None:
             await stored.job.cancel()
-        if (kept := self._streams.find(stored.response.id, context.key_name)) is not None:
+        if (kept := self._streams.find(stored.response.id, context.owner_name)) is not None:
             await self._streams.delete(kept)
-        self._store.remove(stored.response.id, context.key_name)
+        self._store.remove(stored.response.id, context.owner_name)
         return json_response({"id": stored.response.id, "object": "response", "deleted": True})
 
     async def cancel(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
-        stored = self._store.get(http.path_params["id"], context.key_name)
+        stored = self._store.get(http.path_params["id"], context.owner_name)
         if stored.job is None:
             raise InvalidRequest("only a response that was made with background can be cancelled")
         await stored.job.cancel()
@@ -131,8 +131,9 @@ class Responses:
 
     async def input_items(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
         """Returns all items that the response was generated from, earlier ones of the conversation included."""
-        query, stored = read_query(context, http, ItemsQuery), self._store.get(http.path_params["id"], context.key_name)
-        items = [*self._store.conversation(stored.response.previous_response_id, context.key_name), *stored.input]
+        query = read_query(context, http, ItemsQuery)
+        stored = self._store.get(http.path_params["id"], context.owner_name)
+        items = [*self._store.conversation(stored.response.previous_response_id, context.owner_name), *stored.input]
         return json_response(_page(items if query.order == "asc" else items[::-1], query))
 
     async def close(self) -> None:
@@ -147,7 +148,7 @@ class Responses:
         settings: ResponseSettings,
         items: list[Item],
     ) -> ChatPrompt:
-        before = self._store.conversation(body.previous_response_id, context.key_name)
+        before = self._store.conversation(body.previous_response_id, context.owner_name)
         fields = (
             think_with_effort(context, served.text, settings.reasoning.effort, "reasoning.effort")
             | read_verbosity(context, served.text, settings.text.verbosity, "text.verbosity")

@@ -23,7 +23,7 @@ class StoredResponse:
     response: ResponseObject
     input: list[Item]
     job: BackgroundResponse | None = None  # if it is generated in the background
-    tenant: str | None = None  # the API key that it belongs to; None: there are no keys
+    tenant: str | None = None  # whose it is: see RequestContext.owner_name
 
     @property
     def running(self) -> bool:

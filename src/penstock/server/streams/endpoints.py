@@ -44,11 +44,11 @@ class StreamEndpoints:
 
     async def read(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_object(context, dict(http.query_params), StreamQuery, {}, strict=False)
-        stream = self._streams.get(http.path_params["id"], context.key_name)
+        stream = self._streams.get(http.path_params["id"], context.owner_name)
         return read_on(self._streams, context, stream, position(http, stream.id, query.starting_after))
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
-        stream = self._streams.get(http.path_params["id"], context.key_name)
+        stream = self._streams.get(http.path_params["id"], context.owner_name)
         await self._streams.delete(stream)
         return json_response(DeletedStream(id=stream.id))
 
@@ -59,7 +59,7 @@ class StreamEndpoints:
         if context.streams is None or not given:
             return None
         await body_of(http, context)  # which is the same as before
-        stream = self._streams.get(given.rpartition(":")[0], context.key_name)
+        stream = self._streams.get(given.rpartition(":")[0], context.owner_name)
         return read_on(self._streams, context, stream, position(http, stream.id, None))
 
 

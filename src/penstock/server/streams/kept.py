@@ -109,7 +109,7 @@ class KeptStreams:
         self._make_room(streams=1)
         id = context.stream_id or f"stream_{secrets.token_hex(16)}"
         buffer = EventBuffer(self.limits.stream, self._budget)
-        stream = self._streams[id] = KeptStream(id, context.key_name, framing, buffer)
+        stream = self._streams[id] = KeptStream(id, context.owner_name, framing, buffer)
         task = stream.task = asyncio.create_task(self._run(stream, chunks))
         self._leave(stream)
         self._counts["kept"] += 1
@@ -129,7 +129,7 @@ class KeptStreams:
             return stream
         if id in self._gone and self._gone[id][0] == tenant:
             raise gone(id, self._gone[id][1])
-        raise NotFound(f"there is no stream {id[:100]!r} here: it was not kept, or is another key's")
+        raise NotFound(f"there is no stream {id[:100]!r} here: it was not kept, or is another owner's")
 
     def resume(self, context: RequestContext, stream: KeptStream, after: int) -> StreamResponse:
         """Returns a stream's events after the one with this number; raises Gone if they are no longer kept."""

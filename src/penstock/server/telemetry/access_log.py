@@ -173,7 +173,7 @@ def _fields(context: RequestContext, status: int, began: float, ended: float) ->
         "loading_seconds": round(context.loading_seconds, 4),
         "preemptions": outcome.preemptions,
         "loop_tokens": outcome.loop,
-        "key": context.key_name,
+        "key": context.owner_name,
         "engine": ",".join(dict.fromkeys(placement.replica for _, placement in context.placements)),
         "error": outcome.error,
     }

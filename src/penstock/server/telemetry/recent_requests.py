@@ -23,7 +23,7 @@ class EndedRequest(msgspec.Struct, kw_only=True):
 
     id: str  # the answer's x-request-id
     model: str
-    key: str | UnsetType = UNSET  # the API key's name, where keys are required
+    key: str | UnsetType = UNSET  # the API key's name, or the tenant that a proxy names
     ended: float  # seconds since 1970
     reason: str  # stop, length, abort or error
     seconds: float  # from its start to its end
@@ -73,7 +73,7 @@ def _ended(context: RequestContext, finished: FinishedRequest) -> EndedRequest:
     ended = EndedRequest(
         id=context.id,
         model=context.model,
-        key=context.key_name or UNSET,
+        key=context.owner_name or UNSET,
         ended=time(),
         reason=finished.reason,
         seconds=round(finished.ended - finished.began, 6),
