@@ -69,6 +69,5 @@ def _is_hopeless(seq: Sequence, scheduler: Scheduler, costs: CostModel) -> bool:
     left = seq.due - scheduler.now
     if costs.prompt_seconds(seq.end) <= left:
         return False
-    cache = scheduler.cache
-    cached = len(cache.usable(cache.match(seq))) * cache.block_size
+    cached = scheduler.cache.held(seq)
     return costs.prompt_seconds(seq.end - cached, cached) > left

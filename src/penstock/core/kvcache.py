@@ -80,6 +80,10 @@ class KvCache:
             return []
         return self.trie.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.block_size)
 
+    def held(self, seq: Sequence) -> int:
+        """Returns how many tokens a sequence would begin with if it started now. Changes nothing."""
+        return len(self.usable(self.match(seq))) * self.block_size
+
     def usable(self, known: list[PrefixNode]) -> list[PrefixNode]:
         """Returns what of a match a sequence should begin with: up to where all windows are there and, for models with
         recurrent layers, a state was saved. What is on the host counts if copying it in is no slower than computing

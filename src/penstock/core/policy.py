@@ -19,6 +19,7 @@ from penstock.types import Limits, Row, prefill_budget
 
 OVERCOMMIT = 0.5  # share of host memory's blocks that sequences may need beyond the device's: copies cost little
 CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
+PATIENCE = 4  # times as long as its prompt takes that a request lets shorter ones go first
 FEW_STEPS = 16  # that a long prompt is computed in beside answers without a target, as far as LONGEST_STEP allows
 ROUND = 128  # tokens of which such a step has a multiple, because devices pad it to one
 LONGEST_STEP = 0.075  # seconds that a step with more than the prefill budget may take beside such answers
@@ -82,6 +83,10 @@ class StepBudget:
 class Policy(Protocol):
     """Is asked by the scheduler whenever there is a choice."""
 
+    def rank(self, seq: Sequence, computed: int) -> float:
+        """Returns by what a sequence that arrives, and of whose prompt so many tokens are computed, goes before others
+        or after them where nothing else decides."""
+
     def order(self, seq: Sequence) -> Any:
         """Returns what running sequences, and those in one tenant's line, are sorted by: they keep their memory in
         this order. It is always the same for a sequence."""
@@ -127,16 +132,25 @@ class StandardPolicy:
         self._few = max(1, self._background_rows // 4)
         self._held = False  # somebody was, in the last step
 
+    def rank(self, seq: Sequence, computed: int) -> float:
+        """Returns when a sequence has come, and some times later as long as the rest of its prompt takes. So a short
+        prompt goes before a long one that came not much earlier, and no prompt waits for ever. Before the cost of steps
+        is known, prompts go in order of arrival."""
+        if self._costs is None or not self._costs.known:
+            return seq.times.arrived
+        return seq.times.arrived + PATIENCE * self._costs.prompt_seconds(seq.end - computed, computed)
+
     def order(self, seq: Sequence) -> Any:
         """Returns background requests after all others; within each class the lower priority number goes first, then
-        the earlier deadline, and equals go in order of arrival."""
-        return (seq.background, seq.priority, seq.due, seq.arrival)
+        the earlier deadline, then the lower rank, and equals go in order of arrival."""
+        return (seq.background, seq.priority, seq.due, seq.rank, seq.arrival)
 
     def turn(self, seq: Sequence) -> Any:
         """Returns the order within a line, but of equal priority the tenant that has had the least goes first. Of two
-        that have had the same, it is the one that runs less."""
+        that have had the same, it is the one that runs less. Of a prompt that is begun, only the rest counts."""
         tenant = seq.tenant
-        return (seq.background, seq.priority, tenant.counter, tenant.running, seq.due, seq.arrival)
+        rank = seq.rank if seq.waits else self.rank(seq, seq.planned)
+        return (seq.background, seq.priority, tenant.counter, tenant.running, seq.due, rank, seq.arrival)
 
     def victim(self, behind: Line[Sequence]) -> Sequence:
         """Returns one of the tenant most over its share: that which has least to compute again for each block that it

@@ -86,6 +86,7 @@ class Scheduler:
         refuse_impossible(seq, self.limits)
         self._arrivals += 1
         seq.arrive(self._arrivals, self.now)
+        seq.rank = self.policy.rank(seq, self.cache.held(seq))
         self.sequences[seq.id] = seq
         self.tenants.add(seq)
 

@@ -83,6 +83,7 @@ class Sequence:
         "prefix_ends",
         "priority",
         "prompt_len",
+        "rank",
         "restore",
         "rolling",
         "salt",
@@ -134,6 +135,7 @@ class Sequence:
         self.claim = claim
         self.tenant: Tenant  # is set when it is added to a scheduler
         self.due = inf  # when its first token is wanted; infinite: no time is stated, or none that can be kept
+        self.rank = 0.0  # of those of one tenant for which nothing else decides, the least goes first
         self.charged = 0  # prompt tokens that its tenant has paid for, or that it found in the cache
         self.learned = 0  # tokens of its answer that lengths.py knows of
         self.times = RequestTimes()
