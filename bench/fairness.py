@@ -4,8 +4,8 @@
     python bench/fairness.py light itl --seconds 20  some of them, shorter
 
 Parts: light (a client beside one with 256 requests queued), shares (two busy keys, 1:1 and 3:1), throughput (two keys
-against one, which is first come, first served), itl (a 4,000-token prompt beside running streams), overload (three
-times what the server can do).
+against one, which is first come, first served), itl (a 4,000-token prompt beside running streams), short (a key's
+short prompts beside its own of 4,000 tokens), overload (three times what the server can do).
 """
 
 from __future__ import annotations
@@ -245,6 +245,25 @@ async def itl(model: str, seconds: float) -> None:
             print(f"TTFT of the prompts {percentile(first, 0.5):.2f} s", flush=True)
 
 
+async def short(model: str, seconds: float) -> None:
+    """Sends short prompts while prompts of 4,000 tokens of the same key come, two at a time."""
+    async with Server(model, ["--max-len", "8192"]) as server:
+        alone = [(await server.ask("a", 32, 4)).ttft for _ in range(8)]
+        await server.ask("a", 4000, 4)
+        long: list[Sent] = []
+
+        async def ask_long() -> None:
+            long.append(await server.ask("a", 4000, 4))
+
+        async with busy(ask_long, 2):
+            began, first = time.perf_counter(), []
+            while len(first) < 8 or len(long) < 4 or time.perf_counter() < began + seconds / 2:
+                first.append((await server.ask("a", 32, 4)).ttft)
+    p50, p95 = (percentile(first, share) * 1e3 for share in (0.5, 0.95))
+    print(f"short: TTFT alone {percentile(alone, 0.5) * 1e3:.0f} ms, beside long prompts p50 {p50:.0f} ms, ", end="")
+    print(f"p95 {p95:.0f} ms ({len(first)}); of the long ones p50 {percentile([s.ttft for s in long], 0.5):.2f} s")
+
+
 async def overload(model: str, seconds: float) -> None:
     """Sends three times what the server can do, at random times, and looks at what becomes of it."""
     target = 2.0
@@ -310,7 +329,7 @@ async def sent_at_random(server: Server, rate: float, seconds: float) -> tuple[l
     return done, sizes
 
 
-PARTS = {each.__name__: each for each in (light, shares, throughput, itl, overload)}
+PARTS = {each.__name__: each for each in (light, shares, throughput, itl, short, overload)}
 
 
 def main() -> None:

@@ -135,11 +135,10 @@ class Sequence:
         self.claim = claim
         self.tenant: Tenant  # is set when it is added to a scheduler
         self.due = inf  # when its first token is wanted; infinite: no time is stated, or none that can be kept
-        self.rank = 0.0  # of those of one tenant for which nothing else decides, the least goes first
         self.charged = 0  # prompt tokens that its tenant has paid for, or that it found in the cache
         self.learned = 0  # tokens of its answer that lengths.py knows of
         self.times = RequestTimes()
-        self.arrival = 0
+        self.arrival, self.rank = 0, 0.0  # where nothing else decides, the least rank goes first
         self.computed = 0
         self.planned = 0
         self.awaits_drafts = False  # its next row shall know its last token, because drafts are likely to follow it
