@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from penstock import __version__
 from penstock.config import Config
-from penstock.engine.flight_recorder import LEAST, LOADING, FlightRecord, read_pulse, read_record, write_times
+from penstock.engine.flight_recorder import LOADING, FlightRecord, Pulse, read_pulse, read_record, write_times
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
@@ -135,7 +135,10 @@ class EngineProcess:
     async def read(self, take: Callable[[wire.Step], None]) -> str:
         """Calls `take` with every step until the process has ended; returns how it ended. A process that hangs is
         killed."""
-        tasks = asyncio.create_task(self._forward(take)), asyncio.create_task(self._watch(self._allowed))
+        tasks = (
+            asyncio.create_task(self._forward(take)),
+            asyncio.create_task(self._watch(lambda pulse: pulse.allowed(self._sent))),
+        )
         try:
             await asyncio.shield(self._exit)
         finally:
@@ -189,7 +192,7 @@ class EngineProcess:
 
     async def _first_answer(self) -> wire.Answer:
         message = asyncio.ensure_future(self._socket.recv())
-        watching = asyncio.create_task(self._watch(lambda limit, _: limit or LOADING))
+        watching = asyncio.create_task(self._watch(lambda pulse: pulse.limit or LOADING))
         await asyncio.wait({message, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         watching.cancel()
         if self._hang:
@@ -215,19 +218,14 @@ class EngineProcess:
             log.exception("a message of the engine process could not be read; the process is killed")
             self._process.kill()
 
-    def _allowed(self, limit: float, taken: int) -> float:
-        """Returns for how many seconds the engine may be silent, by the limit that it states and the messages that it
-        has taken."""
-        return limit or (LEAST if taken < self._sent else inf)
-
-    async def _watch(self, allowed: Callable[[float, int], float]) -> None:
+    async def _watch(self, allowed: Callable[[Pulse], float]) -> None:
         """Kills the process when it has been silent for longer than is allowed."""
         silence = Silence()
         while True:
             await asyncio.sleep(TICK)
-            seen, limit, taken = read_pulse(self._link.flight)
-            most = allowed(limit, taken)
-            silence.observe(seen, most, time.monotonic())
+            pulse = read_pulse(self._link.flight)
+            most = allowed(pulse)
+            silence.observe(pulse.beat, most, time.monotonic())
             if silence.seconds > most:
                 self._hang = f"did not go on for {silence.seconds:.1f} s and was killed"
                 if hasattr(signal, "SIGUSR1"):  # Windows has none, and no stacks of a process that hangs
