@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,8 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(poisoned: Attacked,
     assert refused.status_code == 500, refused.text
     error = refused.json()["error"]
     assert error["code"] == "non_finite_logits"
-    assert "request " in error["message"]
+    assert re.match(r"request \d+: ", error["message"])
+    assert refused.headers["x-request-id"] in error["message"]
     assert answer("Hello!", temperature=0).json()["choices"][0]["text"] == RECITED
 
 

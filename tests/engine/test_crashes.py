@@ -17,7 +17,7 @@ import pytest
 from penstock.backend.fake import continuation
 from penstock.config import Config
 from penstock.errors import EngineUnavailable
-from penstock.ipc.engine_folder import FlightMemory
+from penstock.ipc.engine_folder import EngineMemory
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.process import Silence
 from penstock.ipc.spawn import ProcessClient
@@ -315,7 +315,7 @@ def test_an_engine_that_is_slow_is_logged_once(caplog: pytest.LogCaptureFixture)
 
 def test_memory_of_a_flight_record_is_given_back_once(tmp_path: Path) -> None:
     """Two may end an engine at once. The second must not close a file that has the same number by then."""
-    flight = FlightMemory(f"ipc://{tmp_path}/engine")
+    flight = EngineMemory(f"ipc://{tmp_path}/engine", "flight", 4096)
     flight.close()
     other = os.open(tmp_path, os.O_RDONLY)
     flight.close()

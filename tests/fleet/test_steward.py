@@ -46,7 +46,7 @@ from penstock.fleet.steward_wire import (
 from penstock.fleet.timing import EngineTiming
 from penstock.ipc import post_mortem
 from penstock.ipc.launchers import SpawnLauncher
-from penstock.types import Hello
+from penstock.types import Hello, Request
 from tests.fleet.fake_host import LIMITS
 
 TOYS = Path(__file__).parents[1] / "server" / "toys.py"
@@ -330,6 +330,9 @@ def test_a_keeper_that_is_ended_while_it_writes_about_a_death_leaves_nothing(
 
         def last_suspects(self) -> tuple[tuple[str, int], ...]:
             return ()
+
+        def last_requests(self) -> list[Request]:
+            return []
 
         async def end(self, grace: float) -> None:
             ended.append(grace)

@@ -304,13 +304,22 @@ def test_answers_of_clients_do_not_wait_behind_a_batch(serve: Any, toy_text: Any
 
 
 def test_lines_outlive_an_engine_that_dies(parrot_process: Any) -> None:
-    sdk = parrot_process.sdk()
-    batch = begin(sdk, jsonl(*[line(f"n{number}", "hello" * 10) for number in range(30)]))
-    watched(sdk, batch.id, lambda batch: batch.request_counts.completed > 0)
-    os.kill(parrot_process.client.hello.pid, 9)
-    batch = ended(sdk, batch.id)
-    assert counts(batch) == (30, 30, 0)
-    parrot_process.until(lambda: parrot_process.client.restarts == 1)
+    """What they say is what those of an undisturbed batch do."""
+    sdk, client = parrot_process.sdk(), parrot_process.client
+    asked = jsonl(*[line(f"n{number}", f"{number}, hello " * 20, seed=number) for number in range(30)])
+
+    def said(batch: Any) -> list[tuple[str, Any]]:
+        assert counts(batch) == (30, 30, 0)
+        return [(each["custom_id"], each["response"]["body"]["choices"]) for each in results(sdk, batch.output_file_id)]
+
+    undisturbed = said(ended(sdk, begin(sdk, asked).id))
+    assert undisturbed[7][1][0]["message"]["content"] == "7, hello " * 20
+    batch = begin(sdk, asked)
+    parrot_process.until(lambda: client.stats.running > 0)
+    assert client.in_flight > 0, "the kill must hit lines"
+    os.kill(client.hello.pid, 9)
+    assert said(ended(sdk, batch.id)) == undisturbed
+    parrot_process.until(lambda: client.restarts == 1)
 
 
 def test_the_async_sdk(parrot: Any) -> None:

@@ -90,7 +90,7 @@ def test_no_stream_of_any_dialect_is_lost_or_different(parrot_process: Any) -> N
 
 def test_embeddings_and_whole_answers_survive_too(parrot_process: Any) -> None:
     server = parrot_process
-    texts = [f"{number} " * 60 for number in range(40)]
+    texts = [f"{number} " * 400 for number in range(40)]
     whole = {"model": MODEL, "messages": CHAT}
 
     def ask() -> tuple[list[Any], str]:
@@ -100,11 +100,22 @@ def test_embeddings_and_whole_answers_survive_too(parrot_process: Any) -> None:
 
     alone = ask()
     assert alone[1] == SAID
+    streams = server.client._streams
+    lose, lost = streams.lose, []  # how many embeddings each engine had when it died
+
+    def noting(*about: Any) -> Any:
+        lost.append(sum(bool(request.pooling) for request in streams.requests))
+        return lose(*about)
+
+    streams.lose = noting
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(ask) for _ in range(4)]
+        asked = [pool.submit(ask) for _ in range(2)]
+        server.until(lambda: server.client.in_flight >= len(texts) // 2)
         kill(server)
+        server.until(lambda: server.client.stats.computed_tokens > 0)
         kill(server)
-        assert [asking.result() for asking in asked] == [alone] * 4
+        assert [asking.result() for asking in asked] == [alone] * 2
+    assert min(lost) > 0, "both kills must have hit embeddings"
 
 
 def test_health_tells_the_truth(parrot_process: Any) -> None:

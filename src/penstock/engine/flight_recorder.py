@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Collection
 from itertools import chain
+from math import inf
 from mmap import mmap
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ ROWS = 1024  # of a plan that are kept
 WAITING = 64  # requests in the waiting room that are kept
 ROW = 4  # numbers of a row: seq, start, count, sample
 PLAN = 2 + ROW * ROWS  # numbers of a plan: step, rows, and its rows
-BEAT, LIMIT, TAKEN, COMMITTED, ADDING, PLANNED, ROOM = range(7)  # places in the header, whose numbers have 8 bytes
+BEAT, LIMIT, TAKEN, COMMITTED, ADDING, PLANNED, ROOM, URGENT = range(8)  # places in the header; numbers have 8 bytes
 SIZES = len(STEP_SIZES) + 1
 TIMES_AT = 8 + WAITING
 HEADER = TIMES_AT + SIZES
@@ -71,13 +72,27 @@ class FlightRecorder:
         self._numbers[ADDING] = NOTHING
         self._times = StepTimes(self._numbers[TIMES_AT:HEADER], slow_first)
 
-    def _beat(self, limit: float) -> None:
+        self._longest_slice = 0.0  # seconds
+
+    def _beat(self, limit: float, urgent: float = 0.0) -> None:
+        """Notes how long it may be silent, and how long (if that is not the same) while a message waits for it."""
+        self._numbers[URGENT] = int((urgent or limit) * MICRO)
         self._numbers[LIMIT] = int(limit * MICRO)
         self._numbers[BEAT] += 1
 
     def wait(self) -> None:
         """Notes that there is nothing to do until a message arrives."""
-        self._beat(0)
+        self._beat(0, LEAST)
+
+    def prepare(self) -> None:
+        """Notes that a moment without requests is used for a slice of other work. Once a request waits, that may take
+        20 times as long as others have, as a step may."""
+        known = max(TIMES * self._longest_slice, LEAST) if self._longest_slice else SLOW
+        self._beat(SLOW, min(known, SLOW))
+
+    def prepared(self, seconds: float) -> None:
+        """Notes how long the slice took."""
+        self._longest_slice = max(self._longest_slice, seconds)
 
     def work(self, slow: bool = False) -> None:
         """Notes that something is done which is no step, and which may be slow."""
@@ -152,10 +167,23 @@ def write_times(memory: Memory, times: tuple[int, ...]) -> None:
     _numbers(memory)[TIMES_AT : TIMES_AT + len(times)] = array("q", times)
 
 
-def read_pulse(memory: Memory) -> tuple[int, float, int]:
-    """Returns the beat, the limit and the number of messages taken of a recorder that may be writing."""
+class Pulse(NamedTuple):
+    """Holds the signs of life of an engine that may be running."""
+
+    beat: int
+    limit: float  # seconds that it may be silent; 0: for ever, unless a message waits for it
+    urgent: float  # that it may be if one does
+    taken: int  # messages
+
+    def allowed(self, sent: int) -> float:
+        """Returns for how many seconds it may be silent if it was sent so many messages."""
+        return self.urgent if self.taken < sent else self.limit or inf
+
+
+def read_pulse(memory: Memory) -> Pulse:
+    """Returns the signs of life in the memory of a recorder that may be writing."""
     numbers = _numbers(memory)
-    return numbers[BEAT], numbers[LIMIT] / MICRO, numbers[TAKEN]
+    return Pulse(numbers[BEAT], numbers[LIMIT] / MICRO, numbers[URGENT] / MICRO or LEAST, numbers[TAKEN])
 
 
 def read_record(memory: Memory) -> FlightRecord:

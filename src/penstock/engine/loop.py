@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -69,8 +70,10 @@ def run(engine: Engine, inbox: Inbox, send: Send) -> None:
         messages = inbox.take(wait=must_wait)
         recorder.take(len(messages))
         if engine.idle and not messages:
-            recorder.work(slow=True)
+            recorder.prepare()
+            began = time.perf_counter()
             may_prepare = engine.prepare_in_idle()
+            recorder.prepared(time.perf_counter() - began)
             continue
         may_prepare = True
         recorder.work(slow=engine.slow or not all(isinstance(message, Add | Abort) for message in messages))

@@ -144,7 +144,7 @@ class Keeper:
         try:
             if self._spec.config.post_mortem != OFF:
                 about = self._spec.config, engine.hello, reason, engine.last_stack(), self._flight
-                await asyncio.to_thread(post_mortem.write_about, *about, ())
+                await asyncio.to_thread(post_mortem.write_about, *about, engine.last_requests())
         finally:
             await engine.end(GRACE)  # also if this keeper is told to end meanwhile: its folder would stay
 

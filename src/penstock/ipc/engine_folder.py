@@ -1,5 +1,5 @@
 """Names the files in the folder that a client shares with its engine process: the socket, the flight record, the
-stacks of a process that has died, and the socket at which further clients join."""
+requests of other clients, the stacks of a process that has died, and the socket at which further clients join."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import zmq
 
-from penstock.engine.flight_recorder import RECORD_BYTES
-
 SCHEME = "ipc://"
-SOCKET, FLIGHT, STACK, CLIENTS = "engine", "flight", "stack", "clients"
+SOCKET, FLIGHT, JOURNAL, STACK, CLIENTS = "engine", "flight", "requests", "stack", "clients"
 
 
 def address_in(folder: str) -> str:
@@ -49,19 +47,19 @@ def connect(socket: zmq.Socket[bytes], address: str) -> None:
     socket.connect(endpoint)
 
 
-class FlightMemory:
-    """Holds the memory of an engine's flight record, which outlives the engine process. Where that is possible it is no
-    file of a disk, whose writing could hold up a step; the folder then has a link to it."""
+class EngineMemory:
+    """Holds memory that an engine process writes to and that outlives it. Where that is possible it is no file of a
+    disk, whose writing could hold up a step; the folder then has a link to it."""
 
-    def __init__(self, address: str) -> None:
-        path = engine_file(address, FLIGHT)
+    def __init__(self, address: str, name: str, size: int) -> None:
+        path = engine_file(address, name)
         if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("penstock-flight")
+            self._file = os.memfd_create(f"penstock-{name}")
             path.symlink_to(f"/proc/{os.getpid()}/fd/{self._file}")
         else:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(self._file, RECORD_BYTES)
-        self.memory = mmap.mmap(self._file, RECORD_BYTES)
+        os.ftruncate(self._file, size)
+        self.memory = mmap.mmap(self._file, size)
 
     def close(self) -> None:
         """Gives the memory back. Two may end an engine at once, and the number of a closed file may be another's."""
@@ -70,7 +68,7 @@ class FlightMemory:
             os.close(file)
 
 
-def open_flight(address: str) -> mmap.mmap:
-    """Returns the memory of an engine's flight record."""
-    with engine_file(address, FLIGHT).open("r+b") as file:
-        return mmap.mmap(file.fileno(), RECORD_BYTES)
+def open_memory(address: str, name: str, size: int) -> mmap.mmap:
+    """Returns memory that whoever started this engine process holds."""
+    with engine_file(address, name).open("r+b") as file:
+        return mmap.mmap(file.fileno(), size)

@@ -21,12 +21,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from penstock.config import LOG_FORMAT, Config, log_to_stderr
+from penstock.config import LOG_FORMAT, TOKENS, Config, log_to_stderr
 from penstock.engine.engine import Engine
+from penstock.engine.flight_recorder import RECORD_BYTES
 from penstock.engine.loop import Message, run
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc import wire
-from penstock.ipc.engine_folder import CLIENTS, SOCKET, STACK, connect, engine_file, open_flight
+from penstock.ipc.engine_folder import CLIENTS, FLIGHT, JOURNAL, SOCKET, STACK, connect, engine_file, open_memory
 from penstock.ipc.inprocess_engine import hello_of
 from penstock.ipc.loading_pulse import LoadingPulse
 
@@ -77,7 +78,7 @@ def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Cal
     threading.Thread(target=_when_parent_ends, args=[until_parent_ends, ended], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         connect(socket, address)
-        flight = open_flight(address)
+        flight = open_memory(address, FLIGHT, RECORD_BYTES)
         turn = Turn(socket, config.standby)
         try:
             with LoadingPulse(flight):
@@ -99,6 +100,7 @@ def _serve_shared(
     engine: Engine, model: str, keeper: zmq.Socket[bytes], config: Config, address: str, orphaned: threading.Event
 ) -> None:
     """Serves all clients that join, also when whoever keeps this process has ended."""
+    from penstock.ipc.request_journal import JOURNAL_BYTES, RequestJournal, has_journal
     from penstock.ipc.shared_host import LINGER_MS, SharedHost, Sockets, listen
 
     gc.freeze()
@@ -108,8 +110,11 @@ def _serve_shared(
     except zmq.ZMQError as error:
         reason = f"the engine cannot listen at {config.listen}: {error}; give another address"
         return keeper.send(wire.encode_answer(wire.Refused(ConfigError.code, reason)))
+    journal = None
+    if has_journal(config):
+        journal = RequestJournal(open_memory(address, JOURNAL, JOURNAL_BYTES), tokens=config.post_mortem == TOKENS)
     with router:
-        shared = SharedHost(engine, model, Sockets(keeper, router), config.secret, orphaned.is_set)
+        shared = SharedHost(engine, model, Sockets(keeper, router), config.secret, orphaned.is_set, journal)
         try:
             run(engine, shared, shared.send)
             shared.say_farewell()

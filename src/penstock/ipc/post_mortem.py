@@ -20,7 +20,8 @@ import msgspec
 from penstock import __version__
 from penstock.config import TOKENS, Config, home
 from penstock.engine.flight_recorder import FlightRecord
-from penstock.types import Hello, Limits, Request, SamplingParams
+from penstock.ipc.request_shapes import without_text
+from penstock.types import Hello, Limits, Request
 
 log = logging.getLogger(__name__)
 
@@ -98,40 +99,6 @@ def _versions() -> dict[str, str]:
 def _bundled(request: Request, suspects: Collection[int]) -> BundledRequest:
     counts = len(request.prompt), len(request.generated), request.max_tokens
     return BundledRequest(request.id, request.id in suspects, *counts, msgspec.msgpack.encode(request))
-
-
-def without_text(request: Request, vocab: int) -> Request:
-    """Returns a request of the same shape that says nothing about what was asked: its tokens are made up."""
-    params = request.sampling
-    sampling = SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        seed=params.seed,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        chain=params.chain,
-        penalty_window=params.penalty_window,
-    )
-    count = len(request.prompt) + len(request.generated)
-    made_up = tuple((request.id * 31 + place * 7) % vocab for place in range(count))
-    return Request(
-        id=request.id,
-        prompt=made_up[: len(request.prompt)],
-        sampling=sampling,
-        max_tokens=request.max_tokens,
-        priority=request.priority,
-        pooling=request.pooling,
-        background=request.background,
-        speculation=request.speculation,
-        generated=made_up[len(request.prompt) :],
-        scored=request.scored,
-        mirostat_mu=request.mirostat_mu,
-    )
 
 
 def write(bundle: PostMortem) -> Path:

@@ -18,14 +18,23 @@ import zmq.asyncio
 
 from penstock import __version__
 from penstock.config import Config
-from penstock.engine.flight_recorder import LEAST, LOADING, FlightRecord, read_pulse, read_record, write_times
+from penstock.engine.flight_recorder import (
+    LOADING,
+    RECORD_BYTES,
+    FlightRecord,
+    Pulse,
+    read_pulse,
+    read_record,
+    write_times,
+)
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
-from penstock.ipc.engine_folder import STACK, FlightMemory, address_in, bind, engine_file
+from penstock.ipc.engine_folder import FLIGHT, JOURNAL, STACK, EngineMemory, address_in, bind, engine_file
 from penstock.ipc.launchers import EngineChild, Launcher
+from penstock.ipc.request_journal import JOURNAL_BYTES, has_journal, read_journal
 from penstock.ipc.shared_wire import ID_BITS, ID_MASK
-from penstock.types import Hello
+from penstock.types import Hello, Request
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +50,7 @@ MOST_STACK = 2**16  # characters that are read of them
 class EngineSocket:
     """Holds the server's end of the socket, in a folder that only this user can enter."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, journal: bool) -> None:
         with ExitStack() as undo:
             self._folder = tempfile.mkdtemp(prefix="penstock-")
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -50,13 +59,18 @@ class EngineSocket:
             self.socket = self._context.socket(zmq.PAIR)
             self.address = address_in(self._folder)
             bind(self.socket, self.address)
-            self._flight = FlightMemory(self.address)
+            self._memories = [EngineMemory(self.address, FLIGHT, RECORD_BYTES)]
+            undo.callback(self._memories[0].close)
+            if journal:
+                self._memories.append(EngineMemory(self.address, JOURNAL, JOURNAL_BYTES))
             undo.pop_all()
-        self.flight = self._flight.memory
+        self.flight = self._memories[0].memory
+        self.journal = self._memories[1].memory if journal else None
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-        self._flight.close()
+        for memory in self._memories:
+            memory.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -107,7 +121,7 @@ class EngineProcess:
         """Starts a process, which the caller must `open` before it serves."""
         with ExitStack() as undo:
             try:
-                link = EngineSocket()
+                link = EngineSocket(journal=has_journal(config))
                 undo.callback(link.close)
                 process = await launcher.launch(link.address, config)
             except (OSError, zmq.ZMQError) as error:
@@ -135,7 +149,10 @@ class EngineProcess:
     async def read(self, take: Callable[[wire.Step], None]) -> str:
         """Calls `take` with every step until the process has ended; returns how it ended. A process that hangs is
         killed."""
-        tasks = asyncio.create_task(self._forward(take)), asyncio.create_task(self._watch(self._allowed))
+        tasks = (
+            asyncio.create_task(self._forward(take)),
+            asyncio.create_task(self._watch(lambda pulse: pulse.allowed(self._sent))),
+        )
         try:
             await asyncio.shield(self._exit)
         finally:
@@ -158,6 +175,10 @@ class EngineProcess:
         ids = sorted(self.last_flight().suspects)
         numbered = ((id >> ID_BITS, id & ID_MASK) for id in ids)
         return tuple((self._clients[number], id) for number, id in numbered if number in self._clients)
+
+    def last_requests(self) -> list[Request]:
+        """Returns the requests that a shared host had when its process ended, as they were sent to it."""
+        return [] if self._link.journal is None else read_journal(self._link.journal, self.hello.limits.vocab)
 
     def last_stack(self) -> str:
         """Returns the stacks of its threads when a signal ended it or it hung, or that of the error that ended it."""
@@ -189,7 +210,7 @@ class EngineProcess:
 
     async def _first_answer(self) -> wire.Answer:
         message = asyncio.ensure_future(self._socket.recv())
-        watching = asyncio.create_task(self._watch(lambda limit, _: limit or LOADING))
+        watching = asyncio.create_task(self._watch(lambda pulse: pulse.limit or LOADING))
         await asyncio.wait({message, self._exit}, return_when=asyncio.FIRST_COMPLETED)
         watching.cancel()
         if self._hang:
@@ -215,19 +236,14 @@ class EngineProcess:
             log.exception("a message of the engine process could not be read; the process is killed")
             self._process.kill()
 
-    def _allowed(self, limit: float, taken: int) -> float:
-        """Returns for how many seconds the engine may be silent, by the limit that it states and the messages that it
-        has taken."""
-        return limit or (LEAST if taken < self._sent else inf)
-
-    async def _watch(self, allowed: Callable[[float, int], float]) -> None:
+    async def _watch(self, allowed: Callable[[Pulse], float]) -> None:
         """Kills the process when it has been silent for longer than is allowed."""
         silence = Silence()
         while True:
             await asyncio.sleep(TICK)
-            seen, limit, taken = read_pulse(self._link.flight)
-            most = allowed(limit, taken)
-            silence.observe(seen, most, time.monotonic())
+            pulse = read_pulse(self._link.flight)
+            most = allowed(pulse)
+            silence.observe(pulse.beat, most, time.monotonic())
             if silence.seconds > most:
                 self._hang = f"did not go on for {silence.seconds:.1f} s and was killed"
                 if hasattr(signal, "SIGUSR1"):  # Windows has none, and no stacks of a process that hangs

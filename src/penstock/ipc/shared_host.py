@@ -23,6 +23,7 @@ from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.ipc import shared_wire, wire
 from penstock.ipc.engine_folder import SCHEME
 from penstock.ipc.inprocess_engine import hello_of
+from penstock.ipc.request_journal import RequestJournal
 from penstock.ipc.shared_wire import ID_BITS, ID_MASK, AskSnapshot, Beat, Join, Leave, LinkAnswer
 from penstock.types import BlockEvent, Event, Stats, Tokens
 
@@ -111,13 +112,22 @@ class SharedHost:
     """Is the inbox of an engine's loop, and sends each client its share of every step. If it is `orphaned`, and nobody
     has joined for a while, it ends the loop."""
 
-    def __init__(self, engine: Engine, model: str, sockets: Sockets, secret: str, orphaned: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        sockets: Sockets,
+        secret: str,
+        orphaned: Callable[[], bool],
+        journal: RequestJournal | None = None,
+    ) -> None:
         self._engine = engine
         self._model = model
         self._keeper, self._socket = sockets
         self._address = sockets.address
         self._secret = secret.encode()
         self._orphaned = orphaned
+        self._journal = journal
         self._clients: dict[bytes, SharedClient] = {}  # by route
         self._joins = 0
         self._looked = self._served = time.monotonic()
@@ -158,10 +168,18 @@ class SharedHost:
                 return []
             client.heard = time.monotonic()
             message = wire.decode_message(frames[0])
-            return self._drop(client) if isinstance(message, Close) else [client.take(message)]
+            return self._drop(client) if isinstance(message, Close) else [self._noted(client.take(message))]
         except (msgspec.DecodeError, IndexError) as error:
             self._refuse(route, shared_wire.MALFORMED, f"a message could not be read: {error}")
             return [] if client is None else self._drop(client)
+
+    def _noted(self, message: Message) -> Message:
+        """Keeps what the engine is asked to compute where it outlives the process."""
+        if self._journal is not None and isinstance(message, Add):
+            self._journal.add(message.request)
+        if self._journal is not None and isinstance(message, Prefill):
+            self._journal.add(message.request._replace(id=message.id, max_tokens=1))
+        return message
 
     def _answer_link(
         self, route: bytes, client: SharedClient | None, message: shared_wire.LinkMessage
@@ -226,6 +244,8 @@ class SharedHost:
         shares: dict[int, list[Event]] = {}
         for event in events:
             shares.setdefault(event.seq >> ID_BITS, []).append(event)
+            if self._journal is not None and not isinstance(event, Tokens):
+                self._journal.end(event.seq)
         now, busy, stats = time.monotonic(), stats.running or stats.waiting, stats._replace(clients=len(self._clients))
         for client in self._clients.values():
             own = shares.get(client.number)

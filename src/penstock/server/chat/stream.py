@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from penstock.errors import EngineUnavailable
+from penstock.errors import EngineUnavailable, StepFailed, error_of
 from penstock.ipc.client import EngineClient
 from penstock.server.chat.schema_check import Deltas as Deltas
 from penstock.server.chat.schema_check import checked
@@ -72,7 +72,7 @@ async def _run(
             served.client.when_ended(request.id, computed)
             served.client.when_placed(request.id, partial(context.place, request.id))
             async for events in steps:
-                delta = read_step(text, events)
+                delta = _read_step(text, events, context)
                 if ended is not None and ended() and not delta.finish:
                     delta = delta._replace(text="", finish="stop")
                 if delta.tokens:
@@ -86,6 +86,15 @@ async def _run(
                 yield choice, delta
                 if delta.finish:
                     return
+
+
+def _read_step(text: TextStream, events: Sequence[Event], context: RequestContext) -> Delta:
+    """Returns what a step adds to an answer. An error of the engine, which knows requests by number, names the id that
+    the client was sent too."""
+    try:
+        return read_step(text, events)
+    except StepFailed as error:
+        raise error_of(error.code, f"{error.message} (x-request-id {context.id})") from None
 
 
 async def _report(client: EngineClient, id: int, steps: AsyncGenerator[list[Event], None]) -> Report | None:
