@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
+from penstock.server.openai.stored_chats import StoredChats
 from penstock.server.openapi import DocumentedRoute, document
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
@@ -44,7 +45,7 @@ A field of a request is one of these:
 def render() -> str:
     """Returns the page."""
     nobody = cast(Any, None)
-    stored = Files(nobody), Batches(nobody, nobody), Responses(nobody), StreamEndpoints(nobody)
+    stored = Files(nobody), Batches(nobody, nobody), Responses(nobody), StoredChats(), StreamEndpoints(nobody)
     routes = all_routes(nobody, *stored, RecentRequests())
     schemas = document(routes)
     ordered = sorted(routes, key=lambda route: _dialect(route))

@@ -176,10 +176,12 @@ class StorageFailed(PenstockError):
     code = "storage_failed"
 
 
-def error_of(code: str, message: str) -> PenstockError:
+def error_of(code: str, message: str, retry_after: float = 0.0) -> PenstockError:
     """The error that `code` stands for, as it was raised elsewhere: codes cross processes, exceptions do not."""
     error = _KINDS.get(code, PenstockError)(message)
     error.code = code
+    if isinstance(error, RateLimited):
+        error.retry_after = max(error.retry_after, retry_after)
     return error
 
 

@@ -379,6 +379,7 @@ class Failed(NamedTuple):
     seq: int
     code: str
     message: str
+    retry_after: float = 0.0  # seconds, if it is known when the request may be sent again
 
 
 class MemoryUse(NamedTuple):

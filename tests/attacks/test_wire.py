@@ -153,7 +153,7 @@ def test_every_answer_is_counted(attacked: Attacked) -> None:
         (CHAT, 400, "invalid_json"): lambda: attacked.http.post(CHAT, content=b"{"),
         (CHAT, 413, "request_too_large"): lambda: attacked.http.post(CHAT, content=b" " * 20_000_000),
         (CHAT, 403, "permission_denied"): lambda: attacked.http.post(CHAT, headers={"host": "evil.example"}),
-        (CHAT, 405, "method_not_allowed"): lambda: attacked.http.get(CHAT),
+        (CHAT, 405, "method_not_allowed"): lambda: attacked.http.put(CHAT),
         ("/v1/files/{id}", 404, "not_found"): lambda: attacked.http.get("/v1/files/other"),
         ("none", 404, "not_found"): lambda: attacked.http.get("/who/knows"),
     }

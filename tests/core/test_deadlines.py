@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from math import inf
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core import Scheduler, Sequence, check
-from penstock.core.deadlines import expire, postpone_hopeless
+from penstock.core.deadlines import expire, refuse_hopeless
 from penstock.core.step_cost import CostModel
 from penstock.types import Claim, Failed, Finished
 from tests.core.test_step_cost import learned, taken
@@ -66,12 +67,12 @@ def test_what_can_be_in_time_goes_before_what_cannot_any_more() -> None:
     long = costs.prompt_seconds(2000)
     for id, tokens, due in ((1, 2000, 0.9 * long), (2, 2000, 1.1 * long), (3, 16, 2.0 * long), (4, 16, None)):
         scheduler.add(Sequence(id, (id,) * tokens, 1, claim=Claim(ttft=due)))
-    postpone_hopeless(scheduler, CostModel())  # nothing is known of costs yet
+    refuse_hopeless(scheduler, CostModel())  # nothing is known of costs yet
     assert waiting(scheduler) == [1, 2, 3, 4]
-    postpone_hopeless(scheduler, costs)
+    refuse_hopeless(scheduler, costs)
     assert waiting(scheduler) == [2, 3, 1, 4]
     scheduler.now = 0.2 * long
-    postpone_hopeless(scheduler, costs)
+    refuse_hopeless(scheduler, costs)
     assert waiting(scheduler) == [3, 1, 2, 4]  # as those without a target: in order of arrival
     check(scheduler)
 
@@ -80,7 +81,7 @@ def test_a_cached_prompt_is_in_time_and_one_that_has_answered_keeps_its_place() 
     scheduler, costs = Scheduler(SOME), learned()
     run(scheduler, Sequence(1, (7,) * 2000, 1))
     scheduler.add(Sequence(2, (7,) * 2000, 1, claim=Claim(ttft=costs.prompt_seconds(100))))
-    postpone_hopeless(scheduler, costs)
+    refuse_hopeless(scheduler, costs)
     assert scheduler.sequences[2].due < inf
     begun = Sequence(3, (8,) * 16, 9, claim=Claim(ttft=0.5))
     scheduler.abort(2)
@@ -88,8 +89,36 @@ def test_a_cached_prompt_is_in_time_and_one_that_has_answered_keeps_its_place() 
     step(scheduler)
     scheduler.preempt(begun)
     scheduler.now = 1.0
-    postpone_hopeless(scheduler, costs)
+    refuse_hopeless(scheduler, costs)
     assert begun.due == 0.5
+
+
+def test_a_deadline_that_a_prompt_cannot_meet_alone_is_refused_at_once() -> None:
+    scheduler, costs = Scheduler(SOME), learned()
+    long = costs.prompt_seconds(2000)
+    for id, deadline in ((1, 0.8 * long), (2, 1.2 * long)):
+        scheduler.add(Sequence(id, (id,) * 2000, 1, claim=Claim(deadline=deadline)))
+    scheduler.add(Sequence(3, (3,) * 2000, 2, claim=Claim(deadline=0.1), generated=(4,)))  # resumed in a new engine
+    (failed,) = refuse_hopeless(scheduler, costs)
+    assert isinstance(failed, Failed)
+    assert (failed.seq, failed.code) == (1, "wait_too_long")
+    assert failed.retry_after == pytest.approx(0.2 * long)
+    assert f"takes about {long:.3g} s" in failed.message
+    assert f"{0.8 * long:.3g} s are left" in failed.message
+    check(scheduler)
+    scheduler.now = 0.3 * long
+    assert [event.seq for event in refuse_hopeless(scheduler, costs)] == [2]  # others kept it waiting
+    assert waiting(scheduler) == [3]
+
+
+def test_what_was_preempted_before_its_first_token_misses_its_deadline_and_goes_on() -> None:
+    scheduler, costs = Scheduler(SOME), learned()
+    scheduler.add(begun := Sequence(1, (1,) * 2000, 1, claim=Claim(deadline=1.0)))
+    step(scheduler)
+    scheduler.preempt(begun)
+    scheduler.now = 0.9
+    assert refuse_hopeless(scheduler, costs) == []
+    assert begun.due == inf
 
 
 claims = st.tuples(st.integers(1, 1500), st.none() | st.floats(0.0, 3.0), st.floats(0.0, 4.0))
@@ -112,7 +141,7 @@ def test_nothing_hopeless_starts_while_another_can_be_in_time(asked: list[tuple[
         while arrivals and arrivals[0][0] <= scheduler.now:
             _, id, tokens, due = arrivals.pop(0)
             scheduler.add(Sequence(id, (id,) * tokens, 1, claim=Claim(ttft=due)))
-        postpone_hopeless(scheduler, costs)
+        refuse_hopeless(scheduler, costs)
         before = {id: scheduler.sequences[id] for id in waiting(scheduler)}
         plan, _ = step(scheduler)
         started = [before[row.seq] for row in plan.rows if row.seq in before]

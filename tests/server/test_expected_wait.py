@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from random import Random
 from typing import Any
 
+import httpx
+import pytest
+
 from penstock.errors import WaitTooLong
+from penstock.ipc.inprocess import InProcessClient
 from penstock.server.access.expected_wait import WaitForecast, allowed_wait, limit_of
 from penstock.types import Claim, Request, SamplingParams, Stats
+from tests.server import toys
+from tests.server.conftest import Server, serving
+
+NUMBERS = count()
+ENDLESS = {"prompt": "[*x]", "max_tokens": 20_000, "stream": True}
 
 
 def request(id: int, tenant: str = "", tokens: int = 50, background: bool = False, **claim: float) -> Request:
@@ -167,6 +180,49 @@ def test_requests_that_end_without_a_token_wait_no_longer() -> None:
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def paced() -> Iterator[Server]:
+    """Serves an engine that takes 20 ms for each 64 tokens, and answers one request at a time."""
+    client = InProcessClient(partial(toys.open_paced_parrot, 0.02, max_rows=1), "parrot")
+    with serving(client, toys.ToyText(), "toy/parrot") as server:
+        yield server
+
+
+def ask(server: Server, tokens: int, **fields: Any) -> httpx.Response:
+    """Sends a prompt of so many tokens that no other begins with."""
+    prompt = f"{next(NUMBERS):8}".ljust(tokens - 4, ".") + "[ok]"
+    return server.post("/v1/completions", prompt=prompt, **{"max_tokens": 2} | fields)
+
+
+def test_a_deadline_that_a_prompt_cannot_meet_is_refused_though_nothing_waits(paced: Server) -> None:
+    """The prompt takes a second and a quarter, as the engine has learned from others."""
+    for _ in range(2):
+        assert ask(paced, 300).status_code == 200
+    paced.until_idle()
+    answer = ask(paced, 4000, deadline_ms=600)
+    assert answer.status_code == 429, answer.text
+    assert answer.json()["error"]["code"] == "wait_too_long"
+    found = re.search(r"takes about (\S+) s to compute, and (\S+) s are left", answer.json()["error"]["message"])
+    assert found is not None
+    needed, left = map(float, found.groups())
+    assert left <= 0.6 < 1.0 < needed
+    assert int(answer.headers["retry-after"]) >= max(1, int(needed - left))
+    assert 'penstock_requests_refused_total{reason="deadline"} 1.0' in paced.get("/metrics").text
+    assert ask(paced, 2000, ttft_target_ms=1).status_code == 200  # a target hurts nobody while nothing waits
+    assert ask(paced, 2000, deadline_ms=60_000).status_code == 200
+
+
+def test_what_expires_in_line_is_told_when_to_retry_by_the_forecast(paced: Server, monkeypatch: Any) -> None:
+    forecasts = iter([0.0])
+    with paced.http.stream("POST", "/v1/completions", json=ENDLESS) as running:
+        lines = running.iter_lines()
+        next(lines)
+        monkeypatch.setattr(WaitForecast, "expect", lambda self, request: next(forecasts, 40.0))
+        answer = ask(paced, 20, deadline_ms=300)
+    assert answer.status_code == 429
+    assert 30 < int(answer.headers["retry-after"]) <= 40
 
 
 def test_what_would_wait_too_long_is_refused_with_the_time_to_retry(parrot: Any, monkeypatch: Any) -> None:

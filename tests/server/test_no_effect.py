@@ -14,6 +14,7 @@ from penstock.server import openapi
 from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, read_object
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
+from penstock.server.openai.stored_chats import StoredChats
 from penstock.server.request_context import RequestContext
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
@@ -30,7 +31,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 
 def tables() -> Iterator[tuple[str, NoEffect]]:
     """The tables of bodies, by a route that reads them, and of objects within them."""
-    stored = Files(NOBODY), Batches(NOBODY, NOBODY), Responses(NOBODY), StreamEndpoints(NOBODY)
+    stored = Files(NOBODY), Batches(NOBODY, NOBODY), Responses(NOBODY), StoredChats(), StreamEndpoints(NOBODY)
     for route in all_routes(NOBODY, *stored, RecentRequests()):
         yield route.path, route.operation.no_effect or {}
     for name, nested in openapi._nested.items():

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from penstock.server import app, bodies
 from penstock.server.llamacpp import adapters, server_state
-from penstock.server.openai import files
+from penstock.server.openai import files, stored_chats
 from penstock.server.openapi import DocumentedRoute
 from penstock.server.responses import fields as responses_fields
 from penstock.server.streams import endpoints as stream_endpoints
@@ -70,7 +70,17 @@ def test_bodies_are_documented_as_they_are_read(
         return read_object(context, given, kind, no_effect, where, **how)
 
     read_object = bodies.read_object
-    for module in (bodies, files, responses_fields, stream_endpoints, server_state, sleeping, adapters, weights):
+    for module in (
+        bodies,
+        files,
+        responses_fields,
+        stream_endpoints,
+        stored_chats,
+        server_state,
+        sleeping,
+        adapters,
+        weights,
+    ):
         monkeypatch.setattr(module, "read_object", reading)
     for route in routes:
         read.clear()
@@ -94,7 +104,7 @@ def test_what_is_within_a_body_is_described(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     body = schemas["ChatBody"]
     assert body["properties"]["user"] == {}
-    assert body["properties"]["store"] == {"enum": [False, None]}
+    assert body["properties"]["best_of"] == {"enum": [1, None]}
     assert body["additionalProperties"] is False
     assert body["properties"]["messages"]["items"] == {"$ref": "#/components/schemas/ChatMessage"}
     validator = jsonschema.Draft202012Validator({"components": {"schemas": schemas}, **body})

@@ -1,5 +1,5 @@
-"""Lets sequences whose first token cannot come in time go after those whose can, and ends those whose deadline passes
-before they have begun: nobody waits for them any longer.
+"""Ends sequences that cannot meet their deadline, or have not begun by then, and lets those that miss a target go after
+those that can keep theirs.
 
 Everything here is pure: it has no clock.
 """
@@ -54,20 +54,38 @@ def expire(queue: SequenceQueue) -> list[Event]:
     return failed
 
 
-def postpone_hopeless(scheduler: Scheduler, costs: CostModel) -> None:
-    """Puts waiting sequences that cannot have their first token by the time it is wanted, even if they start now and
-    alone, behind those of their line that can. What is cached of a prompt takes no time."""
-    if not costs.known:
-        return
-    for tenant in scheduler.tenants.in_line():
+def refuse_hopeless(scheduler: Scheduler, costs: CostModel) -> list[Event]:
+    """Ends sequences that have never run and cannot have their first token by their deadline, even if they start now
+    and alone; returns their failures. Those that only miss a target are put behind those of their line that can keep
+    theirs: nobody else is hurt if they come late."""
+    failed = list[Event]()
+    for tenant in scheduler.tenants.in_line() if costs.known else ():
         for seq in tenant.line[:LOOKED_AT]:
-            if seq.due < inf and seq.times.answered is None and _is_hopeless(seq, scheduler, costs):
+            if seq.due == inf or len(seq.tokens) > seq.prompt_len:
+                continue
+            seconds = _seconds_alone(seq, scheduler, costs)
+            ready, deadline = scheduler.now + seconds, seq.claim.deadline
+            if deadline is not None and seq.times.admitted is None and ready > seq.times.arrived + deadline:
+                left = max(seq.times.arrived + deadline - scheduler.now, 0.0)
+                failed.append(_refused(seq, seconds, left))
+                scheduler.abort(seq.id)
+            elif ready > seq.due:
                 scheduler.tenants.postpone(seq)
+    return failed
 
 
-def _is_hopeless(seq: Sequence, scheduler: Scheduler, costs: CostModel) -> bool:
-    left = seq.due - scheduler.now
-    if costs.prompt_seconds(seq.end) <= left:
-        return False
+def _seconds_alone(seq: Sequence, scheduler: Scheduler, costs: CostModel) -> float:
+    """Returns how long a sequence's prompt takes in a step of its own. What is cached takes no time; it is looked up
+    where that decides."""
+    seconds = costs.prompt_seconds(seq.end)
+    if scheduler.now + seconds <= seq.due:
+        return seconds
     cached = scheduler.cache.held(seq)
-    return costs.prompt_seconds(seq.end - cached, cached) > left
+    return costs.prompt_seconds(seq.end - cached, cached)
+
+
+def _refused(seq: Sequence, seconds: float, left: float) -> Failed:
+    needed = f"the prompt takes about {seconds:.3g} s to compute"
+    message = f"{needed}, and {left:.3g} s are left of its deadline of {seq.claim.deadline:.3g} s"
+    advice = "allow more time, send a shorter prompt, or retry later"
+    return Failed(seq.id, WaitTooLong.code, f"{message}: {advice}", retry_after=seconds - left)

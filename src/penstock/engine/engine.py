@@ -12,7 +12,7 @@ from penstock.backend.base import Backend, Sleeper, Ticket
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.core import Policy, Scheduler, StandardPolicy, hashing
 from penstock.core.block_events import BlockEvents
-from penstock.core.deadlines import expire, postpone_hopeless
+from penstock.core.deadlines import expire, refuse_hopeless
 from penstock.core.refusal import refuse_impossible
 from penstock.core.requeue import requeue
 from penstock.core.step_cost import CostModel
@@ -214,8 +214,7 @@ class Engine(WeightControl):
         if self._waiting_room:
             self._start_ready()
         began = self._scheduler.now = time.perf_counter()
-        self._emit(expire(self._scheduler))
-        postpone_hopeless(self._scheduler, self._costs)
+        self._emit([*expire(self._scheduler), *refuse_hopeless(self._scheduler, self._costs)])
         plan = NOTHING if self._pause.paused else self._scheduler.plan()
         self._batcher.apply(plan)
         if self._carry_out(plan) and plan.rows:

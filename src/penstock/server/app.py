@@ -32,6 +32,7 @@ from penstock.server.errors import on_bug, on_client_left, on_error, on_http_err
 from penstock.server.models import ModelPool
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
+from penstock.server.openai.stored_chats import StoredChats
 from penstock.server.request_context import ContextMiddleware
 from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
@@ -93,7 +94,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
 
     recent = RecentRequests()
     pool.metrics.listeners.append(recent.add)
-    routes = all_routes(pool, files, batches, responses, StreamEndpoints(streams), recent)
+    routes = all_routes(pool, files, batches, responses, StoredChats(), StreamEndpoints(streams), recent)
     counted = HttpResponses(routes)
     pool.metrics.register(counted)
     pool.metrics.register(streams)

@@ -19,7 +19,8 @@ from penstock.server.models import ModelPool
 from penstock.server.ollama.routes import ROUTES as OLLAMA
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
-from penstock.server.openai.routes import GENERATING, storing
+from penstock.server.openai.routes import generating, storing
+from penstock.server.openai.stored_chats import StoredChats
 from penstock.server.openapi import DocumentedRoute, OpenApiDocument
 from penstock.server.request_context import RequestContext, context_of
 from penstock.server.rerank.routes import ROUTES as RERANK
@@ -58,12 +59,13 @@ def all_routes(
     files: Files,
     batches: Batches,
     responses: Responses,
+    chats: StoredChats,
     streams: StreamEndpoints,
     recent: RecentRequests,
 ) -> list[DocumentedRoute]:
     """Returns the routes. They are tried in this order, so those with the most requests come first."""
     entries: tuple[AnyRouteEntry, ...] = (
-        *GENERATING,
+        *generating(chats),
         *ANTHROPIC,
         *responding(responses),
         *streaming(streams),
@@ -76,7 +78,7 @@ def all_routes(
         *KSERVE,
         *RERANK,
         *LLAMASWAP,
-        *storing(files, batches),
+        *storing(files, batches, chats),
         ServerRouteEntry("GET", "/engine", EngineView(recent)),
         ServerRouteEntry("GET", "/openapi.json", OpenApiDocument()),
     )

@@ -57,14 +57,22 @@ class ServedModel(NamedTuple):
             waits.admit(request, context.terms.patience, perf_counter())
         except WaitTooLong:
             client.note_refused(request)
-            self.metrics.refused.labels(limit_of(request.claim)).inc()
-            if context.payer is not None:
-                context.payer.refused["wait"] += 1
+            self._count_refused(context, request)
             raise
         try:
             yield lambda: waits.answer(request.id, perf_counter())
+        except WaitTooLong as error:  # the engine's word
+            waits.end(request.id)
+            error.retry_after = max(error.retry_after, waits.seconds_to_retry(request, context.terms.patience))
+            self._count_refused(context, request)
+            raise
         finally:
             waits.end(request.id)
+
+    def _count_refused(self, context: RequestContext, request: Request) -> None:
+        self.metrics.refused.labels(limit_of(request.claim)).inc()
+        if context.payer is not None:
+            context.payer.refused["wait"] += 1
 
     @property
     def limits(self) -> Limits:

@@ -38,7 +38,7 @@ def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
     string the engine would go on: the caller must abort the request."""
     first, last = events[0], events[-1]
     if isinstance(last, Failed):
-        raise error_of(last.code, last.message)
+        raise error_of(last.code, last.message, last.retry_after)
     if isinstance(last, Aborted):
         raise EngineUnavailable("the engine aborted the request: send it again")
     _, tokens, logprobs, scores, cached, _ = first if isinstance(first, Tokens) else Tokens(first.seq, ())

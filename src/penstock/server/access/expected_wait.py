@@ -3,7 +3,8 @@
 The server decides this without asking the engine, which may be in the middle of a step. It knows which prompts of which
 tenants have no first token yet, and the statistics of the engine tell how fast it computes prompts while some wait. In
 front of several engines these are added up, and what waits is shared among them.
-Nothing is refused before that was measured, nor while nothing waits: a slow machine with one user refuses nobody.
+Nothing is refused before that was measured, nor while nothing waits: a slow machine with one user refuses nobody for a
+target. A deadline that a prompt cannot meet even alone is refused by the engine, which knows what of it is cached.
 
 The forecast is pure: it has no clock. Times come in as arguments.
 """
@@ -98,7 +99,7 @@ class WaitForecast:
         allowed = allowed_wait(request.claim, patience)
         alone = self._seconds * len(request.prompt) / self._tokens if self._tokens else 0.0
         if forecast > max(CERTAIN * allowed, alone + OWN_SHARE * allowed):
-            retry = max(forecast - CERTAIN * allowed, 1.0)
+            retry = self.seconds_to_retry(request, patience)
             raise WaitTooLong(
                 f"the first token would come after about {forecast:.1f} s, and {allowed:.3g} s are allowed: retry in "
                 f"{retry:.0f} s",
@@ -107,6 +108,11 @@ class WaitForecast:
         self._expected[request.id] = ExpectedRequest(request, now, by_rate)
         if not request.background:
             self._lines.join(request.claim, len(request.prompt))
+
+    def seconds_to_retry(self, request: Request, patience: float | None) -> float:
+        """Returns after how many seconds a request that is not waited for may be sent again: by then the line will
+        likely be short enough."""
+        return max(self._bias * self.expect(request) - CERTAIN * allowed_wait(request.claim, patience), 1.0)
 
     def answer(self, id: int, now: float) -> None:
         """Takes note that a request got its first token. Further ones tell nothing."""

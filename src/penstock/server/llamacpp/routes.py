@@ -18,7 +18,6 @@ from penstock.server.llamacpp.server_state import (
     props,
     slots,
 )
-from penstock.server.openai.chat import CHAT_COMPLETIONS, chat_completions
 from penstock.server.status import health
 from penstock.server.tokens import APPLY_TEMPLATE, count_chat_tokens
 
@@ -28,7 +27,6 @@ ROUTES = (
     RouteEntry("POST", "/infill", infill, INFILL),
     RouteEntry("POST", "/embedding", embedding, EMBEDDING),
     RouteEntry("POST", "/embeddings", embedding, EMBEDDING),
-    RouteEntry("POST", "/chat/completions", chat_completions, CHAT_COMPLETIONS),
     RouteEntry("POST", "/chat/completions/input_tokens", count_chat_tokens, APPLY_TEMPLATE),
     RouteEntry("POST", "/v1/chat/completions/input_tokens", count_chat_tokens, APPLY_TEMPLATE),
     ServerRouteEntry("POST", "/props", change_props, CHANGE_PROPS),

@@ -23,6 +23,7 @@ from penstock.server.batch.run import BatchRunner
 from penstock.server.bodies import read_body
 from penstock.server.models import ModelPool
 from penstock.server.openai.files import page_response, read_query
+from penstock.server.openai.metadata import read_metadata
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.sse import json_response
@@ -30,7 +31,6 @@ from penstock.server.sse import json_response
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 WINDOW = "24h"
 WINDOW_SECONDS = DAY
-MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
 
 
 class CreateBatch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -107,12 +107,7 @@ def _check(body: CreateBatch, routed: list[str]) -> None:
             param="completion_window",
             code="invalid_completion_window",
         )
-    pairs = body.metadata or {}
-    if len(pairs) > MAX_PAIRS or any(len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in pairs.items()):
-        raise InvalidRequest(
-            f"metadata may have {MAX_PAIRS} pairs, keys of {MAX_KEY} and values of {MAX_VALUE} characters: send less",
-            param="metadata",
-        )
+    read_metadata(body.metadata)
 
 
 def _add(db: Connection, batch: BatchJob, ownership: Ownership, space: Space) -> None:

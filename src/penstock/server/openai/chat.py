@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -63,6 +64,7 @@ from penstock.server.openai.fields import (
     shown_special,
     truncate,
 )
+from penstock.server.openai.metadata import read_metadata
 from penstock.server.openai.prediction import Prediction, draft_prediction
 from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
@@ -73,7 +75,7 @@ from penstock.server.vllm.chat_prompt import PromptFields, render_chat
 from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.parse import AnswerPart, Content, Reasoning
 
-CHAT_NO_EFFECT: NoEffect = NO_EFFECT | {
+CHAT_NO_EFFECT: NoEffect = {name: values for name, values in NO_EFFECT.items() if name not in ("metadata", "store")} | {
     "audio": (),
     "best_of": (1,),
     "function_call": ("none", "auto"),
@@ -108,6 +110,8 @@ class ChatBody(GenerationFields):
     reasoning: ThinkingWish | None = None
     prediction: Prediction | None = None  # how the client expects the answer to go on: it is drafted
     verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
+    store: bool | None = None  # the answer can be retrieved later, see stored_chats.py
+    metadata: Any = None  # of a stored answer
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -123,8 +127,13 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     refusal: str | None = None
 
 
-async def chat_completions(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+async def chat_completions(
+    served: ServedModel, http: HttpRequest, context: RequestContext, keep: Callable[[ChatBody, ChatCompletion], None]
+) -> Response:
+    """Answers a chat. `keep` is called with what the request asks to store, once the answer has ended."""
     body = await read_fields(served, http, context, ChatBody, CHAT_NO_EFFECT)
+    if body.store:
+        read_metadata(body.metadata)
     if not from_llamacpp(http):  # that serves one model, under whatever name
         served.check_model(body.model, context)
     choose_adapters(served, context, body.adapters, body.lora)
@@ -149,6 +158,7 @@ async def chat_completions(served: ServedModel, http: HttpRequest, context: Requ
         check_beams(context, body, turn.request.sampling)
         turn.deltas = beam_deltas(served, context, turn.requests, body, shown=shown)
     writer = ChatWriter(served, context, turn, body, llamacpp=from_llamacpp(http))
+    writer.on_end = partial(keep, body) if body.store else None
     return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream))
 
 
@@ -262,24 +272,36 @@ class ChatWriter:
             ChatChoice(index, AssistantMessage(self._echo), self._logprobs([])) for index in range(len(turn.requests))
         ]
         self._templates: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
+        self.on_end: Callable[[ChatCompletion], None] | None = None  # is called with the whole answer, streamed or not
 
     def collect(self, choice: int, delta: Delta) -> None:
         self._count(choice, delta)
+        self._add(choice, delta, self._parts(choice, delta))
+        if delta.finish:
+            self._explanation.end(choice, delta)
+
+    def _add(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> None:
+        """Adds a delta to the whole answer."""
         answer = self._choices[choice]
-        for part in self._parts(choice, delta):
+        for part in parts:
             add_part(answer.message, part)
         if self._prompt_logprobs is not UNSET and choice == 0:
             self._prompt_logprobs += prompt_entries(self._tokenizer, delta.scores)
         if delta.finish:
             answer.finish_reason = self._finish(choice, delta)
             answer.stop_reason = stop_reason(self._turn.requests[choice], delta)
-            self._explanation.end(choice, delta)
         if answer.logprobs is not None:
             answer.logprobs.content += token_entries(self._tokenizer, delta, as_ids=self._as_ids)
         if self._prompt_ids is not UNSET:
             answer.token_ids = [*(answer.token_ids or ()), *delta.tokens]
 
     def result(self) -> ChatCompletion:
+        answer = self._whole()
+        if self.on_end is not None:
+            self.on_end(answer)
+        return answer
+
+    def _whole(self) -> ChatCompletion:
         for choice in self._choices:
             if choice.message.tool_calls and not choice.message.content:
                 choice.message.content = None
@@ -305,6 +327,8 @@ class ChatWriter:
                 lambda text: self._chunk(ChatChunkChoice(choice, ChatDelta(content=text)))
             )
         parts = self._parts(choice, delta)
+        if self.on_end is not None:
+            self._add(choice, delta, parts)
         if self._scored or self._prompt_ids is not UNSET or self._timed_chunks:
             yield from self._detailed_chunks(choice, delta, parts)
         else:
@@ -323,6 +347,8 @@ class ChatWriter:
             yield encode(chunk)
 
     def final_chunks(self) -> Iterator[bytes]:
+        if self.on_end is not None:
+            self.on_end(self._whole())
         if self._usage is None:
             final: dict[str, Any] = {"usage": self._final_usage(), "penstock": self._explanation.report()}
             final["timings"] = self._timings(0)

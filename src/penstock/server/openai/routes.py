@@ -4,21 +4,38 @@ from __future__ import annotations
 
 from penstock.server.endpoint import AnyRouteEntry, RouteEntry, ServerRouteEntry
 from penstock.server.openai.batches import CREATE_BATCH, LIST_BATCHES, SHOW_BATCH, Batches
-from penstock.server.openai.chat import CHAT_COMPLETIONS, chat_completions
+from penstock.server.openai.chat import CHAT_COMPLETIONS
 from penstock.server.openai.completions import COMPLETIONS, completions
 from penstock.server.openai.embeddings import EMBEDDINGS, embeddings
 from penstock.server.openai.files import FILE_CONTENT, LIST_FILES, SHOW_FILE, UPLOAD, Files
-
-GENERATING = (
-    RouteEntry("POST", "/v1/chat/completions", chat_completions, CHAT_COMPLETIONS),
-    RouteEntry("POST", "/v1/completions", completions, COMPLETIONS),
-    RouteEntry("POST", "/v1/embeddings", embeddings, EMBEDDINGS),
+from penstock.server.openai.stored_chats import (
+    CHANGE_CHAT,
+    DELETE_CHAT,
+    LIST_CHATS,
+    LIST_MESSAGES,
+    SHOW_CHAT,
+    StoredChats,
 )
 
 
-def storing(files: Files, batches: Batches) -> tuple[AnyRouteEntry, ...]:
-    """Returns the routes of files and batches."""
+def generating(chats: StoredChats) -> tuple[AnyRouteEntry, ...]:
+    """Returns the routes that need a model."""
     return (
+        RouteEntry("POST", "/v1/chat/completions", chats.create, CHAT_COMPLETIONS),
+        RouteEntry("POST", "/chat/completions", chats.create, CHAT_COMPLETIONS),  # llama.cpp's
+        RouteEntry("POST", "/v1/completions", completions, COMPLETIONS),
+        RouteEntry("POST", "/v1/embeddings", embeddings, EMBEDDINGS),
+    )
+
+
+def storing(files: Files, batches: Batches, chats: StoredChats) -> tuple[AnyRouteEntry, ...]:
+    """Returns the routes of files, batches and stored chats."""
+    return (
+        ServerRouteEntry("GET", "/v1/chat/completions", chats.list_all, LIST_CHATS),
+        ServerRouteEntry("GET", "/v1/chat/completions/{id}", chats.show, SHOW_CHAT),
+        ServerRouteEntry("POST", "/v1/chat/completions/{id}", chats.change, CHANGE_CHAT),
+        ServerRouteEntry("DELETE", "/v1/chat/completions/{id}", chats.delete, DELETE_CHAT),
+        ServerRouteEntry("GET", "/v1/chat/completions/{id}/messages", chats.messages, LIST_MESSAGES),
         ServerRouteEntry("POST", "/v1/files", files.create, UPLOAD),
         ServerRouteEntry("GET", "/v1/files", files.list_all, LIST_FILES),
         ServerRouteEntry("GET", "/v1/files/{id}", files.show, SHOW_FILE),
