@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "ipc": {"engine"} | WAIST,
     "store": {"file_locks"} | WAIST,
     "llm": {"ipc", "engine", "text", "model", "store", "speculative_config"} | WAIST,
-    "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "text"} | WAIST,
+    "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "service_levels", "text"} | WAIST,
     "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config", "file_locks"}

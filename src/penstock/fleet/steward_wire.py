@@ -8,7 +8,9 @@ import msgspec
 from penstock.config import Config
 from penstock.fleet.directory import Death, Directory, ReplicaInfo
 from penstock.fleet.scale import MeasuredLoad
+from penstock.fleet.split import SplitOptions
 from penstock.ipc.placement import ScaleStatus
+from penstock.service_levels import NO_TARGETS, Targets
 
 
 class ScaleSpec(msgspec.Struct, frozen=True):
@@ -41,6 +43,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     steward_pid: int = 0
     host: str = ""  # the steward's machine
     scaling: ScaleSpec | None = None  # how the number of replicas follows from the load; None: it does not
+    split: SplitOptions = SplitOptions()  # by which every gateway splits prefill and decode
+    targets: Targets = NO_TARGETS  # of the first gateway, which hold for others that state none
 
 
 class KeeperSpec(msgspec.Struct, frozen=True):
