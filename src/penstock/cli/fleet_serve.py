@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.serve import ModelRefs, ServerOptions, run_server
+from penstock.config import AUTO
 from penstock.fleet import MOST_REPLICAS
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from penstock.service_levels import Targets
 
 GROUNDS = ("local", "ray")
-SHARE_OF_MEMORY = 4  # of the free memory, one part for all KV caches of a machine, as one engine takes it
 
 
 class ReplicaOptions(NamedTuple):
@@ -71,7 +71,8 @@ def serve(
 
     Every option of penstock serve holds here. A request goes to the engine that is likely to answer it first, by what
     each has cached and has to do; when an engine dies, another goes on with its answers. On this machine, engines
-    share the processors and the memory unless --threads and --kv-memory say how much each has.
+    share the processors and the memory unless --threads and --kv-memory say how much each has. On GPUs, each has some
+    host memory to read the blocks of others into unless --kv-ram says how much.
     """
     if not hasattr(os, "fork"):
         raise UsageError("a fleet forks its engines, which this system cannot: use penstock serve, or WSL on Windows")
@@ -282,12 +283,13 @@ def check_is_new(name: str) -> None:
 def shares_of(replicas: int, engine: dict[str, Any]) -> dict[str, Any]:
     """Returns the options by which the engines of a fleet share this machine, where no option says it. GPUs are not
     shared: what an engine has of one is for --device and --kv-memory to say."""
-
     from penstock.config import available_memory
+    from penstock.fleet.machine_share import cpu_share, gpu_share
 
-    if replicas == 1 or str(engine["device"]).startswith("cuda") or Path("/dev/nvidiactl").exists():
+    if replicas == 1:
         return {}
+    memory = available_memory()
+    if str(engine["device"]).startswith("cuda") or (engine["device"] == AUTO and Path("/dev/nvidiactl").exists()):
+        return gpu_share(replicas, engine, memory)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {} if engine["threads"] else {"threads": max(cores // replicas, 1)}
-    memory = {} if engine["kv_memory"] else {"kv_memory": available_memory() // SHARE_OF_MEMORY // replicas}
-    return threads | memory
+    return cpu_share(replicas, engine, cores, memory)
