@@ -58,7 +58,8 @@ def _commands() -> Iterator[str]:
 def _spelled(declared: Declared) -> str:
     if not isinstance(declared.annotation, Option) or declared.kind is bool:
         return declared.spelling
-    return f"{declared.spelling} {'NUMBER' if declared.number_type else 'TEXT'}"
+    value = "NUMBER" if declared.number_type else "TEXT"
+    return f"{declared.spelling} {f'[{value}]' if declared.annotation.bare else value}"
 
 
 def _listed(title: str, entries: dict[str, str]) -> Iterator[str]:

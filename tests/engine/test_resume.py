@@ -17,6 +17,7 @@ from penstock.engine.grammar import Grammars
 from penstock.engine.loop import Add
 from penstock.errors import InvalidRequest
 from penstock.ipc import wire
+from penstock.ipc.request_journal import RequestJournal
 from penstock.model.load import load_model
 from penstock.types import (
     Event,
@@ -74,8 +75,9 @@ class Answer(NamedTuple):
 
 def resumed(request: Request, before: Answer) -> Request:
     """Returns the request for the rest of an answer, as it comes out of the wire."""
-    mu = before.mus[-1] if before.mus else None
-    request = request._replace(generated=before.tokens, scored=len(before.scores), mirostat_mu=mu)
+    journal = RequestJournal(request)
+    journal.note(Tokens(request.id, before.tokens, (), before.scores, 0, before.mus[-1] if before.mus else None))
+    request = journal.so_far()
     arrived = wire.decode_message(wire.encode_message(Add(request)))
     assert arrived == Add(request)
     return arrived.request

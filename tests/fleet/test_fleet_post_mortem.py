@@ -20,7 +20,7 @@ from penstock.fleet.steward_wire import KeeperSpec
 from penstock.ipc import post_mortem, spawn, wire
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.process import EngineProcess
-from penstock.ipc.request_journal import JOURNAL_BYTES, SLOT_BYTES, SLOTS, RequestJournal, read_journal
+from penstock.ipc.flight_requests import REQUESTS_BYTES, SLOT_BYTES, SLOTS, FlightRequests, read_requests
 from penstock.ipc.shared_wire import ID_BITS
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import BlockOffer, Request, SamplingParams
@@ -82,37 +82,37 @@ def test_a_death_in_a_fleet_is_replayed(
 
 
 def test_what_was_asked_is_kept_only_if_that_is_allowed() -> None:
-    memory = bytearray(JOURNAL_BYTES)
-    RequestJournal(memory).add(ASKED)
-    (shape,) = read_journal(memory, VOCAB)
+    memory = bytearray(REQUESTS_BYTES)
+    FlightRequests(memory).add(ASKED)
+    (shape,) = read_requests(memory, VOCAB)
     assert (len(shape.prompt), len(shape.generated), shape.max_tokens) == (3, 1, 6)
     assert (shape.sampling.temperature, shape.sampling.stop) == (0.5, ())
     assert not {*ASKED.prompt, *ASKED.generated} & {*shape.prompt, *shape.generated}
-    memory = bytearray(JOURNAL_BYTES)
+    memory = bytearray(REQUESTS_BYTES)
     offer = BlockOffer(b"1" * 16, 1, b"", (), 0, (), (), 1.0)  # it is gone when the request is replayed
-    RequestJournal(memory, tokens=True).add(ASKED._replace(pull=offer))
-    assert read_journal(memory, VOCAB) == [ASKED]
+    FlightRequests(memory, tokens=True).add(ASKED._replace(pull=offer))
+    assert read_requests(memory, VOCAB) == [ASKED]
 
 
 def test_what_does_not_fit_has_its_shape_alone() -> None:
-    memory = bytearray(JOURNAL_BYTES)
+    memory = bytearray(REQUESTS_BYTES)
     long = ASKED._replace(prompt=(70_000,) * (SLOT_BYTES // 4))
-    RequestJournal(memory, tokens=True).add(long)
-    (kept,) = read_journal(memory, VOCAB)
+    FlightRequests(memory, tokens=True).add(long)
+    (kept,) = read_requests(memory, VOCAB)
     assert len(kept.prompt) == len(long.prompt)
     assert 70_000 not in kept.prompt
 
 
 def test_slots_are_used_again() -> None:
-    memory = bytearray(JOURNAL_BYTES)
-    journal = RequestJournal(memory)
+    memory = bytearray(REQUESTS_BYTES)
+    requests = FlightRequests(memory)
     for id in range(2 * SLOTS):
-        journal.add(ASKED._replace(id=id))
-        journal.add(ASKED._replace(id=id, max_tokens=1))  # refused by the engine: the id is in use
-    assert sorted(each.id for each in read_journal(memory, VOCAB)) == list(range(SLOTS))
+        requests.add(ASKED._replace(id=id))
+        requests.add(ASKED._replace(id=id, max_tokens=1))  # refused by the engine: the id is in use
+    assert sorted(each.id for each in read_requests(memory, VOCAB)) == list(range(SLOTS))
     for id in range(2 * SLOTS):
-        journal.end(id)
-    assert read_journal(memory, VOCAB) == []
-    journal.add(ASKED)
-    (kept,) = read_journal(memory, VOCAB)
+        requests.end(id)
+    assert read_requests(memory, VOCAB) == []
+    requests.add(ASKED)
+    (kept,) = read_requests(memory, VOCAB)
     assert (kept.id, kept.max_tokens) == (5, 6)

@@ -72,6 +72,25 @@ def test_a_full_cache_makes_requests_wait_and_all_of_them_end() -> None:
         simulate(Trace(512, requests), FleetOptions(0, "kv"))
 
 
+@pytest.mark.parametrize("gateways", [1, 3])
+def test_requests_wait_at_the_gateway_while_no_replica_has_a_row(gateways: int) -> None:
+    trace = Trace(512, [TracedRequest(float(at), 100, 30) for at in range(40)])
+    few = EngineTiming(max_rows=4)
+    fleet = FleetSimulation(trace, FleetOptions(2, "kv", few, gateways=gateways))
+    fleet.run()
+    assert sorted(each.id for each in fleet.requests) == list(range(40))
+    assert all(each.finished >= each.first_token > each.sent >= each.request.arrival for each in fleet.requests)
+    late = [each for each in fleet.requests if each.sent > each.request.arrival]
+    there = [sum(other.sent <= each.sent < other.finished for other in fleet.requests) for each in fleet.requests]
+    others = FleetSimulation(trace, FleetOptions(2, "round-robin", few))
+    others.run()
+    assert all(each.sent == each.request.arrival for each in others.requests)
+    assert len(late) > 20
+    assert max(there) <= 8 * gateways  # a gateway hears of another's requests with the next report
+    if gateways == 1:
+        assert [each.id for each in fleet.requests] == list(range(40))
+
+
 def test_replicas_of_one_machine_slow_each_other_down_while_both_compute() -> None:
     """The second prompt comes when half of the first is computed. Each then takes twice as long, until one is done."""
     prompts = [TracedRequest(0.0, 1000, 1), TracedRequest(500.0, 1000, 1)]

@@ -8,14 +8,18 @@ from xml.etree import ElementTree
 
 import pytest
 
+from penstock.cli import tune as commands
 from penstock.cli.app import run_command
+from penstock.cli.completion import words_after
+from penstock.cli.fleet_sim import PlannedReplica, planned_replica
+from penstock.config import DEFAULTS
 from penstock.fleet.plot import ttft_chart
 from penstock.fleet.scale import ServiceTargets
 from penstock.fleet.sim import FleetOptions, FleetSimulation
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.timing_fit import fit_timing
 from penstock.fleet.traces import Trace, TracedRequest
-from penstock.fleet.tune import GOOD, TunedFleet, tune
+from penstock.fleet.tune import GOOD, TIER, TunedFleet, plain_fleet, tune
 from penstock.planning.roofline import MachineProfile, MatmulTimes, ModelCosts, WeightGroup, decode_time, prefill_time
 from tests.core.world import limits
 
@@ -25,8 +29,8 @@ BUSY = Trace(512, [TracedRequest(at * 60.0, 4000, 20) for at in range(120)])  # 
 
 def test_the_fewest_replicas_that_meet_the_targets_are_found() -> None:
     tried: list[TunedFleet] = []
-    targets = ServiceTargets(400.0, 100.0)
-    best = tune(BUSY, TIMING, targets, 16, tried.append)
+    plain = plain_fleet(TIMING, ServiceTargets(400.0, 100.0))
+    best = tune(BUSY, plain, 16, tried.append)
     assert best.meets
     fleet = FleetSimulation(BUSY, best.options)
     fleet.run()
@@ -34,11 +38,12 @@ def test_the_fewest_replicas_that_meet_the_targets_are_found() -> None:
     fewer = [each for each in tried if each.options.replicas < best.options.replicas]
     assert {each.options.replicas for each in fewer} >= {best.options.replicas - 1}
     assert not any(each.meets for each in fewer)
-    assert best.changed(TIMING) == {}
+    assert best.changed(plain) == {}
+    assert all(each.options.weights.pull for each in tried)  # as in every gateway
 
 
 def test_without_a_fleet_that_meets_them_the_nearest_is_returned() -> None:
-    best = tune(BUSY, TIMING, ServiceTargets(50.0, 100.0), 3, lambda _: None)
+    best = tune(BUSY, plain_fleet(TIMING, ServiceTargets(50.0, 100.0)), 3, lambda _: None)
     assert not best.meets
     assert best.options.replicas == 3
 
@@ -69,6 +74,61 @@ def test_the_commands_print_the_fleet_and_the_picture(tmp_path: Path, capsys: py
     assert "[targets_missed]" in answer.err
     assert run_command("fleet sim", ["--trace", str(path), "--policy", "kv", "--plot", str(picture)]) == 0
     assert "kv, mean" in "".join(ElementTree.parse(picture).getroot().itertext())
+
+
+def repeating(path: Path) -> list[str]:
+    """Writes a trace of prompts that come again, and are more than a KV cache of 64 blocks holds."""
+    lines = [
+        {"timestamp": at * 900, "input_length": 8 * 512 + 20, "output_length": 2}
+        | {"hash_ids": list(range(at % 20 * 8, at % 20 * 8 + 8))}
+        for at in range(100)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return ["--trace", str(path), "--most", "1", "--itl", "1000", "--ttft", "70"]
+
+
+def test_a_ram_tier_is_part_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = repeating(tmp_path / "trace.jsonl")
+    small = EngineTiming(kv_tokens=64 * 512)
+    for replica, kv_ram in ((PlannedReplica(small), None), (PlannedReplica(small, 1000, 0.5), 4000)):
+        monkeypatch.setattr(commands, "planned_replica", lambda *_, replica=replica: replica)
+        run_command("tune", [*words, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert (found["ram"], found["kv_ram"]) == (TIER, kv_ram)
+        assert f" --kv-ram {kv_ram or 'BYTES'}" in found["command"]
+        run_command("tune", words)
+        assert ("BYTES: 4 times the bytes of your KV cache" in capsys.readouterr().out) == (kv_ram is None)
+    large = PlannedReplica(small, 1000, TIER)  # an engine has such a tier without being told
+    monkeypatch.setattr(commands, "planned_replica", lambda *_: large)
+    run_command("tune", [*words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ram"], found["kv_ram"]) == (TIER, None)
+    assert "--kv-ram" not in found["command"]
+
+
+def test_what_is_found_for_a_model_knows_the_bytes_of_its_cache(smollm2: Path) -> None:
+    engine = DEFAULTS | {"device": "cpu", "kv_memory": 64 << 20, "kv_ram": str(32 << 20)}
+    replica = planned_replica(str(smollm2), engine, BUSY)
+    assert replica.cache == pytest.approx(64 << 20, rel=0.01)
+    assert replica.tier == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_picture_is_drawn_without_a_name_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*repeating(tmp_path / "trace.jsonl")[:2], "--policy", "kv"]
+    for order in (["--json", "--plot"], ["--plot", "--json"]):
+        assert run_command("fleet sim", [*words, *order]) == 0
+        answer = capsys.readouterr()
+        assert len(json.loads(answer.out)["policies"]) == 1
+        assert "the picture is in fleet-sim.svg" in answer.err
+        ElementTree.parse(tmp_path / "fleet-sim.svg")
+        (tmp_path / "fleet-sim.svg").unlink()
+    assert "--plot" in words_after(["fleet", "sim", "--plot"])  # what may follow is another option, too
+    assert words_after(["fleet", "sim", "--model"]) == []
 
 
 def test_a_picture_is_valid_and_its_lines_only_rise() -> None:

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "ipc": {"engine"} | WAIST,
     "store": {"file_locks"} | WAIST,
     "llm": {"ipc", "engine", "text", "model", "store", "speculative_config"} | WAIST,
-    "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "text"} | WAIST,
+    "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "service_levels", "text"} | WAIST,
     "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config", "file_locks"}
@@ -88,6 +88,39 @@ def test_imports_point_down(path: Path) -> None:
         assert {name.split(".")[0] for name in names} <= LIBRARY | {"penstock"}
     if not path.is_relative_to(ROOT / "backend" / "cuda") and path not in HOMES_OF_EXTRAS:
         assert not {name.split(".")[0] for name in names} & EXTRAS
+
+
+# These decide by what they are told, and nothing else: a test or a simulator can be their clock and their network.
+PURE = [f"fleet.{name}" for name in ("index", "ledger", "route", "queue", "scale", "split", "timing", "policies")]
+PURE += ["fleet.block_table", "ipc.request_journal"]
+CLOCKS = {"time", "datetime", "sched"}
+WAITING = {"asyncio", "threading", "concurrent", "multiprocessing", "subprocess", "signal", "selectors"}
+OUTSIDE = {"socket", "ssl", "http", "urllib", "zmq", "os", "io", "pathlib", "tempfile", "shutil", "logging", "mmap"}
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of ours, such as `fleet.route`."""
+    path = ROOT.joinpath(*module.split("."))
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.exists()), None)
+
+
+def needed_by(module: str) -> set[Path]:
+    """The files of ours that are imported when a module is."""
+    found, left = set(), [module]
+    while left:
+        path = file_of(left.pop())
+        if path is not None and path not in found:
+            found.add(path)
+            left += [name.removeprefix("penstock.") for name in imports(path) if name.startswith("penstock.")]
+    return found
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_what_decides_reads_no_clock_and_does_no_io(module: str) -> None:
+    for path in needed_by(module):
+        assert not {name.split(".")[0] for name in imports(path)} & (CLOCKS | WAITING | OUTSIDE), path
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        assert not names & {"open", "print", "input"}, path
 
 
 def test_every_package_has_its_place() -> None:

@@ -52,6 +52,7 @@ class Option(NamedTuple):
     maximum: float | None = None
     env: str = ""  # the environment variable that gives the default
     short: str = ""  # a second flag of one letter
+    bare: str = ""  # what a flag without a value stands for; empty: it needs one
 
 
 class EngineOptions(NamedTuple):
@@ -241,6 +242,8 @@ def _add_option(group: argparse._ArgumentGroup, declared: Declared, option: Opti
         flag,
         dest=dest,
         metavar="NUMBER" if number_type else "TEXT",
+        nargs="?" if option.bare else None,
+        const=option.bare or None,
         type=_reader(number_type, option) if number_type else str,
         default=unset,
         help=option.help + (f" [environment: {option.env}]" if option.env else _default_text(declared.default)),

@@ -58,10 +58,15 @@ def words_after(before: list[str]) -> list[str]:
     if not name:
         return list(dict.fromkeys(_next_word(command, before) for command in COMMANDS if _begins(command, before)))
     declared = list(declarations(command(name)))
-    if any(each.spelling == before[-1] and each.kind is not bool for each in declared):
+    if any(each.spelling == before[-1] and _needs_value(each) for each in declared):
         return []  # the value of an option: the shell completes files
     options = [each.spelling for each in declared if isinstance(each.annotation, Option)]
     return [*options, "--help", *(_models() if any(map(_is_model, declared)) else [])]
+
+
+def _needs_value(declared: Declared) -> bool:
+    bare = isinstance(declared.annotation, Option) and declared.annotation.bare
+    return declared.kind is not bool and not bare
 
 
 def _begins(command: str, before: list[str]) -> bool:

@@ -149,6 +149,7 @@ def _is_as_wanted(told: FleetStatus) -> bool:
 
 def _as_json(told: FleetStatus) -> dict[str, Any]:
     about = {"name": told.name, "steward": told.steward, "wanted": told.replicas, "revision": told.revision}
+    about |= {"refused_messages": told.refused}
     members = [
         each.info._asdict()
         | {"keeper": each.keeper, "revision": each.revision}

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.serve import ModelRefs, ServerOptions, run_server
+from penstock.config import AUTO
 from penstock.fleet import MOST_REPLICAS
 
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.fleet.client import FleetClient
-    from penstock.fleet.split import SplitOptions
     from penstock.fleet.steward_link import StewardLink, StewardProcess
     from penstock.fleet.steward_wire import FleetSpec
     from penstock.service_levels import Targets
 
 GROUNDS = ("local", "ray")
-SHARE_OF_MEMORY = 4  # of the free memory, one part for all KV caches of a machine, as one engine takes it
 
 
 class ReplicaOptions(NamedTuple):
@@ -72,7 +71,8 @@ def serve(
 
     Every option of penstock serve holds here. A request goes to the engine that is likely to answer it first, by what
     each has cached and has to do; when an engine dies, another goes on with its answers. On this machine, engines
-    share the processors and the memory unless --threads and --kv-memory say how much each has.
+    share the processors and the memory unless --threads and --kv-memory say how much each has. On GPUs, each has some
+    host memory to read the blocks of others into unless --kv-ram says how much.
     """
     if not hasattr(os, "fork"):
         raise UsageError("a fleet forks its engines, which this system cannot: use penstock serve, or WSL on Windows")
@@ -109,16 +109,17 @@ def gateway(
       penstock fleet gateway smollm2 --port 8001
       penstock fleet gateway ./smollm2.fleet.json
 
-    Options of penstock serve about engines are those that the fleet was started with. The fleet ends when its last
-    gateway is told to stop, or when it has had none for 60 seconds. A fleet on Ray may have gateways on other machines
-    that have the model's files at the same path: copy the run file there, which is in the folder run of PENSTOCK_HOME.
+    Options of penstock serve about engines, --itl and --roles are those that the fleet was started with, and so are
+    targets of latency where none is stated here. The fleet ends when its last gateway is told to stop, or when it has
+    had none for 60 seconds. A fleet on Ray may have gateways on other machines that have the model's files at the same
+    path: copy the run file there, which is in the folder run of PENSTOCK_HOME.
     """
     from penstock.config import OPTIONS
     from penstock.fleet.run_file import find_fleet
 
     spec = find_fleet(run_folder(), name)
     engine = {option: getattr(spec.config, option) for option in OPTIONS}
-    server = server._replace(listen=server.listen._replace(name=spec.name))
+    server = with_targets(server._replace(listen=server.listen._replace(name=spec.name)), spec.targets)
     run_server([spec.config.model], server, engine, AttachedClients(spec))
 
 
@@ -157,6 +158,12 @@ def with_target(server: ServerOptions, itl: float) -> ServerOptions:
     return server._replace(share=server.share._replace(itl_target=max(round(itl), 1)))
 
 
+def with_targets(server: ServerOptions, targets: Targets) -> ServerOptions:
+    """Returns the options of a server with these targets, in seconds, where it states none."""
+    ttft, itl = (round(1000 * (target or 0)) for target in server.share.terms().targets.over(targets))
+    return server._replace(share=server.share._replace(ttft_target=ttft, itl_target=itl))
+
+
 class FleetClients:
     """Makes the client of each model: one that starts a fleet of its own."""
 
@@ -179,21 +186,22 @@ class FleetClients:
         self._begun = folder, StewardProcess(folder)
 
     def __call__(self, config: Config) -> FleetClient:
-        from penstock.fleet.split import SplitOptions
         from penstock.fleet.steward_link import StewardLink, StewardProcess
 
         check_is_new(config.name)
         folder, process = self._begun or (make_folder(), None)
         self._begun = None
         spec = self._spec(config, folder)
-        split = SplitOptions(self._fleet.itl, prefill_replicas(self._fleet), told=True)
-        return connect(StewardLink(spec, lambda: process or StewardProcess(folder)), split)
+        return connect(spec, StewardLink(spec, lambda: process or StewardProcess(folder)))
 
     def _spec(self, config: Config, folder: str) -> FleetSpec:
         import secrets
 
+        import msgspec
+
         from penstock.fleet.ground import steward_address
         from penstock.fleet.run_file import run_file_of
+        from penstock.fleet.split import SplitOptions
         from penstock.fleet.steward_wire import FleetSpec, ScaleSpec
 
         address = steward_address(folder, self._fleet.ground)
@@ -203,7 +211,10 @@ class FleetClients:
         targets = zip(("ttft", "itl"), self._targets, strict=True)
         stated = {name: 1000 * target for name, target in targets if target is not None}
         scaling = ScaleSpec(least, most, **stated)
-        return FleetSpec(config.name, folder, address, secrets.token_hex(32), *about, scaling=scaling)
+        split = SplitOptions(self._fleet.itl, prefill_replicas(self._fleet), told=True)
+        wishes = {"scaling": scaling, "split": split, "targets": self._targets}
+        spec = FleetSpec(config.name, folder, address, secrets.token_hex(32), *about)
+        return msgspec.structs.replace(spec, **wishes)
 
 
 class AttachedClients:
@@ -215,15 +226,15 @@ class AttachedClients:
     def __call__(self, _: Config) -> FleetClient:
         from penstock.fleet.steward_link import StewardLink
 
-        return connect(StewardLink(self._spec))
+        return connect(self._spec, StewardLink(self._spec))
 
 
-def connect(link: StewardLink, split: SplitOptions | None = None) -> FleetClient:
+def connect(spec: FleetSpec, link: StewardLink) -> FleetClient:
     """Returns the client of a fleet whose steward hears of the client's load, and says how many replicas there are to
     be."""
     from penstock.fleet.client import FleetClient
 
-    client = FleetClient(link, split=split, scale=lambda: link.scale)
+    client = FleetClient(link, split=spec.split, scale=lambda: link.scale)
     link.measure = client.measured_load
     return client
 
@@ -272,12 +283,13 @@ def check_is_new(name: str) -> None:
 def shares_of(replicas: int, engine: dict[str, Any]) -> dict[str, Any]:
     """Returns the options by which the engines of a fleet share this machine, where no option says it. GPUs are not
     shared: what an engine has of one is for --device and --kv-memory to say."""
-
     from penstock.config import available_memory
+    from penstock.fleet.machine_share import cpu_share, gpu_share
 
-    if replicas == 1 or str(engine["device"]).startswith("cuda") or Path("/dev/nvidiactl").exists():
+    if replicas == 1:
         return {}
+    memory = available_memory()
+    if str(engine["device"]).startswith("cuda") or (engine["device"] == AUTO and Path("/dev/nvidiactl").exists()):
+        return gpu_share(replicas, engine, memory)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = {} if engine["threads"] else {"threads": max(cores // replicas, 1)}
-    memory = {} if engine["kv_memory"] else {"kv_memory": available_memory() // SHARE_OF_MEMORY // replicas}
-    return threads | memory
+    return cpu_share(replicas, engine, cores, memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from penstock.cli import options
 from penstock.cli.command import Option, UsageError
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.fleet.timing import EngineTiming
     from penstock.fleet.traces import Trace
 
+PICTURE = "fleet-sim.svg"  # what --plot writes by default
 TraceFile = Annotated[
     str, Option(help="File of requests: Mooncake's or Dynamo's JSON lines, or Azure's CSV; .gz is read too.")
 ]
@@ -38,7 +39,10 @@ def sim(
     model: Annotated[
         str, Option(help="Model whose speed on this machine the replicas have. By default, Dynamo's mock engine's.")
     ] = "",
-    plot: Annotated[str, Option(help="Draw how soon first tokens came, as an SVG picture in this file.")] = "",
+    plot: Annotated[
+        str,
+        Option(help=f"Draw how soon first tokens came, as an SVG picture in this file, or {PICTURE}.", bare=PICTURE),
+    ] = "",
     json: options.Json = False,
     *,
     engine: options.EngineSettings,
@@ -58,12 +62,11 @@ def sim(
     from penstock.fleet.policies import NAMES
     from penstock.fleet.route import RoutingWeights
     from penstock.fleet.sim import FleetOptions, FleetSimulation
-    from penstock.fleet.timing import EngineTiming
 
     if policy not in (*NAMES, "all"):
         raise UsageError(f"--policy takes {', '.join(NAMES)} or all; got {policy!r}")
     requests = open_trace(trace, speed, limit, scale)
-    timing = model_timing(model, engine, requests) if model else EngineTiming()
+    timing = planned_replica(model, engine, requests).timing
     weights = RoutingWeights(pull=pull)
     reports, ttfts = [], {}
     for name in NAMES if policy == "all" else (policy,):
@@ -75,6 +78,7 @@ def sim(
         from penstock.fleet.plot import ttft_chart
 
         Path(plot).write_text(ttft_chart(f"{Path(trace).name} at {speed:g}x, {replicas} replicas", ttfts))
+        note(f"the picture is in {plot}")
     if json:
         print_json({"policies": [report._asdict() for report in reports]})
     else:
@@ -91,8 +95,21 @@ def open_trace(path: str, speed: float, limit: int, scale: float) -> Trace:
     return Trace(found.block_size, found.requests[: limit or None]).scaled(scale)
 
 
-def model_timing(model: str, engine: dict[str, Any], trace: Trace) -> EngineTiming:
-    """Returns the timing of a replica of a model with these options on this machine, for the trace's requests."""
+class PlannedReplica(NamedTuple):
+    """Says what one replica is expected to be."""
+
+    timing: EngineTiming
+    cache: int = 0  # bytes of its KV cache; 0: not known
+    tier: float = 0.0  # blocks in host memory for each in the KV cache
+
+
+def planned_replica(model: str, engine: dict[str, Any], trace: Trace) -> PlannedReplica:
+    """Returns what a replica of a model with these options is on this machine, for the trace's requests. Without a
+    model it is Dynamo's mock engine."""
+    from penstock.fleet.timing import EngineTiming
+
+    if not model:
+        return PlannedReplica(EngineTiming())
     from penstock.cli.machine_profile import machine_profile
     from penstock.cli.terminal import obtain
     from penstock.config import configure
@@ -106,9 +123,11 @@ def model_timing(model: str, engine: dict[str, Any], trace: Trace) -> EngineTimi
     checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
     context = sum(each.prompt + each.output // 2 for each in trace.requests) // len(trace.requests)
     forecast = next(make_forecasts(config, checkpoint, context, machine_profile))
-    if forecast.memory is None or forecast.profile is None or forecast.costs is None:
+    memory = forecast.memory
+    if memory is None or forecast.profile is None or forecast.costs is None:
         raise ConfigError(forecast.problem or f"the speed of device {config.device} is not known: measure another")
-    return fit_timing(forecast.profile, forecast.costs, forecast.memory.limits, context)
+    timing = fit_timing(forecast.profile, forecast.costs, memory.limits, context)
+    return PlannedReplica(timing, memory.cache, memory.limits.host_places / memory.limits.num_blocks)
 
 
 def _print(reports: list[FleetReport]) -> None:

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Argument, Exit, Option
-from penstock.cli.fleet_sim import Limit, Scale, Speed, TraceFile, model_timing, open_trace
+from penstock.cli.fleet_sim import Limit, PlannedReplica, Scale, Speed, TraceFile, open_trace, planned_replica
 from penstock.cli.terminal import note, print_json
 
 if TYPE_CHECKING:
-    from penstock.fleet.timing import EngineTiming
+    from penstock.fleet.sim import FleetOptions
     from penstock.fleet.tune import TunedFleet
+
+BYTES = "BYTES"  # stands for a number that is not known
 
 
 def tune(
@@ -36,22 +38,23 @@ def tune(
       penstock tune --trace conversation.jsonl --ttft 2000 --itl 50
       penstock tune smollm2 --trace conversation.jsonl --scale 0.05 --ttft 3000 --itl 80 --json
 
-    Tries numbers of replicas, rows, prefill budgets, a RAM tier and pulls from other replicas. The smallest and
-    plainest fleet in which 95 % of the requests meet both targets is printed, with the figures to expect and the
-    command that starts it. The exit code is 1 if no fleet does; the nearest one is printed then. A split of prefill and
-    decode is not tried.
+    Tries numbers of replicas, rows, prefill budgets and a RAM tier. The smallest and plainest fleet in which 95 % of
+    the requests meet both targets is printed, with the figures to expect and the command that starts it. Each replica
+    is taken to have a machine like this one, or a GPU, to itself. The exit code is 1 if no fleet does; the nearest one
+    is printed then. A split of prefill and decode is not tried.
     """
     from penstock.fleet.scale import ServiceTargets
-    from penstock.fleet.timing import EngineTiming
-    from penstock.fleet.tune import tune
+    from penstock.fleet.tune import plain_fleet, tune
 
     requests = open_trace(trace, speed, limit, scale)
-    timing = model_timing(model, engine, requests) if model else EngineTiming()
-    best = tune(requests, timing, ServiceTargets(ttft, itl), most, _note_tried)
+    replica = planned_replica(model, engine, requests)
+    plain = plain_fleet(replica.timing, ServiceTargets(ttft, itl), replica.tier)
+    best = tune(requests, plain, most, _note_tried)
+    ram = kv_ram(best, plain, replica)
     if json:
-        print_json(_to_json(best, model, timing))
+        print_json(_to_json(best, ram, command(best, model, plain, ram)))
     else:
-        _print(best, model, timing)
+        _print(best, ram, command(best, model, plain, ram))
     if not best.meets:
         note(
             f"error: no fleet of up to {most} replicas answers 95 % of the requests with a TTFT of {ttft:g} ms and an "
@@ -67,17 +70,27 @@ def _note_tried(tried: TunedFleet) -> None:
 
 def _described(fleet: TunedFleet) -> str:
     timing, tier = fleet.options.timing, fleet.options.host_factor
-    extras = [f"{tier:g}x RAM tier"] * bool(tier) + ["pulls"] * fleet.options.weights.pull
+    extras = [f"{tier:g}x RAM tier"] * bool(tier)
     return ", ".join([f"{timing.max_rows} rows", f"prefill budget {timing.prefill_budget or 'none'}", *extras])
 
 
-def command(fleet: TunedFleet, model: str, timing: EngineTiming) -> str:
+def kv_ram(fleet: TunedFleet, plain: FleetOptions, replica: PlannedReplica) -> int | str | None:
+    """Returns what --kv-ram of such a fleet is: a number of bytes, or BYTES if it is not known. None: what an engine
+    has without that option."""
+    tier = fleet.options.host_factor
+    if tier == plain.host_factor:
+        return None
+    return int(tier * replica.cache) or BYTES
+
+
+def command(fleet: TunedFleet, model: str, plain: FleetOptions, ram: int | str | None) -> str:
     """Returns the command that starts such a fleet."""
-    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in fleet.changed(timing).items())
+    stated = fleet.changed(plain) | ({} if ram is None else {"kv_ram": ram})
+    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in stated.items())
     return f"penstock fleet serve {model or 'MODEL'} --replicas {fleet.options.replicas}{flags}"
 
 
-def _to_json(best: TunedFleet, model: str, timing: EngineTiming) -> dict[str, Any]:
+def _to_json(best: TunedFleet, ram: int | str | None, command: str) -> dict[str, Any]:
     own = best.options
     return {
         "meets": best.meets,
@@ -86,18 +99,18 @@ def _to_json(best: TunedFleet, model: str, timing: EngineTiming) -> dict[str, An
         "max_rows": own.timing.max_rows,
         "prefill_budget": own.timing.prefill_budget,
         "ram": own.host_factor,
-        "pull": own.weights.pull,
-        "command": command(best, model, timing),
+        "kv_ram": ram if isinstance(ram, int) else None,
+        "command": command,
         "expected": {name: value for name, value in best.report._asdict().items() if name != "policy"},
     }
 
 
-def _print(best: TunedFleet, model: str, timing: EngineTiming) -> None:
-    report = best.report
-    print(f"{best.options.replicas} replicas, {_described(best)}: {best.good:.1%} of the requests meet both targets")
+def _print(best: TunedFleet, ram: int | str | None, command: str) -> None:
+    report, own = best.report, best.options
+    print(f"{own.replicas} replicas, {_described(best)}: {best.good:.1%} of the requests meet both targets")
     print(f"  TTFT {report.ttft_mean_ms:,.0f} ms on average, p99 {report.ttft_p99_ms:,.0f} ms")
     print(f"  ITL {report.itl_mean_ms:.1f} ms, reuse {report.reuse:.1%}, goodput {report.goodput:.2f} requests/s")
-    print(f"  {command(best, model, timing)}")
-    if best.options.host_factor:
-        blocks = int(best.options.host_factor * best.options.timing.kv_tokens)
-        print(f"  with --kv-ram for {blocks:,} tokens: {best.options.host_factor:g} times the KV cache")
+    print(f"  {command}")
+    if ram == BYTES:
+        tokens = int(own.host_factor * own.timing.kv_tokens)
+        print(f"  {BYTES}: {own.host_factor:g} times the bytes of your KV cache (penstock plan), for {tokens:,} tokens")

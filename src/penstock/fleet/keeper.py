@@ -30,6 +30,7 @@ from penstock.fleet.steward_wire import (
     KeeperReport,
     KeeperSpec,
     StartFailure,
+    WrongProtocol,
     decode_from_steward,
     encode,
 )
@@ -166,7 +167,7 @@ class Keeper:
             self._failure,
             self._deaths,
         )
-        sending = asyncio.ensure_future(self._steward.send(encode(report), zmq.NOBLOCK))
+        sending = asyncio.ensure_future(self._steward.send_multipart(encode(report, self._spec.name), zmq.NOBLOCK))
         sending.add_done_callback(lambda sent: sent.exception())  # there may be no steward now
 
     async def _report_again_and_again(self) -> None:
@@ -175,14 +176,22 @@ class Keeper:
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _listen(self) -> None:
-        """Hears what the steward says; returns when there was none for too long."""
-        silent = 0.0
+        """Hears what the steward says; returns when there was none for too long. A steward of another version is none;
+        if it has started this keeper, the keeper ends."""
+        silent, known = 0.0, False
         while silent < PATIENCE:
             if not await self._steward.poll(int(BEAT_SECONDS * 1000)):
                 silent += BEAT_SECONDS  # what counts is the time that this process was awake
                 continue
-            silent = 0.0
-            order = decode_from_steward(await self._steward.recv())
+            try:
+                order = decode_from_steward(await self._steward.recv_multipart())
+            except WrongProtocol as error:
+                if not known:
+                    log.error("%s ends: %s", self._spec.name, error)
+                    return self._told_to_end.set()
+                silent += BEAT_SECONDS  # another one has taken the place of the steward that knew this keeper
+                continue
+            silent, known = 0.0, True
             if isinstance(order, KeeperOrder) and order.end:
                 self._told_to_end.set()
         log.error(

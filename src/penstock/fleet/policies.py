@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from itertools import count
 from random import Random
 from typing import NamedTuple, Protocol
@@ -12,7 +13,8 @@ from penstock.fleet.ledger import Ledger, load_of
 from penstock.fleet.route import RoutedPrompt, Router, RoutingWeights
 from penstock.fleet.timing import EngineTiming
 
-NAMES = ("kv", "round-robin", "least-loaded", "dynamo")
+KV = "kv"
+NAMES = (KV, "round-robin", "least-loaded", "dynamo")
 
 
 class ChosenReplica(NamedTuple):
@@ -33,8 +35,9 @@ class GatewaySeat(NamedTuple):
 class RoutingPolicy(Protocol):
     """Chooses the replica of a request."""
 
-    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
-        """Returns where the request goes, and enters it in the ledger."""
+    def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
+        """Returns where the request goes, and enters it in the ledger. The replicas to avoid have no row for it; only
+        the router of this fleet goes by that."""
 
 
 class KvPolicy:
@@ -44,9 +47,9 @@ class KvPolicy:
         self._router = router
         router.gateways = gateways
 
-    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
+    def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
         """Returns the router's choice."""
-        route = self._router.route(prompt, now)
+        route = self._router.route(prompt, now, avoid)
         blocks = (route.cached + route.pulled + 1) // prompt.block_size if route.pulled else 0
         return ChosenReplica(route.replica, route.uncached, blocks)
 
@@ -58,7 +61,7 @@ class RoundRobin:
         self._ledger = ledger
         self._next = count(first)
 
-    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
+    def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
         """Returns the next replica."""
         replica = next(self._next) % len(self._ledger)
         self._ledger.sent(replica, load_of(prompt.tokens, prompt.tokens))
@@ -71,7 +74,7 @@ class LeastLoaded:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
-    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
+    def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
         """Returns the replica that owes least."""
         replica = self._ledger.least(1)[0]
         self._ledger.sent(replica, load_of(prompt.tokens, prompt.tokens))
@@ -87,7 +90,7 @@ class DynamoCost:
         self._ledger = ledger
         self._random = Random(seed)
 
-    def choose(self, prompt: RoutedPrompt, now: float) -> ChosenReplica:
+    def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
         """Returns the replica of the lowest cost."""
         size = prompt.block_size
         held = self._index.lookup(prompt.hashes)
@@ -109,7 +112,7 @@ def make_policy(
     name: str, timing: EngineTiming, index: BlockIndex, ledger: Ledger, weights: RoutingWeights, seat: GatewaySeat
 ) -> RoutingPolicy:
     """Returns the policy of a name."""
-    if name == "kv":
+    if name == KV:
         return KvPolicy(Router(timing, index, ledger, weights, seat.number), seat.gateways)
     if name == "round-robin":
         return RoundRobin(ledger, seat.number)

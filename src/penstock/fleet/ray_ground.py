@@ -11,6 +11,7 @@ import hashlib
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import Any
 
 import msgspec
 
+from penstock.config import AUTO, Config, available_memory
 from penstock.errors import ConfigError, EngineUnavailable
 from penstock.fleet.forks import KEEPER, ForkRequest, fork, start_forking
 from penstock.fleet.ground import forks_of
+from penstock.fleet.machine_share import cluster_threads, cpu_share, gpu_share
 from penstock.fleet.steward_wire import FleetSpec, KeeperSpec
 
 NAMESPACE = "penstock"
@@ -41,7 +44,7 @@ class RayGround:
 
     async def start(self, keeper: KeeperSpec) -> None:
         ray = await self._connected()
-        await asyncio.to_thread(_place, ray, self._spec.name, keeper)
+        await asyncio.to_thread(_place, ray, self._spec, keeper)
 
     async def forget(self, name: str) -> None:
         if self._ray is None and not self._spec.adopt:
@@ -87,9 +90,30 @@ def on_this_machine(spec: KeeperSpec) -> KeeperSpec:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # it names this actor's GPU, and the process forks for others too
     forks = forks_of(str(folder), spec.revision)
     start_forking(forks)
-    gpus = ray.get_gpu_ids()
-    config = replace(spec.config, device=f"cuda:{gpus[0]}") if gpus else spec.config
-    return msgspec.structs.replace(spec, folder=str(folder), forks=forks, config=config)
+    return msgspec.structs.replace(spec, folder=str(folder), forks=forks, config=shared(spec.config, ray.get_gpu_ids()))
+
+
+def shared(config: Config, gpus: Sequence[int | str]) -> Config:
+    """Returns the config of an engine that may share this machine with others: on the GPU that Ray has given to it, or
+    with as much memory as one of those has that its threads leave room for."""
+    options = {name: getattr(config, name) for name in ("threads", "kv_memory", "kv_ram")}
+    if gpus:
+        here = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        return replace(config, device=f"cuda:{gpus[0]}", **gpu_share(max(here, 1), options, available_memory()))
+    cores = os.cpu_count() or 1
+    engines = max(cores // (config.threads or cores), 1)
+    return replace(config, **cpu_share(engines, options, cores, available_memory()))
+
+
+def with_threads(ray: Any, spec: FleetSpec, keeper: KeeperSpec) -> KeeperSpec:
+    """Returns a replica with the threads that it has of its cluster, unless an option says how many or it may compute
+    on a GPU: what Ray reserves for it is what it uses."""
+    if keeper.config.threads or _takes_gpu(ray, keeper.config):
+        return keeper
+    cores = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    most = max(spec.replicas, spec.scaling.most if spec.scaling else 0)
+    config = replace(keeper.config, threads=cluster_threads(cores, most))
+    return msgspec.structs.replace(keeper, config=config)
 
 
 def _connect(address: str) -> Any:
@@ -115,18 +139,22 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
-def _place(ray: Any, fleet: str, keeper: KeeperSpec) -> None:
+def _place(ray: Any, spec: FleetSpec, keeper: KeeperSpec) -> None:
     """Has Ray find room for a replica and start its keeper there."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    keeper = with_threads(ray, spec, keeper)
     needs = _needs(ray, keeper)
-    name = _actor_name(fleet, keeper.name)
+    name = _actor_name(spec.name, keeper.name)
     group = placement_group([needs], strategy="PACK", name=name, lifetime="detached")
     try:
         if not group.wait(PLACE_SECONDS):
             has = {kind: ray.available_resources().get(kind, 0) for kind in needs}
-            raise EngineUnavailable(f"no machine of the Ray cluster has {needs} free for {keeper.name}; all have {has}")
+            raise EngineUnavailable(
+                f"no machine of the Ray cluster has {needs} free for {keeper.name}; all have {has}: add machines, or "
+                "say fewer --threads or --replicas"
+            )
         actor_type = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), max_restarts=0)(KeeperActor)
         placed = PlacementGroupSchedulingStrategy(group)
         actor = actor_type.options(name=name, lifetime="detached", scheduling_strategy=placed).remote()
@@ -135,15 +163,18 @@ def _place(ray: Any, fleet: str, keeper: KeeperSpec) -> None:
         remove_placement_group(group)
         raise
     except Exception as error:
-        _remove(ray, fleet, keeper.name)
+        _remove(ray, spec.name, keeper.name)
         raise EngineUnavailable(f"Ray could not start the keeper of {keeper.name}: {error}") from error
 
 
 def _needs(ray: Any, keeper: KeeperSpec) -> dict[str, float]:
     """Returns what a replica takes of a machine: processors, and a GPU if it may compute on one."""
-    device = keeper.config.device
-    gpu = device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
-    return {"CPU": float(keeper.config.threads or 1)} | ({"GPU": 1.0} if gpu else {})
+    gpu = {"GPU": 1.0} if _takes_gpu(ray, keeper.config) else {}
+    return {"CPU": float(keeper.config.threads or 1)} | gpu
+
+
+def _takes_gpu(ray: Any, config: Config) -> bool:
+    return config.device.startswith("cuda") or (config.device == AUTO and ray.cluster_resources().get("GPU", 0) > 0)
 
 
 def _remove(ray: Any, fleet: str, replica: str) -> None:

@@ -130,6 +130,13 @@ class Roster:
         self.lose_keeper(name, now, failure.message)
         self._start_failure = failure
 
+    def refuse(self, name: str, failure: StartFailure) -> None:
+        """Takes note that the reports of a keeper that was just started cannot be read, if there is one of this name.
+        It is hopeless to start another like it."""
+        if (replica := self.replicas.get(name)) is not None and not replica.reported:
+            replica.failure, replica.attempts = failure, HOPELESS
+            replica.info = replica.info._replace(reason=failure.message)
+
     def _pause(self, failure: StartFailure, now: float) -> None:
         """Has the next keeper wait, since one has ended whose engine has never been ready."""
         self._start_failure = failure

@@ -213,7 +213,8 @@ class Router:
                 memory += over * ms_per_token * OVERFLOW
             shared = 0.0
             if hot_tokens > own + pulled:
-                shared = hot_share * (hot_tokens - own - pulled) * ms_per_token * (1 + weights.later)
+                computed = min((hot_tokens - own - pulled) * ms_per_token, prefill)
+                shared = hot_share * computed * (1 + weights.later)
             total = queue + prefill + pull + harm + memory - shared
             costs.append((total, replica, queue, prefill, pull, harm, memory, shared, uncached, own, pulled))
         return costs

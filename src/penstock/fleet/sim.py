@@ -6,14 +6,13 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from penstock.errors import InvalidRequest
-from penstock.fleet.index import BlockIndex
-from penstock.fleet.ledger import Ledger
-from penstock.fleet.policies import GatewaySeat, make_policy
-from penstock.fleet.route import RoutedPrompt, RoutingWeights
+from penstock.fleet.policies import ChosenReplica, GatewaySeat
+from penstock.fleet.route import RoutingWeights
 from penstock.fleet.scale import ServiceTargets
+from penstock.fleet.sim_gateway import SimulatedGateway
 from penstock.fleet.sim_replica import SimulatedReplica, SimulatedRequest
 from penstock.fleet.timing import EngineTiming
-from penstock.fleet.traces import Trace
+from penstock.fleet.traces import Trace, TracedRequest
 
 TARGETS = ServiceTargets(ttft=2000.0, itl=50.0)
 
@@ -42,18 +41,6 @@ class FleetReport(NamedTuple):
     goodput: float  # requests per second that met both targets
 
 
-class _Gateway:
-    """Routes requests by what it knows: its own decisions, and the replicas' reports."""
-
-    def __init__(self, options: FleetOptions, number: int) -> None:
-        self.index = BlockIndex()
-        self.ledger = Ledger()
-        for replica in range(options.replicas):
-            self.ledger.join(replica)
-        seat = GatewaySeat(number, options.gateways)
-        self.policy = make_policy(options.policy, options.timing, self.index, self.ledger, options.weights, seat)
-
-
 class FleetSimulation:
     """Runs one trace under one policy."""
 
@@ -61,10 +48,12 @@ class FleetSimulation:
         if options.replicas < 1:
             raise InvalidRequest(f"a fleet has 1 replica or more; got {options.replicas}")
         size = trace.block_size
-        self.requests: list[SimulatedRequest] = []  # in the order of their arrival
+        self.requests: list[SimulatedRequest] = []  # in the order in which they were sent
         self._trace = trace
         self._options = options
-        self._gateways = [_Gateway(options, number) for number in range(options.gateways)]
+        about = options.replicas, options.policy, options.timing, size, options.weights
+        seats = [GatewaySeat(number, options.gateways) for number in range(options.gateways)]
+        self._gateways = [SimulatedGateway(*about, seat) for seat in seats]
         self._replicas = [SimulatedReplica(options.timing, size, options.host_factor) for _ in range(options.replicas)]
         self._received = [[0] * options.gateways for _ in self._replicas]  # requests of each gateway
         self._numbers = [0] * options.replicas  # of the next block event of each
@@ -72,7 +61,6 @@ class FleetSimulation:
 
     def run(self) -> FleetReport:
         """Runs the trace to its end and returns what came of it."""
-        size, done = self._trace.block_size, self.requests
         for id, traced in enumerate(self._trace.requests):
             if not self._replicas[0].fits(traced):
                 raise InvalidRequest(
@@ -81,18 +69,21 @@ class FleetSimulation:
                 )
             self._advance(traced.arrival)
             gateway = id % len(self._gateways)
-            prompt = RoutedPrompt(traced.hashes, traced.prompt, size)
-            to = self._gateways[gateway].policy.choose(prompt, traced.arrival)
-            self._received[to.replica][gateway] += 1
-            request, replica = SimulatedRequest(id, traced, to.pulled), self._replicas[to.replica]
-            before = replica.end
-            replica.submit(request, traced.arrival, to.uncached)
-            if replica.end != before:
-                self._report(to.replica)
-                self._share_machine(traced.arrival)
-            done.append(request)
+            chosen = self._gateways[gateway].take(id, traced, traced.arrival)
+            if chosen is not None:
+                self._send(gateway, id, traced, chosen, traced.arrival)
         self._advance(float("inf"))
         return self._sum_up()
+
+    def _send(self, gateway: int, id: int, traced: TracedRequest, to: ChosenReplica, now: float) -> None:
+        self._received[to.replica][gateway] += 1
+        request, replica = SimulatedRequest(id, traced, to.pulled, now), self._replicas[to.replica]
+        before = replica.end
+        replica.submit(request, now, to.uncached)
+        if replica.end != before:
+            self._report(to.replica)
+            self._share_machine(now)
+        self.requests.append(request)
 
     def good_share(self) -> float:
         """Returns the share of requests that met both targets."""
@@ -131,9 +122,17 @@ class FleetSimulation:
         while ends and ends[0][0] <= until:
             end, id = heappop(ends)
             if replicas[id].end == end:
-                replicas[id].advance()
+                finished = replicas[id].advance()
                 self._report(id)
                 self._share_machine(end)
+                self._send_next([each.id for each in finished], end)
+
+    def _send_next(self, finished: list[int], now: float) -> None:
+        """Sends those whose turn it is at their gateways, now that a replica has reported."""
+        for number, gateway in enumerate(self._gateways):
+            gateway.end(finished)
+            while (turn := gateway.next(now)) is not None:
+                self._send(number, *turn, now)
 
     def _share_machine(self, now: float) -> None:
         """Slows replicas of one machine down by how many of them compute now."""

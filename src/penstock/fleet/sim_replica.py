@@ -23,11 +23,12 @@ _private = count(-1, -1)  # names of blocks that only their own request can use
 class SimulatedRequest:
     """Follows one request through the simulation."""
 
-    __slots__ = ("cached", "finished", "first_token", "id", "pulled", "remaining", "request", "taken")
+    __slots__ = ("cached", "finished", "first_token", "id", "pulled", "remaining", "request", "sent", "taken")
 
-    def __init__(self, id: int, request: TracedRequest, pulled: int = 0) -> None:
+    def __init__(self, id: int, request: TracedRequest, pulled: int = 0, sent: float | None = None) -> None:
         self.id = id
         self.request = request
+        self.sent = request.arrival if sent is None else sent  # when it came to its replica
         self.pulled = pulled  # leading blocks that are there or come from another replica
         self.cached = 0  # tokens that were not computed
         self.remaining = request.prompt  # tokens to compute
@@ -201,7 +202,8 @@ class SimulatedReplica:
         """Returns what the replica reports that it owes."""
         kv_tokens = self.cache.active * self._block_size + self._waiting_tokens
         busy_until = self.end if self._computing and self.end is not None else 0.0
-        return Load(self._queued, self._pending, len(self._rows), kv_tokens, busy_until)
+        waiting = len(self._waiting) + len(self._prefilling) + len(self._completed)
+        return Load(self._queued, self._pending, len(self._rows), kv_tokens, busy_until, waiting)
 
     def _begin(self, now: float) -> None:
         """Plans the next step, or the decode steps up to the next event."""
@@ -236,7 +238,7 @@ class SimulatedReplica:
 
     def _admit(self, now: float) -> float | None:
         """Starts the next prompt. Returns the milliseconds for which its step waits for its blocks; None if none can
-        start. Blocks from another replica have been under way since the request came."""
+        start. Blocks from another replica have been under way since the request was sent."""
         if not self._waiting or len(self._rows) + len(self._completed) >= self._timing.max_rows:
             return None
         request = self._waiting[0]
@@ -256,5 +258,5 @@ class SimulatedReplica:
         self._waiting.popleft()
         self._prefilling.append(request)
         timing = self._timing
-        pull_ms = pulled * self._block_size * timing.pull_ms_per_token - (now - traced.arrival)
+        pull_ms = pulled * self._block_size * timing.pull_ms_per_token - (now - request.sent)
         return host * self._block_size * timing.host_ms_per_token + max(pull_ms, 0.0)

@@ -55,6 +55,7 @@ from penstock.fleet.steward_wire import (
     StartFailure,
     ToSteward,
     UpgradeFleet,
+    WrongProtocol,
     decode_to_steward,
     encode,
 )
@@ -67,6 +68,7 @@ ABANDONED = 60.0  # seconds without a gateway after which the fleet ends
 GATEWAY_SILENT = 5.0  # seconds after which a gateway that says nothing is gone
 ADOPTION = 3.0  # seconds that keepers of an earlier steward have to say who they are
 ENDING = 8.0  # seconds that all replicas have to end
+MOST_STRANGERS = 32  # of whom the log says that they are of another version
 GIVING_BACK = 3.0  # seconds that the ground has to end: it may be gone itself
 
 
@@ -94,6 +96,8 @@ class Steward:
         self._awake = 0.0  # seconds that this process was awake: one that was stopped has missed beats
         self._gateways: dict[str, KnownGateway] = {}
         self._keepers: dict[str, bytes] = {}  # routes, by replica
+        self._refused = 0  # messages
+        self._strangers: set[tuple[str, int]] = set()  # who speaks another protocol, and which
         self._abandoned = ABANDONED  # when the fleet ends, unless a gateway comes
         self._ending = False
         self._next_decision = 0.0  # when the load is looked at next
@@ -144,13 +148,27 @@ class Steward:
         while True:
             route, *frames = await self._socket.recv_multipart()
             try:
-                message = decode_to_steward(frames[-1])
-            except (msgspec.DecodeError, IndexError):
-                continue  # what is not of this protocol is not answered
-            if not hmac.compare_digest(message.secret.encode(), secret):
-                self._send(route, CommandRefused("wrong_secret", "the secret is not that of this fleet"))
-                continue
-            self._take(route, message)
+                message = decode_to_steward(frames)
+            except msgspec.DecodeError:
+                self._refused += 1  # what is no message of a fleet is not answered
+            except WrongProtocol as error:
+                self._refuse_version(route, error)
+            else:
+                if hmac.compare_digest(message.secret.encode(), secret):
+                    self._take(route, message)
+                else:
+                    self._refused += 1
+                    self._send(route, CommandRefused("wrong_secret", "the secret is not that of this fleet"))
+
+    def _refuse_version(self, route: bytes, error: WrongProtocol) -> None:
+        """Says once which part of the fleet is of another version, and counts its messages. A keeper of one cannot keep
+        a replica."""
+        self._refused += 1
+        if (error.sender, error.theirs) not in self._strangers and len(self._strangers) < MOST_STRANGERS:
+            self._strangers.add((error.sender, error.theirs))
+            log.error("%s", error)
+        self._roster.refuse(error.sender, StartFailure(error.code, error.message))
+        self._send(route, CommandRefused(error.code, error.message))
 
     def _take(self, route: bytes, message: ToSteward) -> None:
         match message:
@@ -343,10 +361,10 @@ class Steward:
         wishes = self._roster.wanted, self._roster.revision
         gateways, failure = tuple(self._gateways), self._upgrade_failure
         scale = self._autoscaler.status(self._roster.wanted)
-        return FleetStatus(self._spec.name, os.getpid(), *wishes, gateways, members, failure, scale)
+        return FleetStatus(self._spec.name, os.getpid(), *wishes, gateways, members, failure, scale, self._refused)
 
     def _send(self, route: bytes, message: FromSteward) -> None:
-        self._socket.send_multipart((route, encode(message)))
+        self._socket.send_multipart((route, *encode(message, "the steward")))
 
 
 def _member(replica: KeptReplica, info: ReplicaInfo) -> MemberStatus:

@@ -33,6 +33,7 @@ from penstock.fleet.steward_wire import (
     GatewayBeat,
     GatewayLeave,
     StartFailure,
+    WrongProtocol,
     decode_from_steward,
     encode,
 )
@@ -128,7 +129,19 @@ class StewardLink:
 
     async def _listen(self) -> None:
         while True:
-            self._take(decode_from_steward(await self._socket.recv()))
+            try:
+                self._take(decode_from_steward(await self._socket.recv_multipart()))
+            except WrongProtocol as error:
+                self._refuse(error)
+
+    def _refuse(self, error: WrongProtocol) -> None:
+        """Says once that the steward is of another version. This gateway goes on with what it knows, and does not end
+        that steward; if it knows nothing yet, it cannot start."""
+        self._heard = time.monotonic()
+        if self._failure is None:
+            log.error("%s", error)
+            self._failure = StartFailure(error.code, error.message)
+            self._changed.set()
 
     def _take(self, message: FromSteward) -> None:
         if not isinstance(message, DirectoryUpdate):
@@ -145,7 +158,7 @@ class StewardLink:
             version = self._directory.version
             with suppress(zmq.Again):  # there is no steward now
                 beat = GatewayBeat(self.secret, self._name, version, self.measure())
-                await self._socket.send(encode(beat), zmq.NOBLOCK)
+                await self._socket.send_multipart(encode(beat, self._name), zmq.NOBLOCK)
             until = time.monotonic() + BEAT_SECONDS
             while time.monotonic() < until and self._directory.version == version:
                 await asyncio.sleep(NOTICE_SECONDS)
@@ -153,15 +166,19 @@ class StewardLink:
     async def _leave(self) -> None:
         """Says that this gateway goes. If it was the last one, waits until the fleet has ended."""
         with suppress(zmq.Again):
-            await self._socket.send(encode(GatewayLeave(self.secret, self._name)), zmq.NOBLOCK)
+            leave = GatewayLeave(self.secret, self._name)
+            await self._socket.send_multipart(encode(leave, self._name), zmq.NOBLOCK)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                while not isinstance(status := decode_from_steward(await self._socket.recv()), FleetStatus):
+                frames = self._socket.recv_multipart
+                while not isinstance(status := decode_from_steward(await frames()), FleetStatus):
                     pass
             if not status.gateways:
                 async with asyncio.timeout(ENDING_SECONDS):
                     while self._steward_lives():
                         await asyncio.sleep(NOTICE_SECONDS)
+        except WrongProtocol:
+            return  # it was said before
         except TimeoutError:
             log.error("the fleet has not ended in time; it ends when it has had no gateway for a minute")
 
@@ -238,13 +255,13 @@ async def ask(spec: FleetSpec, command: Command) -> FleetStatus:
     try:
         steward = context.socket(zmq.DEALER)
         steward.connect(spec.address)
-        await steward.send(encode(command))
+        await steward.send_multipart(encode(command, "a command"))
         if not await steward.poll(int(ANSWER_SECONDS * 1000)):
             raise FleetNotFound(
                 f"the steward of the fleet {spec.name} (process {spec.steward_pid} on {spec.host}) does not answer: if "
                 "its gateway has ended, start another with `penstock fleet gateway`"
             )
-        answer = decode_from_steward(await steward.recv())
+        answer = decode_from_steward(await steward.recv_multipart())
     finally:
         context.destroy(linger=0)
     if isinstance(answer, CommandRefused):

@@ -3,12 +3,17 @@ steward carries the fleet's secret."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from penstock.config import Config
+from penstock.errors import ConfigError
 from penstock.fleet.directory import Death, Directory, ReplicaInfo
 from penstock.fleet.scale import MeasuredLoad
+from penstock.fleet.split import SplitOptions
 from penstock.ipc.placement import ScaleStatus
+from penstock.service_levels import NO_TARGETS, Targets
 
 
 class ScaleSpec(msgspec.Struct, frozen=True):
@@ -41,6 +46,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     steward_pid: int = 0
     host: str = ""  # the steward's machine
     scaling: ScaleSpec | None = None  # how the number of replicas follows from the load; None: it does not
+    split: SplitOptions = SplitOptions()  # by which every gateway splits prefill and decode
+    targets: Targets = NO_TARGETS  # of the first gateway, which hold for others that state none
 
 
 class KeeperSpec(msgspec.Struct, frozen=True):
@@ -163,6 +170,7 @@ class FleetStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     members: tuple[MemberStatus, ...]
     upgrade_failure: StartFailure | None = None  # why the last upgrade was taken back
     scale: ScaleStatus | None = None
+    refused: int = 0  # messages that could not be read, or had another secret
 
 
 class CommandRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -174,18 +182,45 @@ class CommandRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 FromSteward = DirectoryUpdate | KeeperOrder | FleetStatus | CommandRefused
 
+PROTOCOL = 1  # of all messages from and to a steward
+
 _encoder = msgspec.msgpack.Encoder()
 _to_steward: msgspec.msgpack.Decoder[ToSteward] = msgspec.msgpack.Decoder(ToSteward)
 _from_steward: msgspec.msgpack.Decoder[FromSteward] = msgspec.msgpack.Decoder(FromSteward)
 
 
-def encode(message: ToSteward | FromSteward) -> bytes:
-    return _encoder.encode(message)
+class WrongProtocol(ConfigError):
+    """Says that a part of a fleet is of another version, whose messages cannot be read."""
+
+    code = "wrong_protocol"
+
+    def __init__(self, theirs: int, sender: str) -> None:
+        self.theirs, self.sender = theirs, sender
+        super().__init__(
+            f"{sender or 'the sender'} speaks protocol {theirs} of fleets and this process {PROTOCOL}: use one version "
+            "of Penstock for all parts of a fleet; to change it, start a new fleet"
+        )
 
 
-def decode_to_steward(data: bytes) -> ToSteward:
-    return _to_steward.decode(data)
+def encode(message: ToSteward | FromSteward, sender: str) -> tuple[bytes, bytes]:
+    """Returns the frames of a message: the protocol and who sends it, which every version can read, and the message."""
+    return f"{PROTOCOL} {sender}".encode(), _encoder.encode(message)
 
 
-def decode_from_steward(data: bytes) -> FromSteward:
-    return _from_steward.decode(data)
+def decode_to_steward(frames: Sequence[bytes]) -> ToSteward:
+    """Returns a message to a steward; raises WrongProtocol, or msgspec's DecodeError for what is no message at all."""
+    return _to_steward.decode(_payload(frames))
+
+
+def decode_from_steward(frames: Sequence[bytes]) -> FromSteward:
+    """Returns a steward's message; raises WrongProtocol, or msgspec's DecodeError for what is no message at all."""
+    return _from_steward.decode(_payload(frames))
+
+
+def _payload(frames: Sequence[bytes]) -> bytes:
+    protocol, _, sender = frames[0].partition(b" ")
+    if len(frames) != 2 or not protocol.isdigit():
+        raise msgspec.DecodeError("a message has two frames, and the first one begins with a protocol's number")
+    if int(protocol) != PROTOCOL:
+        raise WrongProtocol(int(protocol), sender.decode(errors="replace"))
+    return frames[1]

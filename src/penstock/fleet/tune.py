@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
+from penstock.fleet.policies import KV
 from penstock.fleet.route import RoutingWeights
 from penstock.fleet.scale import ServiceTargets
 from penstock.fleet.sim import FleetOptions, FleetReport, FleetSimulation
@@ -28,30 +29,35 @@ class TunedFleet(NamedTuple):
         """Returns True if enough requests meet the targets."""
         return self.good >= GOOD
 
-    def changed(self, timing: EngineTiming) -> dict[str, int]:
-        """Returns the engine's options that differ from a timing's, with their values."""
+    def changed(self, plain: FleetOptions) -> dict[str, int]:
+        """Returns the engine's options that differ from those of a plain fleet, with their values."""
         names = ("step_tokens", "prefill_budget", "max_rows")
-        own = self.options.timing
-        return {name: getattr(own, name) for name in names if getattr(own, name) != getattr(timing, name)}
+        own, usual = self.options.timing, plain.timing
+        return {name: getattr(own, name) for name in names if getattr(own, name) != getattr(usual, name)}
 
 
-def variants(replicas: int, timing: EngineTiming, targets: ServiceTargets) -> Iterator[FleetOptions]:
+def plain_fleet(timing: EngineTiming, targets: ServiceTargets, tier: float = 0.0) -> FleetOptions:
+    """Returns the fleet that no option changes. Its gateway reads blocks from other replicas where that is sooner, as
+    every gateway does."""
+    return FleetOptions(1, KV, timing, RoutingWeights(pull=True), tier, targets)
+
+
+def variants(replicas: int, plain: FleetOptions) -> Iterator[FleetOptions]:
     """Yields configurations of so many replicas, the plainest first."""
+    timing = plain.timing
     budgets = dict.fromkeys((timing.prefill_budget, 512, 2048))
     rows = dict.fromkeys((timing.max_rows, max(timing.max_rows // 4, 1)))
-    tiers = ((0.0, False), (TIER, False), (TIER, True))
-    for (tier, pull), most, budget in product(tiers, rows, budgets):
+    tiers = dict.fromkeys((plain.host_factor, max(plain.host_factor, TIER)))
+    for tier, most, budget in product(tiers, rows, budgets):
         tuned = timing._replace(max_rows=most, prefill_budget=min(budget, timing.step_tokens))
-        yield FleetOptions(replicas, "kv", tuned, RoutingWeights(pull=pull), tier, targets)
+        yield plain._replace(replicas=replicas, timing=tuned, host_factor=tier)
 
 
-def best_of(
-    trace: Trace, replicas: int, timing: EngineTiming, targets: ServiceTargets, found: Callable[[TunedFleet], None]
-) -> TunedFleet:
+def best_of(trace: Trace, replicas: int, plain: FleetOptions, found: Callable[[TunedFleet], None]) -> TunedFleet:
     """Returns the plainest configuration that meets the targets, or else the one that comes nearest. `found` hears of
     each that was tried."""
     best: TunedFleet | None = None
-    for options in variants(replicas, timing, targets):
+    for options in variants(replicas, plain):
         fleet = FleetSimulation(trace, options)
         tried = TunedFleet(options, fleet.run(), fleet.good_share())
         found(tried)
@@ -63,19 +69,17 @@ def best_of(
     return best
 
 
-def tune(
-    trace: Trace, timing: EngineTiming, targets: ServiceTargets, most: int, found: Callable[[TunedFleet], None]
-) -> TunedFleet:
+def tune(trace: Trace, plain: FleetOptions, most: int, found: Callable[[TunedFleet], None]) -> TunedFleet:
     """Returns the configuration with the fewest replicas that meets the targets; if none with up to `most` does, the
     nearest. The number is doubled until one does, and then bisected."""
     failed, replicas = 0, 1
-    while not (best := best_of(trace, replicas, timing, targets, found)).meets:
+    while not (best := best_of(trace, replicas, plain, found)).meets:
         if replicas == most:
             return best
         failed, replicas = replicas, min(2 * replicas, most)
     while replicas - failed > 1:
         middle = (failed + replicas) // 2
-        tried = best_of(trace, middle, timing, targets, found)
+        tried = best_of(trace, middle, plain, found)
         if tried.meets:
             best, replicas = tried, middle
         else:

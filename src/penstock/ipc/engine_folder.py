@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 SCHEME = "ipc://"
-SOCKET, FLIGHT, JOURNAL, STACK, CLIENTS = "engine", "flight", "requests", "stack", "clients"
+SOCKET, FLIGHT, REQUESTS, STACK, CLIENTS = "engine", "flight", "requests", "stack", "clients"
 
 
 def address_in(folder: str) -> str:

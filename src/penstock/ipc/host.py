@@ -27,7 +27,7 @@ from penstock.engine.flight_recorder import RECORD_BYTES
 from penstock.engine.loop import Message, run
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc import wire
-from penstock.ipc.engine_folder import CLIENTS, FLIGHT, JOURNAL, SOCKET, STACK, connect, engine_file, open_memory
+from penstock.ipc.engine_folder import CLIENTS, FLIGHT, REQUESTS, SOCKET, STACK, connect, engine_file, open_memory
 from penstock.ipc.inprocess_engine import hello_of
 from penstock.ipc.loading_pulse import LoadingPulse
 
@@ -100,7 +100,7 @@ def _serve_shared(
     engine: Engine, model: str, keeper: zmq.Socket[bytes], config: Config, address: str, orphaned: threading.Event
 ) -> None:
     """Serves all clients that join, also when whoever keeps this process has ended."""
-    from penstock.ipc.request_journal import JOURNAL_BYTES, RequestJournal, has_journal
+    from penstock.ipc.flight_requests import REQUESTS_BYTES, FlightRequests, keeps_requests
     from penstock.ipc.shared_host import LINGER_MS, SharedHost, Sockets, listen
 
     gc.freeze()
@@ -110,11 +110,11 @@ def _serve_shared(
     except zmq.ZMQError as error:
         reason = f"the engine cannot listen at {config.listen}: {error}; give another address"
         return keeper.send(wire.encode_answer(wire.Refused(ConfigError.code, reason)))
-    journal = None
-    if has_journal(config):
-        journal = RequestJournal(open_memory(address, JOURNAL, JOURNAL_BYTES), tokens=config.post_mortem == TOKENS)
+    requests = None
+    if keeps_requests(config):
+        requests = FlightRequests(open_memory(address, REQUESTS, REQUESTS_BYTES), tokens=config.post_mortem == TOKENS)
     with router:
-        shared = SharedHost(engine, model, Sockets(keeper, router), config.secret, orphaned.is_set, journal)
+        shared = SharedHost(engine, model, Sockets(keeper, router), config.secret, orphaned.is_set, requests)
         try:
             run(engine, shared, shared.send)
             shared.say_farewell()

@@ -30,9 +30,9 @@ from penstock.engine.flight_recorder import (
 from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
-from penstock.ipc.engine_folder import FLIGHT, JOURNAL, STACK, EngineMemory, address_in, bind, engine_file
+from penstock.ipc.engine_folder import FLIGHT, REQUESTS, STACK, EngineMemory, address_in, bind, engine_file
 from penstock.ipc.launchers import EngineChild, Launcher
-from penstock.ipc.request_journal import JOURNAL_BYTES, has_journal, read_journal
+from penstock.ipc.flight_requests import REQUESTS_BYTES, keeps_requests, read_requests
 from penstock.ipc.shared_wire import ID_BITS, ID_MASK
 from penstock.types import Hello, Request
 
@@ -50,7 +50,7 @@ MOST_STACK = 2**16  # characters that are read of them
 class EngineSocket:
     """Holds the server's end of the socket, in a folder that only this user can enter."""
 
-    def __init__(self, *, journal: bool) -> None:
+    def __init__(self, *, requests: bool) -> None:
         with ExitStack() as undo:
             self._folder = tempfile.mkdtemp(prefix="penstock-")
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -61,11 +61,11 @@ class EngineSocket:
             bind(self.socket, self.address)
             self._memories = [EngineMemory(self.address, FLIGHT, RECORD_BYTES)]
             undo.callback(self._memories[0].close)
-            if journal:
-                self._memories.append(EngineMemory(self.address, JOURNAL, JOURNAL_BYTES))
+            if requests:
+                self._memories.append(EngineMemory(self.address, REQUESTS, REQUESTS_BYTES))
             undo.pop_all()
         self.flight = self._memories[0].memory
-        self.journal = self._memories[1].memory if journal else None
+        self.requests = self._memories[1].memory if requests else None
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -121,7 +121,7 @@ class EngineProcess:
         """Starts a process, which the caller must `open` before it serves."""
         with ExitStack() as undo:
             try:
-                link = EngineSocket(journal=has_journal(config))
+                link = EngineSocket(requests=keeps_requests(config))
                 undo.callback(link.close)
                 process = await launcher.launch(link.address, config)
             except (OSError, zmq.ZMQError) as error:
@@ -178,7 +178,7 @@ class EngineProcess:
 
     def last_requests(self) -> list[Request]:
         """Returns the requests that a shared host had when its process ended, as they were sent to it."""
-        return [] if self._link.journal is None else read_journal(self._link.journal, self.hello.limits.vocab)
+        return [] if self._link.requests is None else read_requests(self._link.requests, self.hello.limits.vocab)
 
     def last_stack(self) -> str:
         """Returns the stacks of its threads when a signal ended it or it hung, or that of the error that ended it."""

@@ -1,84 +1,57 @@
-"""Keeps the requests that an engine process has in memory that outlives it, for a bundle about its death.
+"""Keeps what was delivered of a request's answer, and makes of it the request for the rest: another engine goes on with
+that as if there had been no other.
 
-Whoever keeps an engine that others send requests to does not see them. Each request has a slot of that memory while it
-is in flight. Pages that nothing was written to take no memory.
+It is pure: it reads no clock and does no I/O.
 """
 
 from __future__ import annotations
 
-from mmap import mmap
-from struct import Struct
-from typing import NamedTuple
+from penstock.types import Aborted, Event, Finished, Request, Tokens
 
-import msgspec
-
-from penstock.config import OFF, Config
-from penstock.ipc.request_shapes import shape_of, with_made_up
-from penstock.types import Request
-
-SLOTS = 512  # requests in flight that are kept
-SLOT_BYTES = 2**18
-JOURNAL_BYTES = SLOTS * SLOT_BYTES
-LENGTH = Struct("<I")  # of what a slot holds; 0: nothing
-
-
-class JournalEntry(NamedTuple):
-    """Describes a request as it was sent. It has its own tokens if they are kept and fit."""
-
-    prompt_tokens: int
-    generated_tokens: int
-    request: Request
-
-    def restored(self, vocab: int) -> Request:
-        """Returns the request, with made-up tokens if it has none."""
-        if self.request.prompt:
-            return self.request
-        return with_made_up(self.request, self.prompt_tokens, self.generated_tokens, vocab)
-
-
-def has_journal(config: Config) -> bool:
-    """Returns whether the requests of an engine are kept in a journal: others send them, and bundles are written."""
-    return bool(config.listen) and config.post_mortem != OFF
+Waits = tuple[tuple[str, float], ...]  # for what a request waited, and seconds
 
 
 class RequestJournal:
-    """Writes requests to memory of JOURNAL_BYTES when they arrive, and takes them out when they end. `tokens`: what was
-    asked is kept too."""
+    """Follows the answer to one request through the engines that give it, one after the other."""
 
-    def __init__(self, memory: bytearray | mmap, *, tokens: bool = False) -> None:
-        self._memory = memory
-        self._tokens = tokens
-        self._slots: dict[int, int] = {}  # by request
-        self._free = list(reversed(range(SLOTS)))
+    __slots__ = ("_cached", "_mu", "_request", "_scored", "_tokens")
 
-    def add(self, request: Request) -> None:
-        """Writes a request, if there is a slot and none of the same id."""
-        if not self._free or request.id in self._slots:
-            return
-        entry = JournalEntry(len(request.prompt), len(request.generated), shape_of(request))
-        data = msgspec.msgpack.encode(entry)
-        if self._tokens:
-            whole = msgspec.msgpack.encode(entry._replace(request=request._replace(pull=None)))
-            data = whole if LENGTH.size + len(whole) <= SLOT_BYTES else data
-        slot = self._slots[request.id] = self._free.pop()
-        at = slot * SLOT_BYTES
-        self._memory[at + LENGTH.size : at + LENGTH.size + len(data)] = data
-        LENGTH.pack_into(self._memory, at, len(data))  # last: the process may end at any time
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._tokens: list[int] = []
+        self._scored = request.scored
+        self._mu = request.mirostat_mu
+        self._cached: int | None = None  # as the first engine said
 
-    def end(self, id: int) -> None:
-        """Takes a request out, if it is there."""
-        slot = self._slots.pop(id, None)
-        if slot is not None:
-            LENGTH.pack_into(self._memory, slot * SLOT_BYTES, 0)
-            self._free.append(slot)
+    @property
+    def request(self) -> Request:
+        """Returns the request as it came."""
+        return self._request
 
+    @property
+    def delivered(self) -> int:
+        """Returns how many tokens of the answer were delivered."""
+        return len(self._tokens)
 
-def read_journal(memory: bytearray | mmap, vocab: int) -> list[Request]:
-    """Returns the requests in the memory of a journal that nobody writes any more."""
-    found = []
-    for at in range(0, JOURNAL_BYTES, SLOT_BYTES):
-        (length,) = LENGTH.unpack_from(memory, at)
-        if length:
-            data = memory[at + LENGTH.size : at + LENGTH.size + length]
-            found.append(msgspec.msgpack.decode(data, type=JournalEntry).restored(vocab))
-    return found
+    def so_far(self) -> Request:
+        """Returns the request with what was delivered of its answer: an engine that gets it answers the rest."""
+        generated = self._request.generated + tuple(self._tokens)
+        return self._request._replace(generated=generated, scored=self._scored, mirostat_mu=self._mu)
+
+    def note(self, event: Tokens) -> None:
+        """Takes note of what is delivered."""
+        self._tokens += event.tokens
+        self._scored += len(event.scores)
+        self._mu = event.mirostat_mu
+        if self._cached is None:
+            self._cached = event.cached
+
+    def told(self, event: Event, waits: Waits) -> Event:
+        """Returns an event as it is told to whoever sent the request: what was reused of the prompt is what the first
+        engine reused, and the report at the end also says for what else the request waited."""
+        if isinstance(event, Tokens):
+            return event._replace(cached=self._cached or 0)
+        if isinstance(event, Finished | Aborted) and event.report is not None:
+            cached = event.report.cached if self._cached is None else self._cached
+            return event._replace(report=event.report._replace(cached=cached, waited=event.report.waited + waits))
+        return event

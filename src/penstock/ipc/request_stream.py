@@ -1,5 +1,5 @@
-"""Keeps one request in flight: what was asked for, what was delivered of its answer, and what its reader has not read
-yet. With the first two, another engine can resume it."""
+"""Keeps one request in flight: its journal, by which another engine can resume it, which engine has it, how far that is
+trusted with it, and what its reader has not read yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.types import Aborted, Event, Finished, Request, Tokens
+from penstock.ipc.request_journal import RequestJournal
+from penstock.types import Event, Request, Tokens
 
 if TYPE_CHECKING:
     from penstock.ipc.streams import RequestEngine
@@ -45,12 +46,8 @@ class RequestStream:
 
     __slots__ = (
         "_answers",
-        "_cached",
+        "_journal",
         "_lost",
-        "_mu",
-        "_request",
-        "_scored",
-        "_tokens",
         "_waited",
         "aborting",
         "blamed",
@@ -63,12 +60,8 @@ class RequestStream:
     )
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        self._journal = RequestJournal(request)
         self.box = EventMailbox()
-        self._tokens: list[int] = []
-        self._scored = 0
-        self._mu: float | None = None
-        self._cached: int | None = None  # as the first engine said
         self._lost: float | None = None  # when the last engine was lost, until the next one answers
         self._waited: float | None = None  # seconds, for other engines; None: it was never resumed
         self.engine: RequestEngine | None = None  # that has it
@@ -82,7 +75,7 @@ class RequestStream:
 
     @property
     def id(self) -> int:
-        return self._request.id
+        return self._journal.request.id
 
     @property
     def begun(self) -> bool:
@@ -97,7 +90,7 @@ class RequestStream:
     @property
     def generated(self) -> int:
         """Returns how many tokens of its answer were delivered."""
-        return len(self._tokens)
+        return self._journal.delivered
 
     @property
     def resumed(self) -> bool:
@@ -107,13 +100,13 @@ class RequestStream:
     @property
     def request(self) -> Request:
         """Returns the request as it is sent to an engine: for what is left of its answer, and of its time."""
-        request = self._request if self._waited is None else self.so_far
+        request = self._journal.request if self._waited is None else self.so_far
         return request._replace(claim=request.claim.after(self.held)) if self.held else request
 
     @property
     def so_far(self) -> Request:
         """Returns the request with what was delivered of its answer."""
-        return self._request._replace(generated=tuple(self._tokens), scored=self._scored, mirostat_mu=self._mu)
+        return self._journal.so_far()
 
     def lose_engine(self) -> None:
         """Notes that the engine is gone. If it had not answered this request, that may be why."""
@@ -140,26 +133,16 @@ class RequestStream:
             self.settling = self.doubted = False
             self.blamed = 0
         plain = self._waited is None and not self.held
-        self.box.put(list(events) if plain else [self._told(event) for event in events])
+        self.box.put(list(events) if plain else [self._journal.told(event, self._waits) for event in events])
 
     def _note(self, event: Tokens) -> None:
-        self._tokens += event.tokens
-        self._scored += len(event.scores)
-        self._mu = event.mirostat_mu
-        if self._cached is None:
-            self._cached = event.cached
+        self._journal.note(event)
         if self._lost is not None and self._waited is not None:
             self._waited += time.monotonic() - self._lost
             self._lost = None
 
-    def _told(self, event: Event) -> Event:
-        """Returns an event of a request that was resumed, or had to wait, as it is told: what was reused of the prompt
-        is what the first engine reused, and the report says for how long there was no engine."""
-        if isinstance(event, Tokens):
-            return event._replace(cached=self._cached or 0)
-        if isinstance(event, Finished | Aborted) and event.report is not None:
-            waits = (GATEWAY, self.held or None), (RESTART, self._waited)
-            waited = (*event.report.waited, *((name, seconds) for name, seconds in waits if seconds is not None))
-            cached = event.report.cached if self._cached is None else self._cached
-            return event._replace(report=event.report._replace(cached=cached, waited=waited))
-        return event
+    @property
+    def _waits(self) -> tuple[tuple[str, float], ...]:
+        """Returns for what it waited outside of engines: its turn, and another engine."""
+        turn = ((GATEWAY, self.held),) if self.held else ()
+        return turn if self._waited is None else (*turn, (RESTART, self._waited))

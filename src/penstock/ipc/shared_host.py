@@ -23,7 +23,7 @@ from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.ipc import shared_wire, wire
 from penstock.ipc.engine_folder import SCHEME
 from penstock.ipc.inprocess_engine import hello_of
-from penstock.ipc.request_journal import RequestJournal
+from penstock.ipc.flight_requests import FlightRequests
 from penstock.ipc.shared_wire import ID_BITS, ID_MASK, AskSnapshot, Beat, Join, Leave, LinkAnswer
 from penstock.types import BlockEvent, Event, Stats, Tokens
 
@@ -119,7 +119,7 @@ class SharedHost:
         sockets: Sockets,
         secret: str,
         orphaned: Callable[[], bool],
-        journal: RequestJournal | None = None,
+        requests: FlightRequests | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
@@ -127,7 +127,7 @@ class SharedHost:
         self._address = sockets.address
         self._secret = secret.encode()
         self._orphaned = orphaned
-        self._journal = journal
+        self._requests = requests
         self._clients: dict[bytes, SharedClient] = {}  # by route
         self._joins = 0
         self._looked = self._served = time.monotonic()
@@ -175,10 +175,10 @@ class SharedHost:
 
     def _noted(self, message: Message) -> Message:
         """Keeps what the engine is asked to compute where it outlives the process."""
-        if self._journal is not None and isinstance(message, Add):
-            self._journal.add(message.request)
-        if self._journal is not None and isinstance(message, Prefill):
-            self._journal.add(message.request._replace(id=message.id, max_tokens=1))
+        if self._requests is not None and isinstance(message, Add):
+            self._requests.add(message.request)
+        if self._requests is not None and isinstance(message, Prefill):
+            self._requests.add(message.request._replace(id=message.id, max_tokens=1))
         return message
 
     def _answer_link(
@@ -244,8 +244,8 @@ class SharedHost:
         shares: dict[int, list[Event]] = {}
         for event in events:
             shares.setdefault(event.seq >> ID_BITS, []).append(event)
-            if self._journal is not None and not isinstance(event, Tokens):
-                self._journal.end(event.seq)
+            if self._requests is not None and not isinstance(event, Tokens):
+                self._requests.end(event.seq)
         now, busy, stats = time.monotonic(), stats.running or stats.waiting, stats._replace(clients=len(self._clients))
         for client in self._clients.values():
             own = shares.get(client.number)

@@ -1,0 +1,84 @@
+"""Keeps the requests that an engine process has in memory that outlives it, for a bundle about its death.
+
+Whoever keeps an engine that others send requests to does not see them. Each request has a slot of that memory while it
+is in flight. Pages that nothing was written to take no memory.
+"""
+
+from __future__ import annotations
+
+from mmap import mmap
+from struct import Struct
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.config import OFF, Config
+from penstock.ipc.request_shapes import shape_of, with_made_up
+from penstock.types import Request
+
+SLOTS = 512  # requests in flight that are kept
+SLOT_BYTES = 2**18
+REQUESTS_BYTES = SLOTS * SLOT_BYTES
+LENGTH = Struct("<I")  # of what a slot holds; 0: nothing
+
+
+class FlightRequest(NamedTuple):
+    """Describes a request as it was sent. It has its own tokens if they are kept and fit."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    request: Request
+
+    def restored(self, vocab: int) -> Request:
+        """Returns the request, with made-up tokens if it has none."""
+        if self.request.prompt:
+            return self.request
+        return with_made_up(self.request, self.prompt_tokens, self.generated_tokens, vocab)
+
+
+def keeps_requests(config: Config) -> bool:
+    """Returns whether the requests of an engine are kept in such memory: others send them, and bundles are written."""
+    return bool(config.listen) and config.post_mortem != OFF
+
+
+class FlightRequests:
+    """Writes requests to memory of REQUESTS_BYTES when they arrive, and takes them out when they end. `tokens`: what was
+    asked is kept too."""
+
+    def __init__(self, memory: bytearray | mmap, *, tokens: bool = False) -> None:
+        self._memory = memory
+        self._tokens = tokens
+        self._slots: dict[int, int] = {}  # by request
+        self._free = list(reversed(range(SLOTS)))
+
+    def add(self, request: Request) -> None:
+        """Writes a request, if there is a slot and none of the same id."""
+        if not self._free or request.id in self._slots:
+            return
+        entry = FlightRequest(len(request.prompt), len(request.generated), shape_of(request))
+        data = msgspec.msgpack.encode(entry)
+        if self._tokens:
+            whole = msgspec.msgpack.encode(entry._replace(request=request._replace(pull=None)))
+            data = whole if LENGTH.size + len(whole) <= SLOT_BYTES else data
+        slot = self._slots[request.id] = self._free.pop()
+        at = slot * SLOT_BYTES
+        self._memory[at + LENGTH.size : at + LENGTH.size + len(data)] = data
+        LENGTH.pack_into(self._memory, at, len(data))  # last: the process may end at any time
+
+    def end(self, id: int) -> None:
+        """Takes a request out, if it is there."""
+        slot = self._slots.pop(id, None)
+        if slot is not None:
+            LENGTH.pack_into(self._memory, slot * SLOT_BYTES, 0)
+            self._free.append(slot)
+
+
+def read_requests(memory: bytearray | mmap, vocab: int) -> list[Request]:
+    """Returns the requests in such memory that nobody writes any more."""
+    found = []
+    for at in range(0, REQUESTS_BYTES, SLOT_BYTES):
+        (length,) = LENGTH.unpack_from(memory, at)
+        if length:
+            data = memory[at + LENGTH.size : at + LENGTH.size + length]
+            found.append(msgspec.msgpack.decode(data, type=FlightRequest).restored(vocab))
+    return found
