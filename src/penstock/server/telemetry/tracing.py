@@ -65,10 +65,7 @@ class RequestSpan:
     def place(self, id: int, placement: RequestPlacement) -> None:
         """Begins the span of an engine that was sent a request, and ends that of the one before, which was lost, has
         refused the request or is drained."""
-        if (before := self._engines.pop(id, None)) is not None:
-            before.set_attribute("error.type", "interrupted")
-            before.set_status(StatusCode.ERROR)
-            before.end()
+        self._interrupt(id)
         span = self._tracer.start_span(f"engine {placement.replica}", set_span_in_context(self.span), SpanKind.CLIENT)
         span.set_attributes({"penstock.replica": placement.replica, "penstock.route.why": placement.why})
         span.set_attributes({"penstock.route.cached_tokens": placement.cached, "penstock.resumed": placement.resumed})
@@ -76,6 +73,20 @@ class RequestSpan:
         if placement.resumed:
             self.span.add_event("penstock.resume", {"penstock.replica": placement.replica})
         self._engines[id] = span
+
+    def fall_back(self, model: str, to: str, why: str) -> None:
+        """Ends the spans of engines that could not answer, and says which model is asked in place of another."""
+        for id in list(self._engines):
+            self._interrupt(id)
+        told = {"penstock.fallback.model": model, "penstock.fallback.to": to, "penstock.fallback.why": why}
+        self.span.add_event("penstock.fallback", told)
+
+    def _interrupt(self, id: int) -> None:
+        """Ends the span of the engine that has had a request, if there is one."""
+        if (span := self._engines.pop(id, None)) is not None:
+            span.set_attribute("error.type", "interrupted")
+            span.set_status(StatusCode.ERROR)
+            span.end()
 
     def headers(self) -> dict[str, str]:
         """Returns the headers that make what another engine does part of the trace."""
