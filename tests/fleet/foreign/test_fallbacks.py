@@ -26,6 +26,7 @@ from penstock.server.usage import Price, UsageRecord, read_usage
 from tests.fleet.foreign.scripted import ScriptedEngine, chat, engine, gateway, metric, states
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
+from tests.server.test_tracing import Traced, open_traces
 
 COUNT: Any = [{"role": "user", "content": "count"}]
 HELLO: Any = [{"role": "user", "content": "[hello]"}]
@@ -187,6 +188,20 @@ def test_if_no_fallback_answers_the_error_is_the_first_models(big: ScriptedEngin
             assert refused.status_code == 429
             assert 25 <= float(refused.headers["retry-after"]) <= 30
         assert "model_fallbacks_total{" not in server.get("/metrics").text
+
+
+def test_a_trace_tells_of_the_fallback(big: ScriptedEngine, small: ScriptedEngine) -> None:
+    big.refusal = BUSY
+    traces, kept = open_traces()
+    options = f"{big.url},name=one", f"{small.url},name=two"
+    with gateway(*options, fallbacks=("big=small",), traces=traces) as server:
+        chat(server, model="big")
+        spans = Traced(server, kept).spans(5)
+    assert [span.name for span in spans] == ["route", "engine one", "route", "engine two", "chat small"]
+    assert [(span.attributes or {}).get("error.type") for span in spans] == [None, "interrupted", None, None, None]
+    (event,) = spans[-1].events
+    assert event.name == "penstock.fallback"
+    assert (event.attributes or {})["penstock.fallback.to"] == "small"
 
 
 def test_usage_and_rights_are_those_of_the_model_that_answers(
