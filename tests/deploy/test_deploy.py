@@ -29,6 +29,22 @@ VARIANTS = {
 }
 
 
+def _closed(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
+    fields = {"properties": required | optional, "required": list(required)}
+    return {"type": "object", **fields, "additionalProperties": False}
+
+
+TEXT, COUNT, OBJECT = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "object"}
+GROUP = {"rayStartParams": {"type": "object", "additionalProperties": TEXT}, "template": OBJECT}
+WORKERS = _closed(
+    GROUP | {"groupName": TEXT, "minReplicas": COUNT, "maxReplicas": COUNT}, {"replicas": COUNT, "numOfHosts": COUNT}
+)
+RAY_CLUSTER = _closed(  # the fields of ray.io/v1 that the file may use; no package has the operator's own schema
+    {"headGroupSpec": _closed(GROUP, {"serviceType": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]}})},
+    {"workerGroupSpecs": {"type": "array", "items": WORKERS}, "rayVersion": TEXT},
+)
+
+
 def check_command(words: Sequence[str]) -> dict[str, Any]:
     """Returns the parsed options of a command line; fails if it is not one."""
     name = next(each for each in (" ".join(words[:2]), words[0]) if each in COMMANDS)
@@ -48,6 +64,8 @@ def validate(document: dict[str, Any]) -> None:
     """Checks a document by Kubernetes' own schemas, where these are installed."""
     assert {"apiVersion", "kind", "metadata"} <= document.keys()
     if document["kind"] == "RayCluster":  # of the operator; its pods are Kubernetes'
+        assert document["apiVersion"] == "ray.io/v1"
+        jsonschema.validate(document["spec"], RAY_CLUSTER)
         for pod in pods(document):
             validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod})
         return
@@ -68,7 +86,8 @@ def pods(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def check_pod(pod: dict[str, Any]) -> None:
-    """Checks that what a pod's containers name is there."""
+    """Checks that what a pod's containers name is there, and that no Service sets variables in it."""
+    assert pod["enableServiceLinks"] is False
     volumes = {volume["name"] for volume in pod["volumes"]}
     for container in pod["containers"]:
         ports = {port["name"] for port in container.get("ports", ())}
@@ -86,7 +105,10 @@ def test_the_chart(variant: dict[str, Any]) -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.validate(values, schema)
     assert schema["properties"].keys() - {"global"} == VALUES.keys()
-    claim, deployment, service = documents(render((CHART / "templates" / "server.yaml").read_text(), values))
+    found = documents(render((CHART / "templates" / "server.yaml").read_text(), values))
+    claim, deployment, service = found
+    if helm := shutil.which("helm"):
+        assert sorted(rendered(helm, variant), key=str) == sorted(found, key=str)
     (pod,) = pods(deployment)
     check_pod(pod)
     (container,) = pod["containers"]
@@ -103,6 +125,14 @@ def test_the_chart(variant: dict[str, Any]) -> None:
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == values["gpus"]
+
+
+def rendered(helm: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what Helm itself makes of the chart."""
+    told = [f"--set-json={name}={json.dumps(value)}" for name, value in values.items()]
+    subprocess.run([helm, "lint", "--strict", "--quiet", CHART, *told], check=True)
+    made = subprocess.run([helm, "template", "here", CHART, *told], check=True, capture_output=True, text=True)
+    return list(yaml.safe_load_all(made.stdout))
 
 
 def test_the_chart_is_of_this_version() -> None:
@@ -128,6 +158,8 @@ def test_the_ray_cluster() -> None:
 
 
 def test_the_compose_file() -> None:
+    if checker := shutil.which("check-jsonschema"):  # it has the schema of the compose specification
+        subprocess.run([checker, "--builtin-schema", "vendor.compose-spec", DEPLOY / "compose.yaml"], check=True)
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     stages = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     assert compose["services"].keys() == {"server", "fleet", "gpu"}

@@ -23,6 +23,7 @@ VOCAB = 1000
 LIMITS = Limits(max_len=4096, max_rows=16, step_tokens=64, block_size=16, num_blocks=1024, vocab=VOCAB, dim=4)
 POISON = 666  # among the first tokens of a prompt
 PACE = 0.002  # seconds
+TOYS = ("parrot", "slow parrot")
 
 
 class Mortal(FakeBackend):
@@ -38,12 +39,25 @@ class Mortal(FakeBackend):
 
 
 def open_fake(config: Config, *_: object) -> Engine:
-    """Returns an engine of the fleet's model, or of another one."""
+    """Returns an engine of the fleet's model, of another one, or of a toy."""
+    if config.model in TOYS:
+        return open_toy(config)
     limits = LIMITS._replace(block_size=32) if config.model == "other" else LIMITS
     limits = limits._replace(max_len=256, num_blocks=64) if config.model == "small" else limits
     backend = Mortal(VOCAB)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
     return Engine(backend, limits, sleeper=backend.sleeper, block_events=bool(config.listen))
+
+
+def open_toy(config: Config) -> Engine:
+    """Returns a toy that says what it is told to say, as fast as it can or slowly."""
+    from tests.server.toys import ENDLESS, LIMITS, Parrot, Reciting
+
+    limits, slow = LIMITS, config.model == "slow parrot"
+    if slow:
+        limits = LIMITS._replace(max_len=ENDLESS, num_blocks=4 * ENDLESS // LIMITS.block_size)
+    toy: Any = Parrot(limits, PACE if slow else 0.0)
+    return Engine(toy, limits, drafting=None if slow else Reciting(), block_events=bool(config.listen))
 
 
 def serve(address: str, config: bytes, constants: dict[str, float]) -> None:
@@ -63,7 +77,7 @@ class FakeLauncher:
 
     async def launch(self, address: str, config: Config) -> ForkedChild:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.fleet.fake_host"])
+        context.set_forkserver_preload(["tests.fleet.fake_host", "tests.server.toys"])
         arguments = address, msgspec.json.encode(config), self._constants
         process = context.Process(target=serve, args=arguments)
         await asyncio.to_thread(process.start)

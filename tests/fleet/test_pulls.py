@@ -24,6 +24,7 @@ from penstock.fleet.recent_prompts import RecentPrompts
 from penstock.fleet.split import PromptToSplit, SplitOptions, SplitRule, longest_step
 from penstock.fleet.timing import EngineTiming
 from penstock.ipc.launchers import SpawnLauncher
+from penstock.ipc.placement import RequestPlacement
 from penstock.types import Aborted, Claim, Event, Finished, Report, Request, SamplingParams, Tokens
 from tests.engine.test_ipc import run
 from tests.fleet.fleets import HOST, VOCAB, Keepers, fleet, until_ready
@@ -42,13 +43,24 @@ PREFIX = [7 * number % VOCAB for number in range(256)]
 
 async def ask(client: FleetClient, prompt: list[int], tokens: int = 4, **more: Any) -> Report:
     """Answers a prompt, sees that the answer is right, and returns its report."""
+    report, _ = await placed(client, prompt, tokens, **more)
+    return report
+
+
+async def placed(
+    client: FleetClient, prompt: list[int], tokens: int = 4, **more: Any
+) -> tuple[Report, RequestPlacement]:
+    """Does the same, and returns where it was sent, too."""
     request = Request(client.next_id(), tuple(prompt), SamplingParams(), tokens, **more)
-    events: list[Event] = [event async for events in client.submit(request) for event in events]
+    placements: list[RequestPlacement] = []
+    async with aclosing(client.submit(request)) as steps:
+        client.when_placed(request.id, placements.append)
+        events: list[Event] = [event async for events in steps for event in events]
     said = [token for event in events if isinstance(event, Tokens) for token in event.tokens]
     assert said == continuation(prompt, tokens, VOCAB)
     assert isinstance(events[-1], Finished)
     assert events[-1].report is not None
-    return events[-1].report
+    return events[-1].report, placements[-1]
 
 
 def from_peers(report: Report) -> int:
@@ -75,7 +87,9 @@ def test_a_prompt_that_another_replica_holds_is_read(monkeypatch: pytest.MonkeyP
             await ask(client, [*PREFIX, 1])
             steer(client, "fake-1")
             source(client, monkeypatch, "fake-0")
-            assert from_peers(await ask(client, [*PREFIX, 2])) == 256
+            report, placement = await placed(client, [*PREFIX, 2])
+            assert from_peers(report) == 256
+            assert (placement.replica, placement.source, placement.computing) == ("fake-1", "fake-0", "")
             assert client.stats.peers.pulled_blocks == 16
             assert client.pulls.counts == {"offered": 1}
             assert from_peers(await ask(client, [5, *PREFIX])) == 0  # nobody has that
@@ -191,8 +205,10 @@ def test_long_prompts_are_computed_elsewhere_while_others_are_answered(monkeypat
                 await asyncio.sleep(0.005)
             draw = random.Random(1)
             longs = [[draw.randrange(600) for _ in range(400)] for _ in range(3)]
-            reports = [await ask(client, each, claim=Claim(itl=0.0001)) for each in longs]
-            assert [from_peers(report) for report in reports] == [384, 384, 384]
+            answers = [await placed(client, each, claim=Claim(itl=0.0001)) for each in longs]
+            assert [from_peers(report) for report, _ in answers] == [384, 384, 384]
+            assert all({each.replica, each.computing} == {"fake-0", "fake-1"} for _, each in answers)
+            assert all("; fake-" in each.why and not each.source for _, each in answers)
             assert client.split.decisions["split"] == 3
             await asyncio.gather(*streams)
             before = client.stats.peers.pulls

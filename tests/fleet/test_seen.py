@@ -6,9 +6,9 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.fleet.client import FleetClient
@@ -38,6 +38,16 @@ class Fleet(Traced):
     """Is a server with two replicas, its spans and who keeps the replicas."""
 
     keepers: Keepers
+
+    def of_trace(self, trace: str, count: int) -> list[ReadableSpan]:
+        """Returns the spans of a trace, once there are so many: the request's is the last. Others may end meanwhile."""
+
+        def found() -> list[ReadableSpan]:
+            return [span for span in self.kept.get_finished_spans() if f"{span.context.trace_id:032x}" == trace]  # type: ignore[union-attr]
+
+        self.server.until(lambda: len(found()) >= count)
+        assert len(found()) == count
+        return found()
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +103,20 @@ def test_what_waited_for_room_says_so(seen: Fleet) -> None:
     server, count = seen.server, 4 * LIMITS.max_rows
     asked = {"model": MODEL, "prompt": [f"[{number} words to say]" for number in range(count)], "max_tokens": 20}
     before = samples(server)
-    answer = server.http.post("/v1/completions", json=asked, headers={"x-penstock-explain": "1"}).json()["penstock"]
+    trace = "1bf7651916cd43dd8448eb211c80319d"
+    headers = {"x-penstock-explain": "1", "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    answer = server.http.post("/v1/completions", json=asked, headers=headers).json()["penstock"]
     seconds = sorted(each["seconds"].get("gateway", 0.0) for each in answer["choices"])
     told = [re.search(r"; waited (\d+) ms for room$", route) for route in answer["route"]]
     said = sorted(0 if each is None else int(each[1]) for each in told)
     waited = sum(each > 0 for each in seconds)
     assert waited == sum(each is not None for each in told) > LIMITS.max_rows
     assert said == pytest.approx([1000 * each for each in seconds], abs=1)
+    *below, request = seen.of_trace(trace, 2 * count + waited + 1)
+    waits = [span for span in below if span.name == "wait for room"]
+    assert {span.parent and span.parent.span_id for span in below} == {request.context and request.context.span_id}
+    spans = [(span.end_time - span.start_time) / 1e9 for span in waits]  # type: ignore[operator]
+    assert sorted(spans) == pytest.approx([each for each in seconds if each], abs=1e-3)
     after = samples(server)
 
     def more(*name: str) -> float:
@@ -161,6 +178,7 @@ def test_the_dashboard_asks_for_what_there_is(seen: Fleet) -> None:
     there = {name for name, *_ in samples(seen.server)} | COUNTED
     asked = {name for each in expressions(dashboard) for name in re.findall(r"\bpenstock_\w+", each)}
     assert len(asked) > 10
+    assert not re.findall(r"\b(dynamo_|vllm:|sglang:)", str(expressions(dashboard)))  # names that may be off
     assert asked <= there
     assert all(f"rate({name}" in str(expressions(dashboard)) for name in asked if name.endswith("_total"))
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
@@ -171,7 +189,6 @@ def test_a_stream_that_is_resumed_is_seen_everywhere(seen: Fleet) -> None:
     """The last of this module: counters after a death."""
     server = seen.server
     server.until_idle()
-    seen.kept.clear()
     asked = {"model": MODEL, "prompt": "[*abc]", "max_tokens": 400, "stream": True}
     trace = "0af7651916cd43dd8448eb211c80319c"
     headers = {"x-penstock-explain": "1", "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
@@ -188,16 +205,17 @@ def test_a_stream_that_is_resumed_is_seen_everywhere(seen: Fleet) -> None:
     assert told["resumed_on"] == [second]
     assert [why.partition(":")[0] for why in told["route"]] == [first, second]
 
-    begun, resumed, request = seen.spans(3)
-    assert {f"{span.context.trace_id:032x}" for span in (begun, resumed, request)} == {trace}  # type: ignore[union-attr]
-    assert [span.name for span in (begun, resumed)] == [f"engine {first}", f"engine {second}"]
-    assert all(span.parent.span_id == request.context.span_id for span in (begun, resumed))  # type: ignore[union-attr]
-    assert (begun.attributes or {})["error.type"] == "interrupted"
-    attributes: Any = resumed.attributes
-    assert attributes["penstock.resumed"] is True
-    assert attributes["penstock.route.prefill_ms"] > 0
-    assert attributes["gen_ai.latency.time_in_model_decode"] > 0
-    assert attributes["penstock.route.why"] == told["route"][1]
+    *below, request = seen.of_trace(trace, 5)
+    assert [span.name for span in below] == ["route", f"engine {first}", "route", f"engine {second}"]
+    assert all(span.parent.span_id == request.context.span_id for span in below)  # type: ignore[union-attr]
+    _, begun, rerouted, resumed = (dict(span.attributes or {}) for span in below)
+    assert begun["error.type"] == "interrupted"
+    assert resumed["penstock.resumed"] is True
+    assert rerouted["penstock.replica"] == second
+    assert rerouted["penstock.route.prefill_ms"] > 0  # type: ignore[operator]
+    assert resumed["gen_ai.latency.time_in_model_decode"] > 0  # type: ignore[operator]
+    assert rerouted["penstock.route.why"] == told["route"][1]
+    assert below[2].end_time == below[3].start_time > below[2].start_time  # type: ignore[operator]
     (event,) = request.events
     assert (event.name, event.attributes) == ("penstock.resume", {"penstock.replica": second})
 
@@ -239,12 +257,13 @@ def test_other_engines_belong_to_the_trace() -> None:
     with engine(kind="vllm") as one, gateway(f"{one.url},name=one", traces=traces) as server:
         fields = {"model": "m", "messages": [{"role": "user", "content": "count"}]}
         server.http.post("/v1/chat/completions", json=fields, headers={"traceparent": parent})
-        child, request = Traced(server, kept).spans(2)
+        route, child, request = Traced(server, kept).spans(3)
         assert child.context is not None
         assert request.context is not None
         assert one.headers[-1]["traceparent"] == f"00-{request.context.trace_id:032x}-{child.context.span_id:016x}-01"
         assert child.name == "engine one"
-        assert (child.attributes or {})["penstock.route.why"] == "one: no other engine"
+        assert (route.attributes or {})["penstock.route.why"] == "one: no other engine"
+        assert route.parent == child.parent
     with engine(kind="vllm") as one, gateway(one.url) as server:
         server.http.post("/v1/chat/completions", json=fields, headers={"traceparent": parent})
         assert one.headers[-1]["traceparent"] == parent  # nothing is exported here, and it still has its place

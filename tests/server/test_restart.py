@@ -32,7 +32,9 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "tgi": ("/generate_stream", {"inputs": PROMPT, "parameters": {"max_new_tokens": 300}}),
     "kserve": ("/v2/models/toy%2Fparrot/generate_stream", {"text_input": PROMPT, "max_tokens": 300}),
 }
-DIFFERS = re.compile("^(id|seed|item_id|system_fingerprint|timings|e2e_latency)$|created|completed_at|duration|cache")
+DIFFERS = re.compile(
+    "^(id|seed|item_id|call_id|system_fingerprint|timings|e2e_latency)$|created|completed_at|duration|cache"
+)
 
 
 def plain(value: Any) -> Any:
@@ -55,7 +57,10 @@ def uncounted(value: Any) -> Any:
 
 def stream(server: Any, name: str) -> list[Any]:
     """Returns the events of a streamed answer, those of each choice together."""
-    path, body = STREAMS[name]
+    return events_of(server, *STREAMS[name])
+
+
+def events_of(server: Any, path: str, body: dict[str, Any]) -> list[Any]:
     with server.http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line.removeprefix("data:").strip() for line in answer.iter_lines()]

@@ -25,10 +25,11 @@ from penstock.cli.serve import TelemetryOptions
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.placement import RequestPlacement
 from penstock.ipc.spawn import ProcessClient
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import RequestTimer
-from penstock.server.telemetry.tracing import Traces, traces_to
+from penstock.server.telemetry.tracing import RequestSpan, Traces, traces_to
 from penstock.types import Request, SamplingParams
 from tests.server import toys
 
@@ -109,6 +110,31 @@ def test_every_dialect_streamed_too(traced: Traced) -> None:
     prompt = len("user:[hi there]\nassistant:")
     assert {(span.attributes or {})["gen_ai.usage.input_tokens"] for span in (first, second, third)} == {prompt}
     assert (third.attributes or {})["gen_ai.usage.cache_read.input_tokens"] == 16
+
+
+def test_a_route_names_who_gives_blocks_and_who_computes_them() -> None:
+    """The wait is over once: a request that goes on elsewhere has not waited again."""
+    traces, kept = open_traces()
+    span = RequestSpan(traces._begin("chat", SpanKind.SERVER, None), "chat", traces._tracer)
+    costs = {"queue": 1.0, "pull": 0.25}
+    span.place(7, RequestPlacement("a", "a: 1 ms", costs, 32, source="b", waited=0.5, decided=0.001))
+    span.place(7, RequestPlacement("b", "b: 2 ms", costs, resumed=True, computing="c", waited=0.5))
+    span.end()
+    wait, route, first, again, *_ = kept.get_finished_spans()
+    assert [each.name for each in (wait, route, first, again)] == ["wait for room", "route", "engine a", "route"]
+    assert [each.name for each in kept.get_finished_spans()].count("wait for room") == 1
+    assert wait.end_time - wait.start_time == 500_000_000  # type: ignore[operator]
+    assert wait.end_time == route.start_time
+    assert route.end_time - route.start_time == 1_000_000  # type: ignore[operator]
+    assert dict(route.attributes or {}) == {
+        "penstock.replica": "a",
+        "penstock.route.why": "a: 1 ms",
+        "penstock.route.cached_tokens": 32,
+        "penstock.route.queue_ms": 1.0,
+        "penstock.route.pull_ms": 0.25,
+        "penstock.route.source": "b",
+    }
+    assert (again.attributes or {})["penstock.route.computing"] == "c"
 
 
 def test_choices_count_their_prompt_once(traced: Traced) -> None:

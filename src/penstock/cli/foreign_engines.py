@@ -9,7 +9,7 @@ from penstock.cli.command import Option
 
 if TYPE_CHECKING:
     from penstock.server.foreign import ForeignModels
-    from penstock.server.models import Alias
+    from penstock.server.models import Alias, Fallbacks
 
 
 class ForeignOptions(NamedTuple):
@@ -22,6 +22,28 @@ class ForeignOptions(NamedTuple):
             "MODEL nothing else is served.",
         ),
     ] = None
+
+    fallback: Annotated[
+        list[str] | None,
+        Option(
+            help="Models that answer in place of one when no engine can answer for it, such as big=small,tiny, in this "
+            "order. Either may be another engine's or this server's own. May be repeated.",
+        ),
+    ] = None
+
+    def fallbacks(self, names: Sequence[str]) -> Fallbacks:
+        """Returns which models answer in place of others; raises ConfigError if one of them is not served, as far as
+        that is known without other engines."""
+        from penstock.errors import ConfigError
+        from penstock.server.models import parse_fallbacks
+
+        fallbacks = parse_fallbacks(self.fallback or [])
+        for name in (
+            () if self.engines else dict.fromkeys([*fallbacks, *(each for of in fallbacks.values() for each in of)])
+        ):
+            if name not in names:
+                raise ConfigError(f"--fallback names {name!r}, which is not served: it serves {', '.join(names)}")
+        return fallbacks
 
     def models(self, aliases: Sequence[Alias]) -> ForeignModels | None:
         """Returns the models of the engines; None: there are none. An alias without a model means the first one."""

@@ -31,7 +31,7 @@ from penstock.fleet.replica import Credentials, Replica
 from penstock.fleet.route import Route, RoutingWeights
 from penstock.fleet.scale import MeasuredLoad
 from penstock.fleet.split import SplitOptions, SplitRule
-from penstock.fleet.tally import CRASHED, KILLED, FleetTally
+from penstock.fleet.tally import CRASHED, KILLED, FleetTally, RouteDecision
 from penstock.fleet.totals import FleetTotals
 from penstock.fleet.view import FleetView, salt_of
 from penstock.ipc import wire
@@ -177,6 +177,7 @@ class FleetClient(RequestClient):
         named = (self.adapters.get(use.name) for use in request.adapters)
         if self._learning is None and any(info is not None and not info.digest for info in named):
             self._learning = asyncio.create_task(self._learn_digests())
+        began = time.perf_counter()
         kept_out = avoid if isinstance(avoid, Replica) else None
         salt = salt_of(request, self.adapters, self.weights)
         if not self._line.lets_go(request, salt, None if kept_out is None else kept_out.number):
@@ -194,10 +195,10 @@ class FleetClient(RequestClient):
             plan = self._plan(route, request, salt)
             self.pulls.plan(request.id, plan)
         if (replica := self._members.numbered(route.replica)) is not None:
-            waited = self._line.sent(request, route.uncached)
-            self._tally.decided(
-                request.id, route, plan.source.name if plan is not None and plan.compute else "", waited
-            )
+            source = "" if plan is None else plan.source.name
+            roles = ("", source) if plan is not None and plan.compute else (source, "")
+            times = self._line.sent(request, route.uncached), time.perf_counter() - began
+            self._tally.decided(request.id, RouteDecision(route, *roles, *times))
         return replica
 
     def _plan(self, route: Route, request: Request, salt: str) -> PullPlan | None:

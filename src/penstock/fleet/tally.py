@@ -39,8 +39,10 @@ class RouteDecision(NamedTuple):
     """Says where a request goes, and what was decided beside it."""
 
     route: Route
-    computing: str  # the replica that computes the prompt; empty: the one that answers
-    waited: float  # seconds, until a replica had room
+    source: str = ""  # the replica whose blocks are read; empty: none
+    computing: str = ""  # the replica that computes the prompt; empty: the one that answers
+    waited: float = 0.0  # seconds, until a replica had room
+    seconds: float = 0.0  # that the decision took
 
     def why(self, name: Callable[[int], str]) -> str:
         """Returns the decision in words."""
@@ -67,10 +69,9 @@ class FleetTally:
         """Drops the counts of a replica that is not shown any more."""
         self._replicas.pop(replica, None)
 
-    def decided(self, id: int, route: Route, computing: str = "", waited: float = 0.0) -> None:
-        """Takes note of where a request is about to be sent after it has waited for so many seconds, and of the replica
-        that computes its prompt, if that is another one."""
-        self._routes[id] = RouteDecision(route, computing, waited)
+    def decided(self, id: int, decision: RouteDecision) -> None:
+        """Takes note of where a request is about to be sent."""
+        self._routes[id] = decision
 
     def sent(self, id: int, engine: RequestEngine, *, resumed: bool) -> RequestPlacement:
         assert isinstance(engine, Replica)
@@ -83,7 +84,8 @@ class FleetTally:
         if not decision.computing:
             self._promises[id] = tally, route.cached + route.pulled
         costs = {name: getattr(route, name) for name in COSTS}
-        return RequestPlacement(engine.name, decision.why(self._name), costs, route.cached, resumed)
+        why = decision.why(self._name)
+        return RequestPlacement(engine.name, why, costs, route.cached, resumed, *decision[1:])
 
     def answered(self, id: int, cached: int) -> None:
         if (promise := self._promises.pop(id, None)) is not None:

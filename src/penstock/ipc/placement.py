@@ -18,6 +18,10 @@ class RequestPlacement(NamedTuple):
     costs: Mapping[str, float] = {}  # parts of what it costs there, in milliseconds
     cached: int = 0  # tokens of the prompt that the engine is believed to hold
     resumed: bool = False  # it goes on with what another engine was sent before
+    source: str = ""  # the engine whose blocks it reads; empty: none
+    computing: str = ""  # the engine that computes the prompt for it; empty: it does that itself
+    waited: float = 0.0  # seconds, until an engine had room
+    decided: float = 0.0  # seconds that the decision took
 
 
 class ScaleStatus(NamedTuple):

@@ -107,6 +107,7 @@ class RequestContext:
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
     placements: list[tuple[int, RequestPlacement]] = field(default_factory=list)  # if several engines could answer
+    fallback: str = ""  # says which model answers in place of the one that was asked for, and why
     parents: dict[str, str] = field(default_factory=dict)  # headers by which the client names the trace it belongs to
     streaming: bool = True  # what is sent as it comes cannot be tried again
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
@@ -243,7 +244,7 @@ class RequestContext:
             headers.append((IGNORED, _header_text(", ".join(sorted(self.ignored)))))
         if self.stood_in:
             headers.append((MODEL, _header_text(self.stood_in)))
-        if self.placements:
+        if self.placements or self.fallback:
             headers.append((ROUTE, _header_text(self.route)))
         return headers
 
@@ -251,7 +252,8 @@ class RequestContext:
     def route(self) -> str:
         """Returns in words which engines compute its answers, and why those; empty: there is only one."""
         latest = {id: placement.why for id, placement in self.placements}
-        return " | ".join(dict.fromkeys(latest.values()))
+        engines = " | ".join(dict.fromkeys(latest.values()))
+        return "; ".join(part for part in (self.fallback, engines) if part)
 
     @property
     def resumed_on(self) -> list[str]:
@@ -263,6 +265,15 @@ class RequestContext:
         self.placements.append((id, placement))
         if self.span is not None:
             self.span.place(id, placement)
+
+    def fall_back(self, model: str, to: str, why: str) -> None:
+        """Takes note that another model answers in place of the one that the request asks for. What was noted of the
+        attempt is forgotten: the answer is not that model's."""
+        self.fallback, self.stood_in = f"{to} in place of {model} ({why})", to
+        self.outcome = Outcome()
+        self.placements.clear()
+        if self.span is not None:
+            self.span.fall_back(model, to, why)
 
     def trace_headers(self) -> dict[str, str]:
         """Returns the headers that name the parent of what another server does for this request."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
+from glob import escape
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from penstock.server.anthropic.routes import ROUTES as ANTHROPIC
 from penstock.server.bodies import model_named_in
 from penstock.server.endpoint import TEXT, AnyRouteEntry, RouteEntry, ServerRouteEntry
 from penstock.server.engine_view import EngineView
+from penstock.server.fallback import FallbackResponse
 from penstock.server.kserve.routes import ROUTES as KSERVE
 from penstock.server.llamacpp.routes import ROUTES as LLAMACPP
 from penstock.server.llamaswap.routes import ROUTES as LLAMASWAP
@@ -94,14 +96,32 @@ def _route(pool: ModelPool, entry: AnyRouteEntry, streams: StreamEndpoints) -> D
         if (rest := await streams.sent_again(request, context)) is not None:
             return rest
         name = await named_model(request, context)
-        if pool.foreign is not None and (model := pool.foreign_model(name)) is not None:
-            context.check_allowed(model)
-            context.model = model
-            return await pool.foreign.answer(model, request, context)
-        served = await pool.use(name, context)
-        return await entry.endpoint(served, request, context)
+        answer = partial(_answer, pool, entry, request, context, name)
+        if generates and len(models := pool.with_fallbacks(name)) > 1:
+            return FallbackResponse(models, answer, context, pool.metrics)
+        return await answer(name)
 
+    generates = entry.method == "POST" and entry.operation.streams is not None
     return DocumentedRoute(entry.path, call, entry.method, entry.operation)
+
+
+async def _answer(
+    pool: ModelPool,
+    entry: RouteEntry,
+    request: Request,
+    context: RequestContext,
+    named: str | None,
+    name: str | None,
+) -> Response:
+    """Answers a request by the model of a name: the one that the request has named, or that of a fallback."""
+    if pool.foreign is not None and (model := pool.foreign_model(name)) is not None:
+        context.check_allowed(model)
+        context.model = model
+        return await pool.foreign.answer(model, request, context)
+    served = await pool.use(name, context)
+    if named is not None and name != named:  # the dialect finds the request's own name in the body
+        served = served._replace(aliases=(*served.aliases, escape(named), escape(named.removesuffix(":latest"))))
+    return await entry.endpoint(served, request, context)
 
 
 async def named_model(request: Request, context: RequestContext) -> str | None:

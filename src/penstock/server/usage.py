@@ -113,7 +113,9 @@ class UsageRecord:
 
     def add(self, context: RequestContext, finished: FinishedRequest) -> None:
         """Takes note of an answer that has ended. The choices of a prompt share it: it counts once, as the outcome of
-        the request tells, which is written after this."""
+        the request tells, which is written after this. An error before the first token is no answer."""
+        if finished.reason == "error" and not finished.first:
+            return
         known, prompt = context.outcome.prompts, finished.request.prompt
         new = hash(prompt) not in known
         tokens, cached = (len(prompt), min(finished.cached, len(prompt))) if new else (0, 0)

@@ -23,7 +23,7 @@ from penstock.fleet.foreign.engine import parse_engine
 from penstock.fleet.foreign.gateway import ForeignGateway
 from penstock.server import Setup, Space, create_app
 from penstock.server.app import bind
-from penstock.server.models import Alias, ModelPool
+from penstock.server.models import Alias, ModelPool, PoolSettings, parse_fallbacks
 from tests.server.conftest import WAIT, Server, _serving
 
 PROBES: dict[str, dict[str, Any]] = {  # what each kind answers on the paths by which it is known
@@ -39,7 +39,8 @@ class Broken(Exception):
 
 
 class ScriptedEngine:
-    """Answers chats with `words`, one event each. `break_at` breaks off before that word; `refusal` refuses."""
+    """Answers chats with `words`, one event each. `break_at` breaks off before that word; `refusal` refuses. `model`
+    may be several, with commas between them."""
 
     def __init__(
         self, kind: str = "openai", model: str = "m", words: tuple[str, ...] = ("one ", "two ", "three")
@@ -58,7 +59,7 @@ class ScriptedEngine:
     def app(self) -> Starlette:
         probes = PROBES[self.kind]
         routes = [Route(path, lambda _, told=told: JSONResponse(told)) for path, told in probes.items()]
-        listed = {"data": [{"id": self.model, "owned_by": self.kind}]}
+        listed = {"data": [{"id": model, "owned_by": self.kind} for model in self.model.split(",")]}
         return Starlette(
             routes=[
                 *routes,
@@ -160,11 +161,14 @@ def engine(**settings: Any) -> Iterator[ScriptedEngine]:
 
 
 @contextmanager
-def gateway(*options: str, aliases: tuple[str, ...] = (), **setup: Any) -> Iterator[Server]:
-    """Runs a gateway in front of engines, which options describe as --engine does."""
+def gateway(
+    *options: str, aliases: tuple[str, ...] = (), fallbacks: tuple[str, ...] = (), **setup: Any
+) -> Iterator[Server]:
+    """Runs a gateway in front of engines, which options describe as --engine does, and --fallback fallbacks."""
     foreign = ForeignGateway([parse_engine(option) for option in options], [Alias(each, "") for each in aliases])
     with TemporaryDirectory() as folder:
-        app = create_app(ModelPool([], foreign=foreign), Setup("gateway", Space(Path(folder) / "data"), **setup))
+        pool = ModelPool([], PoolSettings(fallbacks=parse_fallbacks(fallbacks)), foreign=foreign)
+        app = create_app(pool, Setup("gateway", Space(Path(folder) / "data"), **setup))
         yield from _serving(foreign, app)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.fleet.block_table import REMOVED
-from penstock.fleet.foreign.engine import parse_engine
+from penstock.fleet.foreign.engine import as_set, parse_engine
 from penstock.fleet.foreign.guess import CHUNK, GuessedCache, chunk_hashes, prompt_text
 from penstock.fleet.foreign.http import EngineLost, parse_url
 from penstock.fleet.foreign.kinds import EngineKind, kind_of, models_of
@@ -46,12 +46,17 @@ def test_models_are_called_by_short_names() -> None:
             "data": [{"id": "/a/b/Model.Q4.gguf"}, {"id": "llama3:latest"}, {"id": "lora", "parent": "b"}, 3]
         }
     }
-    assert [tuple(each) for each in models_of(found)] == [
+    assert [each[:3] for each in models_of(found)] == [
         ("Model.Q4", "/a/b/Model.Q4.gguf", ""),
         ("llama3", "llama3:latest", ""),
         ("lora", "lora", "b"),
     ]
-    assert models_of(found, "mine")[0].name == "mine"
+    named = as_set(parse_engine("http://h,model=mine,alias=x,model@llama3=other,weight@lora=2"), models_of(found))
+    assert [(name, each.id, each.aliases, each.weight) for name, each in named.items()] == [
+        ("mine", "/a/b/Model.Q4.gguf", ("x",), 1.0),
+        ("other", "llama3:latest", (), 1.0),
+        ("lora", "lora", (), 2.0),
+    ]
 
 
 def test_an_option_says_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +66,8 @@ def test_an_option_says_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
         "events=tcp://h:5557,replay=tcp://h:5558,kind=vllm"
     )
     assert str(spec.url) == "https://host:1/base"
-    assert spec[1:] == ("n", "m", ("gpt-*", "x"), 2.5, -1, "sk-1", "tcp://h:5557", "tcp://h:5558", EngineKind.VLLM)
+    events = "tcp://h:5557", "tcp://h:5558"
+    assert spec[1:] == ("n", "m", ("gpt-*", "x"), 2.5, -1, "sk-1", *events, EngineKind.VLLM, {})
     assert parse_engine("host:8000").name == "host:8000"
     assert str(parse_url("http://[::1]:8/")) == "http://[::1]:8"
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from time import monotonic
@@ -35,6 +35,15 @@ class EngineHealth(StrEnum):
     DOWN = "down"  # it does not answer
 
 
+class ModelSettings(NamedTuple):
+    """Says what an --engine option says of one model; what is not said is as for the engine."""
+
+    name: str = ""  # what it is called here
+    aliases: tuple[str, ...] = ()  # further names of it; wildcards are allowed
+    weight: float | None = None
+    priority: int | None = None
+
+
 class EngineSpec(NamedTuple):
     """Says what an --engine option says."""
 
@@ -48,6 +57,7 @@ class EngineSpec(NamedTuple):
     events: str = ""  # where it publishes KV events, such as tcp://host:5557
     replay: str = ""  # where it sends them again
     kind: EngineKind | None = None  # None: it is found out
+    models: Mapping[str, ModelSettings] = {}  # by the names that the engine lists
 
 
 def parse_engine(text: str) -> EngineSpec:
@@ -56,22 +66,32 @@ def parse_engine(text: str) -> EngineSpec:
     spec = EngineSpec(parse_url(url.strip()))
     for setting in settings:
         name, equals, value = setting.strip().partition("=")
-        if not equals or name not in _SETTINGS or not value:
+        name, at, model = name.partition("@")
+        known: Collection[str] = _MODEL_SETTINGS if at else _SETTINGS
+        if not equals or name not in known or not value or bool(at) != bool(model):
             raise ConfigError(
-                f"--engine {text}: {setting!r} is no setting; write NAME=VALUE with one of {', '.join(_SETTINGS)}"
+                f"--engine {text}: {setting!r} is no setting; write NAME=VALUE with one of {', '.join(_SETTINGS)}, or "
+                f"NAME@MODEL=VALUE with one of {', '.join(_MODEL_SETTINGS)}"
             )
         try:
-            spec = _SETTINGS[name](spec, value)
+            spec = _of_model(spec, model, name, value) if model else _SETTINGS[name](spec, value)
         except ValueError as error:
             raise ConfigError(f"--engine {text}: {name} cannot be {value!r}: {error}") from None
     return spec if spec.name else spec._replace(name=f"{spec.url.host}:{spec.url.port}")
 
 
-def _weight(spec: EngineSpec, value: str) -> EngineSpec:
+def _of_model(spec: EngineSpec, model: str, name: str, value: str) -> EngineSpec:
+    settings = _MODEL_SETTINGS[name](spec.models.get(model, ModelSettings()), value)
+    if settings.name in [each.name for other, each in spec.models.items() if each.name and other != model]:
+        raise ValueError("another model of this engine is called so")
+    return spec._replace(models={**spec.models, model: settings})
+
+
+def _weight(value: str) -> float:
     weight = float(value)
     if not 0 < weight < 1e6:
         raise ValueError("a weight is above 0")
-    return spec._replace(weight=weight)
+    return weight
 
 
 def _key(spec: EngineSpec, value: str) -> EngineSpec:
@@ -85,13 +105,40 @@ _SETTINGS: dict[str, Callable[[EngineSpec, str], EngineSpec]] = {
     "name": lambda spec, value: spec._replace(name=value),
     "model": lambda spec, value: spec._replace(model=value),
     "alias": lambda spec, value: spec._replace(aliases=(*spec.aliases, value)),
-    "weight": _weight,
+    "weight": lambda spec, value: spec._replace(weight=_weight(value)),
     "priority": lambda spec, value: spec._replace(priority=int(value)),
     "key-env": _key,
     "events": lambda spec, value: spec._replace(events=value),
     "replay": lambda spec, value: spec._replace(replay=value),
     "kind": lambda spec, value: spec._replace(kind=EngineKind(value)),
 }
+_MODEL_SETTINGS: dict[str, Callable[[ModelSettings, str], ModelSettings]] = {
+    "model": lambda settings, value: settings._replace(name=value),
+    "alias": lambda settings, value: settings._replace(aliases=(*settings.aliases, value)),
+    "weight": lambda settings, value: settings._replace(weight=_weight(value)),
+    "priority": lambda settings, value: settings._replace(priority=int(value)),
+}
+
+
+def as_set(spec: EngineSpec, listed: Sequence[EngineModel]) -> dict[str, EngineModel]:
+    """Returns the models that an engine lists, by the names that they have here, as the option sets them."""
+    models = {}
+    for at, model in enumerate(listed):
+        first = ModelSettings() if at else ModelSettings(spec.model, spec.aliases)
+        own = spec.models.get(model.name) or spec.models.get(model.id) or ModelSettings()
+        set_model = model._replace(
+            name=own.name or first.name or model.name,
+            aliases=(*first.aliases, *own.aliases),
+            weight=spec.weight if own.weight is None else own.weight,
+            priority=spec.priority if own.priority is None else own.priority,
+        )
+        models[set_model.name] = set_model
+    return models
+
+
+def not_listed(spec: EngineSpec, listed: Sequence[EngineModel]) -> list[str]:
+    """Returns the models that the option names and the engine does not list."""
+    return [name for name in spec.models if not any(name in (model.name, model.id) for model in listed)]
 
 
 class ForeignEngine:
@@ -105,6 +152,7 @@ class ForeignEngine:
         self.health = EngineHealth.STARTING
         self.reason = "it has not been asked yet"
         self.models: dict[str, EngineModel] = {}
+        self.not_listed: list[str] = []  # models that its option names
         self.in_flight = 0
         self.outcomes: Counter[str] = Counter()  # of requests: ok, refused, lost, broken
         self.lives = 0  # times that it became ready
@@ -158,6 +206,9 @@ class ForeignEngine:
         }
         told |= {"models": list(self.models), "priority": self.spec.priority, "weight": self.spec.weight}
         told |= {"in_flight": self.in_flight}
+        own = {model.name: {"priority": model.priority, "weight": model.weight} for model in self.models.values()}
+        told |= {"model_settings": own} if self.spec.models else {}
+        told |= {"not_listed": self.not_listed} if self.not_listed else {}
         return told | ({"reason": self.reason} if self.reason else {})
 
     # -- watching ---------------------------------------------------------------------------------------------------
@@ -203,7 +254,12 @@ class ForeignEngine:
             if answer[0] == 200:
                 found[path] = _json(answer[1])
         self.kind = self.spec.kind or kind_of(found)
-        self.models = {model.name: model for model in models_of(found, self.spec.model)}
+        listed = models_of(found)
+        self.models, missing = as_set(self.spec, listed), not_listed(self.spec, listed)
+        if missing and listed and missing != self.not_listed:
+            told = ", ".join(model.id for model in listed)
+            log.warning("engine %s: its option names %s, which it does not list: %s", self.name, missing, told)
+        self.not_listed = missing if listed else []
         self._listed_at = monotonic()
 
     async def _get(self, path: str) -> tuple[int, bytes]:

@@ -102,12 +102,12 @@ class ForeignGateway:
                 if each in engine.models:
                     return each
         for engine in self._engines:
-            for pattern in engine.spec.aliases:
-                if fnmatchcase(name, pattern) and engine.models:
-                    return next(iter(engine.models))
-        for pattern, model in self._aliases:
-            if fnmatchcase(name, pattern) and (not model or any(model in engine.models for engine in self._engines)):
-                return model or self._first()
+            for model in engine.models.values():
+                if any(fnmatchcase(name, pattern) for pattern in model.aliases):
+                    return model.name
+        for pattern, meant in self._aliases:
+            if fnmatchcase(name, pattern) and (not meant or any(meant in engine.models for engine in self._engines)):
+                return meant or self._first()
         return None
 
     def _first(self) -> str | None:

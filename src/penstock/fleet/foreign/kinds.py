@@ -55,6 +55,9 @@ class EngineModel(NamedTuple):
     name: str  # that clients use
     id: str  # by which the engine knows it
     parent: str = ""  # the model that it is an adapter of
+    aliases: tuple[str, ...] = ()  # further names that clients use; wildcards are allowed
+    weight: float = 1.0  # of the engine's share among those of the same priority for this model
+    priority: int = 0  # engines with the lowest number are tried first
 
 
 def kind_of(found: Found) -> EngineKind:
@@ -74,14 +77,10 @@ def kind_of(found: Found) -> EngineKind:
     return EngineKind.OPENAI
 
 
-def models_of(found: Found, only: str = "") -> list[EngineModel]:
-    """Returns the models that an engine lists. One that is named by its file gets the file's name. `only` is what the
-    first of them is called here."""
+def models_of(found: Found) -> list[EngineModel]:
+    """Returns the models that an engine lists. One that is named by its file gets the file's name."""
     ids = [(str(model["id"]), str(model.get("parent") or "")) for model in _listed(found) if model.get("id")]
-    models = [EngineModel(_short(id), id, parent) for id, parent in ids]
-    if only and models:
-        models[0] = models[0]._replace(name=only)
-    return models
+    return [EngineModel(_short(id), id, parent) for id, parent in ids]
 
 
 def _listed(found: Found) -> list[dict[str, Any]]:

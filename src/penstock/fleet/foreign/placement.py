@@ -136,8 +136,8 @@ class EnginePlacement:
     def candidates(self, model: str, without: Collection[ForeignEngine] = ()) -> list[ForeignEngine]:
         """Returns the engines of the lowest priority number that have a model and are available."""
         having = [each for each in self.engines if model in each.models and each.available and each not in without]
-        first = min((each.spec.priority for each in having), default=0)
-        return [each for each in having if each.spec.priority == first]
+        first = min((each.models[model].priority for each in having), default=0)
+        return [each for each in having if each.models[model].priority == first]
 
     async def place(self, job: Job, candidates: Sequence[ForeignEngine]) -> Placed:
         """Chooses one of the candidates, of which there is at least one, and enters the request there."""
@@ -158,10 +158,10 @@ class EnginePlacement:
         by_number = {each.number: each for each in candidates}
         idle = not any(each.in_flight for each in candidates)
         if idle and not _held(index, prompt.hashes, by_number):
-            engine = by_number[group.take_turn({each.number: each.spec.weight for each in candidates})]
+            engine = by_number[group.take_turn({each.number: each.models[model].weight for each in candidates})]
             told = f"{engine.name}: its turn; no engine holds any of the prompt"
             return Placed(engine, told, prompt.tokens, prompt.hashes, prompt.tokens)
-        loads = {each.number: self._load(each) for each in candidates}
+        loads = {each.number: self._load(each, each.models[model].weight) for each in candidates}
         route = group.route(self.index if exact else None, prompt, loads, monotonic() * 1000)
         why = route.why(lambda number: by_number[number].name)
         return Placed(by_number[route.replica], why, prompt.tokens, prompt.hashes, route.uncached)
@@ -193,9 +193,9 @@ class EnginePlacement:
                     cache, holdings = each.guessed(engine.number)
                     holdings.apply(cache.clear())
 
-    def _load(self, engine: ForeignEngine) -> Load:
+    def _load(self, engine: ForeignEngine, weight: float) -> Load:
         """Returns what an engine owes, for an engine of weight 1: one of twice the weight seems to owe half."""
-        placed, weight = self._placed.get(engine.number, ()), engine.spec.weight
+        placed = self._placed.get(engine.number, ())
         waiting = sum(each.uncached for each in placed if not each.answering)
         rows = sum(each.answering for each in placed)
         tokens = sum(each.tokens for each in placed)

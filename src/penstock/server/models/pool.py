@@ -14,6 +14,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from threading import Lock
+from types import MappingProxyType
 from typing import NamedTuple
 
 from penstock import store
@@ -25,6 +26,7 @@ from penstock.server.health_probe import GenerateProbes
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
+from penstock.server.models.fallbacks import Fallbacks, fallbacks_of
 from penstock.server.models.ledger import Budget, Refuse, Unload, excess, make_room
 from penstock.server.models.source import Discover, ModelSource
 from penstock.server.models.weights import restore_weights
@@ -59,6 +61,7 @@ class PoolSettings(NamedTuple):
     keep_alive: float = FOR_EVER  # seconds that a model stays loaded unused, unless a request says otherwise
     aliases: tuple[Alias, ...] = ()
     trust_templates: bool = False  # chat templates in requests are rendered
+    fallbacks: Fallbacks = MappingProxyType({})  # models that answer in place of others
 
 
 DEFAULT_SETTINGS = PoolSettings()
@@ -181,6 +184,23 @@ class ModelPool:
             names = [model.name for model in self.foreign.models()]
             raise unknown_model(name or "", get_close_matches(name or "", names, n=3) or names[:3])
         return found
+
+    def with_fallbacks(self, name: str | None) -> list[str]:
+        """Returns the model that a name means and those that answer in its place, in their order; none: it has no
+        fallback."""
+        fallbacks = self.settings.fallbacks
+        meant = name if name in fallbacks or not fallbacks else self._meant(name)
+        return [] if meant is None else [meant, *fallbacks_of(fallbacks, meant)]
+
+    def _meant(self, name: str | None) -> str | None:
+        """Returns the model that a name means, of the pool's own or of other engines; the name itself if none has
+        it."""
+        with suppress(ModelNotFound):
+            if (foreign := self.foreign_model(name)) is not None:
+                return foreign
+            entry = self.find(name) if name else self.default
+            return name if entry is None else entry.name
+        return name
 
     def get(self, name: str) -> ModelEntry:
         """Returns the model of this name; raises if there is none."""

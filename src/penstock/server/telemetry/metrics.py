@@ -81,6 +81,12 @@ class Metrics:
             ["reason"],
             registry=None,
         )
+        self.fallbacks = Counter(
+            "penstock_model_fallbacks",
+            "Requests that another model (to) has answered, because no engine of their own could",
+            ["model", "to"],
+            registry=None,
+        )
         own = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
         sources: list[Collector] = [EngineCollector(engines), FleetCollector(engines), *own]
         self._registry = CollectorRegistry()

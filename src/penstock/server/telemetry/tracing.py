@@ -53,7 +53,8 @@ def traces_to(url: str) -> Traces:
 
 class RequestSpan:
     """Holds the span of an HTTP request, and the engine's requests that were its answer. Where several engines could
-    compute them, each time that one has them is a span below it."""
+    compute them, these are spans below it: the wait until one has room, each decision for one, and each time that one
+    has them."""
 
     def __init__(self, span: Span, operation: str, tracer: Tracer) -> None:
         self.span = span
@@ -61,21 +62,41 @@ class RequestSpan:
         self.finished: list[FinishedRequest] = []
         self._tracer = tracer
         self._engines: dict[int, Span] = {}  # by the engine's request: the span of the engine that has it
+        self._waited: set[int] = set()  # the engine's requests whose wait has a span
 
     def place(self, id: int, placement: RequestPlacement) -> None:
         """Begins the span of an engine that was sent a request, and ends that of the one before, which was lost, has
-        refused the request or is drained."""
-        if (before := self._engines.pop(id, None)) is not None:
-            before.set_attribute("error.type", "interrupted")
-            before.set_status(StatusCode.ERROR)
-            before.end()
-        span = self._tracer.start_span(f"engine {placement.replica}", set_span_in_context(self.span), SpanKind.CLIENT)
-        span.set_attributes({"penstock.replica": placement.replica, "penstock.route.why": placement.why})
-        span.set_attributes({"penstock.route.cached_tokens": placement.cached, "penstock.resumed": placement.resumed})
-        span.set_attributes({f"penstock.route.{part}_ms": round(ms, 3) for part, ms in placement.costs.items()})
+        refused the request or is drained. The wait for room and the decision are over."""
+        self._interrupt(id)
+        now = time.time_ns()
+        decided = now - int(placement.decided * 1e9)
+        if placement.waited and id not in self._waited:
+            self._waited.add(id)
+            self._below("wait for room", decided - int(placement.waited * 1e9)).end(decided)
+        route = self._below("route", decided)
+        route.set_attributes(_route_attributes(placement))
+        route.end(now)
+        span = self._engines[id] = self._below(f"engine {placement.replica}", now, SpanKind.CLIENT)
+        span.set_attributes({"penstock.replica": placement.replica, "penstock.resumed": placement.resumed})
         if placement.resumed:
             self.span.add_event("penstock.resume", {"penstock.replica": placement.replica})
-        self._engines[id] = span
+
+    def _below(self, name: str, began: int, kind: SpanKind = SpanKind.INTERNAL) -> Span:
+        return self._tracer.start_span(name, set_span_in_context(self.span), kind, start_time=began)
+
+    def fall_back(self, model: str, to: str, why: str) -> None:
+        """Ends the spans of engines that could not answer, and says which model is asked in place of another."""
+        for id in list(self._engines):
+            self._interrupt(id)
+        told = {"penstock.fallback.model": model, "penstock.fallback.to": to, "penstock.fallback.why": why}
+        self.span.add_event("penstock.fallback", told)
+
+    def _interrupt(self, id: int) -> None:
+        """Ends the span of the engine that has had a request, if there is one."""
+        if (span := self._engines.pop(id, None)) is not None:
+            span.set_attribute("error.type", "interrupted")
+            span.set_status(StatusCode.ERROR)
+            span.end()
 
     def headers(self) -> dict[str, str]:
         """Returns the headers that make what another engine does part of the trace."""
@@ -168,6 +189,18 @@ class Traces:
         span.set_attributes({"gen_ai.operation.name": operation, "gen_ai.provider.name": "penstock"})
         span.set_attributes({"gen_ai.request.model": self._model, "gen_ai.response.model": self._model})
         return span
+
+
+def _route_attributes(placement: RequestPlacement) -> dict[str, Any]:
+    """Returns what is known of a decision."""
+    names = {"source": placement.source, "computing": placement.computing}
+    return {
+        "penstock.replica": placement.replica,
+        "penstock.route.why": placement.why,
+        "penstock.route.cached_tokens": placement.cached,
+        **{f"penstock.route.{part}_ms": round(ms, 3) for part, ms in placement.costs.items()},
+        **{f"penstock.route.{part}": name for part, name in names.items() if name},
+    }
 
 
 def set_status(span: Span, status: int) -> None:

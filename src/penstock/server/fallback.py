@@ -1,0 +1,70 @@
+"""Has other models answer a request whose own cannot, before the first byte of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.errors import (
+    EngineUnavailable,
+    Forbidden,
+    ModelNotFound,
+    NotSupported,
+    Overloaded,
+    PenstockError,
+    RateLimited,
+)
+from penstock.server.request_context import RequestContext
+from penstock.server.telemetry.metrics import Metrics
+
+UNANSWERED = (EngineUnavailable, Overloaded, RateLimited, ModelNotFound)  # by which nobody says no to the request
+UNFIT = (Forbidden, NotSupported)  # by which a fallback leaves a request to the next one
+
+Answer = Callable[[str], Awaitable[Response]]
+
+
+class FallbackResponse(Response):
+    """Asks one model after another until one begins to answer. If none does, the error is that of the first: what a
+    client hears of a model is what the model itself has to say."""
+
+    def __init__(self, models: Sequence[str], answer: Answer, context: RequestContext, metrics: Metrics) -> None:
+        """Takes the model that the request means, its fallbacks, and what answers by a model's name."""
+        self._models = models
+        self._answer = answer
+        self._context = context
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def begin(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        error: PenstockError | None = None
+        for model in self._models:
+            try:
+                await self._try(model, error, scope, receive, begin)
+                return
+            except (*UNANSWERED, *UNFIT) as refused:
+                if begun or (error is None and isinstance(refused, UNFIT)):
+                    raise
+                error = error or refused
+        assert error is not None
+        raise error
+
+    async def _try(self, model: str, error: PenstockError | None, scope: Scope, receive: Receive, begin: Send) -> None:
+        """Sends the answer of a model, which is a fallback if there was an error before."""
+        if error is not None:
+            self._context.fall_back(self._models[0], model, error.message)
+        response = await self._answer(model)
+
+        async def counted(message: Message) -> None:
+            if error is not None and message["type"] == "http.response.start" and message["status"] < 400:
+                self._metrics.fallbacks.labels(self._models[0], model).inc()
+            await begin(message)
+
+        await response(scope, receive, counted)
