@@ -91,6 +91,46 @@ def test_a_variable_that_is_no_option_is_told(penstock: Penstock, monkeypatch: p
     assert "the variable PENSTOCK_PROT is not an option of any command" in penstock("config")[2]
 
 
+def test_the_file_that_a_variable_names_is_not_an_engine_option(
+    penstock: Penstock, reciter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.toml").write_text('device = "ref"\n[run]\nmax-tokens = 3')
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(tmp_path / "mine.toml"))
+    assert penstock("run", reciter, "Go")[:2] == (0, "abc\n")
+    assert penstock("show", reciter)[0] == 0
+    assert in_force(penstock)["config"] == ([], "default")
+    assert in_force(penstock)["device"] == ("ref", str(tmp_path / "mine.toml"))
+
+
+SERVICE_LINKS = {  # that Kubernetes sets for the services penstock and penstock-gateway
+    "PENSTOCK_PORT": "tcp://10.0.0.1:8000",
+    "PENSTOCK_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+    "PENSTOCK_PORT_8000_TCP_PROTO": "tcp",
+    "PENSTOCK_PORT_8000_TCP_PORT": "8000",
+    "PENSTOCK_PORT_8000_TCP_ADDR": "10.0.0.1",
+    "PENSTOCK_SERVICE_HOST": "10.0.0.1",
+    "PENSTOCK_SERVICE_PORT": "8000",
+    "PENSTOCK_SERVICE_PORT_HTTP": "8000",
+    "PENSTOCK_GATEWAY_PORT": "udp://10.0.0.2:53",
+    "PENSTOCK_GATEWAY_SERVICE_HOST": "10.0.0.2",
+}
+
+
+def test_the_service_links_of_kubernetes_are_not_options(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SERVICE_LINKS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PENSTOCK_API_KEY", "k")
+    assert in_force(penstock)["port"] == (8000, "default")
+    assert "is not an option" not in penstock("config")[2]
+    monkeypatch.setenv("PENSTOCK_PORT", "9000")
+    assert in_force(penstock)["port"] == (9000, "the variable PENSTOCK_PORT")
+
+
+def test_a_mistyped_command_has_suggestions(penstock: Penstock) -> None:
+    code, _, err = penstock("config", "serv")
+    assert (code, "there is no command 'serv'; did you mean penstock serve?" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "own"),
     [
