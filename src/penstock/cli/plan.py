@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Option
+from penstock.cli.fitting import MemoryAdvisor
 from penstock.cli.machine_profile import machine_profile
 from penstock.cli.terminal import obtain, print_json, print_table, readable_size
 
@@ -31,7 +32,7 @@ def plan(
     Speeds follow from what this machine was measured to do (see penstock doctor); expect them within 25 % while nothing
     else runs. The exit code is 1 if the model does not fit; the error says what is missing and what helps.
     """
-    path = obtain(model)
+    path = obtain(model, MemoryAdvisor(engine))
 
     from penstock.config import configure
     from penstock.engine.kv_disk.summary import described, summarize

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.llm.outputs import RequestOutput
+    from penstock.store import Advisor
 
 IN_PIPES = 10_000  # columns
 
@@ -99,13 +100,14 @@ def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def obtain(ref: str) -> Path:
-    """Returns a model's local path. Downloads the model first if needed, and says where it is stored."""
+def obtain(ref: str, advisor: Advisor | None = None) -> Path:
+    """Returns a model's local path. Downloads the model first if needed, and says where it is stored. `advisor` plans
+    which files fit."""
     from penstock.store import fetch, find_derived, size_of
 
     bar = DownloadBar()
     try:
-        path = fetch(ref, progress=bar)
+        path = fetch(ref, progress=bar, advisor=advisor)
     finally:
         bar.stop()
     if bar.what:

@@ -1,0 +1,71 @@
+"""Plans models before they are downloaded, for the options that a command was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.terminal import note, readable_size
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.planning.forecast import Forecast
+    from penstock.planning.memory_plan import MemoryPlan
+    from penstock.store import PlannedFit
+
+CONTEXT = 4096  # tokens that a conversation should have room for, if the model can have as many
+
+
+class MemoryAdvisor:
+    """Plans a model as `penstock plan` does, with the device that the options of the engine mean."""
+
+    def __init__(self, engine: Mapping[str, Any], force: bool = False) -> None:
+        self._engine = {name: value for name, value in engine.items() if name != "draft"}  # which may not be here yet
+        self.force = force
+
+    def tell(self, text: str) -> None:
+        note(text)
+
+    def plan(self, path: Path) -> PlannedFit | None:
+        from penstock.config import configure
+        from penstock.model.load import open_checkpoint
+        from penstock.planning.forecast import make_forecasts
+        from penstock.store import PlannedFit
+
+        try:
+            config = configure(path, self._engine)
+            checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
+            forecasts = list(make_forecasts(config, checkpoint, 1, lambda *_: None))
+        except PenstockError:  # what is wrong with it is told when it is loaded
+            return None
+        enough = min(CONTEXT, config.max_len or CONTEXT, checkpoint.spec.max_len)
+        found = [forecast for forecast in forecasts if forecast.memory]
+        if not found:
+            return PlannedFit(False, forecasts[0].problem)
+        roomy = [forecast for forecast in found if _context(forecast) >= enough]
+        best = (roomy or found)[0]
+        assert best.memory is not None
+        needed = "" if best.quantize == config.quantize else best.quantize
+        return PlannedFit(True, _summary(best.memory), bool(roomy), needed)
+
+
+def _context(forecast: Forecast) -> int:
+    return forecast.memory.limits.max_len if forecast.memory else 0
+
+
+def _summary(memory: MemoryPlan) -> str:
+    """Returns what a model takes and what there is, in a line."""
+    has = memory.footprint
+    takes = f"weights {readable_size(has.weights)}, workspace {readable_size(has.workspace)}"
+    cache = f"KV for a context of {memory.limits.max_len:,} tokens"
+    return f"{takes} and {cache} fit in the {readable_size(has.free)} that are free of {has.device}"
+
+
+def with_stored_quantize(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of the engine with the --quantize that the model needs to fit, if it was fetched with one and
+    none is given."""
+    from penstock.store import entries
+
+    needed = next((entry.quantize for entry in entries() if entry.path == path), "")
+    return engine if engine.get("quantize") or not needed else engine | {"quantize": needed}
