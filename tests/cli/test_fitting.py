@@ -86,7 +86,7 @@ def test_plain_weights_are_quantized_as_the_plan_says(
     monkeypatch.setattr("penstock.backend.base.available_memory", lambda: memory)
     advisor = Told()
     assert needed(large, advisor) == (sorted(large), quantize)
-    begin = f"hf:team/large: --quantize {quantize} is used: plain weights leave no room for a long context; weights "
+    begin = f"hf:team/large: --quantize {quantize} is used: plain weights leave too little room; weights "
     assert [line[: len(begin)] for line in advisor.lines] == ([begin] if quantize else [])
 
 

@@ -145,6 +145,10 @@ def test_a_mistyped_command_has_suggestions(penstock: Penstock) -> None:
         ("--name -c", ["--name", "-c"]),  # the value of an option is not a flag
         ("m -- -c 5", ["m", "--", "-c", "5"]),
         ("m -5", ["m", "-5"]),
+        ("-a short m", ["--name", "short", "m"]),
+        ("m --served-model-name a b --port 1", ["m", "--name", "a", "--alias", "b=a", "--port", "1"]),
+        ("--served-model-name a b --model m", ["m", "--name", "a", "--alias", "b=a"]),
+        ("--served-model-name a m", ["--name", "a", "m"]),  # no other word is the model
     ],
 )
 def test_other_engines_flags_mean_the_same(words: str, own: list[str]) -> None:
@@ -162,6 +166,9 @@ def test_a_flag_that_was_renamed_or_has_no_effect_is_told() -> None:
     ("words", "told"),
     [
         ("-ngl 99", "write --device cuda"),
+        ("-ctv q8_0", "write --kv int8 for both"),
+        ("--cache-type-v q8_0", "write --kv int8 for both"),
+        ("-ub 512", "-ub is called --step-tokens here, and this command does not have it"),
         ("--prot 1", "there is no option --prot; did you mean --port?"),
         ("--quite-unknown", "there is no option --quite-unknown"),
     ],

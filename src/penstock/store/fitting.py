@@ -72,7 +72,5 @@ def check_plain(source: str, fit: PlannedFit | None, advisor: Advisor) -> str:
             "with GGUF files of fewer bits. `penstock pull --force` downloads it anyway"
         )
     if fit.quantize:
-        advisor.tell(
-            f"{source}: --quantize {fit.quantize} is used: plain weights leave no room for a long context; {fit.summary}"
-        )
+        advisor.tell(f"{source}: --quantize {fit.quantize} is used: plain weights leave too little room; {fit.summary}")
     return fit.quantize
