@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 from penstock.cli.app import COMMANDS
 from penstock.cli.command import UsageError
 from penstock.cli.other_engines import KnownFlags, translate
+from penstock.store import DerivedModel, save_derived
 
 Penstock = Callable[..., tuple[int, str, str]]
 FLAGS = KnownFlags(valued=["--max-len", "--max-rows", "--threads", "--name", "--port"], bare=["--raw"])
@@ -193,15 +196,42 @@ def test_completion_offers_commands_options_and_models(penstock: Penstock) -> No
     assert penstock("completion", "tcsh")[0] == 2
 
 
-def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+def test_completion_offers_stored_models_and_those_that_can_be_pulled(penstock: Penstock, reciter: Path) -> None:
+    save_derived(DerivedModel(name="mine", base="reciter", path=str(reciter)))
+    words = penstock("completion", "words", "--", "run")[1].split()
+    assert {"mine", "smollm2", "llama3.2:1b", "--top-k"} <= set(words)
+    assert "mine" not in penstock("completion", "words", "--", "doctor")[1].split()
+
+
+COMPLETE = {  # how a shell is made to complete `penstock serve --max-l` by the script in $1; zsh does not filter here
+    "bash": """
+        . "$1"; COMP_WORDS=(penstock serve --max-l) COMP_CWORD=2; _penstock
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """,
+    "zsh": """
+        compdef() { }; _files() { }; compadd() { print -l -- "${found[@]}" }
+        . "$1"; words=(penstock serve --max-l) CURRENT=3; _penstock
+    """,
+    "fish": """
+        source $argv[1]; complete -C 'penstock serve --max-l'
+    """,
+}
+
+
+@pytest.mark.parametrize("shell", COMPLETE)
+def test_a_shell_completes_with_the_script(penstock: Penstock, tmp_path: Path, shell: str) -> None:
+    if not (program := shutil.which(shell)):
+        pytest.skip(f"{shell} is not installed")
     (tmp_path / "penstock").write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock "$@"\n')
     (tmp_path / "penstock").chmod(0o755)
-    script = f"""
-        PATH={tmp_path}:$PATH
-        eval "$(penstock completion bash)"
-        COMP_WORDS=(penstock serve --max-l) COMP_CWORD=2
-        _penstock
-        echo "${{COMPREPLY[*]}}"
-    """
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert set(done.stdout.split()) == {"--max-len", "--max-loaded"}
+    script = tmp_path / "script"
+    script.write_text(penstock("completion", shell)[1])
+    alone = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]  # without what this user has set up
+    asked = ["-c", COMPLETE[shell], *([] if shell == "fish" else [shell]), str(script)]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [program, *alone, *asked], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    found = {line.partition("\t")[0].strip() for line in done.stdout.splitlines()}
+    assert {name for name in found if name.startswith("--max-l")} == {"--max-len", "--max-loaded"}
+    assert done.stderr == ""
