@@ -36,7 +36,7 @@ def chat(
         return llm
 
     llm = open(model)
-    session = ChatSession(model, llm, answer.sampling(llm), answer.system, open)
+    session = ChatSession(model, llm, answer, open)
     try:
         note(f"{model} is ready. Type /help for help, Ctrl-D to exit.")
         _load_history()
