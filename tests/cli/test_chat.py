@@ -9,10 +9,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,34 +123,6 @@ def test_flags_and_what_was_set_hold_for_another_model(penstock: Penstock, recit
     shown = told.partition(f"{babbler} is ready")[2]
     for line in ("top_k 7", "max_tokens 3", "seed 5", "temperature 0.7"):
         assert f"{line}\n" in shown
-
-
-def test_a_second_start_knows_what_was_typed_in_the_first(reciter: Path, own_store: Path) -> None:
-    pytest.importorskip("readline")
-
-    def typed(*keys: bytes) -> str:
-        """Types into a conversation on a terminal, each time when it is ready for it; returns what it shows."""
-        outer, inner = pty.openpty()
-        words = [sys.executable, "-m", "penstock", "chat", str(reciter), "--device", "ref"]
-        environment = os.environ | {"TERM": "dumb"}
-        shown = b""
-        with subprocess.Popen(words, stdin=inner, stdout=inner, stderr=inner, env=environment) as started:
-            os.close(inner)
-            for text in keys:
-                while not shown.endswith(b"> "):
-                    shown += os.read(outer, 1000)
-                os.write(outer, text)
-                shown += os.read(outer, 1000)
-            with suppress(OSError):  # the end of a terminal whose program has ended
-                while more := os.read(outer, 1000):
-                    shown += more
-            assert started.wait(60) == 0
-        os.close(outer)
-        return shown.decode()
-
-    typed(b"A question\n", b"/exit\n")
-    assert "A question" in (own_store / "chat_history").read_text()
-    assert "A question" in typed(b"\x10\x10\n", b"/exit\n")  # twice up
 
 
 def test_a_message_may_have_several_lines(penstock: Penstock, reciter: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from penstock.cli import options
 from penstock.cli.catalogue import list_catalogue
 from penstock.cli.command import Argument, Option
 from penstock.cli.fitting import MemoryAdvisor
-from penstock.cli.terminal import note, obtain, print_json, print_table, readable_size
+from penstock.cli.terminal import note, obtain, print_filled, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
     from penstock.model.load import Checkpoint
@@ -67,7 +67,9 @@ def list_(
     if json:
         print_json([_fields(entry) for entry in stored])
         return
-    table = Table("name", "size", "fetched", Column("path", overflow="fold"), box=None, pad_edge=False)
+    whole = [Column(name, no_wrap=True) for name in ("size", "fetched")]
+    folded = [Column(name, overflow="fold") for name in ("name", "path")]
+    table = Table(folded[0], *whole, folded[1], box=None, pad_edge=False)
     for entry in stored:
         table.add_row(entry.name, readable_size(entry.size), entry.fetched[:10], str(entry.path))
     for name in sorted(ALIASES.keys() - {entry.name for entry in stored}):
@@ -95,7 +97,7 @@ def show(
         print_json(facts)
         return
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):<16}{_readable(name, value)}")
+        print_filled(_readable(name, value), f"{name.replace('_', ' '):<16}")
 
 
 def rm(ref: StoredRef) -> None:
