@@ -83,13 +83,8 @@ def shown_in_60_columns(*words: object, **environment: str) -> list[str]:
 
     outer, inner = pty.openpty()
     termios.tcsetwinsize(inner, (24, 60))
-    given = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    running = subprocess.Popen(
-        [*COMMAND, *map(str, words)],
-        stdout=inner,
-        env=given | {"TERM": "dumb"} | environment,
-        stderr=subprocess.DEVNULL,
-    )
+    given = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "dumb"} | environment
+    running = subprocess.Popen([*COMMAND, *map(str, words)], stdout=inner, stderr=subprocess.DEVNULL, env=given)
     os.close(inner)
     text = b""
     with contextlib.suppress(OSError):  # the terminal's end, once nobody writes to it
@@ -108,10 +103,10 @@ def test_help_fits_a_narrow_terminal(words: list[str]) -> None:
     assert [line for line in lines[1:] if len(line) > 60] == []
 
 
-def test_what_commands_print_fits_a_narrow_terminal(reciter: Path, own_store: Path) -> None:
+def test_what_commands_print_fits_a_narrow_terminal(reciter: Path) -> None:
     save_derived(DerivedModel(name="a-model-with-a-rather-long-name", base="", path=str(reciter)))
     shown = {
-        "plan": shown_in_60_columns("plan", reciter, "--device", "ref", "--kv-disk", own_store),
+        "plan": shown_in_60_columns("plan", reciter, "--device", "ref"),
         "list": shown_in_60_columns("list"),
         "known": shown_in_60_columns("list", "--all"),
         "config": shown_in_60_columns("config", "run", PENSTOCK_SYSTEM="You are a patient teacher. " * 5),

@@ -67,10 +67,8 @@ def gpu() -> CheckResult:
         cuda = cuda_of_torch()
         oldest = OLDEST_DRIVERS.get(cuda, 0)
         if any(_major(driver) < oldest for _, _, driver, _ in fields):
-            old = f"the driver is too old: this torch is built for CUDA {cuda} and needs driver {oldest} or newer"
-            return CheckResult(
-                NOTE, "; ".join([*cards, f"{old}; update the driver"]), (), "the GPU, with a newer driver"
-            )
+            old = f"update the driver: this torch is built for CUDA {cuda} and needs driver {oldest} or newer"
+            return CheckResult(NOTE, "; ".join([*cards, old]), (), "the GPU, with a newer driver")
         return CheckResult(OK, "; ".join(cards))
     why = f"{' and '.join(missing)} missing: the CPU computes although there is a GPU"
     advice = Advice("pip install 'penstock[cuda]'", "use the GPU")

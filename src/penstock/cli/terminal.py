@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 IN_PIPES = 10_000  # columns
 MIN_WIDTH = 50  # characters of a line, however narrow the terminal is
+LINES = 24  # of a terminal: Rich ignores the width of a dumb one without them
 
 
 def note(text: str) -> None:
@@ -53,7 +54,7 @@ def print_table(table: Table) -> None:
     """Prints a table to stdout."""
     from rich.console import Console
 
-    Console(file=sys.stdout, highlight=False, width=line_width()).print(table)
+    Console(file=sys.stdout, highlight=False, width=line_width(), height=LINES).print(table)
 
 
 def print_filled(text: str, first: str = "", after: int | None = None) -> None:
