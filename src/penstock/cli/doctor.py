@@ -158,7 +158,7 @@ def _native_backend() -> CheckResult | tuple[str, str]:
     from penstock.backend.availability import NO_NATIVE
 
     if not has_native():
-        advice = Advice("pip install --force-reinstall --no-deps .", "compile the native code: in a checkout, with a compiler")
+        advice = Advice("pip install --force-reinstall --no-deps .", "compile the native code, in a checkout")
         return CheckResult("bad", NO_NATIVE, (advice,), "native code")
     from penstock.backend.cpu import CpuBackend
 
