@@ -14,7 +14,7 @@ from sys import executable
 import pytest
 
 from penstock.cli.app import run_command
-from penstock.cli.fitting import MemoryAdvisor, with_stored_quantize
+from penstock.cli.fitting import MemoryAdvisor, plan_fit, plan_in_child, with_stored_quantize
 from penstock.errors import ConfigError
 from penstock.store import PlannedFit, hub, outline
 from penstock.store.fitting import choose_planned
@@ -97,6 +97,15 @@ def test_plain_weights_that_fit_in_no_way_are_refused_unless_forced(
     with pytest.raises(ConfigError, match=r"hf:team/large does not fit, with no --quantize either: .*pull --force"):
         needed(large, Told())
     assert needed(large, Told(force=True)) == (sorted(large), "")
+
+
+def test_a_child_plans_the_same(reciter: Path) -> None:
+    engine = {"device": "ref", "max_len": 64}
+    here, there = plan_fit(reciter, engine), plan_in_child(reciter, engine)
+    assert here is not None
+    assert there is not None
+    assert (there.fits, there.roomy, there.quantize) == (True, True, "")
+    assert there.summary.partition(" fit in")[0] == here.summary.partition(" fit in")[0]
 
 
 def test_the_first_preferred_quantization_with_room_is_chosen() -> None:

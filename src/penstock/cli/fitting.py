@@ -28,26 +28,43 @@ class MemoryAdvisor:
         note(text)
 
     def plan(self, path: Path) -> PlannedFit | None:
-        from penstock.config import configure
-        from penstock.model.load import open_checkpoint
-        from penstock.planning.forecast import make_forecasts
-        from penstock.store import PlannedFit
+        device = str(self._engine.get("device", "auto")).partition(":")[0]
+        if device in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
+            return plan_in_child(path, self._engine)
+        return plan_fit(path, self._engine)
 
-        try:
-            config = configure(path, self._engine)
-            checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
-            forecasts = list(make_forecasts(config, checkpoint, 1, lambda *_: None))
-        except PenstockError:  # what is wrong with it is told when it is loaded
-            return None
-        enough = min(CONTEXT, config.max_len or CONTEXT, checkpoint.spec.max_len)
-        found = [forecast for forecast in forecasts if forecast.memory]
-        if not found:
-            return PlannedFit(False, forecasts[0].problem)
-        roomy = [forecast for forecast in found if _context(forecast) >= enough]
-        best = (roomy or found)[0]
-        assert best.memory is not None
-        needed = "" if best.quantize == config.quantize else best.quantize
-        return PlannedFit(True, _summary(best.memory), bool(roomy), needed)
+
+def plan_in_child(path: Path, engine: Mapping[str, Any]) -> PlannedFit | None:
+    """Plans in a process of its own: what looks at a GPU keeps memory there until it ends, and a server goes on."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, get_context("spawn")) as child:
+        return child.submit(plan_fit, path, engine).result()
+
+
+def plan_fit(path: Path, engine: Mapping[str, Any]) -> PlannedFit | None:
+    """Returns how a model fits with these options of the engine; None if that cannot be said."""
+    from penstock.config import configure
+    from penstock.model.load import open_checkpoint
+    from penstock.planning.forecast import make_forecasts
+    from penstock.store import PlannedFit
+
+    try:
+        config = configure(path, engine)
+        checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
+        forecasts = list(make_forecasts(config, checkpoint, 1, lambda *_: None))
+    except PenstockError:  # what is wrong with it is told when it is loaded
+        return None
+    enough = min(CONTEXT, config.max_len or CONTEXT, checkpoint.spec.max_len)
+    found = [forecast for forecast in forecasts if forecast.memory]
+    if not found:
+        return PlannedFit(False, forecasts[0].problem)
+    roomy = [forecast for forecast in found if _context(forecast) >= enough]
+    best = (roomy or found)[0]
+    assert best.memory is not None
+    needed = "" if best.quantize == config.quantize else best.quantize
+    return PlannedFit(True, _summary(best.memory), bool(roomy), needed)
 
 
 def _context(forecast: Forecast) -> int:
