@@ -414,6 +414,7 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     assert set(findings) == {
         *("python", "cpu", "cores", "load", "memory", "disk", "gpu", "torch", "compiler", "packages", "pip", "ports"),
         *("file limits", "proxies", "store", "default model", "profiles", "kv on disk", "speed", "faster with"),
+        "next steps",
     }
     assert "nothing yet in ./kv; at most 17.18 GB" in penstock("doctor", "--kv-disk", "./kv")[1]
 

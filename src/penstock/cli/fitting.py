@@ -84,5 +84,8 @@ def with_stored_quantize(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
     none is given."""
     from penstock.store import entries
 
-    needed = next((entry.quantize for entry in entries() if entry.path == path), "")
-    return engine if engine.get("quantize") or not needed else engine | {"quantize": needed}
+    found = next((entry for entry in entries() if entry.path == path and entry.quantize), None)
+    if found is None or engine.get("quantize"):
+        return engine
+    note(f"{found.name} is loaded with --quantize {found.quantize}, which it was fetched for")
+    return engine | {"quantize": found.quantize}

@@ -33,7 +33,8 @@ def fetch(ref: str, *, progress: Progress | None = None, advisor: Advisor | None
         return source
     paths = ModelPaths(home(), name_of(source))
     with _download_errors("store", paths):
-        entry = read_record(paths.record) or _fetch_once(paths, source, progress or silent, advisor)
+        report = silent if progress is None else progress
+        entry = read_record(paths.record) or _fetch_once(paths, source, report, advisor)
     return entry.path
 
 
