@@ -11,7 +11,7 @@ from generated_blocks import write
 
 from penstock.cli.app import command
 from penstock.cli.command import declarations
-from penstock.cli.other_engines import AS_MODEL, AS_PROMPT, NO_EFFECT, RENAMED, TOLD
+from penstock.cli.other_engines import AS_MODEL, AS_PROMPT, NO_EFFECT, RENAMED, SEVERAL_NAMES, TOLD
 
 FOLDER = Path(__file__).parents[1] / "docs" / "moving"
 FLAGS = {  # those of each engine that the command line knows
@@ -34,13 +34,15 @@ FLAGS = {  # those of each engine that the command line knows
             "--chat-template",
             "--dtype",
         ),
-        *("--tool-call-parser", "--reasoning-parser", "--trust-remote-code", "--api-key"),
+        *("--tool-call-parser", "--reasoning-parser", "--trust-remote-code", "--api-key", "--max-new-tokens"),
     ),
     "llamacpp.md": (
         *("-m", "--model", "-hf", "-hfr", "--hf-repo", "-c", "--ctx-size", "-np", "--parallel", "-b", "--batch-size"),
+        *("-ub", "--ubatch-size", "-a", "--top-k", "--min-p", "--repeat-penalty", "-s"),
         *("-t", "--threads", "-n", "--predict", "--n-predict", "--temp", "--top-p", "--seed", "-p", "--prompt"),
         *("-sys", "--system-prompt", "--host", "--port", "--chat-template", "-md", "--model-draft", "--api-key"),
-        *("-ngl", "--n-gpu-layers", "--gpu-layers", "--lora", "-ctk", "--cache-type-k", "--mmproj", "--jinja"),
+        *("-ngl", "--n-gpu-layers", "--gpu-layers", "--lora", "-ctk", "--cache-type-k", "-ctv"),
+        *("--cache-type-v", "--mmproj", "--jinja"),
         *("-fa", "--flash-attn", "-cb", "--cont-batching", "--mlock", "--no-mmap", "-no-cnv"),
     ),
 }
@@ -55,6 +57,8 @@ def flags(page: str) -> str:
 
 def meaning(flag: str) -> str:
     """Returns what the command line does with a flag."""
+    if flag == SEVERAL_NAMES:
+        return f"understood: `{RENAMED[flag]}`; a second name is `--alias`"
     if flag in RENAMED:
         return f"understood: `{RENAMED[flag]}`"
     if flag in AS_MODEL:

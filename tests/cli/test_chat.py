@@ -113,6 +113,18 @@ def test_another_model_goes_on(penstock: Penstock, reciter: Path, babbler: Path)
     assert "there is no command /dance" in told
 
 
+def test_flags_and_what_was_set_hold_for_another_model(penstock: Penstock, reciter: Path, babbler: Path) -> None:
+    lines = ["/set top_k 7", "/set temperature -1", f"/model {babbler}", "Go", "/set", "/set max_tokens 2", "Go"]
+    code, out, told = penstock(
+        "chat", reciter, "--device", "ref", "--max-tokens", 3, "--seed", 5, stdin="\n".join(lines).encode()
+    )
+    assert (code, out.splitlines()) == (0, ["abc", "ab"])
+    assert "error: temperature must be" in told
+    shown = told.partition(f"{babbler} is ready")[2]
+    for line in ("top_k 7", "max_tokens 3", "seed 5", "temperature 0.7"):
+        assert f"{line}\n" in shown
+
+
 def test_a_message_may_have_several_lines(penstock: Penstock, reciter: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     talk(penstock, reciter, '"""', "One", "", "/undo", '"""', "Two\\", "lines", f"/save {file}")

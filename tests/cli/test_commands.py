@@ -61,7 +61,7 @@ def test_a_cut_answer_is_told_on_stderr(penstock: Penstock, reciter: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "word", ["llama3.2:7b", "mistrall", "lama3.2", "Qwen2.5-7B", "./m", "m.gguf", "smolm2", "~/models/m"]
+    "word", ["llama3.2:7b", "mistrall", "lama3.2", "Qwen2.5-7B", "./m", "m.gguf", "smolm2", "~/models/m", "orca-mini"]
 )
 def test_what_looks_like_a_model_is_never_a_prompt(penstock: Penstock, word: str) -> None:
     keep("hf:some/model", b"")
@@ -99,7 +99,19 @@ def test_the_names_that_can_be_pulled_are_listed(penstock: Penstock, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "prompt", ["hi", "Hello!", "Why is the sky blue?", "smile", "what is 3.2?", "what is mistral?", "a/b or c/d"]
+    "prompt",
+    [
+        "hi",
+        "Hello!",
+        "Hello",
+        "Why is the sky blue?",
+        "smile",
+        "what is 3.2?",
+        "what is mistral?",
+        "a/b or c/d",
+        "2+2",
+        "42",
+    ],
 )
 def test_what_does_not_look_like_a_model_is_a_prompt(prompt: str) -> None:
     assert not looks_like_model(prompt)
@@ -124,6 +136,8 @@ def test_sampling_is_the_models_own_unless_it_is_given(
     penstock("run", "mine", "Go", "--device", "ref")
     penstock("run", "mine", "Go", "--device", "ref", "--temperature", 0, "--top-p", 0.5)
     assert [(each.temperature, each.top_k, each.top_p) for each in asked] == [(0.7, 0, 0.95), (0.25, 5, 1), (0, 5, 0.5)]
+    penstock("run", "mine", "Go", "--device", "ref", "--top-k", 7, "--min-p", 0.1, "--repeat-penalty", 1.2)
+    assert (asked[-1].top_k, asked[-1].min_p, asked[-1].repetition_penalty) == (7, 0.1, 1.2)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +273,7 @@ def test_the_store_at_the_command_line(penstock: Penstock) -> None:
 
 
 def test_a_fetch_is_told_on_stderr(penstock: Penstock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fetch(ref: str, *, progress: Callable[[str, int, int | None], None]) -> Path:
+    def fetch(ref: str, *, progress: Callable[[str, int, int | None], None], advisor: object) -> Path:
         for done in (0, 1000):
             progress(f"downloading {ref}", done, None)
         (tmp_path / "m.gguf").write_bytes(bytes(1000))
@@ -400,6 +414,7 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     assert set(findings) == {
         *("python", "cpu", "cores", "load", "memory", "disk", "gpu", "torch", "compiler", "packages", "pip", "ports"),
         *("file limits", "proxies", "store", "default model", "profiles", "kv on disk", "speed", "faster with"),
+        "next steps",
     }
     assert "nothing yet in ./kv; at most 17.18 GB" in penstock("doctor", "--kv-disk", "./kv")[1]
 

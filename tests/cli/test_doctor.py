@@ -12,6 +12,7 @@ import pytest
 
 from penstock.cli import machine_checks
 from penstock.cli.doctor import CHECKS
+from penstock.service_levels import PROFILES
 
 Penstock = Callable[..., tuple[int, str, str]]
 QUICK = [check for check in CHECKS if check.__name__ in ("_python", "_default_model", "ports", "proxies")]
@@ -42,6 +43,26 @@ def test_commands_are_part_of_the_json(penstock: Penstock) -> None:
         {"command": "penstock pull smollm2", "why": "fetch the default model"}
     ]
     assert findings["python"]["advice"] == []
+    assert [each["command"].split()[1] for each in findings["next steps"]["advice"]] == ["run", "plan", "serve"]
+
+
+def test_each_profile_is_listed_with_its_values(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.doctor.CHECKS", [check for check in CHECKS if check.__name__ == "_profiles"])
+    (profiles, *_) = json.loads(penstock("doctor", "--json")[1])
+    listed = dict(entry.split(": ", 1) for entry in profiles["detail"].split("; "))
+    assert listed.keys() == PROFILES.keys()
+    assert "TTFT target 5000 ms, ITL target 100 ms, longest wait 60 s" in listed["chat"]
+    assert "longest wait no limit, prefill budget 2048" in listed["batch"]
+
+
+def test_commands_can_be_copied_on_a_narrow_terminal(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("doctor", "terminal"):
+        monkeypatch.setattr(f"penstock.cli.{module}.line_width", lambda: 60)
+    findings, _, commands = penstock("doctor")[1].partition("\n\nCommands to type:\n")
+    assert [line for line in findings.splitlines() if len(line) > 60 and len(line[24:].split()) > 1] == []
+    lines = commands.splitlines()
+    assert [line for line in lines if len(line) > 60] == []
+    assert lines[4:6] == ["  penstock plan smollm2", "    # see what fits and how fast it will be"]
 
 
 def test_a_port_that_is_taken_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,10 +103,45 @@ def test_a_gpu_without_torch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.advice[0].command == "pip install 'penstock[cuda]'"
     monkeypatch.setattr(machine_checks, "installed", lambda _: "3.6")
     assert machine_checks.gpu() == ("ok", "NVIDIA H200, 143771 MiB, driver 570.86.15, compute 9.0", (), "")
+    monkeypatch.setattr(machine_checks, "installed", lambda _: "2.13.0+cu130")
+    old = machine_checks.gpu()
+    assert (old.state, "built for CUDA 13 and needs driver 580 or newer" in old.detail) == ("note", True)
+    monkeypatch.setattr(machine_checks, "installed", lambda _: "2.13.0+cu128")
+    assert machine_checks.gpu().state == "ok"
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' && exit 9\n")
     assert machine_checks.gpu() == ("note", "nvidia-smi fails: NVIDIA-SMI has failed", (), "")
     program.unlink()
     assert machine_checks.gpu().advice == ()
+
+
+@pytest.mark.parametrize(
+    ("packages", "cuda"),
+    [
+        ({"torch": "2.13.0+cu126"}, 12),
+        ({"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.96"}, 13),
+        ({"torch": "2.13.0", "nvidia-cuda-runtime-cu12": "12.8.90"}, 12),
+        ({"torch": "2.13.0"}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_cuda_of_torch_is_known_by_its_packages(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], cuda: int
+) -> None:
+    monkeypatch.setattr(machine_checks, "installed", packages.get)
+    assert machine_checks.cuda_of_torch() == cuda
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the programs are scripts")
+def test_a_gpu_without_a_c_compiler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine_checks.compiler() == ("ok", "none; only an installation from source needs one", (), "")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    found = machine_checks.compiler()
+    assert (found.state, "Triton needs one when it first runs a kernel" in found.detail) == ("note", True)
+    assert found.advice[0].command == "apt-get install --yes gcc libc6-dev"
+    (tmp_path / "gcc").symlink_to(tmp_path / "nvidia-smi")
+    assert machine_checks.compiler().state == "ok"
 
 
 def test_what_makes_answers_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +153,7 @@ def test_what_makes_answers_slow_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(machine_checks, "installed", lambda _: None)
     found = machine_checks.packages()
     assert "no uvloop (faster answers over HTTP: penstock[server])" in found.detail
+    assert "no nixl (KV blocks between machines by RDMA: penstock[nixl])" in found.detail
     assert found.advice[0].command == "pip install 'penstock[server]'"
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from penstock.store import DerivedModel, save_derived
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and terminals")
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -74,14 +76,15 @@ def test_a_pipe_that_stays_open_is_not_waited_for(reciter: Path) -> None:
     assert b"stdin is a pipe that had nothing for 3 s: it is not read" in running.stderr.read()
 
 
-@pytest.mark.parametrize("words", [["help"], ["serve", "--help"]])
-def test_help_fits_a_narrow_terminal(words: list[str]) -> None:
+def shown_in_60_columns(*words: object, **environment: str) -> list[str]:
+    """The lines that a command prints on a narrow terminal."""
     import pty
     import termios
 
     outer, inner = pty.openpty()
     termios.tcsetwinsize(inner, (24, 60))
-    running = subprocess.Popen([*COMMAND, *words], stdout=inner)
+    given = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "dumb"} | environment
+    running = subprocess.Popen([*COMMAND, *map(str, words)], stdout=inner, stderr=subprocess.DEVNULL, env=given)
     os.close(inner)
     text = b""
     with contextlib.suppress(OSError):  # the terminal's end, once nobody writes to it
@@ -89,9 +92,45 @@ def test_help_fits_a_narrow_terminal(words: list[str]) -> None:
             text += piece
     os.close(outer)
     assert running.wait(60) == 0
-    lines = [line for line in text.decode().splitlines() if not line.lstrip().startswith(("penstock", "curl", "-d"))]
+    return text.decode().splitlines()
+
+
+@pytest.mark.parametrize("words", [["help"], ["serve", "--help"]])
+def test_help_fits_a_narrow_terminal(words: list[str]) -> None:
+    shown = shown_in_60_columns(*words)
+    lines = [line for line in shown if not line.lstrip().startswith(("penstock", "curl", "-d"))]
     assert len(lines) > 20
     assert [line for line in lines[1:] if len(line) > 60] == []
+
+
+def test_what_commands_print_fits_a_narrow_terminal(reciter: Path) -> None:
+    save_derived(DerivedModel(name="a-model-with-a-rather-long-name", base="", path=str(reciter)))
+    shown = {
+        "plan": shown_in_60_columns("plan", reciter, "--device", "ref"),
+        "list": shown_in_60_columns("list"),
+        "known": shown_in_60_columns("list", "--all"),
+        "config": shown_in_60_columns("config", "run", PENSTOCK_SYSTEM="You are a patient teacher. " * 5),
+    }
+    for lines in shown.values():
+        assert [line for line in lines if len(line.rstrip()) > 60] == []
+    assert any(line.startswith("llama3.1:70b ") for line in shown["known"])  # names are whole
+    assert any(line.startswith("temperature ") for line in shown["config"])
+    assert "".join(line[-30:].strip() for line in shown["list"]).count(reciter.name)
+
+
+def test_a_long_row_is_one_line_in_a_pipe(reciter: Path) -> None:
+    system = "You are a patient teacher. " * 40
+    done = subprocess.run(
+        [*COMMAND, "config", "run"],
+        env=os.environ | {"PENSTOCK_SYSTEM": system, "COLUMNS": "60"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("system ")]
+    assert system.strip() in row
+    assert row.rstrip().endswith("the variable PENSTOCK_SYSTEM")
 
 
 def test_a_chat_from_a_pipe(reciter: Path) -> None:
@@ -166,6 +205,18 @@ def test_a_chat_at_a_terminal(babbler: Path, own_store: Path) -> None:
     chat.type("\x04")
     assert chat.end() == 0
     assert "Hello" in (own_store / "chat_history").read_text()
+
+
+def test_a_second_conversation_knows_what_was_typed_in_the_first(reciter: Path) -> None:
+    for typed in ("A question\n", "\x1b[A\x1b[A\n"):  # the second: two lines up
+        chat = Terminal("chat", reciter, "--device", "ref")
+        assert chat.until("> ")
+        chat.type(typed)
+        assert chat.until("A question")
+        assert chat.until(RECITED)
+        assert chat.until("> ")
+        chat.type("/exit\n")
+        assert chat.end() == 0
 
 
 def test_a_model_without_a_prompt_at_a_terminal_is_a_conversation(reciter: Path) -> None:

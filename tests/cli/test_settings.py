@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 from penstock.cli.app import COMMANDS
 from penstock.cli.command import UsageError
 from penstock.cli.other_engines import KnownFlags, translate
+from penstock.store import DerivedModel, save_derived
 
 Penstock = Callable[..., tuple[int, str, str]]
 FLAGS = KnownFlags(valued=["--max-len", "--max-rows", "--threads", "--name", "--port"], bare=["--raw"])
@@ -91,6 +94,46 @@ def test_a_variable_that_is_no_option_is_told(penstock: Penstock, monkeypatch: p
     assert "the variable PENSTOCK_PROT is not an option of any command" in penstock("config")[2]
 
 
+def test_the_file_that_a_variable_names_is_not_an_engine_option(
+    penstock: Penstock, reciter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.toml").write_text('device = "ref"\n[run]\nmax-tokens = 3')
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(tmp_path / "mine.toml"))
+    assert penstock("run", reciter, "Go")[:2] == (0, "abc\n")
+    assert penstock("show", reciter)[0] == 0
+    assert in_force(penstock)["config"] == ([], "default")
+    assert in_force(penstock)["device"] == ("ref", str(tmp_path / "mine.toml"))
+
+
+SERVICE_LINKS = {  # that Kubernetes sets for the services penstock and penstock-gateway
+    "PENSTOCK_PORT": "tcp://10.0.0.1:8000",
+    "PENSTOCK_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+    "PENSTOCK_PORT_8000_TCP_PROTO": "tcp",
+    "PENSTOCK_PORT_8000_TCP_PORT": "8000",
+    "PENSTOCK_PORT_8000_TCP_ADDR": "10.0.0.1",
+    "PENSTOCK_SERVICE_HOST": "10.0.0.1",
+    "PENSTOCK_SERVICE_PORT": "8000",
+    "PENSTOCK_SERVICE_PORT_HTTP": "8000",
+    "PENSTOCK_GATEWAY_PORT": "udp://10.0.0.2:53",
+    "PENSTOCK_GATEWAY_SERVICE_HOST": "10.0.0.2",
+}
+
+
+def test_the_service_links_of_kubernetes_are_not_options(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SERVICE_LINKS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PENSTOCK_API_KEY", "k")
+    assert in_force(penstock)["port"] == (8000, "default")
+    assert "is not an option" not in penstock("config")[2]
+    monkeypatch.setenv("PENSTOCK_PORT", "9000")
+    assert in_force(penstock)["port"] == (9000, "the variable PENSTOCK_PORT")
+
+
+def test_a_mistyped_command_has_suggestions(penstock: Penstock) -> None:
+    code, _, err = penstock("config", "serv")
+    assert (code, "there is no command 'serv'; did you mean penstock serve?" in err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "own"),
     [
@@ -105,6 +148,10 @@ def test_a_variable_that_is_no_option_is_told(penstock: Penstock, monkeypatch: p
         ("--name -c", ["--name", "-c"]),  # the value of an option is not a flag
         ("m -- -c 5", ["m", "--", "-c", "5"]),
         ("m -5", ["m", "-5"]),
+        ("-a short m", ["--name", "short", "m"]),
+        ("m --served-model-name a b --port 1", ["m", "--name", "a", "--alias", "b=a", "--port", "1"]),
+        ("--served-model-name a b --model m", ["m", "--name", "a", "--alias", "b=a"]),
+        ("--served-model-name a m", ["--name", "a", "m"]),  # no other word is the model
     ],
 )
 def test_other_engines_flags_mean_the_same(words: str, own: list[str]) -> None:
@@ -122,6 +169,9 @@ def test_a_flag_that_was_renamed_or_has_no_effect_is_told() -> None:
     ("words", "told"),
     [
         ("-ngl 99", "write --device cuda"),
+        ("-ctv q8_0", "write --kv int8 for both"),
+        ("--cache-type-v q8_0", "write --kv int8 for both"),
+        ("-ub 512", "-ub is called --step-tokens here, and this command does not have it"),
         ("--prot 1", "there is no option --prot; did you mean --port?"),
         ("--quite-unknown", "there is no option --quite-unknown"),
     ],
@@ -146,15 +196,42 @@ def test_completion_offers_commands_options_and_models(penstock: Penstock) -> No
     assert penstock("completion", "tcsh")[0] == 2
 
 
-def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+def test_completion_offers_stored_models_and_those_that_can_be_pulled(penstock: Penstock, reciter: Path) -> None:
+    save_derived(DerivedModel(name="mine", base="reciter", path=str(reciter)))
+    words = penstock("completion", "words", "--", "run")[1].split()
+    assert {"mine", "smollm2", "llama3.2:1b", "--top-k"} <= set(words)
+    assert "mine" not in penstock("completion", "words", "--", "doctor")[1].split()
+
+
+COMPLETE = {  # how a shell is made to complete `penstock serve --max-l` by the script in $1; zsh does not filter here
+    "bash": """
+        . "$1"; COMP_WORDS=(penstock serve --max-l) COMP_CWORD=2; _penstock
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """,
+    "zsh": """
+        compdef() { }; _files() { }; compadd() { print -l -- "${found[@]}" }
+        . "$1"; words=(penstock serve --max-l) CURRENT=3; _penstock
+    """,
+    "fish": """
+        source $argv[1]; complete -C 'penstock serve --max-l'
+    """,
+}
+
+
+@pytest.mark.parametrize("shell", COMPLETE)
+def test_a_shell_completes_with_the_script(penstock: Penstock, tmp_path: Path, shell: str) -> None:
+    if not (program := shutil.which(shell)):
+        pytest.skip(f"{shell} is not installed")
     (tmp_path / "penstock").write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock "$@"\n')
     (tmp_path / "penstock").chmod(0o755)
-    script = f"""
-        PATH={tmp_path}:$PATH
-        eval "$(penstock completion bash)"
-        COMP_WORDS=(penstock serve --max-l) COMP_CWORD=2
-        _penstock
-        echo "${{COMPREPLY[*]}}"
-    """
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert set(done.stdout.split()) == {"--max-len", "--max-loaded"}
+    script = tmp_path / "script"
+    script.write_text(penstock("completion", shell)[1])
+    alone = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]  # without what this user has set up
+    asked = ["-c", COMPLETE[shell], *([] if shell == "fish" else [shell]), str(script)]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [program, *alone, *asked], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    found = {line.partition("\t")[0].strip() for line in done.stdout.splitlines()}
+    assert {name for name in found if name.startswith("--max-l")} == {"--max-len", "--max-loaded"}
+    assert done.stderr == ""

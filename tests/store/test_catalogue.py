@@ -77,18 +77,22 @@ def test_the_quantization_follows_the_memory() -> None:
     assert [fit(4 * GB, memory) for memory in (8 * GB, 5 * GB, 4 * GB)] == ["fits", "tight", "too large"]
 
 
+def needed(source: HubRepo, sizes: dict[str, int]) -> list[str]:
+    return hub.RepoFiles(source, sizes, "main").needed().names
+
+
 def test_a_model_that_does_not_fit_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "available_memory", lambda: GB)
     sizes = {"m-Q4_K_M.gguf": 5 * GB, "m-Q2_K.gguf": 3 * GB}
     with pytest.raises(ConfigError, match=r"Q2_K\) needs 3\.6 GB of memory, and 1\.0 GB are free.* Q2_K, Q4_K_M"):
-        hub._needed_files(HubRepo("a/b"), sizes)
-    assert hub._needed_files(HubRepo("a/b", quantization="Q4_K_M"), sizes) == ["m-Q4_K_M.gguf"]
+        needed(HubRepo("a/b"), sizes)
+    assert needed(HubRepo("a/b", quantization="Q4_K_M"), sizes) == ["m-Q4_K_M.gguf"]
 
 
 def test_of_a_whole_and_a_split_file_the_whole_is_taken() -> None:
     sizes = {"m-q4_k_m.gguf": 2, "m-q4_k_m-00001-of-00002.gguf": 1, "m-q4_k_m-00002-of-00002.gguf": 1}
-    assert hub._needed_files(HubRepo("a/b", quantization="Q4_K_M"), sizes) == ["m-q4_k_m.gguf"]
-    assert hub._needed_files(HubRepo("a/b"), sizes) == ["m-q4_k_m.gguf"]
+    assert needed(HubRepo("a/b", quantization="Q4_K_M"), sizes) == ["m-q4_k_m.gguf"]
+    assert needed(HubRepo("a/b"), sizes) == ["m-q4_k_m.gguf"]
 
 
 @pytest.mark.parametrize(

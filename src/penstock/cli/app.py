@@ -110,7 +110,7 @@ def app(words: Sequence[str] | None = None) -> NoReturn:
     elif name == "--version":
         print(f"penstock {__version__}{_built_from()}")
     else:
-        print(f"error: there is no command {name!r}; {_nearest_commands(name)}", file=sys.stderr)
+        print(f"error: there is no command {name!r}; {nearest_commands(name)}", file=sys.stderr)
         sys.exit(WRONG_USAGE)
     sys.exit(0)
 
@@ -126,7 +126,7 @@ def _built_from() -> str:
         return ""
 
 
-def _nearest_commands(name: str) -> str:
+def nearest_commands(name: str) -> str:
     """Returns which commands may have been meant."""
     from difflib import get_close_matches
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.terminal import note, print_json, print_table, readable_size
+from penstock.cli.terminal import line_width, note, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
     from penstock.store import CatalogueModel
+
+WIDE = 80  # columns of a terminal that shows quantizations, too
 
 
 def list_catalogue(json: bool) -> None:
@@ -50,7 +52,8 @@ def _print(known: list[dict[str, Any]]) -> None:
     from rich.table import Column, Table
 
     right = [Column(name, justify="right") for name in ("parameters", "size")]
-    table = Table("name", *right, "here", "quantizations", box=None, pad_edge=False)
+    last = ["quantizations"] if line_width() >= WIDE else []
+    table = Table("name", *right, "here", *last, box=None, pad_edge=False)
     for facts in known:
         others = [name for name in facts["quantizations"] if name != facts["quantization"]]
         table.add_row(
@@ -58,6 +61,6 @@ def _print(known: list[dict[str, Any]]) -> None:
             readable_size(facts["parameters"]).removesuffix("B").replace(" G", " B"),
             f"about {readable_size(facts['size'])}",
             "stored" if facts["stored"] else facts["here"],
-            ", ".join([facts["quantization"], *others]),
+            *([", ".join([facts["quantization"], *others])] if last else []),
         )
     print_table(table)

@@ -10,6 +10,7 @@ from typing import Annotated
 from penstock.cli import options
 from penstock.cli.chat_session import ChatSession
 from penstock.cli.command import OptionGroup
+from penstock.cli.fitting import MemoryAdvisor, with_stored_quantize
 from penstock.cli.terminal import note, obtain
 
 QUOTES = '"' * 3
@@ -29,13 +30,13 @@ def chat(
     from penstock.llm import LLM
 
     def open(model: str) -> LLM:
-        obtain(model)
-        llm = LLM(model, max_rows=1, **engine)
+        path = obtain(model, MemoryAdvisor(engine | {"max_rows": 1}))
+        llm = LLM(model, max_rows=1, **with_stored_quantize(path, engine))
         llm.check_answers()
         return llm
 
     llm = open(model)
-    session = ChatSession(model, llm, answer.sampling(llm), answer.system, open)
+    session = ChatSession(model, llm, answer, open)
     try:
         note(f"{model} is ready. Type /help for help, Ctrl-D to exit.")
         _load_history()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,8 @@ from penstock.cli.terminal import note, note_ending
 from penstock.errors import InvalidRequest, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.cli.options import AnswerOptions
     from penstock.llm import LLM
-    from penstock.types import SamplingParams
 
 HELP = {
     "/help": "show this page",
@@ -38,16 +38,18 @@ Message = dict[str, str]
 
 @dataclass
 class ChatSession:
-    """Holds the messages so far and the model that answers them. `open` starts the engine of another model."""
+    """Holds the messages so far and the model that answers them. `options` are what the command line and /set say: they
+    hold for every model of the conversation. `open` starts the engine of another model."""
 
     model: str
     llm: LLM
-    params: SamplingParams
-    system: str
+    options: AnswerOptions
     open: Callable[[str], LLM]
     messages: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.params = self.options.sampling(self.llm)
+        self.system = self.options.system
         self.reset()
 
     def reset(self) -> None:
@@ -110,9 +112,14 @@ class ChatSession:
             note(f"there is no setting {name}; these can be set: {', '.join(SETTABLE)}")
             return
         if value.strip():
-            self.params = replace(self.params, **{name: _number(name, value.strip())})
+            self._change(**{name: _number(name, value.strip())})
         for each in (name,) if name else SETTABLE:
             note(f"{each} {getattr(self.params, each)}")
+
+    def _change(self, **values: Any) -> None:
+        """Changes the sampling; raises InvalidRequest, and changes nothing, if a value is not allowed."""
+        options = self.options._replace(**values)
+        self.options, self.params = options, options.sampling(self.llm)
 
     def _undo(self) -> None:
         if (taken := self._take_back()) is None:
@@ -133,7 +140,7 @@ class ChatSession:
         if self.params.temperature == 0.0:
             note("at temperature 0 the answer stays the same; /set temperature 0.7 changes it")
         if self.params.seed is not None:
-            self.params = replace(self.params, seed=self.params.seed + 1)
+            self._change(seed=self.params.seed + 1)
         self.answer(asked)
 
     def _save(self, path: str) -> None:
@@ -155,7 +162,7 @@ class ChatSession:
         note(f"the conversation goes on with {len(messages)} messages of {saved.get('model', 'another model')}")
 
     def _change_model(self, model: str) -> None:
-        """Goes on with another model. If it cannot be started, the one before stays."""
+        """Goes on with another model and the same options. If it cannot be started, the one before stays."""
         if not model:
             return note(self.model)
         try:
@@ -163,7 +170,7 @@ class ChatSession:
         except (PenstockError, OSError) as error:
             return note(f"error: {error}; {self.model} goes on")
         self.llm.close()
-        self.llm, self.model, self.params = llm, model, llm.get_default_sampling_params()
+        self.llm, self.model, self.params = llm, model, self.options.sampling(llm)
         note(f"{model} is ready")
 
 

@@ -82,6 +82,7 @@ def _is_model(declared: Declared) -> bool:
 
 
 def _models() -> list[str]:
-    from penstock.store import stored_names
+    """Returns the names of models: of those in the store, then of those that can be pulled."""
+    from penstock.store import ALIASES, CATALOGUE, stored_names
 
-    return list(stored_names())
+    return list(dict.fromkeys([*stored_names(), *ALIASES, *(model.full_name for model in CATALOGUE)]))

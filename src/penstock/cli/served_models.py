@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from penstock.cli import options
+from penstock.cli.fitting import MemoryAdvisor, with_stored_quantize
 from penstock.cli.terminal import obtain
 
 if TYPE_CHECKING:
@@ -59,16 +60,24 @@ class ModelFinder:
     else the default one. Models that are named are fetched first. One that is derived from another of them is left out:
     the other answers to its name."""
 
-    def __init__(self, refs: Sequence[str], models_dir: str, name: str, *, others: bool = False) -> None:
+    def __init__(
+        self,
+        refs: Sequence[str],
+        models_dir: str,
+        name: str,
+        *,
+        others: bool = False,
+        engine: Mapping[str, Any] | None = None,
+    ) -> None:
         """Finds the models that there are at first. `name` is what the first of them is called. `others`: other engines
-        have models, too, so that there may be none here."""
+        have models, too, so that there may be none here. What is fetched fits with the options of the `engine`."""
         from penstock.errors import ConfigError
 
-        self._named = [obtained(ref) for ref in refs]
+        self._named = [obtained(ref, engine or {}) for ref in refs]
         self._folder = Path(models_dir).expanduser() if models_dir else None
         self._whole_store = not (self._named or self._in_folder() or others)
         if self._whole_store and not in_store():
-            obtained(options.DEFAULT_MODEL)
+            obtained(options.DEFAULT_MODEL, engine or {})
         self._stamps = self._now()
         found = self._all()
         self._own_names = {found[0].path: name} if name and found else {}
@@ -140,8 +149,8 @@ def _answered_by_another(model: FoundModel, found: Sequence[FoundModel]) -> bool
     return derived is not None and any(each.path == model.path and each is not model for each in found)
 
 
-def obtained(ref: str) -> FoundModel:
-    path = obtain(ref)
+def obtained(ref: str, engine: Mapping[str, Any]) -> FoundModel:
+    path = obtain(ref, MemoryAdvisor(engine))
     return FoundModel(short_name(ref, path), ref, path, fixed=True)
 
 
@@ -249,7 +258,7 @@ def source_of(
     from penstock.store import with_local_draft
 
     unset = {name: share for name, share in shares._asdict().items() if engine.get(name) in (None, 0, AUTO)}
-    given = engine | unset
+    given = with_stored_quantize(found.path, engine | unset)
     config = with_local_draft(configure(found.path, given, name=found.name), obtain)
     load = partial(_load_text, found, config.config, text)
     client = partial(make_client, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +13,11 @@ from penstock.errors import ConfigError
 
 FILE = "penstock.toml"
 PREFIX = "PENSTOCK_"
-NOT_OPTIONS = ("HOME", "DEBUG", "CONFIG")  # variables that are read elsewhere
+NOT_OPTIONS = ("PENSTOCK_HOME", "PENSTOCK_DEBUG", "PENSTOCK_CONFIG")  # variables that are read elsewhere
+SERVICE_LINK = re.compile(  # variables that Kubernetes sets in every pod of a namespace with a service penstock
+    PREFIX + r"(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+LINKED = ("tcp://", "udp://", "sctp://")  # what such a link's PORT begins with
 
 
 class Setting(NamedTuple):
@@ -71,7 +76,19 @@ class Settings(NamedTuple):
 def load() -> Settings:
     """Reads the variables, and the file that PENSTOCK_CONFIG names, else the first one that there is."""
     path = next((path for path in _places() if path.is_file()), None)
-    return Settings(os.environ, path, {} if path is None else _read(path))
+    return Settings(option_variables(), path, {} if path is None else _read(path))
+
+
+def option_variables() -> dict[str, str]:
+    """Returns the environment without those PENSTOCK_ variables that are read elsewhere or that Kubernetes sets."""
+    return {name: value for name, value in os.environ.items() if not _is_other(name, value)}
+
+
+def _is_other(name: str, value: str) -> bool:
+    """Returns whether a variable begins with our prefix and is not meant as an option."""
+    if name in NOT_OPTIONS or SERVICE_LINK.fullmatch(name):
+        return True
+    return name.startswith(PREFIX) and name.endswith("PORT") and value.startswith(LINKED)
 
 
 def _places() -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.llm.outputs import RequestOutput
+    from penstock.store import Advisor
 
 IN_PIPES = 10_000  # columns
+MIN_WIDTH = 50  # characters of a line, however narrow the terminal is
+LINES = 24  # of a terminal: Rich ignores the width of a dumb one without them
 
 
 def note(text: str) -> None:
@@ -40,11 +44,27 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False))
 
 
+def line_width() -> int:
+    """Returns how many characters a line on stdout may have. In a pipe lines are as long as they are, for programs that
+    read lines."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else IN_PIPES
+
+
 def print_table(table: Table) -> None:
-    """Prints a table to stdout. In a pipe its lines are as long as they are, for programs that read lines."""
+    """Prints a table to stdout."""
     from rich.console import Console
 
-    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else IN_PIPES).print(table)
+    Console(file=sys.stdout, highlight=False, width=line_width(), height=LINES).print(table)
+
+
+def print_filled(text: str, first: str = "", after: int | None = None) -> None:
+    """Prints a text in lines that fit, without breaking words: they may be paths. The first line begins with `first`,
+    the others with as many blanks, or with `after` of them."""
+    from textwrap import TextWrapper
+
+    indent = " " * (len(first) if after is None else after)
+    wrapper = TextWrapper(max(line_width(), MIN_WIDTH), first, indent, break_long_words=False, break_on_hyphens=False)
+    print(wrapper.fill(text))
 
 
 def readable_size(size: float) -> str:
@@ -99,13 +119,14 @@ def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def obtain(ref: str) -> Path:
-    """Returns a model's local path. Downloads the model first if needed, and says where it is stored."""
+def obtain(ref: str, advisor: Advisor | None = None) -> Path:
+    """Returns a model's local path. Downloads the model first if needed, and says where it is stored. `advisor` plans
+    which files fit."""
     from penstock.store import fetch, find_derived, size_of
 
     bar = DownloadBar()
     try:
-        path = fetch(ref, progress=bar)
+        path = fetch(ref, progress=bar, advisor=advisor)
     finally:
         bar.stop()
     if bar.what:

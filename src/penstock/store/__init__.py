@@ -15,6 +15,7 @@ from penstock.store.derived import (
     derived_models,
     save_derived,
 )
+from penstock.store.fitting import Advisor, PlannedFit
 from penstock.store.modelfile import Modelfile, read_modelfile
 from penstock.store.packed import packed_size
 from penstock.store.paths import Entry, sha256_of, size_of
@@ -39,10 +40,12 @@ __all__ = [
     "ALIASES",
     "CATALOGUE",
     "DEFAULT",
+    "Advisor",
     "CatalogueModel",
     "DerivedModel",
     "Entry",
     "Modelfile",
+    "PlannedFit",
     "Progress",
     "Upload",
     "adapter_of_blobs",

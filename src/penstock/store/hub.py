@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 from penstock.config import available_memory
 from penstock.errors import ConfigError, DownloadError, ModelNotFound, PenstockError
+from penstock.store.fitting import Advisor, Chosen, PlannedFit, check_plain, choose_planned
+from penstock.store.outline import write_outline
 from penstock.store.paths import SHARD, check_room, sha256_of, size_of
 from penstock.store.progress import Progress, watching
 from penstock.store.quantizations import choose, memory_needed, quantization_of
@@ -46,9 +49,16 @@ NEEDED = (
 )
 
 
-def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
-    """Downloads the model's files into `folder`, which then has nothing else, and returns the model's path. It resumes
-    what an earlier attempt left there."""
+class Downloaded(NamedTuple):
+    """Says where a model is that was downloaded, and the --quantize that it needs to fit in memory."""
+
+    path: Path
+    quantize: str = ""
+
+
+def download(source: HubRepo, folder: Path, progress: Progress, advisor: Advisor | None = None) -> Downloaded:
+    """Downloads the model's files into `folder`, which then has nothing else. It resumes what an earlier attempt left
+    there. `advisor` plans whether they fit; without one, their sizes decide."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -57,7 +67,7 @@ def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
     with _download_errors(source):
         repo = HfApi().model_info(source.repo, files_metadata=True, timeout=ANSWER)
         sizes = {file.rfilename: file.size or 0 for file in repo.siblings or []}
-        names = _needed_files(source, sizes)
+        names, quantize = RepoFiles(source, sizes, repo.sha or "main", advisor).needed()
         files = [file for file in repo.siblings or [] if file.rfilename in names]
         total = sum(file.size or 0 for file in files)
         check_room(folder, total - size_of(folder))
@@ -68,24 +78,85 @@ def download(source: HubRepo, folder: Path, progress: Progress) -> Path:
         _check_sum(folder / file.rfilename, file.lfs)
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     _delete_others(folder, names)
-    return folder / names[0] if names[0].endswith(".gguf") else folder
+    return Downloaded(folder / names[0] if names[0].endswith(".gguf") else folder, quantize)
 
 
-def _needed_files(source: HubRepo, sizes: Mapping[str, int]) -> list[str]:
-    """Returns the names of the files that are the model: those of a folder, or one GGUF file with its shards, the first
-    shard first. Raises if the repository, whose files have these sizes, does not have it."""
-    models = gguf_models(sizes)
-    if source.file:
-        if source.file not in sizes:
-            raise ModelNotFound(f"{source.repo} has no file {source.file}{_choice(models)}")
-        others = sorted(name for name in sizes if are_shards(name, source.file) and name != source.file)
-        return [source.file, *others]
-    if source.quantization:
-        return _quantized(source, models)
-    folder = [name for name in sizes if _is_needed(name)]
-    if any(name.endswith(".safetensors") for name in folder):
-        return sorted(folder)
-    return _suitable(source, models, sizes)
+class NeededFiles(NamedTuple):
+    """Names the files that are a model: those of a folder, or one GGUF file with its shards, the first shard first."""
+
+    names: list[str]
+    quantize: str = ""  # that plain weights need to fit
+
+
+class RepoFiles(NamedTuple):
+    """Holds what a repository has, and finds the model in it that a reference means."""
+
+    source: HubRepo
+    sizes: Mapping[str, int]  # by file
+    revision: str
+    advisor: Advisor | None = None
+
+    def needed(self) -> NeededFiles:
+        """Returns the files that are the model; raises if the repository does not have it, or none that fits."""
+        source, models = self.source, gguf_models(self.sizes)
+        if source.file:
+            if source.file not in self.sizes:
+                raise ModelNotFound(f"{source.repo} has no file {source.file}{_choice(models)}")
+            others = sorted(name for name in self.sizes if are_shards(name, source.file) and name != source.file)
+            return NeededFiles([source.file, *others])
+        if source.quantization:
+            return NeededFiles(_quantized(source, models))
+        folder = sorted(name for name in self.sizes if _is_needed(name))
+        if not any(name.endswith(".safetensors") for name in folder):
+            return NeededFiles(self._suitable(models))
+        if self.advisor is None:
+            return NeededFiles(folder)
+        return NeededFiles(folder, check_plain(str(source), self._plan(folder, self.advisor), self.advisor))
+
+    def _suitable(self, models: Mapping[str, list[str]]) -> list[str]:
+        """Returns the files of the quantization that suits the memory of this machine."""
+        files: dict[str, list[str]] = {}
+        for first, shards in models.items():
+            files.setdefault(quantization_of(first) or first, shards)
+        if not files:
+            raise ModelNotFound(f"{self.source.repo} has neither safetensors weights nor GGUF files")
+        sizes = {name: sum(self.sizes[shard] for shard in shards) for name, shards in files.items()}
+        chosen = self._chosen(files, sizes, _choice(models))
+        return models[chosen] if chosen in models else _quantized(replace(self.source, quantization=chosen), models)
+
+    def _chosen(self, files: Mapping[str, list[str]], sizes: Mapping[str, int], choice: str) -> str:
+        """Returns the quantization to use, by the memory plan where there is one; raises ConfigError if none fits."""
+        anyway = f"To download it anyway, name a quantization{choice}"
+        if (planned := self._planned(files, sizes)) is not None:
+            if not planned.fit.fits:
+                raise ConfigError(
+                    f"{self.source} does not fit, not even {planned.name}: {planned.fit.summary}. {anyway}"
+                )
+            return planned.name
+        memory = available_memory()
+        if chosen := choose(sizes, memory):
+            return chosen
+        least = min(sizes, key=lambda name: sizes[name])
+        raise ConfigError(
+            f"{self.source} does not fit: its smallest file ({least}) needs {memory_needed(sizes[least]) / 1e9:.1f} GB "
+            f"of memory, and {memory / 1e9:.1f} GB are free. {anyway}"
+        )
+
+    def _planned(self, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> Chosen | None:
+        """Returns the quantization that the memory plan chooses, and tells which; None if there is no plan."""
+        advisor = self.advisor
+        if advisor is None:
+            return None
+        chosen = choose_planned(sizes, lambda name: self._plan(files[name], advisor))
+        if chosen is not None and chosen.fit.fits:
+            among = f" of {', '.join(sizes)}" if len(sizes) > 1 else ""
+            advisor.tell(f"{self.source}: {chosen.name} is chosen{among}; {chosen.fit.summary}")
+        return chosen
+
+    def _plan(self, names: Sequence[str], advisor: Advisor) -> PlannedFit | None:
+        """Returns how the model in these files fits, by their headers."""
+        with TemporaryDirectory() as folder:
+            return advisor.plan(write_outline(self.source.repo, self.revision, names, self.sizes, Path(folder)))
 
 
 def _is_needed(name: str) -> bool:
@@ -120,26 +191,6 @@ def _quantized(source: HubRepo, models: Mapping[str, list[str]]) -> list[str]:
                 f"they are {', '.join(whole[:12])}"
             )
     raise ModelNotFound(f"{source.repo} has no GGUF file in {wanted}{_choice(models)}")
-
-
-def _suitable(source: HubRepo, models: Mapping[str, list[str]], sizes: Mapping[str, int]) -> list[str]:
-    """Returns the files of the quantization that suits the memory of this machine."""
-    by_name: dict[str, int] = {}
-    for first, shards in models.items():
-        by_name.setdefault(quantization_of(first) or first, sum(sizes[shard] for shard in shards))
-    if not by_name:
-        raise ModelNotFound(f"{source.repo} has neither safetensors weights nor GGUF files")
-    memory = available_memory()
-    chosen = choose(by_name, memory)
-    if not chosen:
-        least = min(by_name, key=lambda name: by_name[name])
-        raise ConfigError(
-            f"{source} does not fit: its smallest file ({least}) needs {memory_needed(by_name[least]) / 1e9:.1f} GB of "
-            f"memory, and {memory / 1e9:.1f} GB are free. To download it anyway, name a quantization{_choice(models)}"
-        )
-    if chosen in models:
-        return models[chosen]
-    return _quantized(replace(source, quantization=chosen), models)
 
 
 def _choice(models: Mapping[str, list[str]]) -> str:

@@ -37,6 +37,7 @@ class Entry:
     size: int
     sha256: str  # empty for a folder
     fetched: str  # ISO 8601, UTC
+    quantize: str = ""  # the --quantize that it needs to fit in this machine's memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,10 +73,14 @@ def fit(size: int, memory: int) -> Fit:
 
 
 def choose(sizes: Mapping[str, int], memory: int) -> str:
-    """Returns which quantization to use, given the bytes of each; empty if none fits in memory: Q8_0 of a small model,
-    else four bits, else fewer if four do not fit, or more if there are no others."""
-    if sizes.get("Q8_0", SMALL) < SMALL and fit(sizes["Q8_0"], memory) != "too large":
-        return "Q8_0"
-    named = (*FOUR_BITS, *FEWER_BITS, *MORE_BITS)
+    """Returns the first of the preferred quantizations that fits in memory by its size; empty if none does."""
+    return next((name for name in preferred(sizes) if fit(sizes[name], memory) != "too large"), "")
+
+
+def preferred(sizes: Mapping[str, int]) -> list[str]:
+    """Returns the quantizations, given the bytes of each, in the order in which to try whether they fit: Q8_0 of a
+    small model, then four bits, then fewer, then more."""
+    small = ("Q8_0",) if sizes.get("Q8_0", SMALL) < SMALL else ()
+    named = (*small, *FOUR_BITS, *FEWER_BITS, *MORE_BITS)
     rest = sorted(sizes.keys() - set(named), key=lambda name: sizes[name])
-    return next((name for name in (*named, *rest) if name in sizes and fit(sizes[name], memory) != "too large"), "")
+    return list(dict.fromkeys(name for name in (*named, *rest) if name in sizes))

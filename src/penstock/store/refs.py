@@ -28,6 +28,7 @@ _FAMILY = re.compile(  # names that models are known by elsewhere
     r"|minimax|command-r|starcoder|nemotron|kimi|bge|nomic-embed|vicuna|zephyr)[\w.+-]*",
     re.IGNORECASE,
 )
+_BARE = re.compile(r"(?=.*[\d-])[A-Za-z][A-Za-z0-9._-]*[A-Za-z0-9]")  # orca-mini: a name with a dash or a digit
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +110,12 @@ def full_name(ref: str) -> str:
 
 
 def is_spelled_like_model(word: str) -> bool:
-    """Returns whether a word can only be meant as a model, known or not: a reference, a path, a name with a tag, a name
-    that models are known by elsewhere, or nearly one of ours."""
+    """Returns whether a word is meant as a model, known or not: a reference, a path, a name with a tag, a name that
+    models are known by elsewhere, or one word with a dash or a digit."""
     if word.startswith(("hf:", "pypi:", "./", "../", "/", "~/", *_HUB_HOSTS)) and not any(map(str.isspace, word)):
         return True
-    patterns = (_REPO, _HUB, _TAGGED, _FAMILY)
-    return (
-        word.endswith(".gguf")
-        or any(pattern.fullmatch(word) for pattern in patterns)
-        or word in _names()
-        or (any(map(str.isdigit, word)) and bool(nearest_names(word)))
-    )
+    patterns = (_REPO, _HUB, _TAGGED, _FAMILY, _BARE)
+    return word.endswith(".gguf") or any(pattern.fullmatch(word) for pattern in patterns) or word in _names()
 
 
 def name_of(source: Source) -> str:

