@@ -43,7 +43,7 @@ function request(chat: Chat, messages: Message[], settings: Settings, chances: b
   }
   if (settings.tools.trim()) body.tools = json(settings.tools, "The list of tools");
   if (chances) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
-  if (settings.extra.trim()) Object.assign(body, json(settings.extra, "Further fields"));
+  if (settings.extra.trim()) Object.assign(body, json(settings.extra, "The field for extra request fields"));
   return body;
 }
 

@@ -205,7 +205,7 @@ function Editor({ chat, message }: { chat: Chat; message: Message }) {
     <form class="editor" onSubmit={event => { event.preventDefault(); submit(); }}>
       <textarea ref={area} rows={Math.min(text.split("\n").length + 1, 16)} aria-label="Edited message" value={text} onInput={e => setText(e.currentTarget.value)} onKeyDown={onKeyDown} />
       <div class="row">
-        <button type="submit" class="primary">{message.role === "assistant" ? "Keep as a branch" : "Send as a branch"}</button>
+        <button type="submit" class="primary">{message.role === "assistant" ? "Save as a branch" : "Send as a branch"}</button>
         <button type="button" onClick={() => change({ editing: "" })}>Cancel</button>
       </div>
     </form>

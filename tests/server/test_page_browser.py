@@ -171,7 +171,7 @@ def test_files_go_as_text_and_pictures_only_to_models_that_see(page: Any, toy: S
     page.set_input_files("#files", {"name": "note.txt", "mimeType": "text/plain", "buffer": b"[from the file]"})
     expect(page.locator(".attached")).to_contain_text("note.txt")
     page.set_input_files("#files", {"name": "x.png", "mimeType": "image/png", "buffer": b"\x89PNG"})
-    expect(page.locator("#notice")).to_contain_text("does not see pictures")
+    expect(page.locator("#notice")).to_contain_text("cannot see pictures")
     ask(page, "What does it say?")
     expect(last(page).locator(".markdown")).to_have_text("from the file")
 
@@ -349,7 +349,7 @@ def test_the_engine_view_moves(page: Any, toy: Server) -> None:
     page.click("#show-engine")
     expect(page.locator("#requests .phase")).to_have_text("decode")
     expect(page.locator("#running")).to_have_text("1")
-    expect(page.locator("#cache")).to_contain_text("kept for later")
+    expect(page.locator("#cache")).to_contain_text("cached for reuse")
     expect(page.locator("#plot")).to_have_attribute("points", re.compile(r"\d+,\d+"))
     assert page.locator(".answer-bar").count() > 10
     page.keyboard.press("Escape")
