@@ -18,7 +18,7 @@ TraceFile = Annotated[
     str, Option(help="File of requests: Mooncake's or Dynamo's JSON lines, or Azure's CSV; .gz is read too.")
 ]
 Speed = Annotated[float, Option(minimum=0.001, help="How many times as fast requests arrive.")]
-Limit = Annotated[int, Option(minimum=0, help="Take the first so many requests of the trace. 0: all.")]
+Limit = Annotated[int, Option(minimum=0, help="Use only this many requests, from the beginning of the trace. 0: all.")]
 Scale = Annotated[float, Option(minimum=0.0001, help="Multiply the lengths of prompts and answers by this.")]
 
 
@@ -38,7 +38,7 @@ def sim(
     model: Annotated[
         str, Option(help="Model whose speed on this machine the replicas have. By default, Dynamo's mock engine's.")
     ] = "",
-    plot: Annotated[str, Option(help="Draw how soon first tokens came, as an SVG picture in this file.")] = "",
+    plot: Annotated[str, Option(help="Write an SVG picture of the times to the first token to this file.")] = "",
     json: options.Json = False,
     *,
     engine: options.EngineSettings,
