@@ -98,7 +98,7 @@ function Requests({ requests }: { requests: LiveRequest[] }) {
         <tr key={each.id}>
           <td><i class={`dot hue-${at % HUES}`} /><code title={each.id}>{each.id.slice(0, 12)}</code>{each.key ? ` ${each.key}` : ""}</td>
           <td>{each.model}</td>
-          <td><span class={`phase ${each.phase.split(" ")[0]}`} title={each.route}>{each.phase}</span></td>
+          <td><span class={`phase ${each.phase}`} title={each.route}>{each.phase}</span></td>
           <td>{seconds(each.seconds)}</td>
           <td>{each.prompt_tokens}</td>
           <td>{each.cached_tokens ?? "–"}</td>
@@ -117,7 +117,7 @@ function KvMap({ engine, blockSize }: { engine: EngineView; blockSize: number })
   const count = Math.min(all, CELLS);
   const cells = (blocks: number): number => Math.min(blocks ? Math.max(Math.round((count * blocks) / all), 1) : 0, count);
   const kinds: string[] = [];
-  const sizes = engine.requests.map(each => (each.phase.startsWith("waiting") ? 0 : Math.ceil((each.prompt_tokens + each.generated_tokens) / blockSize)));
+  const sizes = engine.requests.map(each => (each.phase === "waiting" ? 0 : Math.ceil((each.prompt_tokens + each.generated_tokens) / blockSize)));
   const claimed = sizes.reduce((sum, each) => sum + each, 0) || 1;
   sizes.forEach((size, at) => kinds.push(...Array(Math.round((cells(used) * size) / claimed)).fill(`hue-${at % HUES}`)));
   while (kinds.length < cells(used)) kinds.push("used");
