@@ -43,9 +43,12 @@ function request(chat: Chat, messages: Message[], settings: Settings, chances: b
   }
   if (settings.tools.trim()) body.tools = json(settings.tools, "The list of tools");
   if (chances) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
-  if (settings.extra.trim()) Object.assign(body, json(settings.extra, "Further fields"));
+  if (settings.extra.trim()) Object.assign(body, json(settings.extra, "The field for extra request fields"));
   return body;
 }
+
+/** Returns whether the loop guard ended a choice: a stop string of that name ends it with "stop". */
+const looped = (choice: any): boolean => choice.finish_reason === "length" && choice.stop_reason === "repetition";
 
 /** Adds what one event tells to the answer. */
 function take(answer: Message, event: any): void {
@@ -61,7 +64,7 @@ function take(answer: Message, event: any): void {
   for (const each of choice.logprobs?.content ?? []) {
     (answer.chances ??= []).push({ token: each.token, logprob: each.logprob, top: each.top_logprobs ?? [] });
   }
-  if (choice.finish_reason) answer.finish = choice.finish_reason;
+  if (choice.finish_reason) answer.finish = looped(choice) ? "repetition" : choice.finish_reason;
 }
 
 function takeCall(calls: ToolCall[], part: any): void {
@@ -71,8 +74,13 @@ function takeCall(calls: ToolCall[], part: any): void {
   call.arguments += part.function?.arguments ?? "";
 }
 
+export interface Options {
+  chances?: boolean; // with token probabilities
+  loops?: boolean; // it may repeat itself without end
+}
+
 /** Has an answer made below a message, or continues one that has begun. */
-export async function generate(chat: Chat, parent: Message, options: { chances?: boolean; more?: Message } = {}) {
+export async function generate(chat: Chat, parent: Message, options: Options & { more?: Message } = {}) {
   if (answeringIn(chat)) return;
   const chances = options.chances ?? state.settings.chances;
   const answer = options.more ?? add(chat, { parent: parent.id, role: "assistant", content: "", model: state.model });
@@ -84,6 +92,7 @@ export async function generate(chat: Chat, parent: Message, options: { chances?:
   change({ spoken: "Answering" });
   try {
     const body = request(chat, pathTo(chat, options.more ? answer.id : parent.id), state.settings, chances);
+    if (options.loops) body.loop_guard = false;
     if (options.more) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
     const response = await post("v1/chat/completions", body, stop.signal, true);
     let first = 0;
@@ -118,9 +127,9 @@ export function stop(): void {
 }
 
 /** Answers the same message once more, in a branch beside the answer. */
-export function regenerate(chat: Chat, answer: Message, chances?: boolean): void {
+export function regenerate(chat: Chat, answer: Message, options: Options = {}): void {
   const parent = answer.parent && chat.messages[answer.parent];
-  if (parent) void generate(chat, parent, { chances });
+  if (parent) void generate(chat, parent, options);
 }
 
 /** Puts an edited message beside the original. A user's is answered. */

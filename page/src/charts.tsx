@@ -20,7 +20,7 @@ export function Spark({ values }: { values: number[] }) {
 export function Throughput({ samples }: { samples: Sample[] }) {
   const top = Math.max(...samples.map(each => Math.max(each.generated, each.prompt)), 1);
   const last = samples.at(-1);
-  const told = `The most in two minutes: ${top.toFixed(0)} tokens a second. Now: ${(last?.generated ?? 0).toFixed(0)} of answers, ${(last?.prompt ?? 0).toFixed(0)} of prompts.`;
+  const told = `Peak of the last two minutes: ${top.toFixed(0)} tokens a second. Now: ${(last?.generated ?? 0).toFixed(0)} of answers, ${(last?.prompt ?? 0).toFixed(0)} of prompts.`;
   return (
     <figure>
       <svg class="chart" viewBox={`0 0 ${WIDTH} 60`} preserveAspectRatio="none" role="img" aria-label={told}>

@@ -70,7 +70,7 @@ export function Composer() {
         if (!file.type.startsWith("image/")) {
           const added = await textOf(file);
           setFiles(before => [...before, added]);
-        } else if (!state.sees) throw new Error(`${state.model} does not see pictures`);
+        } else if (!state.sees) throw new Error(`${state.model} cannot see pictures`);
         else if (file.size > MOST_PICTURE) throw new Error(`${file.name} is too large`);
         else {
           const added = await pictureOf(file);

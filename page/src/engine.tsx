@@ -98,7 +98,7 @@ function Requests({ requests }: { requests: LiveRequest[] }) {
         <tr key={each.id}>
           <td><i class={`dot hue-${at % HUES}`} /><code title={each.id}>{each.id.slice(0, 12)}</code>{each.key ? ` ${each.key}` : ""}</td>
           <td>{each.model}</td>
-          <td><span class={`phase ${each.phase.split(" ")[0]}`} title={each.route}>{each.phase}</span></td>
+          <td><span class={`phase ${each.phase}`} title={each.route}>{each.phase}</span></td>
           <td>{seconds(each.seconds)}</td>
           <td>{each.prompt_tokens}</td>
           <td>{each.cached_tokens ?? "–"}</td>
@@ -117,13 +117,13 @@ function KvMap({ engine, blockSize }: { engine: EngineView; blockSize: number })
   const count = Math.min(all, CELLS);
   const cells = (blocks: number): number => Math.min(blocks ? Math.max(Math.round((count * blocks) / all), 1) : 0, count);
   const kinds: string[] = [];
-  const sizes = engine.requests.map(each => (each.phase.startsWith("waiting") ? 0 : Math.ceil((each.prompt_tokens + each.generated_tokens) / blockSize)));
+  const sizes = engine.requests.map(each => (each.phase === "waiting" ? 0 : Math.ceil((each.prompt_tokens + each.generated_tokens) / blockSize)));
   const claimed = sizes.reduce((sum, each) => sum + each, 0) || 1;
   sizes.forEach((size, at) => kinds.push(...Array(Math.round((cells(used) * size) / claimed)).fill(`hue-${at % HUES}`)));
   while (kinds.length < cells(used)) kinds.push("used");
   kinds.push(...Array(cells(cached)).fill("cached"));
   while (kinds.length < count) kinds.push("free");
-  const told = `${used} blocks used, ${cached} kept for later, ${free} free`;
+  const told = `${used} blocks used, ${cached} cached for reuse, ${free} free`;
   return (
     <>
       <div id="kv" class="kv" role="img" aria-label={`KV cache: ${told}`}>{kinds.slice(0, count).map(kind => <i class={kind} />)}</div>
@@ -133,7 +133,7 @@ function KvMap({ engine, blockSize }: { engine: EngineView; blockSize: number })
         </div>
       )}
       <p id="cache">{told}{all > count && count > 0 ? ` (a square is ${Math.round(all / count)} blocks of ${blockSize} tokens)` : ""}</p>
-      <ul class="legend"><li><i class="used" />used, a colour for each request</li><li><i class="cached" />kept for later</li><li><i class="free" />free</li></ul>
+      <ul class="legend"><li><i class="used" />used, a colour for each request</li><li><i class="cached" />cached for reuse</li><li><i class="free" />free</li></ul>
       {engine.stats.host_places > 0 && <p class="dim">Host memory: {engine.stats.host_blocks} of {engine.stats.host_places} blocks</p>}
       {engine.stats.disk_blocks > 0 && <p class="dim">On disk: {engine.stats.disk_blocks} blocks</p>}
     </>
@@ -172,7 +172,7 @@ function Recent({ ended }: { ended: EndedRequest[] }) {
 }
 
 function StageLegend() {
-  const names = ["loading the model", "other waits", "queue", "prompt", "answer"];
+  const names = ["loading the model", "other waiting", "queue", "prompt", "answer"];
   return <ul class="legend">{["loading", "kv", "queue", "prefill", "decode"].map((each, at) => <li><i class={`stage-${each}`} />{names[at]}</li>)}</ul>;
 }
 
@@ -201,7 +201,7 @@ function RecentRequest({ ended }: { ended: EndedRequest }) {
 
 function Replicas({ replicas }: { replicas: Replica[] }) {
   return (
-    <Table id="replicas" label="Replicas" heads={["Replica", "Running", "Waiting", "KV used", "Prompt tokens owed", "Requests sent", "Promised / reused", "Restarts"]}>
+    <Table id="replicas" label="Replicas" heads={["Replica", "Running", "Waiting", "KV used", "Prompt tokens queued", "Requests routed", "Reuse expected / actual", "Restarts"]}>
       {replicas.map(each => {
         const { used, cached, free } = each.kv_blocks;
         return (

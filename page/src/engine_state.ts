@@ -76,7 +76,7 @@ async function loadChosen(model: string): Promise<void> {
     saveTimes({ ...loadTimes(), [model]: Date.now() - began });
     tell(`${model} is loaded`);
   } catch (error) {
-    tell(`${model}: ${(error as Error).message}. The first message will have it loaded.`);
+    tell(`${model}: ${(error as Error).message}. The first message will load it.`);
   }
   if (state.loading?.model === model) change({ loading: null });
   await look(model);

@@ -81,7 +81,7 @@ function LoadProgress() {
 }
 
 function KeyWanted() {
-  return <div id="wanted" role="alert"><p>This server lets in those with a key: enter yours. ({state.keyWanted})</p><KeyField /></div>;
+  return <div id="wanted" role="alert"><p>This server needs an API key. Enter yours. ({state.keyWanted})</p><KeyField /></div>;
 }
 
 function Conversation() {

@@ -66,6 +66,7 @@ function Body({ chat, message, live }: Omit<Props, "version">) {
       <Said message={message} live={live} />
       {message.calls?.map(call => <Call chat={chat} message={message} call={call} live={live} />)}
       {message.error && <p class="error" role="alert">{message.error}</p>}
+      {message.finish === "repetition" && !live && <Looped chat={chat} message={message} />}
       {message.role === "assistant" && !live && <Note message={message} />}
     </>
   );
@@ -103,6 +104,18 @@ function pretty(text: string): string {
   } catch {
     return text;
   }
+}
+
+/** Says that the loop guard ended an answer, and what can be done. */
+function Looped({ chat, message }: { chat: Chat; message: Message }) {
+  const tokens = message.report?.loops?.[0]?.phrase_tokens;
+  return (
+    <div class="ended">
+      <p>The server ended this answer because it repeated {tokens ? `the same ${tokens === 1 ? "token" : `${tokens} tokens`}` : "itself"} without end.</p>
+      <p>To avoid this, set a temperature or a repetition penalty in the settings.</p>
+      <button type="button" disabled={!!answeringIn(chat)} onClick={() => regenerate(chat, message, { loops: true })}>Regenerate and let it repeat</button>
+    </div>
+  );
 }
 
 function Note({ message }: { message: Message }) {
@@ -192,7 +205,7 @@ function Editor({ chat, message }: { chat: Chat; message: Message }) {
     <form class="editor" onSubmit={event => { event.preventDefault(); submit(); }}>
       <textarea ref={area} rows={Math.min(text.split("\n").length + 1, 16)} aria-label="Edited message" value={text} onInput={e => setText(e.currentTarget.value)} onKeyDown={onKeyDown} />
       <div class="row">
-        <button type="submit" class="primary">{message.role === "assistant" ? "Keep as a branch" : "Send as a branch"}</button>
+        <button type="submit" class="primary">{message.role === "assistant" ? "Save as a branch" : "Send as a branch"}</button>
         <button type="button" onClick={() => change({ editing: "" })}>Cancel</button>
       </div>
     </form>
@@ -235,7 +248,7 @@ function Actions({ chat, message }: { chat: Chat; message: Message }) {
       {message.role === "assistant" && (
         <>
           <IconButton icon="redo" label="Regenerate" disabled={busy} onClick={() => regenerate(chat, message)} />
-          {!message.chances && <IconButton icon="chance" label="Regenerate with token probabilities" disabled={busy} onClick={() => regenerate(chat, message, true)} />}
+          {!message.chances && <IconButton icon="chance" label="Regenerate with token probabilities" disabled={busy} onClick={() => regenerate(chat, message, { chances: true })} />}
           {last && message.content && ["stopped", "length"].includes(message.finish ?? "") && (
             <IconButton icon="next" label="Continue" disabled={busy} onClick={() => void generate(chat, chat.messages[message.parent!]!, { more: message })} />
           )}

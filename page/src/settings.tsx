@@ -12,19 +12,19 @@ const BUILT_IN: Preset[] = [
   { name: "Programmer", settings: { ...NO_SETTINGS, temperature: "0.2", system: "You are an experienced programmer. Answer with working code and a short explanation." } },
 ];
 const FIELDS: [keyof Settings, string, string, Record<string, string>][] = [
-  ["temperature", "Temperature", "model's", { min: "0", max: "2", step: "0.1" }],
-  ["top_p", "Top p", "model's", { min: "0.01", max: "1", step: "0.01" }],
-  ["top_k", "Top k", "model's", { min: "0", step: "1" }],
-  ["min_p", "Min p", "model's", { min: "0", max: "1", step: "0.01" }],
-  ["repetition_penalty", "Repetition penalty", "model's", { min: "0.1", max: "2", step: "0.05" }],
+  ["temperature", "Temperature", "model default", { min: "0", max: "2", step: "0.1" }],
+  ["top_p", "Top p", "model default", { min: "0.01", max: "1", step: "0.01" }],
+  ["top_k", "Top k", "model default", { min: "0", step: "1" }],
+  ["min_p", "Min p", "model default", { min: "0", max: "1", step: "0.01" }],
+  ["repetition_penalty", "Repetition penalty", "model default", { min: "0.1", max: "2", step: "0.05" }],
   ["seed", "Seed", "random", { step: "1" }],
-  ["max_tokens", "Most tokens", "no limit", { min: "1", step: "1" }],
+  ["max_tokens", "Max tokens", "no limit", { min: "1", step: "1" }],
 ];
 
 export function KeyField() {
   return (
     <label>API key
-      <input id="key" type="password" autocomplete="off" placeholder="where the server asks for one" defaultValue={loadKey()} onChange={event => { saveKey(event.currentTarget.value.trim()); begin(); }} />
+      <input id="key" type="password" autocomplete="off" placeholder="if the server needs one" defaultValue={loadKey()} onChange={event => { saveKey(event.currentTarget.value.trim()); begin(); }} />
     </label>
   );
 }
@@ -47,16 +47,16 @@ export function SettingsPanel() {
         <label class="inline"><input id="chances" type="checkbox" checked={settings.chances} onChange={e => set({ chances: e.currentTarget.checked })} />Token probabilities with every answer</label>
       </fieldset>
       <fieldset>
-        <legend>Form of the answer</legend>
+        <legend>Answer format</legend>
         <label>JSON schema<textarea id="schema" rows={3} spellcheck={false} value={settings.schema} onInput={e => set({ schema: e.currentTarget.value })} /></label>
         <label>Tools (a JSON list)<textarea id="tools" rows={3} spellcheck={false} value={settings.tools} onInput={e => set({ tools: e.currentTarget.value })} /></label>
-        <label>Further fields of the request (JSON)<textarea id="extra" rows={2} spellcheck={false} value={settings.extra} onInput={e => set({ extra: e.currentTarget.value })} /></label>
+        <label>Extra request fields (JSON)<textarea id="extra" rows={2} spellcheck={false} value={settings.extra} onInput={e => set({ extra: e.currentTarget.value })} /></label>
       </fieldset>
       <fieldset>
         <legend>This page</legend>
-        <label>Looks
+        <label>Theme
           <select id="theme" value={state.theme} onChange={e => applyTheme(e.currentTarget.value)}>
-            <option value="auto">As the system</option><option value="light">Light</option><option value="dark">Dark</option>
+            <option value="auto">Same as the system</option><option value="light">Light</option><option value="dark">Dark</option>
           </select>
         </label>
         <KeyField />

@@ -122,7 +122,7 @@ async function save(chat: Chat): Promise<void> {
   try {
     await storage.saveChat(chat);
   } catch (error) {
-    tell(`This browser does not keep the chat: ${(error as Error).message}`);
+    tell(`This browser could not save the chat: ${(error as Error).message}`);
   }
 }
 

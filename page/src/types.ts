@@ -34,6 +34,7 @@ export interface Report {
   loading_seconds?: number;
   resumed_on?: string[];
   route?: string[];
+  loops?: { phrase_tokens: number }[];
   choices?: {
     finish: { reason: string; by: string };
     cache?: { prompt_tokens: number; reused_tokens: number; miss?: { reason: string; message: string } | null };
@@ -61,7 +62,7 @@ export interface Message {
   report?: Report;
   firstMs?: number;
   totalMs?: number;
-  finish?: string; // as the server says it, or "stopped" here
+  finish?: string; // as the server says it; "repetition": the loop guard ended it; "stopped": the reader did
   error?: string;
 }
 

@@ -33,7 +33,7 @@ export function Welcome() {
         ))}
       </div>
       <section class="clients" aria-labelledby="clients">
-        <h3 id="clients">Use it from elsewhere</h3>
+        <h3 id="clients">Use this server from other programs</h3>
         <div class="tabs" role="tablist" aria-label="Clients" onKeyDown={move}>
           {all.map((each, at) => (
             <button type="button" id={`tab-${at}`} role="tab" aria-selected={at === chosen} aria-controls="snippet" tabIndex={at === chosen ? 0 : -1} onClick={() => setChosen(at)}>{each.name}</button>

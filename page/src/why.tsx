@@ -56,7 +56,7 @@ export function courseOfMessage(message: Message): Course | null {
 /** Returns in a sentence or two what took longest, and why. */
 export function why(course: Course): string {
   const longest = course.stages.reduce<Stage | null>((a, b) => (a && a.seconds >= b.seconds ? a : b), null);
-  if (!longest) return "The engine told no times: the client left, or a stop string ended it.";
+  if (!longest) return "The engine reported no times: the client left, or a stop string ended the answer.";
   const took = seconds(longest.seconds);
   const computed = course.prompt - course.cached;
   const texts: Record<string, string> = {
@@ -65,15 +65,15 @@ export function why(course: Course): string {
     adapter: `It waited ${took} for its adapter.`,
     pause: `It waited ${took} for a pause to end.`,
     kv: `It waited ${took} for KV to be read from disk.`,
-    queue: `It waited ${took} in the queue: others had the room or the turn.`,
+    queue: `It waited ${took} in the queue behind other requests.`,
     prefill: `The prompt took ${took}: ${computed} of its ${course.prompt} tokens had to be computed.`,
     decode: `The answer took ${took}: ${course.generated} tokens, ${(course.generated / longest.seconds).toFixed(0)} a second.`,
   };
   const said = [texts[longest.name]!];
   if (course.preemptions) {
-    said.push(`The KV cache was full: preempted ${course.preemptions} times, ${course.recomputed} tokens computed again.`);
+    said.push(`The KV cache was full, so it was preempted ${course.preemptions} times and ${course.recomputed} tokens were computed again.`);
   }
-  if (course.miss && longest.name === "prefill") said.push(`Not more was reused because ${course.miss}.`);
+  if (course.miss && longest.name === "prefill") said.push(`No more was reused because ${course.miss}.`);
   return said.join(" ");
 }
 

@@ -465,6 +465,7 @@ class Stats(NamedTuple):
     step_seconds: tuple[float, ...] = ()  # measured: of a prompt's token, of a pair of such, of a step that answers
     background: int = 0  # requests that may wait; counted if block events are recorded
     background_tokens: int = 0  # of uncached_tokens, those of such requests
+    prefilling: tuple[int, ...] = ()  # ids of running requests that have no token yet; of several clients, its own
 
 
 class Hello(NamedTuple):

@@ -1,6 +1,6 @@
 """Agents and client libraries as npm and pip install them, and a server whose model is played: see scripted.py.
 
-They run with `pytest -m agents`. PENSTOCK_AGENTS is a folder that keeps the packages (1.4 GB) between runs; without it
+They run with `pytest -m agents`. PENSTOCK_AGENTS is a folder that keeps the packages (2 GB) between runs; without it
 they are installed into a temporary one.
 """
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "agents" not in str(config.getoption("-m")):
         for item in items:
             if item.get_closest_marker("agents"):
-                item.add_marker(pytest.mark.skip(reason="fetches 1.4 GB: runs with -m agents"))
+                item.add_marker(pytest.mark.skip(reason="fetches 2 GB: runs with -m agents"))
 
 
 @pytest.fixture(scope="session")
@@ -119,10 +119,15 @@ class Workplace(NamedTuple):
 
 @pytest.fixture
 def workplace(packages: Path, tmp_path: Path) -> Workplace:
-    folder, home = tmp_path / "work", tmp_path / "home"
+    return make_workplace(tmp_path, packages / CLAUDE, packages / ".bin")
+
+
+def make_workplace(under: Path, *programs: Path) -> Workplace:
+    """Returns a new place whose agents are in these folders."""
+    folder, home = under / "work", under / "home"
     folder.mkdir()
     home.mkdir()
-    places = (packages / CLAUDE, packages / ".bin", os.environ["PATH"])
+    places = (*programs, os.environ["PATH"])
     environment = {
         "HOME": str(home),
         "PATH": os.pathsep.join(map(str, places)),

@@ -37,7 +37,7 @@ def test_speculation_may_be_set_by_vllms_option(capsys: pytest.CaptureFixture[st
     vllms = SpeculativeOptions('{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2}')
     assert vllms.options(DEFAULTS) == {"speculation": "4"}
     assert "without effect here: prompt_lookup_min" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="--speculation is also said by --speculative-config"):
+    with pytest.raises(UsageError, match="--speculation is also set by --speculative-config"):
         vllms.options(DEFAULTS | {"speculation": "8"})
     with pytest.raises(ConfigError, match="'eagle', which is not supported"):
         SpeculativeOptions('{"method": "eagle"}').options(DEFAULTS)
@@ -48,7 +48,7 @@ def test_a_draft_model_may_be_set_by_the_options_of_vllm_and_llama_cpp() -> None
     assert SpeculativeOptions(vllms).options(DEFAULTS) == {"speculation": "auto", "draft": "small"}
     assert theirs.options(DEFAULTS) == {"draft": "small"}
     for twice in (SpeculativeOptions(vllms), theirs):
-        with pytest.raises(UsageError, match="--draft is also said by --speculative-config or --model-draft"):
+        with pytest.raises(UsageError, match="--draft is also set by --speculative-config or --model-draft"):
             twice.options(DEFAULTS | {"draft": "smaller"})
-    with pytest.raises(UsageError, match="--draft is also said"):
+    with pytest.raises(UsageError, match="--draft is also set"):
         SpeculativeOptions(vllms, "smaller").options(DEFAULTS)

@@ -102,11 +102,11 @@ def test_a_replay_without_a_death_says_so(folder: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "it fell" in printed
     assert "1 requests, 1 of them in doubt" in printed
-    assert "has lived through all of it" in printed
+    assert "survived all requests" in printed
 
 
 def test_another_file_is_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("{}")
     for name in ("file", "missing"):
-        with pytest.raises(InvalidRequest, match="is no bundle"):
+        with pytest.raises(InvalidRequest, match="is not a file that describes"):
             replay(str(tmp_path / name))

@@ -18,9 +18,9 @@ from penstock.engine.loop import Abort, Add
 from penstock.fleet.keeper import Keeper
 from penstock.fleet.steward_wire import KeeperSpec
 from penstock.ipc import post_mortem, spawn, wire
+from penstock.ipc.flight_requests import REQUESTS_BYTES, SLOT_BYTES, SLOTS, FlightRequests, read_requests
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.process import EngineProcess
-from penstock.ipc.flight_requests import REQUESTS_BYTES, SLOT_BYTES, SLOTS, FlightRequests, read_requests
 from penstock.ipc.shared_wire import ID_BITS
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import BlockOffer, Request, SamplingParams

@@ -363,7 +363,7 @@ def test_roles_are_read() -> None:
     for roles in ("prefill=3", "prefill=0", "decode=1", "prefill", "prefill=x"):
         with pytest.raises(UsageError, match=f"from 1 to 2 of --replicas; got '{roles}'"):
             prefill_replicas(ReplicaOptions("3", roles=roles, itl=50.0))
-    with pytest.raises(UsageError, match="say both"):
+    with pytest.raises(UsageError, match="give both"):
         prefill_replicas(ReplicaOptions("3", roles="prefill=1"))
 
 

@@ -23,8 +23,9 @@ from penstock.fleet.client import FleetClient
 from penstock.fleet.directory import Directory, ReplicaInfo, ReplicaState
 from penstock.ipc import shared_wire, wire
 from penstock.ipc.process import EngineProcess
+from penstock.ipc.shared_host import SharedClient
 from penstock.ipc.shared_wire import AskSnapshot, Beat, Farewell, Join, Joined, Leave, Snapshot
-from penstock.types import Failed, Finished, Request, SamplingParams, Tokens
+from penstock.types import Failed, Finished, Request, SamplingParams, Stats, Tokens
 from tests.engine.test_ipc import run
 from tests.fleet.fake_host import VOCAB, FakeLauncher
 from tests.fleet.fleets import FAKE, SECRET, fleet, until_ready
@@ -121,6 +122,14 @@ async def _beat(peer: Peer) -> None:
         await asyncio.sleep(0.1)
 
 
+def test_a_client_is_told_which_of_its_own_requests_compute_their_prompts() -> None:
+    first, second = SharedClient(b"a", "first", 1), SharedClient(b"b", "second", 2)
+    stats = Stats(running=3, prefilling=(first.engine_id(7), second.engine_id(7), second.engine_id(8)))
+    assert first.own(stats) == stats._replace(prefilling=(7,))
+    assert second.own(stats) == stats._replace(prefilling=(7, 8))
+    assert first.own(Stats(running=3)) == Stats(running=3)
+
+
 def test_what_a_client_sends_harms_itself_alone() -> None:
     async def scenario() -> None:
         async with hosted() as (engine, peer):
@@ -175,6 +184,7 @@ import asyncio, sys
 from penstock.config import Config
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.process import EngineProcess
+from penstock.ipc.shared_host import SharedClient
 
 HOST = """
 from penstock.ipc import shared_host

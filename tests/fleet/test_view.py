@@ -89,11 +89,11 @@ def test_what_waits_counts_without_what_is_cached() -> None:
 def test_counters_never_go_back() -> None:
     totals = FleetTotals()
     one, other = ReplicaInfo("one", epoch=1), ReplicaInfo("other", epoch=1)
-    totals.note(one, Stats(running=2, steps=10, step_seconds=(1.0,)))
-    totals.note(other, Stats(running=3, steps=5))
-    assert (totals.sum().running, totals.sum().steps) == (5, 15)
+    totals.note(one, Stats(running=2, steps=10, step_seconds=(1.0,), prefilling=(7,)))
+    totals.note(other, Stats(running=3, steps=5, prefilling=(8, 9)))
+    assert (totals.sum().running, totals.sum().steps, totals.sum().prefilling) == (5, 15, (7, 8, 9))
     totals.end(one)
-    assert (totals.sum().running, totals.sum().steps) == (3, 15)
+    assert (totals.sum().running, totals.sum().steps, totals.sum().prefilling) == (3, 15, (8, 9))
     totals.note(one, Stats(running=1, steps=11))  # it was the connection that was lost
     assert (totals.sum().running, totals.sum().steps) == (4, 16)
     totals.note(one._replace(epoch=2), Stats(running=1, steps=1))

@@ -22,6 +22,19 @@ window.violations = [];
 document.addEventListener("securitypolicyviolation", event => window.violations.push(event.violatedDirective));
 """
 
+MODEL = "toy/parrot"
+MARKDOWN = """# Title
+Some **bold** text, `code` and [a link](https://example.org/x).
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+def f(): return 1
+```
+![x](https://example.org/x.png) <img src=x onerror=alert(1)> [bad](javascript:alert(1))"""
+
 
 def missing(what: str) -> Any:
     return pytest.fail(what) if REQUIRED else pytest.skip(what)
@@ -62,3 +75,26 @@ def visiting(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
     assert page.errors == []
     assert violations == []
     assert [each for each in outside if not each.startswith((f"{url}/", "data:", "blob:"))] == []
+
+
+def expect(locator: Any) -> Any:
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=SLOW)
+    return expect(locator)
+
+
+def told(text: str) -> str:
+    """Returns a message that the parrot answers with a text of any characters."""
+    return f"[={text.encode().hex()}]"
+
+
+def ask(page: Any, text: str) -> None:
+    """Sends a message and waits for the whole answer."""
+    page.fill("#prompt", text)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article.assistant:last-of-type .note .figures")
+
+
+def last(page: Any) -> Any:
+    return page.locator("article.assistant").last

@@ -24,6 +24,7 @@ from penstock.server.access.guard import Rules
 from penstock.server.access.protocol import BoundedProtocol
 from penstock.server.app import bind
 from tests.server import toys
+from tests.server.browsing import MODEL, browsing, expect, visiting
 
 NOTHING: Mapping[str, Any] = {}
 WAIT = 120.0  # seconds after which something hangs: much longer than a busy machine takes
@@ -158,3 +159,25 @@ def mortal_parrot() -> Iterator[Server]:
         ProcessClient(Config(model="parrot", post_mortem="off"), toys.HOST, ()), toys.ToyText(), "toy/parrot"
     ) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Server]:
+    """Serves a parrot that calls tools, for the page."""
+    client = InProcessClient(lambda: toys.open_paced_parrot(0.001), "parrot")
+    with serving(client, toys.Hermes(), MODEL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Any, toy: Server) -> Iterator[Any]:
+    """Is the page in a browser, once it knows the model."""
+    with visiting(browser, toy.url) as page:
+        expect(page.locator("#model")).to_have_value(MODEL)
+        yield page

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +17,6 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.step_history import KEPT, StepHistory
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server.access.guard import Rules
-from penstock.server.engine_view import live_requests
 from penstock.service_levels import ServiceTerms
 from penstock.types import Stats
 from tests.server import toys
@@ -71,23 +73,29 @@ def test_a_request_in_flight_is_seen(slow_parrot: Server) -> None:
     assert view(slow_parrot)["ended"][0]["reason"] == "abort"
 
 
-@pytest.mark.parametrize(
-    ("running", "waiting", "phases"),
-    [
-        (2, 0, ["decode", "prefill"]),
-        (1, 1, ["decode", "waiting"]),
-        (1, 0, ["decode", "waiting"]),
-        (2, 1, ["decode", "waiting or prefill"]),
-    ],
-)
-def test_phases_follow_from_what_the_engine_counts(running: int, waiting: int, phases: list[str]) -> None:
-    context = SimpleNamespace(id="req", model="m", owner_name=None, route="")
-    request = SimpleNamespace(prompt=(1, 2), max_tokens=9)
-    timers: list[Any] = [
-        SimpleNamespace(context=context, request=request, generated=made, began=0.0, first=0.0, cached=0)
-        for made in (3, 0)
-    ]
-    assert [each.phase for each in live_requests(timers, Stats(running=running, waiting=waiting), None)] == phases
+def test_phases_are_those_of_each_request() -> None:
+    """Two rows: one request answers, one computes a prompt for seconds, one waits for a row."""
+    engine = partial(toys.open_paced_parrot, 0.01, max_rows=2, step_tokens=16)
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(InProcessClient(engine, "parrot"), toys.ToyText(), MODEL))
+        for prompt in ("[*abc]", "x" * 12_000, "[later]"):
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 9000, "stream": True}
+            known = len(view(server)["requests"])
+            stack.enter_context(_asking(server, body))
+            server.until(lambda known=known: len(view(server)["requests"]) > known)  # type: ignore[misc]
+            server.until(lambda: view(server)["requests"][0]["phase"] == "decode")
+        server.until(lambda: [each["phase"] for each in view(server)["requests"]] == ["decode", "prefill", "waiting"])
+
+
+@contextmanager
+def _asking(server: Server, body: dict[str, Any]) -> Iterator[None]:
+    """Sends a request, whose answer nobody waits for, and leaves in the end."""
+    sent, url = json.dumps(body).encode(), httpx.URL(server.url)
+    assert url.port is not None
+    with socket.create_connection((url.host, url.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(sent)}\r\n"
+        connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + sent)
+        yield
 
 
 def test_steps_are_told_apart_by_their_number() -> None:

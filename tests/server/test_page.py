@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "page"
 HTML = {"accept": "text/html,*/*;q=0.8"}
 MOST = 300_000  # bytes
+MOST_SENT = 100_000  # bytes that a browser waits for before it can paint
 
 
 def test_the_page_asks_for_nothing_else(parrot: Server) -> None:
@@ -39,8 +40,14 @@ def test_only_its_own_code_may_run(parrot: Server, tag: str) -> None:
     assert policy["default-src"] == "'none'"
 
 
-def test_the_page_is_small() -> None:
+def test_the_page_is_small(parrot: Server) -> None:
     assert len(PAGE.encode()) <= MOST
+    answer = parrot.http.get("/", headers=HTML | {"accept-encoding": "gzip, br"})
+    assert answer.headers["content-encoding"] == "gzip"
+    assert int(answer.headers["content-length"]) <= MOST_SENT
+    plain = parrot.http.get("/", headers=HTML | {"accept-encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert answer.text == plain.text == PAGE
 
 
 def test_the_page_was_built_from_this_source() -> None:

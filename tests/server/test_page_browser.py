@@ -18,73 +18,23 @@ from penstock.config import Config
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
-from penstock.keys import Key, changing, digest, new_key, now
 from penstock.model.load import load_text
 from penstock.server import Setup, Space, create_app
-from penstock.server.access.guard import Rules
 from penstock.server.models import ModelPool, ModelSource
 from tests.server import toys
-from tests.server.browsing import AXE, SLOW, browsing, missing, visiting
-from tests.server.conftest import Server, _serving, serving
+from tests.server.browsing import MARKDOWN, ask, expect, last, told, visiting
+from tests.server.conftest import Server, _serving
 
-MODEL = "toy/parrot"
-MARKDOWN = """# Title
-Some **bold** text, `code` and [a link](https://example.org/x).
-
-| a | b |
-|---|---|
-| 1 | 2 |
-
-```python
-def f(): return 1
-```
-![x](https://example.org/x.png) <img src=x onerror=alert(1)> [bad](javascript:alert(1))"""
 CALL = '<think>Hm.</think><tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 DOT = bytes.fromhex("47494638396101000100800100000000ffffff2c00000000010001000002024401003b")  # a GIF of one pixel
+GIVEN = """([event, name, text]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([text], name, {type: "text/plain"}));
+  const given = event === "paste" ? new ClipboardEvent(event, {clipboardData: data, bubbles: true, cancelable: true})
+    : new DragEvent(event, {dataTransfer: data, bubbles: true, cancelable: true});
+  document.querySelector("#prompt").dispatchEvent(given);
+}"""
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-
-
-def told(text: str) -> str:
-    """Returns a message that the parrot answers with a text of any characters."""
-    return f"[={text.encode().hex()}]"
-
-
-@pytest.fixture(scope="module")
-def toy() -> Iterator[Server]:
-    client = InProcessClient(lambda: toys.open_paced_parrot(0.001), "parrot")
-    with serving(client, toys.Hermes(), MODEL) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with browsing() as browser:
-        yield browser
-
-
-@pytest.fixture
-def page(browser: Any, toy: Server) -> Iterator[Any]:
-    with visiting(browser, toy.url) as page:
-        expect(page.locator("#model")).to_have_value(MODEL)
-        yield page
-
-
-def expect(locator: Any) -> Any:
-    from playwright.sync_api import expect
-
-    expect.set_options(timeout=SLOW)
-    return expect(locator)
-
-
-def ask(page: Any, text: str) -> None:
-    """Sends a message and waits for the whole answer."""
-    page.fill("#prompt", text)
-    page.keyboard.press("Enter")
-    page.wait_for_selector("article.assistant:last-of-type .note .figures")
-
-
-def last(page: Any) -> Any:
-    return page.locator("article.assistant").last
 
 
 # -- one answer ---------------------------------------------------------------------------------------------------
@@ -190,6 +140,22 @@ def test_an_answer_is_stopped_and_continued(page: Any, toy: Server) -> None:
     toy.until_idle()
 
 
+def test_an_answer_that_repeated_itself_says_so_and_may_go_on(page: Any) -> None:
+    page.click("#show-settings")
+    page.fill("#temperature", "0")
+    page.fill("#max_tokens", "1300")
+    ask(page, f"[{'ab' * 700}]")
+    expect(last(page).locator(".ended")).to_contain_text("it repeated the same 2 tokens without end")
+    expect(last(page).locator(".note")).not_to_contain_text("token limit")
+    expect(last(page).locator(".markdown")).to_have_text("ab" * 512)
+    expect(page.get_by_role("button", name="Continue")).to_have_count(0)  # it would only repeat itself again
+    last(page).get_by_role("button", name="Regenerate and let it repeat").click()
+    expect(last(page).locator(".place")).to_have_text("2 / 2")
+    expect(last(page).locator(".note")).to_contain_text("cut at the token limit")
+    expect(last(page).locator(".markdown")).to_have_text("ab" * 650)
+    expect(last(page).locator(".ended")).to_have_count(0)
+
+
 def test_an_error_is_shown_and_the_next_message_goes_through(page: Any) -> None:
     page.click("#show-settings")
     page.fill("#schema", "{not json")
@@ -205,9 +171,20 @@ def test_files_go_as_text_and_pictures_only_to_models_that_see(page: Any, toy: S
     page.set_input_files("#files", {"name": "note.txt", "mimeType": "text/plain", "buffer": b"[from the file]"})
     expect(page.locator(".attached")).to_contain_text("note.txt")
     page.set_input_files("#files", {"name": "x.png", "mimeType": "image/png", "buffer": b"\x89PNG"})
-    expect(page.locator("#notice")).to_contain_text("does not see pictures")
+    expect(page.locator("#notice")).to_contain_text("cannot see pictures")
     ask(page, "What does it say?")
     expect(last(page).locator(".markdown")).to_have_text("from the file")
+
+
+@pytest.mark.parametrize("event", ["paste", "drop"])
+def test_a_file_is_pasted_or_dropped(page: Any, event: str) -> None:
+    page.evaluate(GIVEN, [event, "note.txt", "[from the file]"])
+    expect(page.locator(".attached")).to_contain_text("note.txt")
+    page.evaluate(GIVEN, [event, "other.txt", "[not this]"])
+    page.get_by_role("button", name="Remove other.txt").click()
+    ask(page, "What does it say?")
+    expect(last(page).locator(".markdown")).to_have_text("from the file")
+    expect(page.locator("article.user details summary")).to_have_text("File: note.txt")
 
 
 def test_a_model_that_sees_gets_pictures(browser: Any, toy: Server) -> None:
@@ -251,6 +228,25 @@ def test_settings_go_with_the_request(page: Any, toy: Server) -> None:
     expect(page.locator("#max_tokens")).to_have_value("")
     page.select_option("#preset", "Mine")
     expect(page.locator("#max_tokens")).to_have_value("2")
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.locator("#preset option", has_text="Mine")).to_have_count(0)
+    page.reload()
+    page.click("#show-settings")
+    expect(page.locator("#preset option")).to_have_text(["Choose…", "Default", "Precise", "Creative", "Programmer"])
+
+
+def test_the_looks_are_chosen_and_kept(page: Any) -> None:
+    page.click("#show-settings")
+    seen = []
+    for theme in ("light", "dark"):
+        page.select_option("#theme", theme)
+        page.reload()
+        page.click("#show-settings")
+        expect(page.locator("#theme")).to_have_value(theme)
+        seen.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(set(seen)) == 2
+    page.select_option("#theme", "auto")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == seen[0]  # as the system of the tests
 
 
 # -- branches and history -----------------------------------------------------------------------------------------
@@ -327,6 +323,22 @@ def test_chats_are_exported_and_imported(page: Any, tmp_path: Path) -> None:
     expect(page.locator("#notice")).to_contain_text("this file has no chats")
 
 
+def test_a_chat_is_renamed_and_exported_as_markdown(page: Any, tmp_path: Path) -> None:
+    ask(page, told("Some **bold** text"))
+    page.on("dialog", lambda dialog: dialog.accept("About the sky"))
+    page.locator(".menu summary").click()
+    page.get_by_role("button", name="Rename").click()
+    expect(page.locator("#chats .chat")).to_have_text("About the sky")
+    page.locator(".menu summary").click()
+    with page.expect_download() as saving:
+        page.get_by_role("button", name="Export as Markdown").click()
+    assert saving.value.suggested_filename == "chat.md"
+    saving.value.save_as(tmp_path / "chat.md")
+    written = (tmp_path / "chat.md").read_text()
+    assert written.startswith("# About the sky\n")
+    assert written.rstrip().endswith("Some **bold** text")
+
+
 # -- the engine ---------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +349,7 @@ def test_the_engine_view_moves(page: Any, toy: Server) -> None:
     page.click("#show-engine")
     expect(page.locator("#requests .phase")).to_have_text("decode")
     expect(page.locator("#running")).to_have_text("1")
-    expect(page.locator("#cache")).to_contain_text("kept for later")
+    expect(page.locator("#cache")).to_contain_text("cached for reuse")
     expect(page.locator("#plot")).to_have_attribute("points", re.compile(r"\d+,\d+"))
     assert page.locator(".answer-bar").count() > 10
     page.keyboard.press("Escape")
@@ -370,119 +382,6 @@ def test_a_model_that_is_not_loaded_shows_its_loading(browser: Any, tmp_path: Pa
         expect(page.locator("#model option").nth(1)).to_have_text("toy/two")
         ask(page, "[from two]")
         expect(last(page).locator("h2")).to_have_text("toy/two")
-
-
-# -- for everyone -------------------------------------------------------------------------------------------------
-
-
-def serious(page: Any) -> list[str]:
-    """Returns what axe finds serious or worse."""
-    if not AXE.exists():
-        missing("there is no axe-core here: run `npm ci` in page/")
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run()")["violations"]
-    return [f"{each['id']}: {each['nodes'][0]['html']}" for each in found if each["impact"] in ("serious", "critical")]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(browser: Any, toy: Server, scheme: str) -> None:
-    with visiting(browser, toy.url, color_scheme=scheme) as page:
-        expect(page.locator("#model")).to_have_value(MODEL)
-        assert serious(page) == []
-        page.click("#show-settings")
-        page.check("#chances")
-        assert serious(page) == []
-        page.click("#show-settings")
-        ask(page, told(MARKDOWN))
-        page.get_by_role("button", name="Where did the time go?").click()
-        page.locator("details.chances summary").click()
-        assert serious(page) == []
-        page.click("#show-engine")
-        page.wait_for_selector("#recent")
-        assert serious(page) == []
-        page.keyboard.press("Alt+h")
-        expect(page.locator("#help")).to_be_visible()
-        assert serious(page) == []
-
-
-def test_the_keyboard_is_enough(page: Any) -> None:
-    page.keyboard.type("[first]")
-    page.keyboard.press("Enter")
-    expect(last(page).locator(".markdown")).to_have_text("first")
-    expect(page.locator("#send")).to_be_visible()
-    page.keyboard.press("ArrowUp")
-    expect(page.get_by_label("Edited message")).to_be_focused()
-    page.keyboard.press("Control+a")
-    page.keyboard.type("[second]")
-    page.keyboard.press("Control+Enter")
-    expect(last(page).locator(".markdown")).to_have_text("second")
-    expect(page.locator("#send")).to_be_visible()
-    page.keyboard.press("Alt+r")
-    expect(last(page).locator(".place")).to_have_text("2 / 2")
-    expect(page.locator("#send")).to_be_visible()
-    page.keyboard.press("Alt+ArrowLeft")
-    expect(last(page).locator(".place")).to_have_text("1 / 2")
-    page.keyboard.press("Alt+c")
-    expect(page.locator("#notice")).to_have_text("Answer copied")
-    page.keyboard.press("Alt+k")
-    expect(page.locator("#search")).to_be_focused()
-    page.keyboard.press("Alt+e")
-    expect(page.locator("#engine")).to_be_visible()
-    page.keyboard.press("Alt+n")
-    expect(page.locator("#prompt")).to_be_focused()
-    page.keyboard.press("Alt+s")
-    expect(page.locator("#settings")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.locator("#settings")).to_have_count(0)
-
-
-def test_it_fits_a_phone(browser: Any, toy: Server) -> None:
-    with visiting(browser, toy.url, viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True) as page:
-        expect(page.locator("#prompt")).to_be_visible()
-        ask(page, told(MARKDOWN))
-        for view in ("#show-engine", "#show-chat", "#show-settings"):
-            page.click(view)
-            assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        page.get_by_role("button", name="Close the settings").click()
-        expect(page.locator("#search")).to_be_hidden()
-        page.get_by_role("button", name="Chats", exact=True).click()
-        expect(page.locator("#search")).to_be_visible()
-        page.click("#new")
-        expect(page.locator(".welcome")).to_be_visible()
-
-
-def test_the_first_screen_has_examples_and_snippets(page: Any, toy: Server) -> None:
-    expect(page.locator(".example")).to_have_count(4)
-    expect(page.locator("#snippet")).to_contain_text(f"curl {toy.url}/v1/chat/completions")
-    for name in ("OpenAI SDK", "Anthropic SDK", "Ollama", "Coding agents"):
-        page.get_by_role("tab", name=name).click()
-        expect(page.locator("#snippet")).to_contain_text(toy.url)
-    page.get_by_role("tab", name="OpenAI SDK").click()
-    page.locator("#snippet").get_by_role("button", name="Copy").click()
-    expect(page.locator("#notice")).to_have_text("Code copied")
-    said: list[str] = []
-    exec(page.evaluate("navigator.clipboard.readText()"), {"print": said.append})  # it runs as it is
-    assert said == [""]  # the parrot is told to say nothing
-
-
-def test_a_key_is_asked_for_and_kept(browser: Any, tmp_path: Path) -> None:
-    file, secret = tmp_path / "keys.json", new_key()
-    with changing(file) as keys:
-        keys.append(Key(name="reader", sha256=digest(secret.encode()), created=now()))
-    client = InProcessClient(toys.open_parrot, "parrot")
-    serves = serving(client, toys.ToyText(), MODEL, rules=Rules(keys=file))
-    with serves as server, visiting(browser, server.url) as page:
-        page.fill("#wanted #key", secret)
-        page.keyboard.press("Enter")
-        expect(page.locator("#model")).to_have_value(MODEL)
-        expect(page.locator("#wanted")).to_have_count(0)
-        page.reload()
-        expect(page.locator("#model")).to_have_value(MODEL)
-        ask(page, "[hello]")
-        expect(last(page).locator(".markdown")).to_have_text("hello")
-        refusals = [error for error in page.errors if "401" in error]
-        assert len(refusals) == 2  # the models and the engine, once each; then it waits for a key
-        page.errors[:] = [error for error in page.errors if error not in refusals]
 
 
 def test_a_real_model_answers(browser: Any, smollm2: Path, serve: Callable[..., Any]) -> None:

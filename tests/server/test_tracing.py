@@ -211,7 +211,8 @@ def test_what_goes_on_alone_has_a_span_of_its_own() -> None:
 
     metrics: Any = Listeners()
     traces.around(None, metrics, "m")  # type: ignore[arg-type]
-    with RequestTimer(metrics, RequestContext(), Request(1, (1, 2), SamplingParams(), 4)):
+    request, client = Request(1, (1, 2), SamplingParams(), 4), InProcessClient(toys.open_parrot, "m")
+    with RequestTimer(metrics, RequestContext(), request, client):
         pass
     (span,) = kept.get_finished_spans()
     assert (span.name, span.kind) == ("chat m", SpanKind.INTERNAL)

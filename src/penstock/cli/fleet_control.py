@@ -55,9 +55,7 @@ def drain(
 
 
 def scale(
-    replicas: Annotated[
-        str, Argument(metavar="REPLICAS", help="How many replicas there are to be, or MIN:MAX to follow the load.")
-    ],
+    replicas: Annotated[str, Argument(metavar="REPLICAS", help="Number of replicas, or MIN:MAX to follow the load.")],
     *,
     fleet: FleetName = "",
 ) -> None:

@@ -45,9 +45,8 @@ class ReplicaOptions(NamedTuple):
         Option(
             minimum=0,
             maximum=60_000,
-            help="Milliseconds that two tokens of an answer should be apart at most: --itl-target, and more. While "
-            "prompts come faster than engines compute them within that, some compute them for the others. 0: each "
-            "computes its own.",
+            help="Target for the time between two tokens, in milliseconds, as --itl-target. In addition, while prompts "
+            "would pile up, some engines compute prompts for the others. 0: each engine computes its own.",
         ),
     ] = 0.0
     roles: Annotated[
@@ -79,7 +78,7 @@ def serve(
     if fleet.ground not in GROUNDS:
         raise UsageError(f"--ground takes {' or '.join(GROUNDS)}; got {fleet.ground!r}")
     if fleet.ray and fleet.ground != "ray":
-        raise UsageError("--ray names a Ray cluster, for --ground ray: say both")
+        raise UsageError("--ray names a Ray cluster: give --ground ray, too")
     if fleet.ground == "ray":
         check_ray()
     prefill_replicas(fleet)
@@ -134,7 +133,7 @@ def prefill_replicas(fleet: ReplicaOptions) -> int:
         most = least - 1
         raise UsageError(f"--roles takes prefill=N, with N from 1 to {most} of --replicas; got {fleet.roles!r}")
     if not fleet.itl:
-        raise UsageError("--roles says who computes long prompts, which --itl tells from short ones: say both")
+        raise UsageError("--roles needs --itl, which says which prompts are long: give both")
     return int(count)
 
 

@@ -19,7 +19,7 @@ TraceFile = Annotated[
     str, Option(help="File of requests: Mooncake's or Dynamo's JSON lines, or Azure's CSV; .gz is read too.")
 ]
 Speed = Annotated[float, Option(minimum=0.001, help="How many times as fast requests arrive.")]
-Limit = Annotated[int, Option(minimum=0, help="Take the first so many requests of the trace. 0: all.")]
+Limit = Annotated[int, Option(minimum=0, help="Use only this many requests, from the beginning of the trace. 0: all.")]
 Scale = Annotated[float, Option(minimum=0.0001, help="Multiply the lengths of prompts and answers by this.")]
 
 
@@ -41,7 +41,9 @@ def sim(
     ] = "",
     plot: Annotated[
         str,
-        Option(help=f"Draw how soon first tokens came, as an SVG picture in this file, or {PICTURE}.", bare=PICTURE),
+        Option(
+            help=f"Write an SVG picture of the times to the first token to this file, or to {PICTURE}.", bare=PICTURE
+        ),
     ] = "",
     json: options.Json = False,
     *,

@@ -33,12 +33,12 @@ def replay(
     try:
         found = post_mortem.read(Path(bundle))
     except (OSError, msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise InvalidRequest(f"{bundle} is no bundle about an engine's death: {error}") from error
+        raise InvalidRequest(f"{bundle} is not a file that describes an engine's death: {error}") from error
     config, requests = post_mortem.to_replay(found)
     print(f"{found.when}: {found.reason}")
     print(f"{len(requests)} requests, {sum(each.suspect for each in found.requests)} of them in doubt")
     ending = asyncio.run(_run(config, requests, seconds))
-    print(ending or "the engine has lived through all of it")
+    print(ending or "the engine survived all requests")
     if ending:
         raise Exit(1)
 

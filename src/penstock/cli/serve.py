@@ -248,7 +248,7 @@ class TemplateOptions(NamedTuple):
     override_generation_config: Annotated[
         str,
         Option(
-            help="Sampling of requests that do not say, in place of the model's own, as JSON: "
+            help="Sampling for requests that set none, in place of the model's own, as JSON: "
             """'{"temperature": 0.8, "top_k": 40, "seed": 42, "max_tokens": 256}'."""
         ),
     ] = ""
@@ -301,7 +301,7 @@ class SpeculativeOptions(NamedTuple):
         stated = {name: value for name, value in given.items() if value != DEFAULTS.get(name)}
         for one, other in ((stated, config), (stated, draft), (config, draft)):
             if twice := one.keys() & other.keys():
-                raise UsageError(f"--{min(twice)} is also said by --speculative-config or --model-draft: say it once")
+                raise UsageError(f"--{min(twice)} is also set by --speculative-config or --model-draft: set it once")
         return config | draft
 
 

@@ -146,6 +146,8 @@ def _check_tenants(scheduler: Scheduler, waiting: list[Sequence]) -> None:
         assert found or tenant.line, f"tenant {tenant.name!r} has no sequences"
     foreground = sum(not seq.background for seq in scheduler.sequences.values())
     assert tenants.foreground == foreground, f"{tenants.foreground} foreground sequences, {foreground} found"
+    begun = {seq.id for seq in scheduler.running if seq.times.answered is None}
+    assert tenants.prefilling.keys() == begun, f"{set(tenants.prefilling)} have no token yet, {begun} found"
 
 
 def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:

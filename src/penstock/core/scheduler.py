@@ -150,7 +150,7 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Returns how many sequences and blocks there are, and what was counted so far."""
-        return self._tally.stats(self.cache, self._step, len(self.running), self.tenants.waiting)
+        return self._tally.stats(self.cache, self._step, len(self.running), self.tenants)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Scheduler:
         """Yields the events of an answer whose tokens were appended."""
         scores = seq.new_scores(row.start, answer.scores)
         if tokens and seq.times.answered is None:
-            seq.times.answered = self.now
+            self.tenants.answer(seq, self.now)
         if tokens or scores:
             logprobs = answer.logprobs[: len(tokens)]
             yield Tokens(seq.id, tokens, logprobs, scores, seq.cached)

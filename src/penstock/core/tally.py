@@ -6,6 +6,7 @@ from collections import Counter
 
 from penstock.core.kvcache import KvCache
 from penstock.core.sequence import Sequence
+from penstock.core.tenants import Tenants
 from penstock.types import Stats
 
 
@@ -27,12 +28,12 @@ class Tally:
         self.cached_tokens += seq.cached
         self._reused.update(dict(seq.times.reused))
 
-    def stats(self, cache: KvCache, steps: int, running: int, waiting: int) -> Stats:
+    def stats(self, cache: KvCache, steps: int, running: int, tenants: Tenants) -> Stats:
         """Returns how many sequences and blocks there are, and what was counted so far."""
         cached, free = cache.trie.idle_blocks, len(cache.pool)
         return Stats(
             running=running,
-            waiting=waiting,
+            waiting=tenants.waiting,
             blocks_free=free,
             blocks_used=cache.pool.total - free - cached,
             blocks_cached=cached,
@@ -46,5 +47,6 @@ class Tally:
             host_places=cache.host.total,
             copied_in=cache.host.copied_in,
             copied_out=cache.host.copied_out,
-            in_line=waiting,
+            in_line=tenants.waiting,
+            prefilling=tuple(tenants.prefilling),
         )

@@ -50,6 +50,7 @@ class Tenants:
         self.deadlines: list[tuple[float, int]] = []  # a heap: when they are, and of which sequence
         self.foreground = 0  # sequences that are not in the background, running and waiting
         self.reach = 0  # of all running sequences, if their answers get as long as they may
+        self.prefilling: dict[int, None] = {}  # ids of running sequences that have no token yet
         self._running_background = 0
         self._order = order
         self._active: dict[str, Tenant] = {}
@@ -120,12 +121,20 @@ class Tenants:
         seq.tenant.running += 1
         self.reach += seq.max_len
         self._running_background += seq.background
+        if seq.times.answered is None:
+            self.prefilling[seq.id] = None
+
+    def answer(self, seq: Sequence, now: float) -> None:
+        """Takes note of a sequence's first token."""
+        seq.times.answered = now
+        self.prefilling.pop(seq.id, None)
 
     def stop(self, seq: Sequence) -> None:
         """Takes note that a sequence does not run any longer."""
         seq.tenant.running -= 1
         self.reach -= seq.max_len
         self._running_background -= seq.background
+        self.prefilling.pop(seq.id, None)
 
     def end(self, seq: Sequence) -> None:
         """Forgets a sequence that has ended and is in no line any more. The counters of tenants without sequences are

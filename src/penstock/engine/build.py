@@ -261,7 +261,7 @@ def open_update(config: Config, loaded: Checkpoint, draft: Checkpoint | None, pa
     if path.is_dir() and not (path / CONFIG).exists() and len(files := list(path.glob("*.gguf"))) == 1:
         path = files[0]
     if path.is_dir() != folder:
-        raise WeightsError(f"the loaded model is a {'folder' if folder else 'GGUF file'}, and this is none")
+        raise WeightsError(f"the loaded model is a {'folder' if folder else 'GGUF file'}, and this is not")
     found = open_checkpoint(path, config.config, config.strict_config, config.max_len)
     return quantized(beside(found, draft), config)
 

@@ -9,7 +9,7 @@ from penstock.types import Stats
 GAUGES = (  # say what is now; all other fields count what has happened
     *("running", "waiting", "blocks_free", "blocks_used", "blocks_cached", "adapter_slots", "adapter_bytes"),
     *("adapters", "host_blocks", "host_places", "in_line", "uncached_tokens", "step_seconds"),
-    *("background", "background_tokens"),
+    *("background", "background_tokens", "prefilling"),
 )
 NOTHING = Stats()
 NOW = {name: getattr(NOTHING, name) for name in GAUGES}

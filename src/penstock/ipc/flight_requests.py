@@ -42,8 +42,8 @@ def keeps_requests(config: Config) -> bool:
 
 
 class FlightRequests:
-    """Writes requests to memory of REQUESTS_BYTES when they arrive, and takes them out when they end. `tokens`: what was
-    asked is kept too."""
+    """Writes requests to memory of REQUESTS_BYTES when they arrive, and takes them out when they end. `tokens`: what
+    was asked is kept too."""
 
     def __init__(self, memory: bytearray | mmap, *, tokens: bool = False) -> None:
         self._memory = memory

@@ -31,8 +31,8 @@ from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
 from penstock.ipc.engine_folder import FLIGHT, REQUESTS, STACK, EngineMemory, address_in, bind, engine_file
-from penstock.ipc.launchers import EngineChild, Launcher
 from penstock.ipc.flight_requests import REQUESTS_BYTES, keeps_requests, read_requests
+from penstock.ipc.launchers import EngineChild, Launcher
 from penstock.ipc.shared_wire import ID_BITS, ID_MASK
 from penstock.types import Hello, Request
 

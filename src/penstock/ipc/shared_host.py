@@ -22,8 +22,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.ipc import shared_wire, wire
 from penstock.ipc.engine_folder import SCHEME
-from penstock.ipc.inprocess_engine import hello_of
 from penstock.ipc.flight_requests import FlightRequests
+from penstock.ipc.inprocess_engine import hello_of
 from penstock.ipc.shared_wire import ID_BITS, ID_MASK, AskSnapshot, Beat, Join, Leave, LinkAnswer
 from penstock.types import BlockEvent, Event, Stats, Tokens
 
@@ -97,6 +97,12 @@ class SharedClient:
                 return message._replace(id=self.engine_id(id))
             case _:
                 return message._replace(id=self.engine_id(message.id))
+
+    def own(self, stats: Stats) -> Stats:
+        """Returns statistics as the client is told them: they name its own requests only."""
+        if not stats.prefilling:
+            return stats
+        return stats._replace(prefilling=tuple(id & ID_MASK for id in stats.prefilling if id >> ID_BITS == self.number))
 
     def share(self, events: Iterable[Event]) -> list[Event]:
         """Returns events of the client as it is told them, and forgets requests that have ended."""
@@ -216,7 +222,7 @@ class SharedHost:
         hello = hello_of(self._engine, self._model, self._address)
         self._tell(client, shared_wire.Joined(hello, protocol, client.number))
         self._tell(client, shared_wire.Snapshot(self._engine.block_snapshot()))
-        self._tell(client, wire.step([], self._engine.stats()))
+        self._tell(client, wire.step([], client.own(self._engine.stats())))
         return lost
 
     def _named(self, name: str, route: bytes) -> list[SharedClient]:
@@ -251,7 +257,7 @@ class SharedHost:
             own = shares.get(client.number)
             if own or blocks or not busy or now - client.told > STATS_SECONDS:
                 client.told = now
-                self._tell(client, wire.step(client.share(own or ()), stats, blocks, client.received))
+                self._tell(client, wire.step(client.share(own or ()), client.own(stats), blocks, client.received))
         if 0 in shares or not busy or now - self._reported > KEEPER_SECONDS:
             self._reported = now
             self._tell_keeper(wire.step(shares.get(0, ()), stats))

@@ -6,7 +6,6 @@ as those of /metrics are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import perf_counter, time
 from typing import Any
 
@@ -26,8 +25,6 @@ from penstock.server.status import may_see, state_of
 from penstock.server.telemetry.metrics import RequestTimer, sum_stats
 from penstock.server.telemetry.recent_requests import RecentRequests
 from penstock.types import Stats
-
-DECODE, PREFILL, WAITING, STARTING = "decode", "prefill", "waiting", "waiting or prefill"
 
 
 class LiveRequest(msgspec.Struct, kw_only=True):
@@ -61,7 +58,8 @@ class EngineView:
         told: dict[str, Any] = {"version": __version__, "time": time(), "stats": _figures(stats)}
         told["latency"] = medians._asdict()
         told["models"] = [_model(entry) for entry in pool.entries if may_see(context, entry)]
-        told["requests"] = live_requests(list(pool.metrics.open), stats, seen)
+        timers = [timer for timer in pool.metrics.open if seen is None or timer.context.tenant == seen]
+        told["requests"] = [_live(timer) for timer in timers]
         told["ended"] = self._recent.of(seen)
         figures = [each for client in clients for each in client.replica_figures]
         told["replicas"] = [_replica(each) for each in sorted(figures, key=lambda each: each.name)]
@@ -69,23 +67,13 @@ class EngineView:
         return json_response(told)
 
 
-def live_requests(timers: Sequence[RequestTimer], stats: Stats, tenant: str | None) -> list[LiveRequest]:
-    """Returns the requests of a tenant, the oldest first; None: of all. An engine tells how many requests wait, not
-    which: where some of those without a token wait and others do not, the phase leaves it open."""
-    decoding = sum(timer.generated > 0 for timer in timers)
-    early = STARTING if stats.waiting else PREFILL
-    if stats.running <= decoding:  # the engine has begun none of the others; it may not even know of them yet
-        early = WAITING
-    return [_live(timer, early) for timer in timers if tenant is None or timer.context.tenant == tenant]
-
-
-def _live(timer: RequestTimer, early: str) -> LiveRequest:
+def _live(timer: RequestTimer) -> LiveRequest:
     context, request, generated = timer.context, timer.request, timer.generated
     return LiveRequest(
         id=context.id,
         model=context.model,
         key=context.owner_name or UNSET,
-        phase=DECODE if generated else early,
+        phase=timer.phase,
         seconds=round(perf_counter() - timer.began, 6),
         first_token=round(timer.first - timer.began, 6) if generated else None,
         prompt_tokens=len(request.prompt),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
+from functools import cache
 from importlib.resources import files
 
 from starlette.responses import HTMLResponse, Response
@@ -25,8 +27,17 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
+    "vary": "accept, accept-encoding",
 }
 
 
-def page() -> Response:
+@cache
+def compressed() -> bytes:
+    return gzip.compress(PAGE.encode(), mtime=0)
+
+
+def page(encodings: str) -> Response:
+    """Returns the page, compressed if that is among the encodings which the browser accepts."""
+    if "gzip" in encodings:
+        return HTMLResponse(compressed(), headers=HEADERS | {"content-encoding": "gzip"})
     return HTMLResponse(PAGE, headers=HEADERS)

@@ -66,7 +66,7 @@ async def _run(
     with (
         context.answer() as computed,
         served.expected(context, request) as on_tokens,
-        RequestTimer(served.metrics, context, request) as timer,
+        RequestTimer(served.metrics, context, request, served.client) as timer,
     ):
         async with aclosing(served.client.submit(request)) as steps:
             served.client.when_ended(request.id, computed)

@@ -75,7 +75,7 @@ async def slots(served: ServedModel, http: HttpRequest, context: RequestContext)
     query = read_object(context, dict(http.query_params), SlotQuery, {}, strict=False)
     limits, running, speculative = served.limits, served.client.stats.running, served.draft_tokens > 0
     if query.fail_on_no_slot == "1" and running >= limits.max_rows:
-        raise EngineUnavailable(f"no slot is idle: {running} requests run, as many as may")
+        raise EngineUnavailable(f"no slot is idle: {running} requests run (the limit)")
     return json_response(
         [
             {"id": slot, "n_ctx": limits.max_len, "speculative": speculative, "is_processing": slot < running}

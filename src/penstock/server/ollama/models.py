@@ -74,7 +74,7 @@ class KnownModel(NamedTuple):
 async def root(_: ModelPool, http: HttpRequest, __: RequestContext) -> Response:
     """Returns the page to browsers, and to other clients the text by which they recognize Ollama."""
     if "text/html" in http.headers.get("accept", ""):
-        return page()
+        return page(http.headers.get("accept-encoding", ""))
     return PlainTextResponse("Ollama is running")
 
 

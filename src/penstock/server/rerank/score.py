@@ -98,7 +98,8 @@ def _pairs(body: ScoreBody) -> list[Pair]:
         firsts *= len(seconds)
     if len(firsts) != len(seconds):
         raise InvalidRequest(
-            f"{names[0]} has {len(firsts)} texts and {names[1]} has {len(seconds)}: send one, or as many",
+            f"{names[0]} has {len(firsts)} texts and {names[1]} has {len(seconds)}: send one text in the first, or "
+            "equally many in both",
             param=names[0],
         )
     places = [names[1]] if isinstance(right, str) else [f"{names[1]}[{at}]" for at in range(len(seconds))]

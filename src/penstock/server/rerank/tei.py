@@ -65,7 +65,7 @@ async def embed(served: ServedModel, http: HttpRequest, context: RequestContext)
 async def similarity(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, SimilarityBody, NO_EFFECT)
     if served.limits.generates or served.limits.labels:
-        raise InvalidRequest("similarity needs an embedding model: this one has another use", param="model")
+        raise InvalidRequest("similarity needs an embedding model, and this model is not one", param="model")
     given = body.inputs
     pairs = [Pair(given.source_sentence, text, f"inputs.sentences[{at}]") for at, text in enumerate(given.sentences)]
     cut = Cutting(cut=bool(body.parameters and body.parameters.truncate))

@@ -154,7 +154,7 @@ def given_prompts(text: str | list[str] | None, ids: list[int | list[int]] | Non
         single = [each for each in ids if isinstance(each, int)]
         lists = [each for each in ids if isinstance(each, list)]
         if single and lists:
-            raise InvalidRequest("input_ids mixes token ids and lists of them: send either", param="input_ids")
+            raise InvalidRequest("input_ids mixes token ids and lists of them: send ids or lists", param="input_ids")
         prompts = [single] if single else [*lists]
     if not prompts or not all(prompts):
         name = "text" if ids is None else "input_ids"
@@ -167,7 +167,7 @@ def _each(given: Any, count: int, param: str) -> list[Any]:
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
-        raise InvalidRequest(f"{param} has {len(given)} entries for {count} prompts: send as many, or one", param=param)
+        raise InvalidRequest(f"{param} has {len(given)} entries for {count} prompts: send one, or {count}", param=param)
     return given
 
 

@@ -150,16 +150,14 @@ class KeptStreams:
 
     def collect(self) -> Iterator[Metric]:
         live = GaugeMetricFamily(
-            "penstock_kept_streams", "Streams that are kept, by whether one reads", labels=["read"]
+            "penstock_kept_streams", "Kept streams, by whether a client reads them", labels=["read"]
         )
         read = sum(stream.buffer.readers > 0 for stream in self._streams.values())
         live.add_metric(["true"], read)
         live.add_metric(["false"], len(self._streams) - read)
         yield live
         yield GaugeMetricFamily("penstock_kept_stream_bytes", "Bytes of all kept streams' events", self._budget.used)
-        events = CounterMetricFamily(
-            "penstock_kept_stream_events", "What became of kept streams: how often which event", labels=["event"]
-        )
+        events = CounterMetricFamily("penstock_kept_stream_events", "Events of kept streams, by kind", labels=["event"])
         for event in ("kept", "resumed", *REASONS):
             events.add_metric([event], self._counts[event])
         yield events

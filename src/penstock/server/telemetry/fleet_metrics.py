@@ -19,7 +19,7 @@ GAUGES: tuple[tuple[str, str, Callable[[ReplicaFigures], float]], ...] = (
 )
 COUNTERS: tuple[tuple[str, str, Callable[[ReplicaFigures], float]], ...] = (
     ("restarts", "Engine processes of the replica after its first", lambda each: each.restarts),
-    ("connections_lost", "Connections to the replica that ended without a farewell", lambda each: each.lost),
+    ("connections_lost", "Connections to the replica that were lost", lambda each: each.lost),
     ("routed_requests", "Requests that the replica was sent", lambda each: each.routed),
     ("resumed_requests", "Requests that the replica has taken over from another", lambda each: each.resumed),
     (
@@ -54,7 +54,7 @@ STATES: tuple[tuple[str, str, Callable[[ReplicaFigures], Mapping[str, float]]], 
 )
 DECISIONS = (
     ("pulls", "KV blocks of a prompt that one replica asked another for, by what came of it"),
-    ("splits", "Prompts by why another replica was to compute them (split), or was not"),
+    ("splits", "Decisions whether another replica computes a prompt (split) or not, by reason"),
     (
         "turns",
         "Requests by how they came to a replica: at_once, or after they waited for one to have room (waited); or that "

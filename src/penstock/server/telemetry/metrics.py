@@ -140,12 +140,13 @@ class RequestTimer:
     """Times one request from its start to its end, which is a finish reason, an error or a client that left, and
     charges its tokens to the payer."""
 
-    def __init__(self, metrics: Metrics, context: RequestContext, request: Request) -> None:
+    def __init__(self, metrics: Metrics, context: RequestContext, request: Request, client: EngineClient) -> None:
         self.reason = "abort"
         self.report: Report | None = None
         self._metrics = metrics
         self.context = context
         self.request = request
+        self._client = client
         self.began = perf_counter()
         self.first = self._last = 0.0  # times of the first and the latest token; 0: none yet
         self.generated = self.cached = 0
@@ -159,6 +160,13 @@ class RequestTimer:
             self.first, self.cached = now, cached
         self._last = now
         self.generated += count
+
+    @property
+    def phase(self) -> str:
+        """Returns what the engine does for the request, as of its last step: decode, prefill, or let it wait."""
+        if self.generated:
+            return "decode"
+        return "prefill" if self.request.id in self._client.stats.prefilling else "waiting"
 
     def __enter__(self) -> Self:
         self._metrics.open[self] = None
@@ -312,8 +320,9 @@ def sum_stats(every: Sequence[Stats]) -> Stats:
         reused[tier] = reused.get(tier, 0) + tokens
     disk = reduce(DiskCounts.plus, (each.disk for each in every), DiskCounts())
     peers = reduce(PeerCounts.plus, (each.peers for each in every), PeerCounts())
-    apart = ("step_sizes", "adapters", "drafts", "reused", "disk", "peers", "step_seconds")
+    prefilling = tuple(chain.from_iterable(each.prefilling for each in every))
+    apart = ("step_sizes", "adapters", "drafts", "reused", "disk", "peers", "step_seconds", "prefilling")
     names = [name for name in Stats._fields if name not in apart]
     added = {name: sum(getattr(each, name) for each in every) for name in names}
-    tiers = tuple(reused.items())
-    return Stats(**added, step_sizes=sizes, adapters=adapters, drafts=drafts, reused=tiers, disk=disk, peers=peers)
+    added |= {"step_sizes": sizes, "adapters": adapters, "drafts": drafts, "prefilling": prefilling}
+    return Stats(**added, reused=tuple(reused.items()), disk=disk, peers=peers)

@@ -64,7 +64,7 @@ async def beam_deltas(
         request = requests[first]
         penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
         search = BeamSearch(len(request.prompt), width, request.max_tokens, request.stop_ids, penalty)
-        with context.answer(), RequestTimer(served.metrics, context, request) as timer:
+        with context.answer(), RequestTimer(served.metrics, context, request, served.client) as timer:
             while not search.done:
                 timer.tokens(len(search.running), 0)
                 search.advance(await _next_tokens(served, request, search))

@@ -115,8 +115,8 @@ async def abort_requests(pool: ModelPool, http: HttpRequest, context: RequestCon
     body = await read_body(http, context, AbortBody, {})
     if body.request_ids:
         raise InvalidRequest(
-            "request_ids: requests have no names of their clients' here; close a request's connection to abort it, or "
-            "leave the field out to abort all",
+            "request_ids: this server does not know its clients' own ids of requests; close a request's connection to "
+            "abort it, or leave the field out to abort all",
             param="request_ids",
         )
     await (await client_of(pool, context, body.model)).abort_all()
