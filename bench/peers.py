@@ -1,4 +1,4 @@
-"""The engines that `cpu.py` compares: how each of them is run for each cell, at its best settings.
+"""The engines that `cpu.py` and `yardstick.py` compare: how each of them is run for each cell, at its best settings.
 
 `measure(cell, model, seed)` starts a fresh process and returns its figures by unit, such as {"tok/s": 113.0}.
 """
@@ -52,8 +52,9 @@ class Penstock:
 
     name = "penstock"
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, device: str = "cpu") -> None:
         self._threads = str(threads)
+        self._device = device
         self._program = [sys.executable, "-m", "penstock"]
         compileall.compile_dir(Path(penstock.__file__).parent, quiet=1)  # as installing it does
 
@@ -68,7 +69,7 @@ class Penstock:
                 [*self._program, "serve", model, "--port", port, "--threads", self._threads, "--speculation", "off"]
             ):
                 return over_http(cell, port, seed)
-        return inprocess([sys.executable, INPROCESS, "penstock"], cell, model, self._threads, seed)
+        return inprocess([sys.executable, INPROCESS, "penstock"], cell, model, self._threads, seed, self._device)
 
 
 class LlamaCpp:
@@ -145,8 +146,24 @@ pipeline.generate(prompt, max_new_tokens=64, apply_chat_template=False, streamer
 """
 
 
-def inprocess(command: Command, cell: str, model: Path, threads: str, seed: int) -> Figures:
-    figures: Figures = json.loads(output([*command, cell, model, threads, str(seed)]).splitlines()[-1])
+class Transformers:
+    """`generate` of transformers, which many know: the requests of a cell are one batch. It has no server."""
+
+    name = "transformers"
+
+    def __init__(self, python: Path, threads: int, device: str = "cpu") -> None:
+        self._python = python
+        self._threads = str(threads)
+        self._device = device
+
+    def measure(self, cell: str, model: Path, seed: int) -> Figures:
+        if cell == "start" or cell in HTTP:
+            raise Unable("it has no command line and no server")
+        return inprocess([self._python, INPROCESS, "transformers"], cell, model, self._threads, seed, self._device)
+
+
+def inprocess(command: Command, cell: str, model: Path, threads: str, seed: int, device: str = "cpu") -> Figures:
+    figures: Figures = json.loads(output([*command, cell, model, threads, str(seed), device]).splitlines()[-1])
     return figures
 
 

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from math import inf
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +28,8 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
-AUTO, OFF = "auto", "off"  # values of options
+QUANTIZED_KV = ("int8", "fp8")  # formats of KV caches with fewer than 16 bits
+AUTO, OFF, ANY = "auto", "off", "any"  # values of options
 LOG_FORMAT = "PENSTOCK_LOG_FORMAT"  # the variable that tells the processes of a server how it logs
 SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
 MTP = "mtp"  # the value of draft that means a head of the model itself
@@ -142,6 +144,17 @@ def read_kv_ram(value: Any) -> str:
     raise ConfigError(f"kv_ram is {AUTO}, or a number of bytes, 0 for none; got {value!r}")
 
 
+def read_kv_loss(value: Any) -> str:
+    """Returns what `--kv-loss` takes as text: any, or a number of nats; raises ConfigError for anything else."""
+    text = value if isinstance(value, str) else repr(value)
+    try:
+        if text == ANY or (not isinstance(value, bool) and 0 <= float(text) < inf):
+            return text
+    except ValueError:
+        pass
+    raise ConfigError(f"kv_loss is {ANY}, or a number of nats, 0 or more; got {value!r}")
+
+
 def draft_limit(speculation: str) -> int | None:
     """Returns the most tokens that a step may draft for one answer, by what `read_speculation` returned; 0: none;
     None: as many as pay."""
@@ -190,6 +203,13 @@ class Config:
         "auto",
         "Format of the KV cache: auto (f16, on a GPU bf16), int8, f32 (CPU only) or fp8 (GPU only). int8 and fp8 take "
         "half the memory of auto; int8 is the more precise of the two.",
+    )
+    kv_loss: str = option(
+        "0.05",
+        "Most that a KV cache in int8 or fp8 may cost, as mean KL divergence in nats from predictions with 16 bits. It "
+        "is measured at load, once for a model, on a short text; beyond this bound the model is refused. any: nothing "
+        "is refused.",
+        read=read_kv_loss,
     )
     kv_memory: int = option(
         0, "Bytes for the KV cache. 0: a quarter of the free memory; on a GPU all that the weights leave."

@@ -361,6 +361,18 @@ MATMUL = MatmulTimes((1, 64), (1e-9, 1e-8))
 PROFILE = MachineProfile(1e-5, 1e-6, 1e9, 1e9, dict.fromkeys(("F32", "Q8_0", "Q5_0", "Q4_1"), MATMUL))
 
 
+def test_plan_shows_what_a_quantized_cache_costs(penstock: Penstock, reciter: Path, own_store: Path) -> None:
+    asked = ("plan", reciter, "--device", "cpu", "--kv", "int8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.cli.plan.machine_profile", lambda *_: None)
+        assert json.loads(penstock(*asked, "--json")[1])["kv_loss"] is None
+        said = penstock("run", reciter, "Go", "--device", "cpu", "--kv", "int8", "--threads", 1).err
+        assert "compared with 16 bits: mean KL 0.00000" in said, "its values are all 0"
+        assert json.loads(penstock(*asked, "--json")[1])["kv_loss"] == {"mean": 0.0, "error": 0.0, "same_top": 1.0}
+        assert "  KV in int8        mean KL 0.00000" in penstock(*asked)[1]
+        assert "mean KL" not in penstock(*asked[:4])[1]
+
+
 def test_plan_counts_adapters(penstock: Penstock, reciter: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter.gguf").write_bytes(b"x" * 30_000_000)
     given = ("plan", reciter, "--device", "ref", "--max-len", "1000", "--adapter", f"a={tmp_path / 'adapter.gguf'}")

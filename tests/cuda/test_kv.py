@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.backend import open_backend
+from penstock.backend.base import CacheSize
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.cuda.arena import Arena
@@ -206,6 +207,24 @@ def test_a_prefix_is_shared_and_moved(kind: str) -> None:
     backend.kv.copy_blocks([(block, 39 - block) for block in range(10)])
     got = backend.logits(greedy_batch([Chunk(tokens[40:], 40, [*range(39, 29, -1), 12, 13])]))
     assert apart(got, whole[40:]) < 1e-2
+
+
+@kinds
+def test_another_type_is_tried_before_a_cache_is_reserved(kind: str) -> None:
+    """In steps of 24 tokens, of which the first samples none. What is reserved later has the backend's own type."""
+    tokens, _ = expected("tied")
+    checkpoint, backend = open_checkpoint(GOLDENS / "tied"), loaded("tied", kind)
+    chunks = Chunk(tokens[:24], 0, range(12), sample=0), Chunk(tokens[24:], 24, range(12))
+    batches = [greedy_batch([chunk], step) for step, chunk in enumerate(chunks)]
+    model = load_model(checkpoint, backend)
+    tried = {each: backend.trial_logits(model, each, batches, CacheSize(12, BLOCK_SIZE)) for each in ("auto", kind)}
+    for each, logits in tried.items():
+        alone = loaded("tied", each)
+        alone.reserve_kv(12, BLOCK_SIZE)
+        assert apart(logits, np.concatenate([alone.logits(batch) for batch in batches])) == 0
+    assert apart(tried["auto"], tried[kind]) > 1e-4
+    backend.reserve_kv(3, BLOCK_SIZE)
+    assert backend._programs[0].memory.caches[0].lines.dtype == KINDS[kind]
 
 
 @pytest.mark.parametrize(("kind", "line"), [("auto", 8 * 4), ("fp8", 8 + 4), ("int8", 8 + 4)])

@@ -444,6 +444,14 @@ class Sleeper(Protocol):
         little."""
 
 
+class CacheSize(NamedTuple):
+    """Says how much a KV cache holds."""
+
+    blocks: int
+    block_size: int
+    states: int = 0  # recurrent ones
+
+
 class Backend(WeightPacker, Runner, Tuner, Protocol):
     """Packs weights, runs batches and tunes itself, on one device."""
 
@@ -463,3 +471,8 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     def is_lost(self) -> bool:
         """Returns whether, after an error, nothing can be computed any more in this process. Most errors harm one step
         alone."""
+
+    def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats | None:
+        """Returns the logits of the sampled positions of all batches, [S, vocab], computed one after the other with an
+        empty KV cache of another type; None if there is but one type. `model` is loaded as program 0. To be called
+        before `reserve_kv`."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from penstock.backend.base import Batch, Bitmasks, Ints, Sleeper, Ticket
+from penstock.backend.base import Batch, Bitmasks, CacheSize, Floats, Ints, Model, Sleeper, Ticket
 from penstock.backend.sharing import DeviceSharing
 from penstock.types import StepResult
 
@@ -69,6 +69,9 @@ class SynchronousBackend(Generic[P]):
 
     def is_lost(self) -> bool:
         return False  # what breaks the host's own memory ends the process
+
+    def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats | None:
+        return None
 
     def time_step(self, batch: Batch, times: int) -> float:
         return time_step(self.launch, self.wait, batch, times)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from penstock.cli import options
 from penstock.cli.command import Option, OptionGroup, UsageError
 from penstock.cli.terminal import counting, obtain, print_json
+from penstock.config import QUANTIZED_KV
 from penstock.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.planning.evaluation import Divergence, Perplexity
-
-QUANTIZED_KV = ("int8", "fp8")
 
 
 class TextOptions(NamedTuple):

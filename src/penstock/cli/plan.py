@@ -36,24 +36,29 @@ def plan(
     """
     path = obtain(model, MemoryAdvisor(engine))
 
+    from penstock.backend import resolve_defaults
     from penstock.config import configure
     from penstock.engine.kv_disk.summary import described, summarize
     from penstock.errors import ConfigError
     from penstock.model.load import open_checkpoint
     from penstock.planning.forecast import make_forecasts
+    from penstock.planning.kv_guard import kept_loss
     from penstock.store import with_local_draft
 
     config = with_local_draft(configure(path, engine), obtain)
     checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
     found, *others = make_forecasts(config, checkpoint, prompt, machine_profile)
+    loss = kept_loss(resolve_defaults(config), checkpoint)
     if json:
         disk = summarize(Path(config.kv_disk).expanduser())._asdict() if config.kv_disk else None
         quantized = {other.quantize: _to_json(other) for other in others}
-        print_json(_to_json(found) | {"kv_disk": disk, "quantized": quantized})
+        print_json(_to_json(found) | {"kv_disk": disk, "kv_loss": loss and loss._asdict(), "quantized": quantized})
     elif found.memory:
         _print_lines(found.memory.lines())
         if config.kv_disk:
             print_filled(described(config.kv_disk, config.kv_disk_bytes), f"  {'KV on disk':<18}")
+        if loss:
+            print_filled(str(loss), f"  {'KV in ' + config.kv:<18}")
         _print_lines(_speed_lines(found.speed))
     if others and not json:
         _print_table([found, *others])

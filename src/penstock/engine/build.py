@@ -15,6 +15,7 @@ from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.backend.sharing import DeviceSharing
 from penstock.config import (
+    QUANTIZED_KV,
     Config,
     Device,
     available_memory,
@@ -145,6 +146,7 @@ def build_engine(
     if draft is not None:
         draft = load_draft(draft, config, checkpoint, model, backend)
     timer.stop("weights")
+    _check_kv(config, checkpoint, model, backend, timer)
     limits, group_token, kv_memory = _reserve(config, checkpoint, backend, draft)
     blocks, ledger = kv_identity(config, [each for each in (checkpoint, draft) if each], backend), None
     timer.stop("cache")
@@ -187,6 +189,17 @@ def _tell_memory(
     has = footprint_of(backend, checkpoint, draft and quantized(draft, config, silent))
     for line in plan_memory(config, checkpoint.spec, has).lines():
         tell(line)
+
+
+def _check_kv(
+    config: Config, checkpoint: Checkpoint, model: PackedModel, backend: Backend, timer: StartupTimer
+) -> None:
+    """Refuses a quantized KV cache that changes the model's predictions too much."""
+    if config.kv in QUANTIZED_KV:
+        from penstock.planning.kv_guard import check_kv  # with an evaluation, which most starts do without
+
+        check_kv(config, checkpoint, model, backend, log_to_stderr)
+        timer.stop("KV check")
 
 
 def open_grammars(config: Config, limits: Limits) -> Grammars:

@@ -13,6 +13,7 @@ from penstock.backend.base import (
     Batch,
     Bitmasks,
     BlockMemory,
+    CacheSize,
     Floats,
     Footprint,
     Ints,
@@ -224,10 +225,16 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._packing.finish()
         return CpuProgram(self._native_beside(), model)
 
-    def _native_beside(self) -> _native.Program:
-        """Returns a native program that shares the threads of the first."""
+    def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:
+        program = CpuProgram(self._native_beside(KV_TYPES[0] if kv == "auto" else kv), model)
+        program.native.reserve_kv(size.blocks, size.block_size, size.states, [], None)
+        self._first.hidden.reserve(size.blocks, size.block_size, None)  # all programs share it
+        return np.concatenate([program.logits(batch) for batch in batches])
+
+    def _native_beside(self, kv: str = "") -> _native.Program:
+        """Returns a native program that shares the threads of the first, with a KV cache of this type or the same."""
         first = self._first
-        return _native.Program(first.isa, first.threads, self._kv_type, first)
+        return _native.Program(first.isa, first.threads, kv or self._kv_type, first)
 
     def replace(self, program: CpuProgram) -> None:
         """Puts a program in the place of program 0, from which it takes over everything that steps have left."""

@@ -19,6 +19,7 @@ from penstock.backend.base import (
     Batch,
     Bitmasks,
     BlockMemory,
+    CacheSize,
     Floats,
     Footprint,
     Ints,
@@ -220,6 +221,15 @@ class CudaBackend:
         if self._stream is not None:
             self._last_memory.hold()
             torch.cuda.synchronize(self._device)
+
+    def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:
+        own, self._kv_layout = self._kv_layout, layout_of(kv, self._dtype)
+        try:
+            self.reserve_kv(*size)
+            return np.concatenate([self.logits(batch) for batch in batches])
+        finally:
+            self._kv_layout = own
+            self._free_kv(())
 
     def _free_kv(self, groups: Sequence[KvGroup]) -> None:
         self._hidden.free()

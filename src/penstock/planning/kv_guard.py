@@ -1,0 +1,135 @@
+"""Measures at load what a quantized KV cache costs: the KL divergence of predictions from those with 16 bits, on a text
+that comes with the package. What was measured is kept beside the model's packed weights:
+
+<home>/packed/<model>/<options>.kv_loss
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock import __version__
+from penstock.backend.base import Backend, Batch, CacheSize, Ints, Model
+from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.packed_cache import identity
+from penstock.config import ANY, AUTO, QUANTIZED_KV, Config, Device, packed_folder
+from penstock.errors import ConfigError, KvLossTooLarge, ModelError
+from penstock.model.load import Checkpoint, text_of
+from penstock.planning.evaluation import compare, followers, summary
+
+CONTEXT = 256  # tokens of the text that are used; those of the second half are predicted
+MEASURE = 1  # another number where the text or what is computed of it changes
+SUFFIX = ".kv_loss"
+
+
+class KvLoss(NamedTuple):
+    """Says how far predictions with a quantized KV cache are from those with one of 16 bits."""
+
+    mean: float  # KL divergence of a prediction, in nats
+    error: float  # of the mean
+    same_top: float  # share of predictions whose most likely token is the same
+
+    def __str__(self) -> str:
+        return f"mean KL {self.mean:.5f} ± {self.error:.5f} nats, same top token {self.same_top:.1%}"
+
+
+def check_kv(
+    config: Config, checkpoint: Checkpoint, model: Model, backend: Backend, log: Callable[[str], None]
+) -> None:
+    """Logs what the KV cache of a config costs, measured now unless it is known, and raises KvLossTooLarge if that is
+    beyond the config's bound. Only a quantized cache of a model that generates is measured. The config's defaults are
+    resolved, and `model` is loaded as program 0."""
+    if not is_measured(config, checkpoint):
+        return
+    loss = kept_loss(config, checkpoint)
+    if loss is None:
+        try:
+            window = text_window(checkpoint)
+        except ModelError as error:  # it is served to those who send token ids
+            log(f"KV cache in {config.kv}: what it costs is not known, because there is no tokenizer: {error}")
+            return
+        loss = measure(config, checkpoint, model, backend, window)
+        keep(config, checkpoint, loss)
+    log(f"KV cache in {config.kv}, compared with 16 bits: {loss}")
+    if config.kv_loss != ANY and not loss.mean <= float(config.kv_loss):
+        raise KvLossTooLarge(
+            f"a KV cache in {config.kv} changes the predictions of this model too much: {loss}, and the bound is "
+            f"{config.kv_loss}: leave out --kv, or allow it with a larger --kv-loss or --kv-loss {ANY}"
+        )
+
+
+def is_measured(config: Config, checkpoint: Checkpoint) -> bool:
+    """Returns whether a config has a cache that is measured at load."""
+    spec = checkpoint.spec
+    return config.kv in QUANTIZED_KV and spec.generates and not spec.encoder and bool(spec.cached_attention)
+
+
+def text_window(checkpoint: Checkpoint) -> Ints:
+    """Returns the tokens of the text that comes with the package. Raises ModelError if the model has no tokenizer."""
+    text = files("penstock.planning").joinpath("kv_text.txt").read_text("utf-8")
+    ids = text_of(checkpoint).tokenizer.encode(text, bos=True)
+    return np.array(ids[: min(CONTEXT, checkpoint.spec.max_len)], np.int32)
+
+
+def measure(config: Config, checkpoint: Checkpoint, model: Model, backend: Backend, window: Ints) -> KvLoss:
+    """Computes the window with both caches and compares the predictions of its second half."""
+    blocks = -(-len(window) // config.block_size)
+    size = CacheSize(blocks, config.block_size, 1 if checkpoint.spec.recurrent else 0)
+    batches = list(batches_of(window, config.step_tokens, blocks))
+    truth, answer = (backend.trial_logits(model, kv, batches, size) for kv in (AUTO, config.kv))
+    assert truth is not None, "a backend with one type of cache refuses all others"
+    assert answer is not None
+    found = summary(compare(truth, answer, followers(window)))
+    return KvLoss(found.mean, found.error, found.same_top)
+
+
+def batches_of(window: Ints, step_tokens: int, blocks: int) -> Iterator[Batch]:
+    """Yields the steps that compute a window; the positions of its second half are sampled."""
+    tokens, half = window[:-1].tolist(), len(window) // 2
+    for step, start in enumerate(range(0, len(tokens), step_tokens)):
+        end = min(start + step_tokens, len(tokens))
+        wanted = max(end - max(start, half), 0)
+        yield greedy_batch([Chunk(tokens[start:end], start, range(blocks), sample=wanted)], step)
+
+
+def kept_loss(config: Config, checkpoint: Checkpoint) -> KvLoss | None:
+    """Returns what was measured earlier, of the same files and on the same kind of device; None: nothing. The config's
+    defaults are resolved."""
+    if not is_measured(config, checkpoint):
+        return None
+    try:
+        key, values = json.loads(kept_path(config, checkpoint).read_text("utf-8"))
+        return KvLoss(*values) if key == kept_key(config, checkpoint) else None
+    except (OSError, ConfigError, ValueError, TypeError):
+        return None
+
+
+def keep(config: Config, checkpoint: Checkpoint, loss: KvLoss) -> None:
+    """Keeps what was measured for the next engine, where the folder can be written."""
+    with suppress(OSError, ConfigError):
+        path = kept_path(config, checkpoint)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps([kept_key(config, checkpoint), loss]), "utf-8")
+        part.replace(path)
+
+
+def kept_path(config: Config, checkpoint: Checkpoint) -> Path:
+    """Returns the file for what is measured of a model with the options of a config."""
+    options = json.dumps([config.kv, Device.parse(config.device).kind, config.quantize, *config.config])
+    name = blake2b(options.encode(), digest_size=8).hexdigest()
+    return packed_folder(checkpoint.path) / f"{name}{SUFFIX}"
+
+
+def kept_key(config: Config, checkpoint: Checkpoint) -> str:
+    """Returns what a measured loss depends on, beside the options in its file's name."""
+    return json.dumps([MEASURE, __version__, checkpoint.spec.max_len, [identity(file) for file in checkpoint.files]])
