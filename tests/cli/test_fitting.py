@@ -15,7 +15,7 @@ import pytest
 
 from penstock.cli.app import run_command
 from penstock.cli.fitting import MemoryAdvisor, plan_fit, plan_in_child, with_stored_quantize
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DownloadError
 from penstock.store import PlannedFit, hub, outline
 from penstock.store.fitting import choose_planned
 from penstock.store.paths import Entry, ModelPaths, write_record
@@ -61,7 +61,7 @@ HEADS = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": header
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The files of a repository with a large model; only their beginnings can be fetched."""
-    monkeypatch.setattr(outline, "_fetch", lambda repo, revision, name, count: HEADS[name][:count])
+    monkeypatch.setattr(outline, "_fetch", lambda repo, revision, name, count: HEADS[Path(name).name][:count])
     monkeypatch.setattr(outline, "SAFETENSORS_HEADER", 100)  # so that the rest of the header is fetched, too
     return {"config.json": len(HEADS["config.json"]), "model.safetensors": len(header()) + PLAIN, "tokenizer.json": 9}
 
@@ -97,6 +97,12 @@ def test_plain_weights_that_fit_in_no_way_are_refused_unless_forced(
     with pytest.raises(ConfigError, match=r"hf:team/large does not fit, with no --quantize either: .*pull --force"):
         needed(large, Told())
     assert needed(large, Told(force=True)) == (sorted(large), "")
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused(large: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="leads out of its folder"):
+        outline.write_outline("team/odd", "main", ["../config.json"], {"../config.json": 9}, tmp_path / "here")
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_a_child_plans_the_same(reciter: Path) -> None:

@@ -155,7 +155,7 @@ class RepoFiles(NamedTuple):
 
     def _plan(self, names: Sequence[str], advisor: Advisor) -> PlannedFit | None:
         """Returns how the model in these files fits, by their headers."""
-        with TemporaryDirectory() as folder:
+        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Windows keeps what is still mapped
             return advisor.plan(write_outline(self.source.repo, self.revision, names, self.sizes, Path(folder)))
 
 

@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from penstock.errors import DownloadError
+
 GGUF_HEADER = 24 << 20  # bytes, at most: vocabularies are in it
 SHARD_HEADER = 2 << 20  # of a GGUF file that is not the first, and has tensors only
 SAFETENSORS_HEADER = 1 << 20  # mostly; the file says so if it is longer
+LONGEST = 128 << 20  # bytes of one header or one JSON file: more is no header
 LENGTH = 8  # bytes that say how long the header of a safetensors file is
 ANSWER = 30.0  # seconds that the hub has to answer
 
@@ -22,17 +25,25 @@ def write_outline(repo: str, revision: str, names: Sequence[str], sizes: Mapping
         elif name.endswith(".safetensors"):
             head = _safetensors_header(repo, revision, name, size)
         elif name.endswith(".json") and "tokenizer" not in name:
-            head = _fetch(repo, revision, name, size)
+            head = _fetch(repo, revision, name, min(size, LONGEST))
         else:
             continue
-        _write(folder / name, head, size)
+        _write(_inside(folder, name), head, size)
     return folder / names[0] if names[0].endswith(".gguf") else folder
 
 
 def _safetensors_header(repo: str, revision: str, name: str, size: int) -> bytes:
     head = _fetch(repo, revision, name, min(size, SAFETENSORS_HEADER))
     end = LENGTH + int.from_bytes(head[:LENGTH], "little")
-    return head if end <= len(head) or end > size else _fetch(repo, revision, name, end)
+    return head if end <= len(head) or end > min(size, LONGEST) else _fetch(repo, revision, name, end)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file in the folder; raises if its name leads out of it."""
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise DownloadError(f"the repository has a file {name!r}, whose name leads out of its folder: do not use it")
+    return path
 
 
 def _write(path: Path, head: bytes, size: int) -> None:
