@@ -24,8 +24,8 @@ from penstock.ipc.spawn import ProcessClient
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Tokens
 from tests.engine.test_ipc import LIMITS, VOCAB, events_of, run, started, tokens_of, until
 
-# tokens that end the engine: of prompts, by a crash, a hang and a crash in the step after; of an answer
-POISON, FREEZE, AFTER, LATER = 666, 667, 668, 669
+# tokens that end the engine: of prompts, by a crash, a hang, a crash in the step after and SIGKILL; of an answer
+POISON, FREEZE, AFTER, KILLED, LATER = 666, 667, 668, 670, 669
 
 HOST = f"""
 import ctypes, os, signal, sys, time
@@ -44,6 +44,8 @@ class Mortal(FakeBackend):
         for token, at in zip(batch.tokens.tolist(), batch.positions.tolist()):
             if (token == {POISON} and at < 4) or (token == {LATER} and at > 30 and self.later):
                 ctypes.string_at(0)
+            if token == {KILLED} and at < 4:
+                os.kill(os.getpid(), signal.SIGKILL)
             if token == {FREEZE} and at < 4:
                 time.sleep(600)
             self.doomed |= token == {AFTER} and at < 4
@@ -187,6 +189,19 @@ def test_a_poisoned_request_fails_alone_after_two_deaths(token: int) -> None:
             assert again.code == "poisoned_request"
             assert "refused at once" in again.message
             assert client.restarts == 2
+
+    run(scenario())
+
+
+def test_a_request_is_blamed_half_as_much_for_deaths_that_come_from_outside() -> None:
+    """The system kills the largest process when memory is short, whatever that computes."""
+
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            (poisoned,) = await events_of(client, request(client, [1, 2, KILLED]))
+            assert poisoned.code == "poisoned_request"
+            await until(lambda: client.state == "ready")
+            assert client.restarts == 4
 
     run(scenario())
 

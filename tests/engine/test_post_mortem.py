@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,23 @@ def test_a_bundle_has_what_was_asked_only_if_that_is_allowed(folder: Path, kept:
         assert (len(again.prompt), len(again.generated)) == (3, 1)
         assert not {*SECRET, 904} & {*again.prompt, *again.generated}
         assert (again.sampling.temperature, again.sampling.stop, again.sampling.grammar) == (0.5, (), None)
+
+
+def test_a_bundle_names_what_computes_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        if name == "triton":
+            raise PackageNotFoundError(name)
+        return f"{name} 1"
+
+    monkeypatch.setattr(post_mortem, "version", installed)
+    driver = tmp_path / "nvidia" / "version"
+    monkeypatch.setattr(post_mortem, "DRIVER", driver)
+    about = Config(model="m"), HELLO, "it fell", "", FLIGHT, [ASKED]
+    packages = {name: f"{name} 1" for name in ("numpy", "msgspec", "pyzmq", "torch")}
+    assert post_mortem.describe(*about).packages == packages
+    driver.parent.mkdir()
+    driver.write_text("NVRM version: 550\nGCC version: 12\n")
+    assert post_mortem.describe(*about).packages == packages | {"nvidia": "NVRM version: 550"}
 
 
 def test_the_last_bundles_are_kept(folder: Path) -> None:
