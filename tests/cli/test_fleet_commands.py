@@ -131,6 +131,80 @@ def test_a_fleet_is_served_changed_and_taken_over(fleet: Run, home: Path, smollm
     assert not list((home / "run").iterdir())
 
 
+class Streams:
+    """Follows some long answers of a gateway, each in a thread."""
+
+    def __init__(self, run: Run, tokens: int = 90, count: int = 3) -> None:
+        self._url = run.url
+        self._tokens = tokens
+        self.texts = ["" for _ in range(count)]
+        self.ends = ["" for _ in range(count)]  # how they ended
+        self._threads = [threading.Thread(target=self._follow, args=(number,)) for number in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _follow(self, number: int) -> None:
+        asked = {"prompt": f"{number + 1} reasons to build a dam:", "max_tokens": self._tokens, "temperature": 0}
+        asked |= {"stream": True, "loop_guard": False, "ignore_eos": True}
+        try:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=asked, timeout=PATIENCE) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line[6:])["choices"]
+                        self.texts[number] += choice["text"]
+                        self.ends[number] = choice["finish_reason"] or ""
+        except httpx.HTTPError:
+            self.ends[number] = "broken"
+
+    def until_begun(self) -> None:
+        until(lambda: all(map(len, self.texts)))
+
+    def wait(self) -> tuple[list[str], list[str]]:
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        return self.texts, self.ends
+
+
+def test_streams_survive_the_other_gateway_a_larger_fleet_and_a_drain(fleet: Run, home: Path) -> None:
+    until(lambda: len(pids(fleet.health())) == 2)
+    other = Run(home, "gateway")
+    try:
+        until(lambda: len(pids(other.health())) == 2)
+        assert other.health() == fleet.health()
+        epochs = {each["name"]: each["epoch"] for each in other.health()}
+        assert len(set(epochs.values())) == 2
+        assert all(isinstance(each, int) and each > 0 for each in epochs.values())
+        whole, ends = Streams(other).wait()
+        assert ends == ["length"] * 3
+
+        lost, kept = Streams(fleet, tokens=1500), Streams(other)
+        lost.until_begun()
+        kept.until_begun()
+        os.kill(fleet.process.pid, signal.SIGKILL)
+        fleet.process.wait()
+        assert kept.wait() == (whole, ends)
+        assert lost.wait()[1] == ["broken"] * 3
+        assert {each["name"]: each["epoch"] for each in other.health()} == epochs  # no engine was started again
+        until(lambda: not any(each["in_flight"] for each in other.status()["replicas"]))  # what was lost is ended
+
+        streams = Streams(other)
+        streams.until_begun()
+        told = other.command("scale", "3")
+        assert (told.returncode, "tiny has 3 replicas" in told.stderr) == (0, True), told.stderr
+        assert streams.wait() == (whole, ends)
+        until(lambda: list(pids(other.health())) == ["tiny-0", "tiny-1", "tiny-2"])
+
+        streams = Streams(other)
+        streams.until_begun()
+        told = other.command("drain", "tiny-0")
+        assert (told.returncode, "tiny-0 has ended; tiny has 2 replicas now" in told.stderr) == (0, True), told.stderr
+        assert streams.wait() == (whole, ends)
+        until(lambda: list(pids(other.health())) == ["tiny-1", "tiny-2"])
+    finally:
+        other.stop()
+    assert other.process.returncode == 0
+
+
 def test_what_keeps_the_engines_from_starting_is_said_once(home: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(64))

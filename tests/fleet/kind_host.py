@@ -1,4 +1,5 @@
-"""An engine process that takes its time: a tiny model that samples, one that follows grammars, or a toy."""
+"""An engine process that takes its time: a tiny model that samples, one that follows grammars, or a toy, also one that
+speaks an older protocol."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from penstock.backend.cpu import CpuBackend
 from penstock.config import Config
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Grammars
+from penstock.ipc import shared_wire
 from penstock.ipc.host import host
 from penstock.model.load import load_model
 from tests.engine.test_grammar import LIMITS as BABBLE_LIMITS
@@ -21,6 +23,8 @@ PACE = {"parrot": 0.001}  # seconds of a step: there is a middle of a stream
 
 
 def open_kind(config: Config) -> Engine:
+    if config.model == "older":
+        shared_wire.PROTOCOL = shared_wire.OLDEST = 0
     engine = _open(config.model, bool(config.listen))
     step = engine.step
 

@@ -37,6 +37,10 @@ class ReplicaView(Protocol):
     def epoch(self) -> int:
         """Returns a number that another engine process does not have."""
 
+    @property
+    def reason(self) -> str:
+        """Returns why it cannot be used now; empty: it can, or nothing is known."""
+
 
 class EngineClient(Protocol):
     """Implemented by ipc/inprocess.py (a thread), ipc/spawn.py (a process that is restarted when it dies) and

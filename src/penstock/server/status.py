@@ -133,6 +133,7 @@ def _replicas(client: EngineClient | None) -> dict[str, Any]:
     engine."""
     told = [
         {"name": each.name, "pid": each.pid or None, "state": str(each.state), "epoch": each.epoch}
+        | ({"reason": each.reason} if each.reason else {})
         for each in (client.replicas if client is not None else ())
     ]
     if not told:
