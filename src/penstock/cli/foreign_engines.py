@@ -38,11 +38,11 @@ class ForeignOptions(NamedTuple):
         from penstock.server.models import parse_fallbacks
 
         fallbacks = parse_fallbacks(self.fallback or [])
-        for name in (
-            () if self.engines else dict.fromkeys([*fallbacks, *(each for of in fallbacks.values() for each in of)])
-        ):
-            if name not in names:
-                raise ConfigError(f"--fallback names {name!r}, which is not served: it serves {', '.join(names)}")
+        named = [name for model, others in fallbacks.items() for name in (model, *others)]
+        unknown = [name for name in named if name not in names]
+        if unknown and not self.engines:
+            served = ", ".join(names)
+            raise ConfigError(f"--fallback names {unknown[0]!r}, which is not served here: name one of {served}")
         return fallbacks
 
     def models(self, aliases: Sequence[Alias]) -> ForeignModels | None:

@@ -420,10 +420,9 @@ def run_server(
     engine = engine | speculative.options(engine) | share.engine(engine)
     rules, budget = access.rules(listen.host, share.terms()), pool.budget()
     aliases = _aliases(listen.alias or [], [each.name for each in finder.found], others=bool(foreign.engines))
-    aliases += client_aliases() if rules.lenient else ()
     fallbacks = foreign.fallbacks([*(each.name for each in finder.found), *(alias.pattern for alias in aliases)])
-    kept = budget, pool.keep_alive(), aliases, template.trust_request_chat_template, fallbacks
-    settings = PoolSettings(*kept)
+    aliases += client_aliases() if rules.lenient else ()
+    settings = PoolSettings(budget, pool.keep_alive(), aliases, template.trust_request_chat_template, fallbacks)
     adapters = (*(engine["adapter"] or ()), *(lora.lora_modules or ()))
     text = TextChanges(template.source(), template.sampling())
     sources = ModelSources(finder, engine, adapters, text, budget, make_client)

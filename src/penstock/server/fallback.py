@@ -22,7 +22,7 @@ from penstock.server.telemetry.metrics import Metrics
 UNANSWERED = (EngineUnavailable, Overloaded, RateLimited, ModelNotFound)  # by which nobody says no to the request
 UNFIT = (Forbidden, NotSupported)  # by which a fallback leaves a request to the next one
 
-Answer = Callable[[str], Awaitable[Response]]
+Answer = Callable[[str | None], Awaitable[Response]]
 
 
 class FallbackResponse(Response):
@@ -30,7 +30,8 @@ class FallbackResponse(Response):
     client hears of a model is what the model itself has to say."""
 
     def __init__(self, models: Sequence[str], answer: Answer, context: RequestContext, metrics: Metrics) -> None:
-        """Takes the model that the request means, its fallbacks, and what answers by a model's name."""
+        """Takes the model that the request means, its fallbacks, and what answers by one of these or, with None, as the
+        request says."""
         self._models = models
         self._answer = answer
         self._context = context
@@ -54,13 +55,14 @@ class FallbackResponse(Response):
                     raise
                 error = error or refused
         assert error is not None
+        self._context.end_fallbacks(self._models[0])
         raise error
 
     async def _try(self, model: str, error: PenstockError | None, scope: Scope, receive: Receive, begin: Send) -> None:
         """Sends the answer of a model, which is a fallback if there was an error before."""
         if error is not None:
             self._context.fall_back(self._models[0], model, error.message)
-        response = await self._answer(model)
+        response = await self._answer(None if error is None else model)
 
         async def counted(message: Message) -> None:
             if error is not None and message["type"] == "http.response.start" and message["status"] < 400:

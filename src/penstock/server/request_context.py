@@ -275,6 +275,11 @@ class RequestContext:
         if self.span is not None:
             self.span.fall_back(model, to, why)
 
+    def end_fallbacks(self, model: str) -> None:
+        """Takes note that no other model has answered: the answer is an error of the one that was asked for."""
+        self.fallback, self.stood_in, self.model = "", "", model
+        self.placements.clear()
+
     def trace_headers(self) -> dict[str, str]:
         """Returns the headers that name the parent of what another server does for this request."""
         return self.parents if self.span is None else self.span.headers()

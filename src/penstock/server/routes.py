@@ -99,7 +99,7 @@ def _route(pool: ModelPool, entry: AnyRouteEntry, streams: StreamEndpoints) -> D
         answer = partial(_answer, pool, entry, request, context, name)
         if generates and len(models := pool.with_fallbacks(name)) > 1:
             return FallbackResponse(models, answer, context, pool.metrics)
-        return await answer(name)
+        return await answer(None)
 
     generates = entry.method == "POST" and entry.operation.streams is not None
     return DocumentedRoute(entry.path, call, entry.method, entry.operation)
@@ -111,15 +111,16 @@ async def _answer(
     request: Request,
     context: RequestContext,
     named: str | None,
-    name: str | None,
+    fallback: str | None,
 ) -> Response:
-    """Answers a request by the model of a name: the one that the request has named, or that of a fallback."""
+    """Answers a request by the model that it has named or, if that is given, by a fallback."""
+    name = fallback or named
     if pool.foreign is not None and (model := pool.foreign_model(name)) is not None:
         context.check_allowed(model)
         context.model = model
         return await pool.foreign.answer(model, request, context)
     served = await pool.use(name, context)
-    if named is not None and name != named:  # the dialect finds the request's own name in the body
+    if fallback is not None and named is not None:  # the dialect finds the request's own name in the body
         served = served._replace(aliases=(*served.aliases, escape(named), escape(named.removesuffix(":latest"))))
     return await entry.endpoint(served, request, context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -11,17 +12,23 @@ from typing import Any
 import anthropic
 import ollama
 import pytest
+from starlette.responses import Response
+from starlette.types import Message
 
 from penstock.cli.app import run_command
+from penstock.cli.foreign_engines import ForeignOptions
 from penstock.config import Config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EngineUnavailable
 from penstock.fleet.foreign.engine import ModelSettings, parse_engine
 from penstock.fleet.foreign.gateway import ForeignGateway
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server.access.guard import Rules
+from penstock.server.fallback import FallbackResponse
 from penstock.server.models.fallbacks import fallbacks_of, parse_fallbacks
+from penstock.server.request_context import RequestContext
+from penstock.server.telemetry.metrics import Metrics
 from penstock.server.usage import Price, UsageRecord, read_usage
 from tests.fleet.foreign.scripted import ScriptedEngine, chat, engine, gateway, metric, states
 from tests.server import toys
@@ -80,6 +87,13 @@ def test_the_command_refuses_a_circle_at_once(capsys: pytest.CaptureFixture[str]
     words = ["--engine", DEAD, "--fallback", "a=b", "--fallback", "b=a"]
     assert run_command("fleet serve", words) == 1
     assert "a circle, a -> b -> a" in capsys.readouterr().err
+
+
+def test_without_other_engines_a_fallback_is_one_of_the_served_models() -> None:
+    assert ForeignOptions(fallback=["a=b"]).fallbacks(["a", "b"]) == {"a": ("b",)}
+    assert ForeignOptions(engines=[DEAD], fallback=["x=b"]).fallbacks(["b"]) == {"x": ("b",)}
+    with pytest.raises(ConfigError, match="'x', which is not served here: name one of a, b"):
+        ForeignOptions(fallback=["a=x"]).fallbacks(["a", "b"])
 
 
 def test_a_setting_of_one_model_names_it() -> None:
@@ -186,6 +200,7 @@ def test_if_no_fallback_answers_the_error_is_the_first_models(big: ScriptedEngin
         for stream in (False, True):
             refused = chat(server, model="big", stream=stream)
             assert refused.status_code == 429
+            assert not {"x-penstock-model", "x-penstock-route"} & refused.headers.keys()
             assert 25 <= float(refused.headers["retry-after"]) <= 30
         assert "model_fallbacks_total{" not in server.get("/metrics").text
 
@@ -202,6 +217,28 @@ def test_a_trace_tells_of_the_fallback(big: ScriptedEngine, small: ScriptedEngin
     (event,) = spans[-1].events
     assert event.name == "penstock.fallback"
     assert (event.attributes or {})["penstock.fallback.to"] == "small"
+
+
+def test_the_first_attempt_is_the_request_as_it_is() -> None:
+    """Its name may mean an adapter or a derived model of the one that has the fallback."""
+    context, asked = RequestContext(), list[str | None]()
+
+    async def answer(model: str | None) -> Response:
+        asked.append(model)
+        if model != "tiny":
+            raise EngineUnavailable("it is down")
+        return Response(b"answer")
+
+    response = FallbackResponse(["big", "small", "tiny"], answer, context, Metrics(lambda: (), "big"))
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(response({"type": "http"}, asyncio.Event().wait, send))  # type: ignore[arg-type]
+    assert asked == [None, "small", "tiny"]
+    assert [message.get("body") for message in sent] == [None, b"answer"]
+    assert context.route == "tiny in place of big (it is down)"
 
 
 def test_usage_and_rights_are_those_of_the_model_that_answers(

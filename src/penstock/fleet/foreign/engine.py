@@ -152,7 +152,7 @@ class ForeignEngine:
         self.health = EngineHealth.STARTING
         self.reason = "it has not been asked yet"
         self.models: dict[str, EngineModel] = {}
-        self.not_listed: list[str] = []  # models that its option names
+        self.not_listed: list[str] = []  # models that its option names, and that it has not
         self.in_flight = 0
         self.outcomes: Counter[str] = Counter()  # of requests: ok, refused, lost, broken
         self.lives = 0  # times that it became ready
