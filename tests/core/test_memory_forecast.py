@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from penstock.core import Scheduler, Sequence, StandardPolicy
 from penstock.core.lengths import AnswerLengths
 from penstock.core.memory_forecast import MemoryForecast, held_blocks, shared_blocks
-from penstock.core.policy import Room, wasted
+from penstock.core.policy import Room
 from penstock.core.tenants import Tenant
+from penstock.core.tiers import CopyCosts
 from penstock.types import Claim, Finished, Limits, RowResult, StepResult, blocks_for
+from tests.core.test_step_cost import learned
 from tests.core.world import counts, limits, run, step
 
 TRACES = json.loads((Path(__file__).parent / "data" / "traces.json").read_text())
@@ -115,7 +117,8 @@ def test_a_certain_future_is_forecast_exactly() -> None:
 
 
 def test_what_is_shared_is_neither_taken_nor_freed_twice() -> None:
-    scheduler = Scheduler(limits(num_blocks=64, max_rows=8, step_tokens=64))
+    some = limits(num_blocks=64, max_rows=8, step_tokens=64)
+    scheduler = Scheduler(some, policy=(policy := StandardPolicy(some)))
     prompt = tuple(range(12))
     run(scheduler, Sequence(1, prompt, 1))
     for id in (2, 3):
@@ -123,7 +126,7 @@ def test_what_is_shared_is_neither_taken_nor_freed_twice() -> None:
     scheduler.add(Sequence(4, (7,) * 13, 9))
     step(scheduler)
     assert [shared_blocks(seq) for seq in scheduler.running] == [3, 3, 0]
-    assert [wasted(seq, 4) for seq in scheduler.running] == [(1, 1), (1, 1), (13 / 4, 13)]
+    assert [policy._waste(seq, 0) for seq in scheduler.running] == [(1, 1), (1, 1), (13 / 4, 13)]
     assert scheduler.policy.victim(scheduler.running).id == 3
 
 
@@ -147,6 +150,31 @@ def test_windows_make_long_sequences_dear_victims() -> None:
     (long, short) = scheduler.running
     assert held_blocks(long) <= held_blocks(short) + 2
     assert scheduler.policy.victim([long, short]) is short
+
+
+def test_where_host_memory_has_room_copying_is_the_waste() -> None:
+    """A long sequence costs more to compute again for each block. Its blocks are full, so that they can be copied, and
+    of the short one a part has to be computed again."""
+    some = limits(max_len=2000, num_blocks=200, block_size=16, step_tokens=2000, host_places=100)
+    costs, copies = learned(), CopyCosts()
+    policy = StandardPolicy(some, costs, copies)
+    scheduler = Scheduler(some, policy=policy)
+    scheduler.add(Sequence(1, (1,) * 1008, 9))
+    scheduler.add(Sequence(2, (2,) * 31, 9))
+    step(scheduler)
+    (long, short) = scheduler.running
+    blocks = held_blocks(long)
+    assert scheduler.cache.host.room == 100
+    assert policy.victim([long, short]) is short
+    assert policy.victim([long, short], blocks - 1) is short  # it would cost the copies of others
+    for direction in ("in", "out"):
+        copies.observe(direction, 10, 1e-5)
+    assert policy.victim([long, short], blocks) is long
+    assert policy._waste(long, blocks)[1] == pytest.approx(blocks * 2e-6 + costs.prompts.seconds(0, 0))
+    for direction in ("in", "out"):
+        copies.observe(direction, 10, 1e3)  # slower than computing
+    assert policy.victim([long, short], blocks) is short
+    assert StandardPolicy(some, costs).victim([long, short], blocks) is short
 
 
 # -- who may start ---------------------------------------------------------------------------------------------------

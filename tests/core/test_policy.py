@@ -20,7 +20,7 @@ def prompt(length: int, first: int = 0) -> tuple[int, ...]:
 @pytest.mark.usefixtures("overcommitted")
 def test_the_policy_chooses_who_loses_its_memory() -> None:
     class First(StandardPolicy):
-        def victim(self, behind: Line[Sequence]) -> Sequence:
+        def victim(self, behind: Line[Sequence], places: int = 0) -> Sequence:
             return behind[0]
 
     some = limits(num_blocks=8, max_len=32, max_rows=3)

@@ -135,13 +135,13 @@ class Shuffles(StandardPolicy):
     def turn(self, seq: Sequence) -> Any:
         return self._random.randrange(8) if self.steps > 0 else super().turn(seq)
 
-    def victim(self, behind: Line[Sequence]) -> Sequence:
+    def victim(self, behind: Line[Sequence], places: int = 0) -> Sequence:
         return self._random.choice(behind)
 
     def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
         return not running or room.available >= room.needed + room.reserved + (len(running) + 1) * room.groups
 
-    def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
+    def displaced(self, seq: Sequence, running: Line[Sequence], places: int = 0) -> Sequence | None:
         return self._random.choice([None, *running]) if self.steps > 0 else super().displaced(seq, running)
 
 

@@ -15,6 +15,7 @@ from penstock.core.lengths import AnswerLengths
 from penstock.core.memory_forecast import MemoryForecast, held_blocks, shared_blocks, shared_nodes
 from penstock.core.sequence import Sequence
 from penstock.core.step_cost import CostModel, PromptCost
+from penstock.core.tiers import CopyCosts
 from penstock.types import Limits, Row, prefill_budget
 
 OVERCOMMIT = 0.5  # share of host memory's blocks that sequences may need beyond the device's: copies cost little
@@ -94,11 +95,13 @@ class Policy(Protocol):
     def turn(self, seq: Sequence) -> Any:
         """Returns what sequences of different tenants are compared by: whose prompt is least is computed next."""
 
-    def victim(self, behind: Line[Sequence]) -> Sequence:
-        """Returns which of these loses its blocks, so that one before them can go on."""
+    def victim(self, behind: Line[Sequence], places: int = 0) -> Sequence:
+        """Returns which of these loses its blocks, so that one before them can go on. Host memory has so many places
+        for blocks."""
 
-    def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
-        """Returns who gives way to a waiting sequence that is next in turn and finds no room, if anyone does."""
+    def displaced(self, seq: Sequence, running: Line[Sequence], places: int = 0) -> Sequence | None:
+        """Returns who gives way to a waiting sequence that is next in turn and finds no room, if anyone does. Host
+        memory has so many places for blocks."""
 
     def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
         """Returns the ids of running sequences that have no row in the next step, so that the prompt of a waiting one
@@ -122,9 +125,11 @@ class StandardPolicy:
     """Serves by priority, then shares the work among tenants, then goes by deadlines and order of arrival. Requests
     that may wait are kept in the background."""
 
-    def __init__(self, limits: Limits, costs: CostModel | None = None) -> None:
+    def __init__(self, limits: Limits, costs: CostModel | None = None, copies: CopyCosts | None = None) -> None:
+        """Takes what is learned of the costs of steps and of copying blocks, as far as that is measured."""
         self._limits = limits
         self._costs = costs
+        self._copies = copies
         self._lengths = AnswerLengths()
         self._memory = MemoryForecast(limits, self._lengths)
         self._overcommit = OVERCOMMIT * limits.host_places  # blocks
@@ -152,22 +157,35 @@ class StandardPolicy:
         rank = seq.rank if seq.waits else self.rank(seq, seq.planned)
         return (seq.background, seq.priority, tenant.counter, tenant.running, seq.due, rank, seq.arrival)
 
-    def victim(self, behind: Line[Sequence]) -> Sequence:
-        """Returns one of the tenant most over its share: that which has least to compute again for each block that it
-        frees, then that which has least in all, then the one that came last."""
-        size = self._limits.block_size
+    def victim(self, behind: Line[Sequence], places: int = 0) -> Sequence:
+        """Returns one of the tenant most over its share: that which wastes least for each block that it frees, then
+        that which wastes least in all, then the one that came last."""
 
         def give_way(seq: Sequence) -> Any:
-            each, all = wasted(seq, size)
+            each, all = self._waste(seq, places)
             return (seq.background, seq.priority, seq.tenant.counter, -each, -all, seq.arrival)
 
         return max(behind, key=give_way)
 
-    def displaced(self, seq: Sequence, running: Line[Sequence]) -> Sequence | None:
+    def displaced(self, seq: Sequence, running: Line[Sequence], places: int = 0) -> Sequence | None:
         """Returns one of a tenant that has had more and has several running, if the tenant of `seq` has none running.
         So a tenant's first request does not wait for another tenant's answers to end."""
         others = _of_busier_tenants(seq, running)
-        return self.victim(others) if others else None
+        return self.victim(others, places) if others else None
+
+    def _waste(self, seq: Sequence, places: int) -> tuple[float, float]:
+        """Returns what it wastes to preempt a running sequence, for each block that it frees and in all: seconds or,
+        before it is known what prompts cost, tokens to compute again. What others hold too is neither lost nor freed.
+        Where host memory has places, its full blocks may go there: then copying them is the waste."""
+        size, costs = self._limits.block_size, self._costs
+        kept, freed = shared_nodes(seq) * size, held_blocks(seq) - shared_blocks(seq)
+        waste: float = seq.computed - kept
+        if costs is not None and costs.known:
+            waste = costs.prompts.seconds_after(kept, seq.computed)
+            if self._copies is not None and freed <= places:
+                copied = self._copies.seconds("out", freed) + self._copies.seconds("in", freed)
+                waste = min(waste, copied + costs.prompts.seconds_after(len(seq.nodes) * size, seq.computed))
+        return waste / freed if freed else inf, waste
 
     def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
         """Returns those of tenants that have had more and have several running, if the tenant of `ahead` has none
@@ -263,11 +281,3 @@ def _of_busier_tenants(seq: Sequence, running: Line[Sequence]) -> list[Sequence]
         and each.tenant.counter >= seq.tenant.counter
         and (each.background, each.priority) >= (seq.background, seq.priority)
     ]
-
-
-def wasted(seq: Sequence, block_size: int) -> tuple[float, int]:
-    """Returns how many tokens a running sequence would have to compute again for each block that it frees, and how many
-    in all. What others hold too is neither lost nor freed."""
-    lost = seq.computed - shared_nodes(seq) * block_size
-    freed = held_blocks(seq) - shared_blocks(seq)
-    return lost / freed if freed else inf, lost

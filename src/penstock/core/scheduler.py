@@ -160,7 +160,7 @@ class Scheduler:
         full = len(self.running) >= self.limits.max_rows or seq is self._squeezed
         if seq is None or not full or self.cache.must_wait(seq):
             return
-        if (victim := self.policy.displaced(seq, self.running)) is not None:
+        if (victim := self.policy.displaced(seq, self.running, self.cache.host.room)) is not None:
             self.preempt(victim)
 
     def _plan_answers(self, rows: list[Row], held: Collection[int]) -> tuple[StepBudget, list[Sequence]]:
@@ -200,7 +200,7 @@ class Scheduler:
             after = self.running[self.running.index(seq) + 1 :]
             behind = [each for each in after if each.id not in planned]
             while missing > cache.available and behind:
-                victim = self.policy.victim(behind)
+                victim = self.policy.victim(behind, cache.host.room)
                 behind.remove(victim)
                 self.preempt(victim)
         return min(count, spare + cache.available // cache.groups * cache.block_size)

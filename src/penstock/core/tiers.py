@@ -82,6 +82,11 @@ class HostTier:
         """Returns how many places hold blocks."""
         return self.total - len(self._free) - len(self.reserved)
 
+    @property
+    def room(self) -> int:
+        """Returns how many blocks can come, at least, without costing the only copy of another."""
+        return len(self._free) + len(self._spare)
+
     def blocks_of(self, entries: Iterable[Idle]) -> int:
         """Returns how many blocks these entries have."""
         return sum(len(self._parts(entry)[1]) for entry in entries)

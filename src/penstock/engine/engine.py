@@ -117,8 +117,8 @@ class Engine(WeightControl):
             Speculation(drafting, self._records, self.draft_tokens, draft_model) if drafting is not None else None
         )
         self._costs = costs or CostModel()
-        policy = policy or StandardPolicy(limits, self._costs)
         copying = CopyCosts(self._costs.prompts)
+        policy = policy or StandardPolicy(limits, self._costs, copying)
         self._scheduler = Scheduler(
             limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
         )
