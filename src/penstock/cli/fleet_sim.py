@@ -21,6 +21,10 @@ TraceFile = Annotated[
 Speed = Annotated[float, Option(minimum=0.001, help="How many times as fast requests arrive.")]
 Limit = Annotated[int, Option(minimum=0, help="Use only this many requests, from the beginning of the trace. 0: all.")]
 Scale = Annotated[float, Option(minimum=0.0001, help="Multiply the lengths of prompts and answers by this.")]
+Plot = Annotated[
+    str,
+    Option(help=f"Write an SVG picture of the times to the first token to this file, or to {PICTURE}.", bare=PICTURE),
+]
 
 
 def sim(
@@ -39,12 +43,7 @@ def sim(
     model: Annotated[
         str, Option(help="Model whose speed on this machine the replicas have. By default, Dynamo's mock engine's.")
     ] = "",
-    plot: Annotated[
-        str,
-        Option(
-            help=f"Write an SVG picture of the times to the first token to this file, or to {PICTURE}.", bare=PICTURE
-        ),
-    ] = "",
+    plot: Plot = "",
     json: options.Json = False,
     *,
     engine: options.EngineSettings,
