@@ -116,3 +116,12 @@ def test_slots_are_used_again() -> None:
     journal.add(ASKED)
     (kept,) = read_journal(memory, VOCAB)
     assert (kept.id, kept.max_tokens) == (5, 6)
+
+
+def test_what_a_dying_engine_has_damaged_is_left_out() -> None:
+    memory = bytearray(JOURNAL_BYTES)
+    journal = RequestJournal(memory)
+    journal.add(ASKED)
+    journal.add(ASKED._replace(id=6))
+    memory[4:20] = b"\xff" * 16
+    assert [each.id for each in read_journal(memory, VOCAB)] == [6]
