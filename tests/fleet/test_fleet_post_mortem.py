@@ -116,3 +116,12 @@ def test_slots_are_used_again() -> None:
     requests.add(ASKED)
     (kept,) = read_requests(memory, VOCAB)
     assert (kept.id, kept.max_tokens) == (5, 6)
+
+
+def test_what_a_dying_engine_has_damaged_is_left_out() -> None:
+    memory = bytearray(REQUESTS_BYTES)
+    requests = FlightRequests(memory)
+    requests.add(ASKED)
+    requests.add(ASKED._replace(id=6))
+    memory[4:20] = b"\xff" * 16
+    assert [each.id for each in read_requests(memory, VOCAB)] == [6]

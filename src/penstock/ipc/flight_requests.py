@@ -6,6 +6,7 @@ is in flight. Pages that nothing was written to take no memory.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from mmap import mmap
 from struct import Struct
 from typing import NamedTuple
@@ -74,11 +75,13 @@ class FlightRequests:
 
 
 def read_requests(memory: bytearray | mmap, vocab: int) -> list[Request]:
-    """Returns the requests in such memory that nobody writes any more."""
+    """Returns the requests in such memory that nobody writes any more. What an engine has damaged before it
+    died is left out."""
     found = []
     for at in range(0, REQUESTS_BYTES, SLOT_BYTES):
         (length,) = LENGTH.unpack_from(memory, at)
         if length:
             data = memory[at + LENGTH.size : at + LENGTH.size + length]
-            found.append(msgspec.msgpack.decode(data, type=FlightRequest).restored(vocab))
+            with suppress(msgspec.DecodeError):
+                found.append(msgspec.msgpack.decode(data, type=FlightRequest).restored(vocab))
     return found
