@@ -81,7 +81,7 @@ def test_a_steward_refuses_other_versions_and_serves_its_own(
                 assert refused.code == "wrong_protocol"
                 assert f"other-gateway speaks protocol {protocol} of fleets and this process 1" in refused.message
                 assert "start a new fleet" in refused.message
-            for nonsense in ((b"hello",), (b"1 x", b"\xc1"), (b"x", b"y"), (b"", b"", b"")):
+            for nonsense in ((b"hello",), (b"1 x", b"\xc1"), (b"x", b"y"), (b"", b"", b""), (b"9" * 9999, b"")):
                 await peer.send_multipart(nonsense)
             await peer.send_multipart(encode(AskStatus("another"), "x"))
             refused = decode_from_steward(await peer.recv_multipart())
@@ -90,7 +90,7 @@ def test_a_steward_refuses_other_versions_and_serves_its_own(
             await peer.send_multipart(encode(AskStatus(SECRET), "x"))
             status = decode_from_steward(await peer.recv_multipart())
             assert isinstance(status, FleetStatus)
-            assert status.refused == 3 + 4 + 1
+            assert status.refused == 3 + 5 + 1
 
     asyncio.run(main())
     assert caplog.text.count("other-gateway speaks protocol") == 1

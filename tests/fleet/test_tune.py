@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -106,6 +107,18 @@ def test_a_ram_tier_is_part_of_the_command(
     found = json.loads(capsys.readouterr().out)
     assert (found["ram"], found["kv_ram"]) == (TIER, None)
     assert "--kv-ram" not in found["command"]
+
+
+def test_the_command_has_the_options_that_it_was_found_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = repeating(tmp_path / "trace.jsonl")
+    monkeypatch.setattr(commands, "planned_replica", lambda *_: PlannedReplica(EngineTiming(), 1000))
+    given = ["--threads", "2", "--kv", "int8", "--adapter", "a=b c", "--adapter", "d=e", "--strict-config"]
+    run_command("tune", ["my model", *words[:-1], "10000", *given, "--json"])
+    said = shlex.split(json.loads(capsys.readouterr().out)["command"])
+    assert said[:6] == ["penstock", "fleet", "serve", "my model", "--replicas", "1"]
+    assert sorted(said[6:]) == sorted(given)
 
 
 def test_what_is_found_for_a_model_knows_the_bytes_of_its_cache(smollm2: Path) -> None:

@@ -51,10 +51,12 @@ def tune(
     plain = plain_fleet(replica.timing, ServiceTargets(ttft, itl), replica.tier)
     best = tune(requests, plain, most, _note_tried)
     ram = kv_ram(best, plain, replica)
+    changed = best.changed(plain) | ({} if ram is None else {"kv_ram": ram})
+    line = command(model, best.options.replicas, (stated(engine) if model else {}) | changed)
     if json:
-        print_json(_to_json(best, ram, command(best, model, plain, ram)))
+        print_json(_to_json(best, ram, line))
     else:
-        _print(best, ram, command(best, model, plain, ram))
+        _print(best, ram, line)
     if not best.meets:
         note(
             f"error: no fleet of up to {most} replicas answers 95 % of the requests with a TTFT of {ttft:g} ms and an "
@@ -83,11 +85,27 @@ def kv_ram(fleet: TunedFleet, plain: FleetOptions, replica: PlannedReplica) -> i
     return int(tier * replica.cache) or BYTES
 
 
-def command(fleet: TunedFleet, model: str, plain: FleetOptions, ram: int | str | None) -> str:
-    """Returns the command that starts such a fleet."""
-    stated = fleet.changed(plain) | ({} if ram is None else {"kv_ram": ram})
-    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in stated.items())
-    return f"penstock fleet serve {model or 'MODEL'} --replicas {fleet.options.replicas}{flags}"
+def stated(engine: dict[str, Any]) -> dict[str, Any]:
+    """Returns the engine's options that are not the defaults."""
+    from penstock.config import DEFAULTS
+
+    return {name: value for name, value in engine.items() if value is not None and value != DEFAULTS[name]}
+
+
+def command(model: str, replicas: int, engine: dict[str, Any]) -> str:
+    """Returns the command that starts a fleet with these options of the engine."""
+    import shlex
+
+    words = ["penstock", "fleet", "serve", model or "MODEL", "--replicas", str(replicas)]
+    for name, value in engine.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag)  # all of them are off by default
+        else:
+            words += [
+                word for each in (value if isinstance(value, list | tuple) else [value]) for word in (flag, str(each))
+            ]
+    return shlex.join(words)
 
 
 def _to_json(best: TunedFleet, ram: int | str | None, command: str) -> dict[str, Any]:

@@ -183,6 +183,7 @@ class CommandRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 FromSteward = DirectoryUpdate | KeeperOrder | FleetStatus | CommandRefused
 
 PROTOCOL = 1  # of all messages from and to a steward
+LONGEST_NUMBER, LONGEST_NAME = 6, 200  # bytes of a protocol's number, and those of a sender's name that are read
 
 _encoder = msgspec.msgpack.Encoder()
 _to_steward: msgspec.msgpack.Decoder[ToSteward] = msgspec.msgpack.Decoder(ToSteward)
@@ -218,9 +219,10 @@ def decode_from_steward(frames: Sequence[bytes]) -> FromSteward:
 
 
 def _payload(frames: Sequence[bytes]) -> bytes:
-    protocol, _, sender = frames[0].partition(b" ")
-    if len(frames) != 2 or not protocol.isdigit():
+    protocol, _, sender = frames[0].partition(b" ") if len(frames) == 2 else (b"", b"", b"")
+    if not 0 < len(protocol) <= LONGEST_NUMBER or not protocol.isdigit():
         raise msgspec.DecodeError("a message has two frames, and the first one begins with a protocol's number")
     if int(protocol) != PROTOCOL:
-        raise WrongProtocol(int(protocol), sender.decode(errors="replace"))
+        name = sender[:LONGEST_NAME].decode(errors="replace")
+        raise WrongProtocol(int(protocol), name if name.isprintable() else repr(name))
     return frames[1]
