@@ -3,7 +3,7 @@
     python bench/inprocess.py ENGINE CELL MODEL THREADS SEED [DEVICE]
 
 Run by the interpreter that has the engine: Penstock's own, or that of OpenVINO GenAI or transformers, so only the
-standard library is imported until the engine is known. All engines get the same token ids and go through the same clock.
+standard library is imported until the engine is known. All get the same token ids and go through the same clock.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def batch(count: int) -> Callable[[Generate, random.Random], dict[str, float]]:
 def requests64(generate: Generate, dice: random.Random) -> dict[str, float]:
     """64 requests at once, as a queue of mixed prompts has them; all answers have one length, as a batch wants it."""
     asked = [prompts(dice, 1, dice.randint(32, 224))[0] for _ in range(64)]
-    timing = generate(asked, 128)
-    return {"tok/s": 64 * 128 / timing.total, "first token s": timing.first}
+    timing = generate(asked, 64)
+    return {"tok/s": 64 * 64 / timing.total, "first token s": timing.first}
 
 
 def prefix(generate: Generate, dice: random.Random) -> dict[str, float]:

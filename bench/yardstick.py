@@ -3,7 +3,7 @@
     python bench/yardstick.py MODEL --python PYTHON --device cpu --rounds 3
 
 PYTHON is an interpreter that has torch and transformers (and gguf, where MODEL is a GGUF file). Both get the same token
-ids: 64 prompts of 32 to 224 tokens, 128 tokens for each answer whatever it says. Ours schedules them; transformers gets
+ids: 64 prompts of 32 to 224 tokens, 64 tokens for each answer whatever it says. Ours schedules them; transformers gets
 them as one batch, padded on the left. Every figure comes from a fresh process, without the time to load the model.
 
 A round runs both, beginning with the other one each time. The ratio is the median over rounds of ours to theirs beside

@@ -266,6 +266,17 @@ def experts_by_pairs_and_by_blocks(tilings: Tilings, name: str) -> None:
             quant_expert_gemm(pairs, permutation, size, quantized(name, 64 * rows, DIM), None, out)
 
 
+@case(needs_fp8=True, **{"rows": ((64 * 1024,),), "blocks": ((DIM // 128, 64 * 1024),)})
+def fp8_experts(tilings: Tilings, scaled: tuple[int, ...]) -> None:
+    rows, weight, scales = 2 * EXPERTS.hidden, empty(64 * 1024, DIM, dtype=FP8), empty(*scaled, dtype=F32)
+    permutation = ExpertPermutation.on(HOST, EXPERTS, 64)
+    few, many = ExpertRows(empty(8, DIM), ints(8, 8), 8), ExpertRows(empty(64, DIM), ints(64, 8), 8)
+    for gated in (False, True):
+        expert_gemv(few, weight, None, empty(64, rows // 2 if gated else rows), gated, scales)
+    for size in (16, 128):
+        expert_gemm(many, permutation, size, weight, None, empty(512, rows), tilings.device, scales)
+
+
 @case()
 def expert_choice(tilings: Tilings) -> None:
     experts, weights = ints(8, 8), empty(8, 8, dtype=F32)

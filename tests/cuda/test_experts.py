@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.experts import DenseExperts, QuantizedExperts, pack_matrices
+from penstock.backend.cuda.device_properties import INTERPRETER
+from penstock.backend.cuda.experts import DenseExperts, Fp8Experts, QuantizedExperts, pack_matrices
 from penstock.backend.cuda.footprint import stored_as
 from penstock.backend.cuda.fp8_weights import RowScaledFp8
 from penstock.backend.cuda.kernels.expert_gemm import ExpertRows
@@ -25,10 +26,11 @@ from penstock.backend.cuda.kernels.expert_routing import (
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref.ops import choose
+from penstock.model.dequantize import dequantize
 from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import FP8, Stack, Tensor
+from penstock.model.tensor import FP8, Scales, Stack, Tensor
 from tests.cuda.device import DEVICE, HALF, close, ints, normal
 
 GROUPED = ExpertSpec(
@@ -106,6 +108,70 @@ def stacks(format: str, rows: int = 32, bias: bool = False) -> list[Stack]:
     ]
 
 
+def fp8_stacks(rows: int, width: int, scaled: tuple[int, int] | None) -> list[Stack]:
+    """Stacks of FP8 whose scales are for blocks of so many rows and columns."""
+    rng = np.random.default_rng(3)
+
+    def part() -> Tensor:
+        codes = torch.from_numpy(rng.normal(size=(rows // 2, width)).astype(np.float32)).to(torch.float8_e4m3fn)
+        scales = None
+        if scaled:
+            down, across = -(-rows // 2 // scaled[0]), -(-width // scaled[1])
+            scales = Scales(rng.uniform(0.1, 4, (down, across)).astype(np.float32), *scaled)
+        data = codes.view(torch.uint8).numpy().reshape(-1)
+        return Tensor("w", FP8["F8_E4M3"], (rows // 2, width), data, role=Role.EXPERT_IN, scales=scales)
+
+    return [Stack([part(), part()], [random_tensor(rng, "F32", rows // 2) for _ in range(2)]) for _ in range(3)]
+
+
+FP8_SCALES = {
+    "none": (32, 256, None),
+    "one for a matrix": (32, 256, (16, 256)),
+    "one for a row": (40, 192, (1, 192)),
+    "blocks of 128": (288, 384, (128, 128)),
+    "blocks of 128, and a part of one": (20, 200, (128, 128)),
+}
+
+
+@pytest.mark.parametrize("name", FP8_SCALES)
+def test_fp8_experts_stay_so(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By pairs, gated, and by blocks, they give what their values in 32 bits do."""
+    rows, width, _ = FP8_SCALES[name]
+    stacks = fp8_stacks(*FP8_SCALES[name])
+    matrices = packed(stacks)
+    assert isinstance(matrices, Fp8Experts)
+    assert (matrices.weight.dtype, matrices.scales.dim()) == (torch.float8_e4m3fn, 2 if "blocks" in name else 1)
+    assert not caplog.records
+    experts = ints([[0, 2], [2, 1], [2, 0], [1, 0], [0, 1]])
+    x = normal(5, width, dtype=HALF) * 0.1
+    dense = [np.concatenate([dequantize(part) for part in stack.parts]) for stack in stacks]
+    bias = [np.concatenate([dequantize(one) for one in stack.bias if one]) for stack in stacks]
+    wanted = torch.stack(
+        [
+            x[pair // 2].float().cpu() @ torch.from_numpy(dense[expert]).T + torch.from_numpy(bias[expert])
+            for pair, expert in enumerate(experts.flatten().tolist())
+        ]
+    )
+    alone, together = (torch.zeros(10, rows, dtype=torch.float32, device=DEVICE) for _ in range(2))
+    gated = torch.zeros(10, rows // 2, dtype=torch.float32, device=DEVICE)
+    permutation = ExpertPermutation.on(torch.device(DEVICE), ExpertSpec(3, 2, 16), 5)
+    permute_pairs(experts, permutation, 16)
+    matrices.by_pairs(ExpertRows(x, experts, 2), alone)
+    matrices.by_pairs(ExpertRows(x, experts, 2), gated, gated=True)
+    matrices.by_blocks(ExpertRows(x, experts, 2), permutation, 16, together)
+    left, right = wanted.chunk(2, 1)
+    for got, exact in ((alone, wanted), (together, wanted), (gated, torch.nn.functional.silu(left) * right)):
+        assert float((got.cpu() - exact).abs().max() / exact.abs().max()) < 1e-5
+
+
+def test_fp8_experts_are_widened_where_no_kernel_reads_them(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(packed(fp8_stacks(32, 256, (16, 64))), DenseExperts)
+    assert "experts in F8_E4M3 become" in caplog.text
+    older = CudaBackend(64, 8, device=DEVICE, dtype=HALF, properties=replace(INTERPRETER, capability=(8, 0)))
+    stacks = fp8_stacks(32, 256, (16, 256))
+    assert isinstance(pack_matrices(stacks, torch.device(DEVICE), HALF, older._workspace, ""), DenseExperts)
+
+
 def packed(stacks: list[Stack], quantize: str = "") -> Any:
     backend = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize=quantize)
     return pack_matrices(stacks, torch.device(DEVICE), HALF, backend._workspace, quantize)
@@ -143,8 +209,18 @@ def test_formats_stay_quantized_where_rows_fill_tiles(caplog: pytest.LogCaptureF
 
 def test_plain_experts_become_four_bits_if_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(packed(stacks("BF16"), "int4"), QuantizedExperts)
-    assert isinstance(packed(stacks("BF16"), "fp8"), DenseExperts)
-    assert "experts in BF16 do not become fp8" in caplog.text
+    assert isinstance(packed(stacks("BF16", rows=20), "int4"), DenseExperts)
+    assert "experts in BF16 do not become int4" in caplog.text
+
+
+def test_plain_experts_become_fp8_if_that_is_asked_for() -> None:
+    plain, made = packed(stacks("BF16", rows=20)), packed(stacks("BF16", rows=20), "fp8")
+    assert isinstance(made, Fp8Experts)
+    x, experts = normal(2, 256, dtype=HALF) * 0.02, ints([[0, 2], [2, 1]])
+    exact, rounded = (torch.zeros(4, 20, dtype=torch.float32, device=DEVICE) for _ in range(2))
+    plain.by_pairs(ExpertRows(x, experts, 2), exact)
+    made.by_pairs(ExpertRows(x, experts, 2), rounded)
+    assert 1e-3 < float((exact - rounded).norm() / exact.norm()) < 0.05
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8"])
@@ -164,12 +240,14 @@ def test_routers_and_gates_of_shared_experts_are_not_quantized(quantize: str) ->
         assert stored_as(tensor, quantize).kind == ("BF16" if kind is DenseMatrix else quantize)
 
 
-def test_memory_figures_know_that_experts_are_not_float8() -> None:
-    def tensor(role: Role, format: Any) -> Tensor:
-        return Tensor("w", format, (32, 32), np.zeros(1024 * format.bytes, np.uint8), role=role)
+def test_memory_figures_know_which_experts_are_float8() -> None:
+    def tensor(role: Role, format: Any, columns: int = 0) -> Tensor:
+        scales = Scales(np.ones((1, 1), np.float32), 1024, columns) if columns else None
+        return Tensor("w", format, (32, 32), np.zeros(1024 * format.bytes, np.uint8), role=role, scales=scales)
 
     plain = random_tensor(np.random.default_rng(), "BF16", 32, 32).format
     for role in (Role.EXPERT_IN, Role.EXPERT_OUT):
-        assert stored_as(tensor(role, FP8["F8_E4M3"]), "").bits == 16
-        assert [stored_as(tensor(role, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [16, 4.5, 16]
+        assert [stored_as(tensor(role, FP8["F8_E4M3"], columns), "").bits for columns in (0, 32, 16)] == [8, 8, 16]
+        assert stored_as(tensor(role, FP8["F8_E4M3"]), "", has_fp8=False).bits == 16
+        assert [stored_as(tensor(role, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [8, 4.5, 16]
     assert stored_as(tensor(Role.MLP_IN, FP8["F8_E4M3"]), "").bits == 8

@@ -9,7 +9,7 @@ from penstock.backend import recoded_to
 from penstock.config import Config, Device, available_threads
 from penstock.model.load import Checkpoint
 from penstock.model.quantize_choice import Precision, choose, precision_of, quantized_when_read
-from penstock.model.roles import EXPERTS, MLA, Role
+from penstock.model.roles import MLA, Role
 from penstock.model.split_heads import split_kv_b
 from penstock.model.tensor import PLAIN, Format, Tensor
 
@@ -17,7 +17,7 @@ WITHOUT_KERNEL: dict[tuple[str, str], frozenset[Role]] = {  # roles that stay pl
     ("cuda", "q8_0"): MLA,
     ("cuda", "q4_k"): MLA,
     ("cuda", "int4"): MLA,
-    ("cuda", "fp8"): MLA | EXPERTS,
+    ("cuda", "fp8"): MLA,
 }
 
 

@@ -11,6 +11,7 @@ import triton
 
 from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
+from penstock.backend.cuda.fp8_weights import scales_of, send_codes
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
     expert_gemm,
@@ -25,6 +26,7 @@ from penstock.backend.cuda.kernels.expert_routing import (
     permute_pairs,
     route,
 )
+from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quant_blocks import ROWS
@@ -34,7 +36,7 @@ from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import Stack
+from penstock.model.tensor import Stack, Tensor
 
 LARGEST_BLOCK = 128  # token-expert pairs
 
@@ -63,6 +65,22 @@ class DenseExperts:
 
     def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
         expert_gemm(rows, permutation, size, self.weight, self.bias, out, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Experts:
+    """Holds FP8 values with scales. Activations stay as they are."""
+
+    weight: Any  # [experts * rows, width] float8_e4m3fn
+    scales: Any  # [experts * rows] or [width / 128, experts * rows] float32
+    bias: Any | None  # [experts * rows] float32
+    device: DeviceProperties = INTERPRETER
+
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
+        expert_gemv(rows, self.weight, self.bias, out, gated, self.scales)
+
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
+        expert_gemm(rows, permutation, size, self.weight, self.bias, out, self.device, self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +156,7 @@ def pack_matrices(
     stacks: Sequence[Stack], device: torch.device, dtype: torch.dtype, workspace: Workspace, quantize: str
 ) -> ExpertMatrices:
     """Packs the matrices of all experts. Quantized formats stay as they are if all experts have the same one and fill
-    tiles; others become values of `dtype`."""
+    tiles, which FP8 need not; others become values of `dtype`."""
     parts = [as_near_blocks(part) or part for stack in stacks for part in stack.parts]
     formats = {part.format.name for part in parts}
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
@@ -146,6 +164,8 @@ def pack_matrices(
     if tiled and len(formats) == 1 and formats <= SPLIT.keys() and all(part.scales is None for part in parts):
         log_growth(parts[:1], workspace)
         return QuantizedExperts(join([packed(part, workspace.transfer) for part in parts]), bias)
+    if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (experts := pack_fp8_experts(parts, bias, workspace)):
+        return experts
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
         stored = sum(part.size for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)
         log_once(
@@ -153,11 +173,26 @@ def pack_matrices(
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
     quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
-    quantizes = quantizes and tiled and formats <= PLAIN.keys()
+    quantizes = quantizes and (tiled or quantize == "fp8") and formats <= PLAIN.keys()
     values = stacked_values(parts, dtype, workspace, kept=not quantizes)
-    if quantizes:
-        workspace.transfer.finish()
+    if not quantizes:
+        if quantize:
+            log_once(workspace, f"experts in {names(formats)} do not become {quantize}: they stay as they are")
+        return DenseExperts(values, bias, workspace.tilings.device)
+    workspace.transfer.finish()
+    if quantize == "int4":
         return QuantizedExperts(quantize_int4(values), bias)
-    if quantize:
-        log_once(workspace, f"experts in {names(formats)} do not become {quantize}: they stay as they are")
-    return DenseExperts(values, bias, workspace.tilings.device)
+    made = quantize_fp8(values)
+    return Fp8Experts(made.values, made.scales, bias, workspace.tilings.device)
+
+
+def pack_fp8_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> Fp8Experts | None:
+    """Packs parts in F8_E4M3; returns None if the device does not read FP8, or no kernel takes their scales."""
+    device = workspace.tilings.device
+    scales = scales_of(parts) if device.has_fp8 else None
+    if scales is None:
+        return None
+    rows = sum(part.shape[0] for part in parts)
+    values = workspace.arena.empty((rows, parts[0].shape[1]), torch.float8_e4m3fn)
+    send_codes(parts, values, workspace.transfer)
+    return Fp8Experts(values, scales.to(workspace.arena.device), bias, device)

@@ -44,7 +44,7 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     if tensor.scales is not None and name == "F8_E4M3":
         columns = tensor.scales.columns
         widened |= columns < tensor.shape[1] and columns % FP8_COLUMNS != 0
-    widened |= tensor.role in EXPERTS and (name == "F8_E4M3" or tensor.scales is not None)
+    widened |= tensor.role in EXPERTS and name != "F8_E4M3" and tensor.scales is not None
     if name in STORED_BITS and not widened:
         return StoredAs(name, STORED_BITS[name])
     if quantize and name in PLAIN and may_quantize(tensor, quantize, "cuda"):

@@ -146,18 +146,29 @@ class BlockScaledFp8(Fp8Matrix):
 def pack_fp8(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> RowScaledFp8 | BlockScaledFp8 | None:
     """Packs parts in F8_E4M3 as one weight; returns None if no kernel takes their shape."""
     width = parts[0].shape[1]
-    shared = [part.scales.columns for part in parts if part.scales is not None]
-    if width % TILE_COLUMNS or any(columns < width and columns % COLUMNS for columns in shared):
+    found = None if width % TILE_COLUMNS else scales_of(parts)
+    if found is None:
         return None
     rows = sum(part.shape[0] for part in parts)
     values = workspace.arena.empty((fp8_room(rows), width), torch.float8_e4m3fn)[:rows]
     send_codes(parts, values, workspace.transfer)
-    if all(columns >= width for columns in shared):
+    if found.dim() == 1:
         scales = workspace.arena.empty((fp8_room(rows),), torch.float32)[:rows]
-        scales.copy_(stacked_scales(parts, width)[:, 0])
+        scales.copy_(found)
         return RowScaledFp8(Fp8Weight(values, scales), bias, workspace)
-    scales = stacked_scales(parts, COLUMNS).T.contiguous().to(workspace.arena.device)
-    return BlockScaledFp8(Fp8BlockWeight(values, scales), bias, workspace)
+    return BlockScaledFp8(Fp8BlockWeight(values, found.to(workspace.arena.device)), bias, workspace)
+
+
+def scales_of(parts: Sequence[Tensor]) -> Any | None:
+    """Returns the scales of parts in F8_E4M3 as kernels take them, on the host: [rows] or, where columns have several,
+    [width / 128, rows]. None if a scale is for other columns than multiples of 128."""
+    width = parts[0].shape[1]
+    shared = [part.scales.columns for part in parts if part.scales is not None]
+    if any(columns < width and columns % COLUMNS for columns in shared):
+        return None
+    if all(columns >= width for columns in shared):
+        return stacked_scales(parts, width)[:, 0]
+    return stacked_scales(parts, COLUMNS).T.contiguous()
 
 
 def send_codes(parts: Sequence[Tensor], target: Any, transfer: Transfer) -> None:

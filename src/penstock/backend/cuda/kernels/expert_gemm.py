@@ -2,6 +2,9 @@
 
 Few rows: one program for each token-expert pair reads a part of that expert's matrix (GEMV). Many: pairs are permuted
 (expert_routing.py), and a program multiplies a block of them with a part of their expert's matrix on the tensor cores.
+
+Values of FP8 (e4m3) are widened as they are read, and activations stay as they are. Their scales are one for each row,
+which multiplies its sums, or one for every 128 columns of a row (fp8_blocks.py).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import triton.language as tl
 
 from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation, most_blocks
+from penstock.backend.cuda.kernels.fp8_blocks import COLUMNS
 from penstock.backend.cuda.kernels.gemm_config import Epilogue, GemmConfig
 from penstock.backend.cuda.kernels.gemv import Tiling as GemvTiling
 from penstock.backend.cuda.kernels.gemv import store_row
@@ -30,6 +34,9 @@ from penstock.backend.cuda.kernels.quant_gemm_small import (
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 
 LINES, WIDTH = 8, 512  # of a plain matrix, for one row
+SCALED_LINES = 16  # of one with scales for every 128 columns, which are then the width
+ROW_SCALES, BLOCK_SCALES = tl.constexpr(1), tl.constexpr(2)  # what scales there are: their number of dimensions
+SCALED_COLUMNS = tl.constexpr(COLUMNS)
 WARPS, STEPS, TILES = 4, 2, 1  # of a quantized one: see quant_gemm_small.py
 QUANT_TILES, QUANT_STAGES = 4, 3  # of a quantized one, for a block of pairs
 
@@ -43,9 +50,57 @@ class ExpertRows(NamedTuple):
     each: int
 
 
+class ScaledMatrix(NamedTuple):
+    """Holds the matrices of all experts as kernels take them."""
+
+    data: Any  # [lines, width]
+    scales: Any  # of FP8: [lines] or [width / 128, lines]
+    lines: int  # of all experts
+
+
+def scaled_matrix(weight: Any, scales: Any | None) -> ScaledMatrix:
+    return ScaledMatrix(weight, weight if scales is None else scales, len(weight))
+
+
+def scale_kind(scales: Any | None) -> int:
+    """Returns which scales there are: ROW_SCALES, BLOCK_SCALES, or 0 for none."""
+    return 0 if scales is None else int(scales.dim())
+
+
+@triton.jit
+def load_scales(matrix, line, first, there, SCALES: tl.constexpr):
+    """Returns the scales of lines for the columns from `first` on: [lines, 1]."""
+    at = matrix.scales + line
+    if SCALES == BLOCK_SCALES:
+        at += first // SCALED_COLUMNS * matrix.lines
+    return tl.load(at, there, 0.0)[:, None]
+
+
+@triton.jit
+def load_lines(matrix, line, first, column, there, width, SCALES: tl.constexpr):
+    """Returns a part of lines in float32; scales of rows are left out."""
+    at = first + column
+    inside = there[:, None] & (at < width)[None, :]
+    values = tl.load(matrix.data + line[:, None] * width + at[None, :], inside, 0.0).to(tl.float32)
+    if SCALES == BLOCK_SCALES:
+        values *= load_scales(matrix, line, first, there, SCALES)
+    return values
+
+
 @triton.jit
 def _expert_gemv(
-    x, weight, bias, out, experts, each, rows, width, EPILOGUE: tl.constexpr, TILING: tl.constexpr, PDL: tl.constexpr
+    x,
+    matrix,
+    bias,
+    out,
+    experts,
+    each,
+    rows,
+    width,
+    EPILOGUE: tl.constexpr,
+    TILING: tl.constexpr,
+    SCALES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     ROWS: tl.constexpr = TILING.rows
@@ -61,20 +116,26 @@ def _expert_gemv(
     for start in range(0, width, WIDTH):
         at = start + column
         value = tl.load(x + at, at < width, 0.0).to(tl.float32)[None, :]
-        inside = (row < rows)[:, None] & (at < width)[None, :]
-        total += tl.load(weight + line[:, None] * width + at[None, :], inside, 0.0).to(tl.float32) * value
+        total += load_lines(matrix, line, start, column, row < rows, width, SCALES) * value
         if EPILOGUE.gated:
-            other += tl.load(weight + (line + rows)[:, None] * width + at[None, :], inside, 0.0).to(tl.float32) * value
+            other += load_lines(matrix, line + rows, start, column, row < rows, width, SCALES) * value
+    if SCALES == ROW_SCALES:
+        total *= load_scales(matrix, line, 0, row < rows, SCALES)
+        if EPILOGUE.gated:
+            other *= load_scales(matrix, line + rows, 0, row < rows, SCALES)
     store_row(tl.sum(total, 1), other, bias, row, rows, out + pair.to(tl.int64) * rows, line, EPILOGUE)
 
 
-def expert_gemv(rows: ExpertRows, weight: Any, bias: Any | None, out: Any, gated: bool) -> None:
+def expert_gemv(
+    rows: ExpertRows, weight: Any, bias: Any | None, out: Any, gated: bool, scales: Any | None = None
+) -> None:
     """Computes out [pairs, rows of an expert] from weight [experts * rows, width]. Gated: silu of the first half of an
-    expert's rows times the second, so out is half as wide."""
-    lines, width = out.shape[1], weight.shape[1]
-    _expert_gemv[(triton.cdiv(lines, LINES), len(out))](
+    expert's rows times the second, so out is half as wide. FP8 has scales: see ScaledMatrix."""
+    lines, width, kind = out.shape[1], weight.shape[1], scale_kind(scales)
+    tall, wide = (SCALED_LINES, COLUMNS) if kind == BLOCK_SCALES.value else (LINES, WIDTH)
+    _expert_gemv[(triton.cdiv(lines, tall), len(out))](
         rows.x,
-        weight,
+        scaled_matrix(weight, scales),
         weight if bias is None else bias,
         out,
         rows.experts,
@@ -82,7 +143,8 @@ def expert_gemv(rows: ExpertRows, weight: Any, bias: Any | None, out: Any, gated
         lines,
         width,
         EPILOGUE=Epilogue(gated, bias is not None),
-        TILING=GemvTiling(LINES, min(WIDTH, triton.next_power_of_2(width)), 4),
+        TILING=GemvTiling(tall, min(wide, triton.next_power_of_2(width)), 4),
+        SCALES=kind,
         **launch_options(4),
     )
 
@@ -143,7 +205,18 @@ def store_block(total, line, expert, pair, there, rows, bias, out, BIAS: tl.cons
 
 @triton.jit(do_not_specialize=["each"])
 def _expert_gemm(
-    x, weight, bias, out, permutation, each, rows, width, CONFIG: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr
+    x,
+    matrix,
+    bias,
+    out,
+    permutation,
+    each,
+    rows,
+    width,
+    CONFIG: tl.constexpr,
+    COUNT: tl.constexpr,
+    SCALES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     ROWS: tl.constexpr = CONFIG.tiling.rows
@@ -164,13 +237,19 @@ def _expert_gemm(
         inside = (row < rows)[:, None] if EVEN else (row < rows)[:, None] & (at < width)[None, :]
         items = there[None, :] if EVEN else there[None, :] & (at < width)[:, None]
         values = tl.load(x + token[None, :] * width + at[:, None], items, 0.0)
-        lines = tl.load(weight + line[:, None] * width + at[None, :], inside, 0.0)
-        total = tl.dot(lines, values, total, input_precision="ieee")
+        lines = tl.load(matrix.data + line[:, None] * width + at[None, :], inside, 0.0).to(values.dtype)
+        if SCALES == BLOCK_SCALES:
+            product = tl.dot(lines, values, input_precision="ieee")
+            total += product * load_scales(matrix, line, start, row < rows, SCALES)
+        else:
+            total = tl.dot(lines, values, total, input_precision="ieee")
+    if SCALES == ROW_SCALES:
+        total *= load_scales(matrix, line, 0, row < rows, SCALES)
     store_block(total, row, expert, pair, there, rows, bias, out, CONFIG.epilogue.bias)
 
 
 class BlockTiling(NamedTuple):
-    """Says how a block of pairs is multiplied with a plain matrix."""
+    """Says how a block of pairs is multiplied with a matrix of plain values or FP8."""
 
     rows: int  # of the matrix, in one program
     width: int  # columns at a time
@@ -179,7 +258,7 @@ class BlockTiling(NamedTuple):
 
 
 def block_tiling(device: DeviceProperties, size: int, itemsize: int) -> BlockTiling:
-    """Returns the tiling for blocks of `size` pairs."""
+    """Returns the tiling for blocks of `size` pairs. Its width is at most that of a scale for columns."""
     rows, width = 64 if size <= 32 else 128, 256 // itemsize // (2 if size >= 64 else 1)
     stages = device.stages_that_fit(4 if itemsize == 2 else 2, (rows + size) * width * itemsize)
     return BlockTiling(rows, width, 4 if size <= 64 else 8, stages)
@@ -193,15 +272,19 @@ def expert_gemm(
     bias: Any | None,
     out: Any,
     device: DeviceProperties = INTERPRETER,
+    scales: Any | None = None,
 ) -> None:
-    """Computes out [pairs, rows of an expert] by blocks of up to `size` pairs of one expert."""
+    """Computes out [pairs, rows of an expert] by blocks of up to `size` pairs of one expert. FP8 has scales: see
+    ScaledMatrix."""
     lines, width, count = out.shape[1], weight.shape[1], len(permutation.counts) - 1
-    tall, step, warps, stages = block_tiling(device, size, weight.element_size())
+    tall, step, warps, stages = block_tiling(device, size, rows.x.element_size())
     epilogue = Epilogue(bias=bias is not None)
     config = GemmConfig(GemvTiling(tall, step, warps), epilogue, width % step == 0, columns=size)
-    inputs = rows.x, weight, weight if bias is None else bias, out, permutation, rows.each, lines, width
+    matrix, vector = scaled_matrix(weight, scales), weight if bias is None else bias
+    inputs = rows.x, matrix, vector, out, permutation, rows.each, lines, width
     grid = (triton.cdiv(lines, tall), most_blocks(len(out), count, size))
-    _expert_gemm[grid](*inputs, CONFIG=config, COUNT=count, **launch_options(warps, stages))
+    about = {"CONFIG": config, "COUNT": count, "SCALES": scale_kind(scales)}
+    _expert_gemm[grid](*inputs, **about, **launch_options(warps, stages))
 
 
 @triton.jit(do_not_specialize=["each"])
