@@ -47,6 +47,7 @@ CASES = [
     ("goldens/llama3", torch.float32, ""),
     ("goldens/deepseek_v3", torch.float32, ""),
     ("goldens/bamba", torch.float32, ""),
+    ("goldens/mixtral", HALF, "fp8"),
 ]
 
 

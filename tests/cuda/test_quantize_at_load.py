@@ -71,3 +71,15 @@ def test_a_gpu_quantizes_what_the_table_allows(name: str, file: str, quantize: s
         assert (stored_as(part, quantize).kind == quantize) == allowed, part.name
     for tensor in checkpoint.tensors.values():
         assert tensor.role not in MLA or stored_as(tensor, quantize).kind == "BF16"
+
+
+def test_a_model_with_fp8_experts_answers_nearly_the_same() -> None:
+    """One token has its experts by pairs, and a prompt by blocks."""
+    checkpoint, answers = open_checkpoint(GOLDENS / "qwen3_moe"), []
+    for quantize in ("", "fp8"):
+        backend = CudaBackend(64, 4, device=DEVICE, dtype=HALF, graphs=False, quantize=quantize)
+        backend.load(load_model(checkpoint, backend))
+        backend.reserve_kv(8, 16)
+        chunks = Chunk(list(range(12)), 0, range(1)), Chunk([12], 12, range(1))
+        answers.append(np.concatenate([backend.logits(greedy_batch([chunk])) for chunk in chunks]))
+    assert 1e-4 < difference(*answers) < 0.2
