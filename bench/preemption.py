@@ -102,9 +102,7 @@ def main() -> None:
     tokens, token_bytes = sum(len(each.prompt) + each.max_tokens for each in exact), bytes_of_a_token(path)
     need = tokens * token_bytes
     print(f"{given.requests} requests of {tokens} tokens: {need / 1e6:.0f} MB of KV")
-    print(
-        "| max_tokens | KV, of what is needed | RAM | preemptions | recomputed tokens | of all | copied out, in (blocks) | seconds |"
-    )
+    print("| max_tokens | KV, of need | RAM | preemptions | recomputed tokens | of all | copied out, in | seconds |")
     print("|---|---|---|---|---|---|---|---|")
     expected = {each.id: whole[each.id][: each.max_tokens] for each in exact}
     for name, requests in (("exact", exact), (str(given.max_tokens), generous)):

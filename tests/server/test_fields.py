@@ -52,9 +52,6 @@ OPENAI: list[Row] = [
     ("prompt_cache_options", {"mode": "explicit"}, NO_EFFECT),
     ("safety_identifier", "s", NO_EFFECT),
     ("user", "u", NO_EFFECT),
-    ("metadata", {"a": "b"}, NO_EFFECT),
-    ("store", False, NO_EFFECT),
-    ("store", True, IGNORED),
     ("top_k", 5, HONOURED),
     ("min_p", 0.1, HONOURED),
     ("repetition_penalty", 1.1, HONOURED),
@@ -141,6 +138,9 @@ OPENAI: list[Row] = [
 ]
 CHAT: list[Row] = [
     *OPENAI,
+    ("metadata", {"a": "b"}, HONOURED),
+    ("store", False, HONOURED),
+    ("store", True, HONOURED),
     ("max_completion_tokens", 5, HONOURED),
     ("logprobs", True, HONOURED),
     ("tools", [TOOL], HONOURED),
@@ -189,6 +189,9 @@ CHAT: list[Row] = [
 ]
 COMPLETIONS: list[Row] = [
     *OPENAI,
+    ("metadata", {"a": "b"}, NO_EFFECT),
+    ("store", False, NO_EFFECT),
+    ("store", True, IGNORED),
     ("prompt", ["[a]", "[b]"], HONOURED),
     ("prompt", [91, 97, 93], HONOURED),
     ("prompt", [[91, 97, 93]], HONOURED),
