@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core import Scheduler, Sequence, check
-from penstock.core.deadlines import expire, refuse_hopeless
+from penstock.core.deadlines import LOOKED_AT, expire, refuse_hopeless
 from penstock.core.step_cost import CostModel
 from penstock.types import Claim, Failed, Finished
 from tests.core.test_step_cost import learned, taken
@@ -39,6 +39,7 @@ def test_what_has_not_begun_by_its_deadline_ends_and_what_has_goes_on() -> None:
         scheduler.add(Sequence(id, (id,) * 3, 9, claim=Claim(deadline=deadline)))
     scheduler.abort(2)
     scheduler.add(Sequence(5, (5,), 9, claim=Claim(deadline=3.0)))
+    scheduler.add(Sequence(6, (6,), 9, generated=(7,), claim=Claim(deadline=3.0)))  # another engine has begun it
     step(scheduler)
     scheduler.now = 2.5
     assert expire(scheduler) == []
@@ -49,7 +50,7 @@ def test_what_has_not_begun_by_its_deadline_ends_and_what_has_goes_on() -> None:
         (3, "wait_too_long"),
     ]
     check(scheduler)
-    assert scheduler.sequences.keys() == {1, 4}
+    assert scheduler.sequences.keys() == {1, 4, 6}
 
 
 # -- what cannot be in time ---------------------------------------------------------------------------------------
@@ -117,8 +118,32 @@ def test_what_was_preempted_before_its_first_token_misses_its_deadline_and_goes_
     step(scheduler)
     scheduler.preempt(begun)
     scheduler.now = 0.9
+    for _ in range(2):
+        assert refuse_hopeless(scheduler, costs) == []
+        assert begun.due == inf
+
+
+def test_what_missed_its_target_is_still_refused_when_it_misses_its_deadline() -> None:
+    scheduler, costs = Scheduler(SOME), learned()
+    long = costs.prompt_seconds(2000)
+    scheduler.add(Sequence(1, (1,) * 2000, 1, claim=Claim(ttft=0.5 * long, deadline=1.5 * long)))
     assert refuse_hopeless(scheduler, costs) == []
-    assert begun.due == inf
+    assert scheduler.sequences[1].due == inf
+    scheduler.now = 0.6 * long
+    assert [event.seq for event in refuse_hopeless(scheduler, costs)] == [1]
+
+
+def test_no_more_of_a_line_is_looked_at_than_can_start() -> None:
+    """Those that cannot be in time are found behind as many as are looked at once the line has moved on."""
+    scheduler, costs = Scheduler(SOME), learned()
+    for id in range(LOOKED_AT):
+        scheduler.add(Sequence(id, (id,) * 9, 1, claim=Claim(ttft=0.1)))
+    scheduler.add(Sequence(50, (50,) * 2000, 1, claim=Claim(ttft=0.2)))
+    refuse_hopeless(scheduler, costs)
+    assert scheduler.sequences[50].due < inf
+    step(scheduler)
+    refuse_hopeless(scheduler, costs)
+    assert scheduler.sequences[50].due == inf
 
 
 claims = st.tuples(st.integers(1, 1500), st.none() | st.floats(0.0, 3.0), st.floats(0.0, 4.0))

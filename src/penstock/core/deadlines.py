@@ -18,7 +18,7 @@ from penstock.core.tenants import Tenants
 from penstock.errors import WaitTooLong
 from penstock.types import Event, Failed
 
-LOOKED_AT = 64  # sequences of each tenant's line before a step: hardly more start in one
+LOOKED_AT = 8  # sequences of each tenant's line that stay in their place: hardly more start in one step
 
 
 class SequenceQueue(Protocol):
@@ -41,13 +41,13 @@ class SequenceQueue(Protocol):
 
 
 def expire(queue: SequenceQueue) -> list[Event]:
-    """Ends the sequences that have never run and whose deadline is past; returns their failures. What has begun goes
-    on."""
+    """Ends the sequences that have never run, here or elsewhere, and whose deadline is past; returns their failures.
+    What has begun goes on."""
     deadlines, failed = queue.tenants.deadlines, list[Event]()
     while deadlines and deadlines[0][0] <= queue.now:
         _, id = heappop(deadlines)
         seq = queue.sequences.get(id)
-        if seq is not None and seq.times.admitted is None:
+        if seq is not None and not seq.begun:
             queue.abort(id)
             message = f"the deadline passed after {seq.claim.deadline:.3g} s in line, before the answer was begun"
             failed.append(Failed(id, WaitTooLong.code, f"{message}: retry later, or allow more time"))
@@ -60,25 +60,31 @@ def refuse_hopeless(scheduler: Scheduler, costs: CostModel) -> list[Event]:
     theirs: nobody else is hurt if they come late."""
     failed = list[Event]()
     for tenant in scheduler.tenants.in_line() if costs.known else ():
-        for seq in tenant.line[:LOOKED_AT]:
-            if seq.due == inf or len(seq.tokens) > seq.prompt_len:
-                continue
-            seconds = _seconds_alone(seq, scheduler, costs)
-            ready, deadline = scheduler.now + seconds, seq.claim.deadline
-            if deadline is not None and seq.times.admitted is None and ready > seq.times.arrived + deadline:
-                left = max(seq.times.arrived + deadline - scheduler.now, 0.0)
-                failed.append(_refused(seq, seconds, left))
+        in_place = 0
+        for seq in list(tenant.line):
+            to_deadline = _to_deadline(seq, scheduler.now)
+            left = min(seq.due - scheduler.now, to_deadline)
+            fresh = left < inf and len(seq.tokens) == seq.prompt_len  # what was begun elsewhere goes on
+            seconds = _seconds_alone(seq, left, scheduler, costs) if fresh else left
+            if seconds > to_deadline and not seq.begun:
+                failed.append(_refused(seq, seconds, max(to_deadline, 0.0)))
                 scheduler.abort(seq.id)
-            elif ready > seq.due:
+            elif seconds > left and seq.due < inf:
                 scheduler.tenants.postpone(seq)
+            elif (in_place := in_place + 1) == LOOKED_AT:
+                break
     return failed
 
 
-def _seconds_alone(seq: Sequence, scheduler: Scheduler, costs: CostModel) -> float:
+def _to_deadline(seq: Sequence, now: float) -> float:
+    return inf if seq.claim.deadline is None else seq.times.arrived + seq.claim.deadline - now
+
+
+def _seconds_alone(seq: Sequence, left: float, scheduler: Scheduler, costs: CostModel) -> float:
     """Returns how long a sequence's prompt takes in a step of its own. What is cached takes no time; it is looked up
-    where that decides."""
+    if the prompt would take longer than is left."""
     seconds = costs.prompt_seconds(seq.end)
-    if scheduler.now + seconds <= seq.due:
+    if seconds <= left:
         return seconds
     cached = scheduler.cache.held(seq)
     return costs.prompt_seconds(seq.end - cached, cached)

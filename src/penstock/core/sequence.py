@@ -169,6 +169,11 @@ class Sequence:
         """Returns whether it holds no blocks and waits to start."""
         return not self.tables
 
+    @property
+    def begun(self) -> bool:
+        """Returns whether it has run, in this engine or in another one that has answered some of it."""
+        return self.times.admitted is not None or len(self.tokens) > self.prompt_len
+
     def new_prompt_work(self, start: int) -> int:
         """Returns how many prompt tokens from `start` on are planned for the first time, and counts them as charged."""
         first, self.charged = max(start, self.charged), max(self.charged, min(self.planned, self.prompt_len))
