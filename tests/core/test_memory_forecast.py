@@ -147,7 +147,7 @@ def test_windows_make_long_sequences_dear_victims() -> None:
     scheduler.add(Sequence(2, (2,) * 7, 9))
     for _ in range(3):
         step(scheduler)
-    (long, short) = scheduler.running
+    long, short = scheduler.sequences[1], scheduler.sequences[2]
     assert held_blocks(long) <= held_blocks(short) + 2
     assert scheduler.policy.victim([long, short]) is short
 
@@ -162,7 +162,7 @@ def test_where_host_memory_has_room_copying_is_the_waste() -> None:
     scheduler.add(Sequence(1, (1,) * 1008, 9))
     scheduler.add(Sequence(2, (2,) * 31, 9))
     step(scheduler)
-    (long, short) = scheduler.running
+    long, short = scheduler.sequences[1], scheduler.sequences[2]
     blocks = held_blocks(long)
     assert scheduler.cache.host.room == 100
     assert policy.victim([long, short]) is short

@@ -227,9 +227,9 @@ def lenient() -> Iterator[Any]:
 def test_ignored_fields_are_listed(lenient: Any) -> None:
     said = {"role": "user", "content": "[hi]"}
     asked = {"model": MODEL, "messages": [said | {"mood": "good"}], "max_tokens": 9, "flavour": {"a": 1}}
-    ours = {"store": True, "stream_options": {"include_usage": True, "colour": 1}, "stream": True}
+    ours = {"modalities": ["audio"], "stream_options": {"include_usage": True, "colour": 1}, "stream": True}
     chunks = events(lenient.post("/v1/chat/completions", **asked, **ours).text)
-    fields = ["flavour", "messages[].mood", "store", "stream_options.colour"]
+    fields = ["flavour", "messages[].mood", "modalities", "stream_options.colour"]
     assert chunks[-1]["penstock"] == {"ignored_fields": fields, "truncated_tokens": 0}
     answer = lenient.post("/v1/messages", **asked, thinking={"type": "disabled", "depth": 3}).json()
     assert answer["penstock"]["ignored_fields"] == ["flavour", "messages[].mood", "thinking.depth"]
@@ -242,8 +242,8 @@ def test_ignored_fields_are_listed(lenient: Any) -> None:
 
 def test_ignored_fields_are_listed_in_a_header(lenient: Any) -> None:
     for streamed in (False, True):
-        answer = lenient.post("/v1/chat/completions", **chat("[hi]", flavour=1, stream=streamed, store=True))
-        assert answer.headers["x-penstock-ignored"] == "flavour, store"
+        answer = lenient.post("/v1/chat/completions", **chat("[hi]", flavour=1, stream=streamed, modalities=["audio"]))
+        assert answer.headers["x-penstock-ignored"] == "flavour, modalities"
     answer = lenient.post("/v1/chat/completions", **chat("[hi]", **{"a\r\nset-cookie: x": 1, "é": 2, "x" * 5000: 3}))
     assert "set-cookie" not in answer.headers
     assert answer.headers["x-penstock-ignored"] == f"a??set-cookie: x, {'x' * 128}, ?"
