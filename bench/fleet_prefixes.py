@@ -58,7 +58,6 @@ def prompts(options: argparse.Namespace) -> list[list[int]]:
 
 async def answer(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> Served:
     body = {
-        "model": "smollm2",
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,

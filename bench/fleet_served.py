@@ -18,7 +18,7 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import httpx
@@ -241,7 +241,7 @@ async def kill_under(http: httpx.AsyncClient, kind: str, options: argparse.Names
     replica = random.choice((await http.get("/health")).json()["replicas"])
     os.kill(replica["pid"], signal.SIGKILL)
     await asyncio.gather(*checking)
-    gaps, before = sorted(tally.gaps), sorted(undisturbed.gaps)
+    gaps, before = (sorted(chain.from_iterable(each.gaps.values())) for each in (tally, undisturbed))
     print(
         f"{kind}: {tally.answers} streams, {len(tally.lost)} lost, {len(tally.different)} different; longest gap "
         f"{gaps[-1]:.2f} s, median {statistics.median(gaps):.2f} s; without a kill {before[-1]:.2f} s, "
