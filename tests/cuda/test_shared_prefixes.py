@@ -146,7 +146,7 @@ def test_a_long_prefix_of_many_rows() -> None:
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("prompt", [0, 20])
 def test_the_backend_answers_the_same(prompt: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a prompt beside the rows that share a prefix, and without."""
+    """Runs with a prompt beside the rows that share a prefix, and without."""
     rows = [Chunk([5 + row], 18, [0, 2 + row], row) for row in range(2)]
     rows += [Chunk(list(range(prompt)), 0, [4, 5], 2)] if prompt else []
     backend = load_small(CudaBackend(32, 4, device=DEVICE, dtype=torch.float32), "F32")

@@ -138,7 +138,7 @@ def test_who_waits_shortens_what_idle_work_may_take() -> None:
 
 
 def test_an_engine_that_stops_while_it_prepares_is_noticed_when_a_request_waits() -> None:
-    """With the limit of idle work it would be noticed after a minute."""
+    """Fails if the limit is that of idle work, by which it would be noticed after a minute."""
 
     async def scenario() -> None:
         config = Config(model="fake", post_mortem="off")

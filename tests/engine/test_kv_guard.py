@@ -54,8 +54,8 @@ def sound(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def outlying(tmp_path: Path) -> Path:
-    """The same model in exact arithmetic, but one channel of all values is 2,000 times as large, and what the output
-    projection makes of it as much smaller. In 8 bits with a common scale the other channels are rounded away."""
+    """Returns the same model in exact arithmetic, but one channel of all values is 2,000 times as large, and what the
+    output projection makes of it as much smaller. In 8 bits with a common scale the other channels are rounded away."""
     folder = folder_of("qwen2", tmp_path / "outlying", max_position_embeddings=512)
     file, step = folder / "model.safetensors", open_checkpoint(folder).spec.attn.head_dim
     tensors = {name: dequantize(tensor).copy() for name, tensor in read_safetensors(file).items()}
@@ -176,7 +176,7 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
 
 @pytest.mark.parametrize("golden", ["qwen3next", "gemma3", "deepseek_v2", "gpt_oss"])
 def test_other_kinds_of_models(golden: str, tmp_path: Path, opened: Open) -> None:
-    """With recurrent states, with layer groups, with MLA and with attention sinks."""
+    """Tries models with recurrent states, with layer groups, with MLA and with attention sinks."""
     (line,) = opened(folder_of(golden, tmp_path / golden), kv_loss="any")
     assert line.startswith("KV cache in int8, compared with 16 bits: mean KL 0.")
 

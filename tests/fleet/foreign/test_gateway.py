@@ -494,7 +494,7 @@ def test_the_engines_own_key_is_sent(one: ScriptedEngine, monkeypatch: pytest.Mo
 
 
 def test_own_models_and_models_of_other_engines_are_served_together(one: ScriptedEngine) -> None:
-    """The same server answers for both; a name that both have means its own."""
+    """Asks one server for both; a name that both have means its own."""
     client = InProcessClient(toys.open_parrot, "parrot")
     foreign = ForeignGateway([parse_engine(one.url), parse_engine(f"{one.url},model=toy/parrot")])
     with serving(client, toys.ToyText(), "toy/parrot", pool={"foreign": foreign}) as server:

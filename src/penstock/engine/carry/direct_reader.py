@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class FilledPart(NamedTuple):
     block: int
 
 
-class DirectReader(OfferReader):
+class DirectReader(OfferReader, ABC):
     """Reads and verifies what an offer says of its blocks, in any thread, and then has `fill` copy them to the KV
     cache, without host memory between the two."""
 
@@ -51,14 +52,14 @@ class DirectReader(OfferReader):
                 return at
         return len(blocks)
 
+    @abstractmethod
     def targets(self, wanted: Sequence[Sequence[bool]]) -> list[Targets]:
         """Returns memory for what is read of blocks before they are copied, by layer group, where these are wanted."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _copy(self, parts: Sequence[FilledPart]) -> list[int]:
         """Copies blocks; returns the CRC of each, of what has arrived."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _generation(self, place: int) -> int:
         """Returns the generation that a place has now."""
-        raise NotImplementedError
