@@ -157,11 +157,4 @@ void Cache::export_blocks(Blocks blocks, std::byte* out) const {
     }
 }
 
-void Cache::import_block(int64_t block, const std::byte* data) {
-  for (const auto& [base, bytes] : planes_) {
-    std::memcpy(base + size_t(block) * bytes, data, bytes);
-    data += bytes;
-  }
-}
-
 }  // namespace penstock

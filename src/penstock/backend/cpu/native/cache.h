@@ -47,7 +47,6 @@ class Cache {
   void reserve(size_t blocks, size_t block_size, const LayerGroups& groups, MemoryFile* file = nullptr);
   void copy(const std::vector<std::pair<int64_t, int64_t>>& pairs);  // (source, target) blocks
   void export_blocks(Blocks blocks, std::byte* out) const;  // writes block_bytes() for each, one after the other
-  void import_block(int64_t block, const std::byte* data);  // reads what export_blocks has written for one
   void check_blocks(Blocks blocks) const;                   // throws if one of them is not there
   // Visits the parts of a block in the order in which export_blocks writes them.
   template <class Visit>

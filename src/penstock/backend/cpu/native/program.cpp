@@ -429,33 +429,16 @@ void Program::export_blocks(Blocks blocks, std::span<std::byte> out) {
   cache_.export_blocks(blocks, out.data());
 }
 
-namespace {
-
-// Writes blocks, each a chunk: one thread alone does not use all that memory can take.
-class ImportJob final : public Job {
- public:
-  ImportJob(Cache& cache, Blocks blocks, const std::byte* data) : cache_(cache), blocks_(blocks), data_(data) {}
-  size_t phases() const override { return 1; }
-  uint32_t chunks(size_t) const override { return uint32_t(blocks_.size()); }
-  void run(size_t, uint32_t chunk, unsigned) const noexcept override {
-    cache_.import_block(blocks_[chunk], data_ + chunk * cache_.block_bytes());
-  }
-
- private:
-  Cache& cache_;
-  Blocks blocks_;
-  const std::byte* data_;
-};
-
-}  // namespace
-
 void Program::import_blocks(Blocks blocks, std::span<const std::byte> data) {
   const std::lock_guard lock(running_);
   require(data.size() == blocks.size() * cache_.block_bytes(),
           std::to_string(blocks.size()) + " blocks of this KV cache take " +
               std::to_string(blocks.size() * cache_.block_bytes()) + " bytes; got " + std::to_string(data.size()));
   cache_.check_blocks(blocks);
-  pool_->run(ImportJob(cache_, blocks, data.data()));
+  BlockRows rows;
+  auto* const begin = const_cast<std::byte*>(data.data());  // on the way in, rows are only read
+  for (size_t at = 0; at < blocks.size(); ++at) rows.begin.push_back(begin + at * cache_.block_bytes());
+  pool_->run(RowJob(cache_, blocks, rows, Way::IN));
 }
 
 void Program::copy_rows(Blocks blocks, BlockRows& rows, Way way) {
