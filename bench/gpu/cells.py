@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from http_cells import HTTP_CELLS, Subject
 from kernel_cells import KERNEL_CELLS, say, seconds
+from library_attention import library_attention
+from model_shapes import SHAPES
 from random_weights import KINDS, RandomWeights
 
 from penstock.backend.batches import Chunk, greedy_batch
@@ -414,6 +416,7 @@ def follow(engine: Engine, requests: list[Request], steps: int = 5000) -> dict[i
 
 CELLS: dict[str, Callable[[Bench], Figures]] = {
     **KERNEL_CELLS,
+    "library_attention": library_attention,
     "step": step,
     "shared": shared,
     "host_tier": host_tier,
@@ -438,18 +441,25 @@ def main(description: str) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--cells", default=",".join([*CELLS, "start", "http64", "http256"]))
     parser.add_argument("--json", default="cuda.json")
-    parser.add_argument("--layers", type=int, default=32, help="fewer, to look at one thing quickly")
+    parser.add_argument("--layers", type=int, default=0, help="fewer, to look at one thing quickly")
     parser.add_argument("--weights", default="bf16", choices=KINDS, help="format of the random weights")
+    parser.add_argument("--shape", default="llama8b", choices=SHAPES, help="of the model in cells over HTTP")
     parser.add_argument("--serve", default="", help="more options for penstock serve, with spaces between")
     given = parser.parse_args()
-    subject = Subject(given.weights, layers=given.layers, options=tuple(given.serve.split()))
+    subject = Subject(given.weights, given.shape, given.layers, options=tuple(given.serve.split()))
     cells = CELLS | {name: over_http(cell, subject) for name, cell in HTTP_CELLS.items()}
     names = given.cells.split(",")
     if unknown := set(names) - cells.keys():
         parser.error(f"unknown cells {sorted(unknown)}; there are {', '.join(cells)}")
     properties = torch.cuda.get_device_properties(0)
-    report: Figures = {"device": properties.name, "torch": torch.__version__, "weights": given.weights, "cells": {}}
-    bench = Bench(given.layers, given.weights)
+    report: Figures = {
+        "device": properties.name,
+        "torch": torch.__version__,
+        "weights": given.weights,
+        "shape": given.shape,
+        "cells": {},
+    }
+    bench = Bench(given.layers or 32, given.weights)
     for name in names:
         say(f"== {name}")
         began = time.perf_counter()

@@ -25,12 +25,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import model_shapes
 import random_model
 
 from penstock.bench import RequestTiming, UrlTarget
 
 Figures = dict[str, Any]
-SHAPES = {"llama8b": random_model.LLAMA_8B, "tiny": random_model.TINY}
+SHAPES = model_shapes.SHAPES | model_shapes.TINY
 FILES = {"q4_k": "Q4_K", "q8_0": "Q8_0", "q4_0": "Q4_0"}  # weights that come as a GGUF file; the others as a folder
 READY = 240.0  # seconds a server may take
 SETTLE = 12.0  # seconds without requests, in which graphs are captured
@@ -54,18 +55,19 @@ class Subject:
     caches: dict[str, str] = field(default_factory=dict)
 
     def model(self) -> Path:
-        dims = SHAPES[self.shape]
-        dims = dims._replace(layers=self.layers or dims.layers)
-        file = self.weights in FILES
+        shape = SHAPES[self.shape]
+        shape = replace(shape, layers=self.layers or shape.layers)
         if self._made is None:
-            size = 20 << 30 if self.shape == "llama8b" else 1 << 30
-            self._made = tempfile.TemporaryDirectory(prefix="random-model-", dir=place_for(size))
+            place = place_for(random_model.folder_bytes(shape))
+            self._made = tempfile.TemporaryDirectory(prefix="random-model-", dir=place)
             began = time.perf_counter()
             path = self._path()
-            if file:
-                random_model.write_gguf(path, dims, FILES[self.weights])
+            if self.weights not in FILES:
+                random_model.write_folder(path, shape)
+            elif isinstance(shape, model_shapes.Llama):
+                random_model.write_gguf(path, shape, FILES[self.weights])
             else:
-                random_model.write_folder(path, dims)
+                raise ValueError(f"a GGUF file is written of llama's shapes alone; got {self.shape}: take bf16 or fp8")
             took = time.perf_counter() - began
             size = sum(part.stat().st_size for part in path.parent.rglob("*") if part.is_file())
             say(f"wrote {size / 1e9:.2f} GB to {path} in {took:.1f} s")
@@ -197,7 +199,7 @@ def http(*loads: Load, options: tuple[str, ...] = ()) -> Callable[[Subject], Fig
 
 def measured(server: Server, subject: Subject, wanted: Load) -> Figures:
     """Warms up with one round, lets graphs be captured, and measures."""
-    tiny = subject.shape == "tiny"
+    tiny = subject.shape in model_shapes.TINY
     wanted = replace(wanted, prompt=64 + wanted.shared // 64, answer=32, shared=wanted.shared // 64) if tiny else wanted
     load(server, replace(wanted, answer=min(wanted.answer, 96)), 1)
     time.sleep(0 if subject.device == "cpu" else SETTLE)
@@ -245,6 +247,7 @@ HTTP_CELLS: dict[str, Callable[[Subject], Figures]] = {
     "saturated": http(
         Load(1024, 128, 128, programs=4),
         Load(512, 1000, 1000, programs=4, rounds=2),
+        Load(256, 2048, 2048, programs=4, rounds=2),
         options=("--max-rows", "1024", "--kv", "int8"),
     ),
 }

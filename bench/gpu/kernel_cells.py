@@ -354,22 +354,6 @@ def attention(_: Any) -> Figures:
         found[f"prefill {name}"] = times = fastest(f"prefill {name}", trials, flops, best=6, threads=1)
         good = [t for t in times.values() if isinstance(t, float)]
         say(f"prefill {name}: best {flops / min(good) / 1e6:.0f} TFLOP/s" if good else "none ran")
-    found["library"] = attempt(library_attention)
-    return found
-
-
-def library_attention() -> Figures:
-    """What torch's own kernels take for a causal prompt of 4096, keys and values in one piece."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    q, k, v = bf16(1, 32, 4096, 128), bf16(1, 8, 4096, 128), bf16(1, 8, 4096, 128)
-    found = {}
-    for kind in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        with sdpa_kernel(kind):
-            call = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
-            attempt(call)
-            found[kind.name] = spent = attempt(partial(seconds, call))
-        say(f"library prefill attention 4096, {kind.name}: {spent} s")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A model of random weights as files that `penstock serve` takes: a Hugging Face folder in bf16, or a GGUF file.
+"""A model of random weights as files that `penstock serve` takes: a Hugging Face folder, or a GGUF file.
 
 Needs neither torch nor a network. Weights are slices of one pool of random values, because making 16 GB of them would
 take longer than serving them; the vocabulary is made of random words, with as many tokens and merges as it claims.
@@ -11,7 +11,7 @@ import os
 import random
 import string
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from model_shapes import EXPONENTS, ONES, Llama, Piece, Shape
 from numpy.typing import NDArray
 
 from penstock.model.dequantize import layout_of
@@ -28,55 +29,14 @@ from penstock.text.tokenizer_spec import _BYTES as BYTES
 
 POOL = 1 << 26  # bytes of random values of one format
 SHARDS = 4
+DTYPES = {ONES: "BF16", EXPONENTS: "U8"}  # of kinds that are no formats themselves
+DTYPE_BYTES = {"BF16": 2, "U8": 1}
 ALIGNMENT = 32  # of tensors in a GGUF file
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 CHAT = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{{ m.content }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
-
-
-class Dims(NamedTuple):
-    layers: int
-    dim: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    context: int
-
-
-LLAMA_8B = Dims(32, 4096, 14336, 32, 8, 128, 128256, 131072)
-TINY = Dims(2, 256, 512, 4, 2, 64, 16384, 4096)
-
-
-class Piece(NamedTuple):
-    """A tensor to be written: its names in a folder and in a GGUF file."""
-
-    name: str
-    gguf_name: str
-    shape: tuple[int, ...]
-
-
-def pieces(dims: Dims) -> Iterator[Piece]:
-    q, kv = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    yield Piece("model.embed_tokens.weight", "token_embd.weight", (dims.vocab, dims.dim))
-    for i in range(dims.layers):
-        for name, gguf_name, shape in (
-            ("input_layernorm", "attn_norm", (dims.dim,)),
-            ("self_attn.q_proj", "attn_q", (q, dims.dim)),
-            ("self_attn.k_proj", "attn_k", (kv, dims.dim)),
-            ("self_attn.v_proj", "attn_v", (kv, dims.dim)),
-            ("self_attn.o_proj", "attn_output", (dims.dim, q)),
-            ("post_attention_layernorm", "ffn_norm", (dims.dim,)),
-            ("mlp.gate_proj", "ffn_gate", (dims.hidden, dims.dim)),
-            ("mlp.up_proj", "ffn_up", (dims.hidden, dims.dim)),
-            ("mlp.down_proj", "ffn_down", (dims.dim, dims.hidden)),
-        ):
-            yield Piece(f"model.layers.{i}.{name}.weight", f"blk.{i}.{gguf_name}.weight", shape)
-    yield Piece("model.norm.weight", "output_norm.weight", (dims.dim,))
-    yield Piece("lm_head.weight", "output.weight", (dims.vocab, dims.dim))
 
 
 # -- values -------------------------------------------------------------------------------------------------------
@@ -127,61 +87,48 @@ def write_file(path: Path, head: bytes, contents: Sequence[Content]) -> None:
 # -- a folder -----------------------------------------------------------------------------------------------------
 
 
-def write_folder(folder: Path, dims: Dims) -> None:
+def write_folder(folder: Path, shape: Shape) -> None:
     folder.mkdir(parents=True)
-    pools = {"BF16": random_pool("BF16", POOL), "ones": np.full(dims.dim, 0x3F80, np.uint16).view(np.uint8)}
-    listed = list(pieces(dims))
+    pools = {
+        "BF16": random_pool("BF16", POOL),
+        "U8": np.random.default_rng(0).integers(0, 256, POOL, np.uint8),
+        ONES: np.full(4096, 0x3F80, np.uint16).view(np.uint8),
+        EXPONENTS: np.full(4096, 118, np.uint8),  # of scales: 2 to the power of -9
+    }
+    listed = list(shape.pieces())
     cut = -(-len(listed) // SHARDS)
     shards = {f"model-{i + 1:05}-of-{SHARDS:05}.safetensors": listed[i * cut : (i + 1) * cut] for i in range(SHARDS)}
     with ThreadPoolExecutor(SHARDS) as threads:
         list(threads.map(lambda shard: write_shard(folder / shard[0], shard[1], pools), shards.items()))
     places = {piece.name: file for file, shard in shards.items() for piece in shard}
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
-    write_json(folder / "config.json", config_of(dims))
-    write_json(folder / "generation_config.json", {"eos_token_id": [special_id(dims, "<|eot_id|>")]})
-    vocabulary = make_vocabulary(dims.vocab)
+    write_json(folder / "config.json", shape.config())
+    write_json(folder / "generation_config.json", {"eos_token_id": [special_id(shape.vocab, "<|eot_id|>")]})
+    vocabulary = make_vocabulary(shape.vocab)
     write_json(folder / "tokenizer.json", tokenizer_of(vocabulary))
     names = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[4]}
     write_json(folder / "tokenizer_config.json", {**names, "add_bos_token": True, "chat_template": CHAT})
+
+
+def folder_bytes(shape: Shape) -> int:
+    """Returns how many bytes the weights of a folder take."""
+    return sum(prod(piece.shape) * DTYPE_BYTES[DTYPES.get(piece.kind, piece.kind)] for piece in shape.pieces())
 
 
 def write_shard(path: Path, shard: Sequence[Piece], pools: dict[str, NDArray[np.uint8]]) -> None:
     header: dict[str, Any] = {}
     at = 0
     for piece in shard:
-        end = at + size_of("BF16", piece.shape)
-        header[piece.name] = {"dtype": "BF16", "shape": piece.shape, "data_offsets": [at, end]}
+        dtype = DTYPES.get(piece.kind, piece.kind)
+        end = at + prod(piece.shape) * DTYPE_BYTES[dtype]
+        header[piece.name] = {"dtype": dtype, "shape": piece.shape, "data_offsets": [at, end]}
         at = end
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 64)
     first = 8 + len(head)
-    contents = [
-        Content(
-            first + header[piece.name]["data_offsets"][0],
-            size_of("BF16", piece.shape),
-            pools["ones" if len(piece.shape) == 1 else "BF16"],
-        )
-        for piece in shard
-    ]
+    places = [(piece.kind, header[piece.name]["data_offsets"]) for piece in shard]
+    contents = [Content(first + start, end - start, pools[kind]) for kind, (start, end) in places]
     write_file(path, struct.pack("<Q", len(head)) + head, contents)
-
-
-def config_of(dims: Dims) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": dims.dim,
-        "intermediate_size": dims.hidden,
-        "num_hidden_layers": dims.layers,
-        "num_attention_heads": dims.heads,
-        "num_key_value_heads": dims.kv_heads,
-        "head_dim": dims.head_dim,
-        "vocab_size": dims.vocab,
-        "max_position_embeddings": dims.context,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-    }
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -216,8 +163,8 @@ def make_vocabulary(size: int) -> Vocabulary:
     return Vocabulary(tokens + specials, merges, len(tokens))
 
 
-def special_id(dims: Dims, token: str) -> int:
-    return dims.vocab - 256 + SPECIAL.index(token)
+def special_id(vocab: int, token: str) -> int:
+    return vocab - 256 + SPECIAL.index(token)
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> dict[str, Any]:
@@ -242,11 +189,11 @@ def tokenizer_of(vocabulary: Vocabulary) -> dict[str, Any]:
 GGUF_KINDS = {"F32": 0, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14}
 
 
-def write_gguf(path: Path, dims: Dims, format: str) -> None:
+def write_gguf(path: Path, dims: Llama, format: str) -> None:
     """Matrices in `format`; as in files made by llama.cpp the head of Q4_K is of Q6_K."""
     pools = {name: random_pool(name, POOL) for name in {format, "Q6_K"}}
     pools["F32"] = np.ones(dims.dim, np.float32).view(np.uint8)
-    listed = [(piece, gguf_format(piece, format)) for piece in pieces(dims)]
+    listed = [(piece, gguf_format(piece, format)) for piece in dims.pieces()]
     places, contents, at = [], [], 0
     for piece, kind in listed:
         name = piece.gguf_name.encode()
@@ -267,7 +214,7 @@ def gguf_format(piece: Piece, format: str) -> str:
     return "Q6_K" if piece.gguf_name == "output.weight" and format == "Q4_K" else format
 
 
-def gguf_metadata(dims: Dims) -> list[bytes]:
+def gguf_metadata(dims: Llama) -> list[bytes]:
     vocabulary = make_vocabulary(dims.vocab)
     kinds = [1] * vocabulary.ordinary + [3] * (len(vocabulary.tokens) - vocabulary.ordinary)
     numbers = {
@@ -290,8 +237,8 @@ def gguf_metadata(dims: Dims) -> list[bytes]:
         pair("tokenizer.ggml.tokens", 9, texts(vocabulary.tokens)),
         pair("tokenizer.ggml.token_type", 9, struct.pack(f"<IQ{len(kinds)}i", 5, len(kinds), *kinds)),
         pair("tokenizer.ggml.merges", 9, texts([" ".join(merge) for merge in vocabulary.merges])),
-        pair("tokenizer.ggml.bos_token_id", 4, struct.pack("<I", special_id(dims, SPECIAL[0]))),
-        pair("tokenizer.ggml.eos_token_id", 4, struct.pack("<I", special_id(dims, SPECIAL[4]))),
+        pair("tokenizer.ggml.bos_token_id", 4, struct.pack("<I", special_id(dims.vocab, SPECIAL[0]))),
+        pair("tokenizer.ggml.eos_token_id", 4, struct.pack("<I", special_id(dims.vocab, SPECIAL[4]))),
         pair("tokenizer.chat_template", 8, text(CHAT.encode())),
     ]
 
