@@ -297,8 +297,9 @@ def scored(engine: Engine, id: int, prompt: tuple[int, ...], count: int, **field
 
 
 def same(got: list[TokenLogprob], expected: list[TokenLogprob], device: str) -> None:
+    """NumPy's products depend on where arrays lie in memory: 1.3e-5 was seen. Other weights are up to 0.7 apart."""
     assert [one.token for one in got] == [one.token for one in expected]
-    assert [one.logprob for one in got] == pytest.approx([one.logprob for one in expected], abs=1e-5)
+    assert [one.logprob for one in got] == pytest.approx([one.logprob for one in expected], abs=1e-4)
     assert device == "ref" or got == expected
 
 
