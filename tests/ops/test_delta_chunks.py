@@ -1,4 +1,4 @@
-"""The delta rule in chunks of tokens, as GPUs compute prompts, is what it is token by token: in NumPy, where a reader can
+"""The delta rule in chunks of tokens, as GPUs compute prompts, is what it is token by token: in NumPy, where one can
 follow it. With gates g_t, shares beta_t and S_t = g_t S_(t-1) + k_t u_t, where u_t = beta_t (v_t - k_t g_t S_(t-1)),
 the u of a chunk solve a triangular system (the WY form), and the state moves on once per chunk."""
 
