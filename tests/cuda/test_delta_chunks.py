@@ -28,7 +28,7 @@ def step_of(*rows: tuple[int, int], moves: tuple[StateMove, ...] = ()) -> Batch:
 
 
 def described(batch: Batch) -> StateRows:
-    numbers = np.full(words(ROWS, TOKENS), -9, np.int32)  # of a step before, in part
+    numbers = np.full(words(ROWS, TOKENS), 2, np.int32)  # of a step before, where nothing is written
     fill(numbers, batch, ROWS, TOKENS)
     return StateRows(*split(torch.from_numpy(numbers).to(DEVICE), ROWS, TOKENS))
 
@@ -81,8 +81,8 @@ def both_ways(spec: DeltaSpec, batch: Batch, rate: float, alike: float = 0.0) ->
 
 def test_one_gate_for_a_head() -> None:
     """Some rows are divided and some are not; one begins with the state of another slot."""
-    saved, begun = StateMove(0, -1, 4, 69), StateMove(2, 5, -1, 0)
-    batch = step_of((75, 60), (3, 0), (34, 9), moves=(saved, begun))
+    saved, begun = StateMove(0, -1, 4, 30), StateMove(2, 5, -1, 0)
+    batch = step_of((40, 60), (3, 0), (33, 9), moves=(saved, begun))
     both_ways(DeltaSpec(1, 2, 16, 16, 4), batch, rate=-3)
 
 

@@ -103,10 +103,8 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
         return (choice, choice, *(Buffer("T", spec.top_k * width) for width in widths))
     if node.op in ("delta_net", "mamba2"):
         spec, read = node.attributes["spec"], node.outputs[0].width
-        widths = [spec.width, read]  # what is convolved, and what is read from states
-        if node.op == "delta_net":
-            widths += [CHUNK * spec.v_heads] * 2  # of each token, something for each other one of its chunk
-        return tuple(Buffer("T", width, "float32") for width in widths)
+        pairs = [CHUNK * spec.v_heads] * 2 if node.op == "delta_net" else []  # of tokens of one chunk
+        return tuple(Buffer("T", width, "float32") for width in (spec.width, read, *pairs))
     return ()
 
 

@@ -13,8 +13,8 @@ from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.causal_conv import CHUNK_FIELDS, ROW_FIELDS, StateRows
 from penstock.model.recurrence import CHUNK, RecurrentSpec
 
-# Tokens of a row that is divided into chunks. A chunk takes about as long with few tokens as with all; token by token,
-# half of one takes longer than that.
+# Tokens of a row that is divided into chunks. A chunk takes about as long with few tokens as with all, which should be
+# less than half of them take one by one: a guess that no GPU has confirmed.
 LEAST_CHUNKED = CHUNK // 2
 
 
@@ -87,11 +87,12 @@ def fill(words: Ints, batch: Batch, rows: int, tokens: int) -> None:
         into[move.row, 4:6] = move.save, move.after
     of_tokens[: len(batch.tokens)] = np.repeat(np.arange(count), counts)
     of_tokens[len(batch.tokens) :] = -1
-    fill_chunks(chunks, into[:count], batch)
+    fill_chunks(chunks, into, batch)
 
 
 def fill_chunks(chunks: Ints, rows: Ints, batch: Batch) -> None:
-    """Divides long rows where their positions are multiples of CHUNK, and where a state is saved."""
+    """Divides long rows where their positions are multiples of CHUNK, and where a state is saved. No other row has a
+    chunk, those that only pad among them."""
     rows[:, 6:8] = 0
     used = 0
     for index in np.flatnonzero(rows[:, 1] >= LEAST_CHUNKED):

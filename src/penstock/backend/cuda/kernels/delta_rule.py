@@ -82,8 +82,7 @@ def _delta_rule(
     LEAVE_CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Takes some columns of one head's state through the tokens of one row, unless it is left to be computed in
-    chunks."""
+    """Takes some columns of one head's state through the tokens of one row, unless that is left to chunks."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     beta_stride, alpha_stride, state_stride = strides
@@ -97,10 +96,8 @@ def _delta_rule(
         count = tl.where(tl.load(row + 7) > 0, 0, count)
     if count > 0:
         first = tl.load(row).to(tl.int64)
-        own = tl.load(row + 2).to(tl.int64)
-        begin = tl.load(row + 3).to(tl.int64)
-        save = tl.load(row + 4).to(tl.int64)
-        after = tl.load(row + 5)
+        own, begin = tl.load(row + 2).to(tl.int64), tl.load(row + 3).to(tl.int64)
+        save, after = tl.load(row + 4).to(tl.int64), tl.load(row + 5)
         WIDTH: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
         head = tl.program_id(1)
         key_head = key_head_of(head, SIZES)
@@ -110,9 +107,7 @@ def _delta_rule(
         place = head * K_DIM * V_DIM + i[:, None] * V_DIM + column[None, :]
         state = tl.load(states + begin * state_stride + place, inside & (begin >= 0), 0.0)
         rate = tl.load(log_decay + head)
-        gate = (
-            head * K_DIM + tl.minimum(i, K_DIM - 1) if SIZES.channels else head
-        )  # of each row of the state, or of all
+        gate = head * K_DIM + tl.minimum(i, K_DIM - 1) if SIZES.channels else head  # of each row, or of all
         delay = tl.load(dt + gate)
         queries = mixed + first * WIDTH + key_head * K_DIM + i
         values = mixed + first * WIDTH + 2 * K_HEADS * K_DIM + head * V_DIM + column
