@@ -13,6 +13,7 @@ Every cell reports its figures, or its traceback, in one JSON file and as lines 
 - `host_tier`: a prompt that comes back from host memory
 - `saturated`: over HTTP, 1,024 clients (128/128), 512 (1,000/1,000) and 256 (2,048/2,048)
 - `library_attention`: prefill attention beside FlashAttention-3's, FlashInfer's and torch's
+- `delta`: the delta rule over prompts of 2,048 and 16,384 tokens, token by token and in chunks
 - `tune`: the fastest tilings, which backend/cuda/tilings.py then names
 
 The cells over HTTP also need what `penstock serve` does: msgspec, pyzmq, starlette, anyio, uvicorn, httptools, uvloop,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from delta_cells import DELTA_CELLS
 from http_cells import HTTP_CELLS, Subject
 from kernel_cells import KERNEL_CELLS, say, seconds
 from library_attention import library_attention
@@ -417,6 +418,7 @@ def follow(engine: Engine, requests: list[Request], steps: int = 5000) -> dict[i
 CELLS: dict[str, Callable[[Bench], Figures]] = {
     **KERNEL_CELLS,
     "library_attention": library_attention,
+    **DELTA_CELLS,
     "step": step,
     "shared": shared,
     "host_tier": host_tier,

@@ -23,7 +23,7 @@ from penstock.backend.cuda.kernels.decode_attention import (
     decode_attention,
     queries_of,
 )
-from penstock.backend.cuda.kernels.delta_rule import DeltaScratch, delta_net, sigmoid_mul
+from penstock.backend.cuda.kernels.delta_net import DeltaScratch, delta_net, sigmoid_mul
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
@@ -61,7 +61,7 @@ from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
 from penstock.backend.cuda.shared_prefixes import tile_tokens
 from penstock.model.ops import DeltaInputs, DeltaWeights, Mamba2Weights, ScanWeights
-from penstock.model.recurrence import DeltaSpec, Mamba2Spec, ScanSpec
+from penstock.model.recurrence import CHUNK, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import ExpertSpec
 
 HOST = torch.device("cpu")
@@ -390,8 +390,9 @@ def index_of_sparse_attention(tilings: Tilings) -> None:
 def delta_nets(tilings: Tilings, spec: DeltaSpec) -> None:
     weights = DeltaWeights(*[empty(spec.width * 4, dtype=F32) for _ in DeltaWeights._fields])
     qkvz, ba = empty(8, spec.width + spec.v_width), empty(8, spec.v_heads + spec.decay_width)
-    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
-    scratch = DeltaScratch(empty(8, spec.width, dtype=F32), empty(8, spec.v_width, dtype=F32))
+    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8), ints(4, 2))
+    widths = spec.width, spec.v_width, CHUNK * spec.v_heads, CHUNK * spec.v_heads
+    scratch = DeltaScratch(*(empty(8, width, dtype=F32) for width in widths))
     inputs = DeltaInputs(qkvz, qkvz, ba, ba)
     delta_net(inputs, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
 
@@ -399,7 +400,7 @@ def delta_nets(tilings: Tilings, spec: DeltaSpec) -> None:
 @case(biased=(True, True), plain=(False, False))
 def convolution_over_time(tilings: Tilings, biased: bool, silu: bool) -> None:
     sizes, width = ConvSizes.of(4, 640, stride=1024, offset=64, column=128), 640
-    states, rows = empty(4, 64 + 3 * width, dtype=F32), StateRows(ints(4, 8), ints(8))
+    states, rows = empty(4, 64 + 3 * width, dtype=F32), StateRows(ints(4, 8), ints(8), ints(4, 2))
     taps, bias = empty(width * 4, dtype=F32), empty(width, dtype=F32) if biased else None
     causal_conv(empty(8, 1024), taps, bias, sizes, states, rows, empty(8, width, dtype=F32), silu)
 
@@ -410,7 +411,7 @@ def mamba2_layers(tilings: Tilings, norm_groups: int, state_dim: int) -> None:
     sizes = spec.width * 4, spec.width, spec.heads, spec.heads, spec.heads
     gain = empty(spec.inner, dtype=F32) if norm_groups else None
     weights = Mamba2Weights(*(empty(size, dtype=F32) for size in sizes), gain)
-    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
+    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8), ints(4, 2))
     scratch = Mamba2Scratch(empty(8, spec.width, dtype=F32), empty(8, spec.inner, dtype=F32))
     mamba2(empty(8, spec.in_width), weights, spec, states, rows, scratch, empty(8, spec.inner))
 
@@ -418,7 +419,7 @@ def mamba2_layers(tilings: Tilings, norm_groups: int, state_dim: int) -> None:
 @case()
 def gated_convolution(tilings: Tilings) -> None:
     sizes = ConvSizes.of(3, 640, stride=1920, offset=0, gated=True)
-    states, rows = empty(4, 2 * 640, dtype=F32), StateRows(ints(4, 8), ints(8))
+    states, rows = empty(4, 2 * 640, dtype=F32), StateRows(ints(4, 8), ints(8), ints(4, 2))
     x, taps = empty(8, 1920), empty(640 * 3, dtype=F32)
     causal_conv(x, taps, None, sizes, states, rows, empty(8, 640), silu=False)
     store_conv_state(x, sizes, states, rows)
@@ -429,7 +430,7 @@ def selective_scans(tilings: Tilings) -> None:
     spec = ScanSpec(512, 16)
     x, dt, b, c, gate = empty(8, 512), empty(8, 512), empty(8, 16), empty(8, 16), empty(8, 1024)
     weights = ScanWeights(empty(spec.state_floats, dtype=F32), empty(512, dtype=F32))
-    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8))
+    states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8), ints(4, 2))
     selective_scan(x, dt, b, c, gate, weights, spec, states, rows, empty(8, 512))
 
 

@@ -48,6 +48,7 @@ void test_chain_hash();
 void test_crc32();
 void test_products(const Isa& isa);
 void test_rows(const Isa& isa);
+void test_delta(const Isa& isa);
 void test_attention(const Isa& isa);
 
 }  // namespace penstock::test

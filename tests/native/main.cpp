@@ -28,6 +28,7 @@ int main(int count, char** arguments) {
   for (const Isa& isa : isas()) {
     const size_t before = test::checks;
     test::test_rows(isa);
+    test::test_delta(isa);
     test::test_attention(isa);
     test::test_products(isa);
     std::printf("%s: %zu checks\n", isa.name.c_str(), test::checks - before);

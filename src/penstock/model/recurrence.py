@@ -10,6 +10,7 @@ from penstock.errors import MalformedFile, UnsupportedModel
 
 MAX_CONV_WIDTH = 16  # positions that a convolution sees at most, its own included
 MAX_STATE_SIZE = 256  # numbers of a channel's state in a selective scan
+CHUNK = 64  # tokens of a prompt that a GPU takes through a delta net at once
 
 
 class RecurrentSpec(Protocol):
@@ -69,8 +70,9 @@ class DeltaSpec:
 
     @property
     def workspace(self) -> int:
-        """Returns how many activations a token takes on a GPU while the delta net computes; some are of 32 bits."""
-        return 3 * self.width + 4 * self.v_width + self.decay_width
+        """Returns how many activations a token takes on a GPU while the delta net computes; some are of 32 bits. Each
+        token has two numbers of each head for each other token of its chunk."""
+        return 3 * self.width + 4 * self.v_width + self.decay_width + 4 * CHUNK * self.v_heads
 
     def check(self) -> None:
         """Raises if no backend computes such sizes."""

@@ -17,8 +17,9 @@ from penstock.backend.cuda.adapters import AdaptedProduct
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.hidden_states import EACH_TOKEN, StoredRows
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.kernels import delta_rule, norm, streams
+from penstock.backend.cuda.kernels import delta_net as delta_net_kernel
 from penstock.backend.cuda.kernels import mamba2 as mamba2_kernel
+from penstock.backend.cuda.kernels import norm, streams
 from penstock.backend.cuda.kernels import norm_qk as norm_qk_kernel
 from penstock.backend.cuda.kernels import select_positions as select
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
@@ -47,7 +48,7 @@ from penstock.model.ops import (
     Vectors,
 )
 from penstock.model.program import Buffer, Capabilities, OpNode
-from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
+from penstock.model.recurrence import CHUNK, ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
@@ -101,8 +102,9 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
         choice = Buffer("T", spec.top_k, "float32")  # the numbers of each token's experts, and their weights
         return (choice, choice, *(Buffer("T", spec.top_k * width) for width in widths))
     if node.op in ("delta_net", "mamba2"):
-        convolved, read = node.attributes["spec"].width, node.outputs[0].width
-        return Buffer("T", convolved, "float32"), Buffer("T", read, "float32")  # and what is read from states
+        spec, read = node.attributes["spec"], node.outputs[0].width
+        pairs = [CHUNK * spec.v_heads] * 2 if node.op == "delta_net" else []  # of tokens of one chunk
+        return tuple(Buffer("T", width, "float32") for width in (spec.width, read, *pairs))
     return ()
 
 
@@ -365,7 +367,7 @@ def activate(context: Context, step: DeviceInputs, x: Any, out: Any, *, act: str
 
 
 def sigmoid_mul(context: Context, step: DeviceInputs, x: Any, gate: Any, out: Any) -> None:
-    delta_rule.sigmoid_mul(x, gate, out)
+    delta_net_kernel.sigmoid_mul(x, gate, out)
 
 
 def add(context: Context, step: DeviceInputs, x: Any, y: Any, out: Any) -> None:
@@ -425,9 +427,9 @@ def delta_net(
     eps: float,
 ) -> None:
     states = context.memory.states
-    rows, buffers = states.rows_of(step), delta_rule.DeltaScratch(*scratch)
-    inputs = DeltaInputs(qkv, z, beta, alpha)
-    delta_rule.delta_net(inputs, weights, spec, eps, states.layers[layer], rows, buffers, out)
+    rows, buffers = states.rows_of(step), delta_net_kernel.DeltaScratch(*scratch)
+    inputs, prompts = DeltaInputs(qkv, z, beta, alpha), len(step.tiles) > 0
+    delta_net_kernel.delta_net(inputs, weights, spec, eps, states.layers[layer], rows, buffers, out, prompts)
 
 
 def causal_conv(

@@ -10,8 +10,12 @@ import torch
 from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.inputs import DeviceInputs
-from penstock.backend.cuda.kernels.causal_conv import ROW_FIELDS, StateRows
-from penstock.model.recurrence import RecurrentSpec
+from penstock.backend.cuda.kernels.causal_conv import CHUNK_FIELDS, ROW_FIELDS, StateRows
+from penstock.model.recurrence import CHUNK, RecurrentSpec
+
+# Tokens of a row that is divided into chunks. A chunk takes about as long with few tokens as with all, which should be
+# less than half of them take one by one: a guess that no GPU has confirmed.
+LEAST_CHUNKED = CHUNK // 2
 
 
 class RecurrentStates:
@@ -21,6 +25,7 @@ class RecurrentStates:
     def __init__(self, specs: dict[int, RecurrentSpec], rows: int, tokens: int, device: torch.device) -> None:
         self._specs = specs
         self._rows = rows
+        self._tokens = tokens
         self._numbers = torch.zeros(words(rows, tokens), dtype=torch.int32, device=device)
         self.layers: dict[int, Any] = {}  # [states, floats] of each
 
@@ -39,25 +44,36 @@ class RecurrentStates:
 
     def send(self, batch: Batch, staged: Any) -> None:
         """Queues the copy of what rows do, by way of host memory that is read later."""
-        fill(staged.numpy(), batch, self._rows)
+        fill(staged.numpy(), batch, self._rows, self._tokens)
         self._numbers.copy_(staged, non_blocking=True)
 
     def rows_of(self, step: DeviceInputs) -> StateRows:
         """Returns as many rows as a step of this shape can have: each has a part or a tile of attention."""
-        count, tokens = self._rows * ROW_FIELDS, len(step.tokens)
+        tokens = len(step.tokens)
         most = min(tokens, len(step.splits) + len(step.tiles), self._rows)
-        return StateRows(
-            self._numbers[:count].view(self._rows, ROW_FIELDS)[:most], self._numbers[count : count + tokens]
-        )
+        numbers, of_tokens, chunks = split(self._numbers, self._rows, self._tokens)
+        return StateRows(numbers[:most], of_tokens[:tokens], chunks[: most_chunks(most, tokens)])
 
 
 def words(rows: int, tokens: int) -> int:
-    return rows * ROW_FIELDS + tokens
+    return rows * ROW_FIELDS + tokens + most_chunks(rows, tokens) * CHUNK_FIELDS
 
 
-def fill(words: Ints, batch: Batch, rows: int) -> None:
-    """The rows of a batch and, after all that there can be, the row of each token."""
-    into, of_tokens = words[: rows * ROW_FIELDS].reshape(rows, ROW_FIELDS), words[rows * ROW_FIELDS :]
+def most_chunks(rows: int, tokens: int) -> int:
+    """Returns how many chunks there can be in a step of so many rows and tokens. A row that is divided may have three
+    that are not full: the first and the last one, and one that ends where a state is saved."""
+    return tokens // CHUNK + 3 * min(rows, tokens // LEAST_CHUNKED)
+
+
+def split(words: Any, rows: int, tokens: int) -> tuple[Any, Any, Any]:
+    """Returns the rows of a step, the row of each token, and the chunks, of a flat buffer of NumPy or torch."""
+    at = rows * ROW_FIELDS
+    return words[:at].reshape(rows, ROW_FIELDS), words[at : at + tokens], words[at + tokens :].reshape(-1, CHUNK_FIELDS)
+
+
+def fill(words: Ints, batch: Batch, rows: int, tokens: int) -> None:
+    """Writes the rows of a batch, the row of each token, and the chunks of long rows."""
+    into, of_tokens, chunks = split(words, rows, tokens)
     count, first, counts = len(batch.slots), batch.row_start[:-1], np.diff(batch.row_start)
     into[:count, 0] = first
     into[:count, 1] = counts
@@ -71,3 +87,20 @@ def fill(words: Ints, batch: Batch, rows: int) -> None:
         into[move.row, 4:6] = move.save, move.after
     of_tokens[: len(batch.tokens)] = np.repeat(np.arange(count), counts)
     of_tokens[len(batch.tokens) :] = -1
+    fill_chunks(chunks, into, batch)
+
+
+def fill_chunks(chunks: Ints, rows: Ints, batch: Batch) -> None:
+    """Divides long rows where their positions are multiples of CHUNK, and where a state is saved. No other row has a
+    chunk, those that only pad among them."""
+    rows[:, 6:8] = 0
+    used = 0
+    for index in np.flatnonzero(rows[:, 1] >= LEAST_CHUNKED):
+        first, count, _, _, save, after = rows[index, :6].tolist()
+        ahead = -int(batch.positions[first]) % CHUNK
+        cuts = {first, first + count, *range(first + ahead, first + count, CHUNK)}
+        ends = np.array(sorted(cuts | {first + after} if save >= 0 else cuts))
+        rows[index, 6:8] = used, len(ends) - 1
+        chunks[used : used + len(ends) - 1] = np.stack([ends[:-1], np.diff(ends)], axis=1)
+        used += len(ends) - 1
+    chunks[used:] = 0

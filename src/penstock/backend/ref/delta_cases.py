@@ -29,9 +29,11 @@ def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
     )
 
 
-def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: int, apart: bool = False) -> Trial:
-    """Returns a trial whose states decay slowly, so that all earlier tokens count. With `apart`, each input is a value
-    of its own; else two are made together."""
+def delta_net(
+    rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: int, apart: bool = False, rate: float = -3
+) -> Trial:
+    """Returns a trial whose states decay slowly, so that all earlier tokens count, or with another `rate` by about
+    e^-(e^rate) per token. With `apart`, each input is a value of its own; else two are made together."""
 
     def forward(ops: Ops[Any], table: Any, *weights: Any) -> Any:
         x, products = ops.embed(table), len(weights) - len(DeltaWeights._fields)
@@ -46,7 +48,7 @@ def delta_net(rng: Random, *, spec: DeltaSpec, steps: Sequence[Batch], tokens: i
         gate.parts[0].data.view(np.float32)[:] *= width**-0.5
     sizes = spec.width * spec.conv_width, spec.v_heads, spec.decay_width, spec.v_dim
     conv, decay, dt_bias, gain = (random_tensor(rng, "F32", size) for size in sizes)
-    decay.data.view(np.float32)[:] = -np.exp(rng.normal(-3, 1, spec.v_heads))
+    decay.data.view(np.float32)[:] = -np.exp(rng.normal(rate, 1, spec.v_heads))
     return Trial(forward, [inputs(rng, tokens, width), *gates, conv, decay, dt_bias, gain], steps, 1, states=8)
 
 
@@ -65,6 +67,17 @@ def saved_and_begun() -> list[Batch]:
         replace(first, moves=(StateMove(0, -1, 6, 5), StateMove(1, -1, 5, 2))),
         replace(then, moves=(StateMove(0, 6, 7, 3), StateMove(2, 5, -1, 0))),
         replace(last, moves=(StateMove(0, 7, -1, 0), StateMove(1, -1, 4, 4))),
+    ]
+
+
+def saved_far() -> list[Batch]:
+    """Returns steps in which a state is saved far into a row, and another row goes on from there, and saves its own."""
+    blocks = [0] * 5
+    first = greedy_batch([Chunk(range(41), 0, blocks, 0), Chunk(range(50, 66), 0, blocks, 3)])
+    then = greedy_batch([Chunk(range(30, 70), 37, blocks, 1), Chunk([7], 41, blocks, 0)], 1)
+    return [
+        replace(first, moves=(StateMove(0, -1, 6, 37), StateMove(1, -1, 5, 16))),
+        replace(then, moves=(StateMove(0, 6, 7, 30),)),
     ]
 
 
@@ -97,6 +110,14 @@ DELTA_CASES = (
     Case("delta_net", "states", "F32", FLOAT, partial(delta_net, spec=DELTA, steps=saved_and_begun(), tokens=50)),
     Case("delta_net", "sigmoid gate", "F32", FLOAT, partial(chunked_delta, spec=GATED, lengths=(9,), longest=4)),
     Case("delta_net", "by channel", "F32", FLOAT, partial(by_channel, spec=CHANNELS, lengths=(1, 70), longest=40)),
+    Case("delta_net", "large prompts", "F32", FLOAT, partial(chunked_delta, spec=LARGE, lengths=(70,), longest=999)),
+    Case("delta_net", "forgets", "F32", FLOAT, partial(chunked_delta, spec=LONG, lengths=(70,), longest=999, rate=4)),
+    Case("delta_net", "keeps", "F32", FLOAT, partial(chunked_delta, spec=LONG, lengths=(70,), longest=999, rate=-12)),
+    Case("delta_net", "states of prompts", "F32", FLOAT, partial(delta_net, spec=DELTA, steps=saved_far(), tokens=70)),
+    Case(
+        *("delta_net", "channels of prompts", "F32", FLOAT),
+        partial(delta_net, spec=CHANNELS, steps=saved_far(), tokens=70, apart=True, rate=1),
+    ),
     Case("delta_net", "odd channels", "F32", FLOAT, partial(by_channel, spec=ODD_CHANNELS, lengths=(9,), longest=4)),
     Case(
         *("delta_net", "states by channel", "F32", FLOAT),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from penstock.backend.base import Batch, StateMove
-from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.base import Batch
 from penstock.backend.ref.cases import FLOAT, Case, Random, Trial, inputs
-from penstock.backend.ref.delta_cases import in_chunks, saved_and_begun
+from penstock.backend.ref.delta_cases import in_chunks, saved_and_begun, saved_far
 from penstock.model.ops import Mamba2Weights, Ops
 from penstock.model.random_tensor import random_tensor
 from penstock.model.recurrence import Mamba2Spec
@@ -38,17 +36,6 @@ def mamba2(rng: Random, *, spec: Mamba2Spec, steps: Sequence[Batch], tokens: int
 def chunked(rng: Random, *, spec: Mamba2Spec, lengths: Sequence[int], longest: int, biased: bool = True) -> Trial:
     steps = in_chunks(rng, *lengths, longest=longest)
     return mamba2(rng, spec=spec, steps=steps, tokens=max(lengths), biased=biased)
-
-
-def saved_far() -> list[Batch]:
-    """Returns steps in which a state is saved far into a row, and another row goes on from there."""
-    blocks = [0] * 5
-    first = greedy_batch([Chunk(range(41), 0, blocks, 0), Chunk(range(50, 66), 0, blocks, 3)])
-    then = greedy_batch([Chunk(range(30, 60), 37, blocks, 1), Chunk([7], 41, blocks, 0)], 1)
-    return [
-        replace(first, moves=(StateMove(0, -1, 6, 37), StateMove(1, -1, 5, 16))),
-        replace(then, moves=(StateMove(0, 6, 7, 3),)),
-    ]
 
 
 MAMBA2 = Mamba2Spec(4, 16, 16, 2, 4, norm_groups=2)

@@ -8,16 +8,8 @@ namespace penstock {
 namespace {
 
 constexpr size_t RUN = 64;  // tokens whose keys and queries are made ready at once
-constexpr float LEAST_SQUARE = 1e-6f;
 
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
-
-void make_unit(const float* x, size_t dim, float factor, float* out) {
-  float squares = 0;
-  for (size_t i = 0; i < dim; ++i) squares += x[i] * x[i];
-  const float scale = factor / std::sqrt(squares + LEAST_SQUARE);
-  for (size_t i = 0; i < dim; ++i) out[i] = x[i] * scale;
-}
 
 // One value head of one row.
 class Head {
@@ -36,32 +28,33 @@ class Head {
   void delta_rule(size_t first, size_t count, const Buffer& mixed, const Buffer& out, float* scratch) const {
     const size_t k_dim = shape_.k_dim, decays = shape_.decays();
     float *q = scratch, *k = q + RUN * k_dim, *faded = k + RUN * k_dim, *decay = faded + RUN * k_dim;
-    float* beta = decay + RUN * decays;
+    float *beta = decay + RUN * decays, *columns = beta + RUN;
+    const DeltaKernels& kernels = frame_.kernels.delta;
     const float root = 1.0f / std::sqrt(float(k_dim));
     for (size_t i = 0; i < count; ++i) {
       const float* key_head = mixed.row(first + i) + shape_.key_head(head_) * k_dim;
-      make_unit(key_head, k_dim, root, q + i * k_dim);
-      make_unit(key_head + shape_.k_width(), k_dim, 1.0f, k + i * k_dim);
+      kernels.unit(key_head, k_dim, root, q + i * k_dim);
+      kernels.unit(key_head + shape_.k_width(), k_dim, 1.0f, k + i * k_dim);
       beta[i] = sigmoid(inputs_.beta.row(frame_, first + i)[head_]);
-      frame_.kernels.delta.decay(inputs_.alpha.row(frame_, first + i) + head_ * decays, &vectors_.dt[head_ * decays],
-                                 vectors_.decay[head_], decays, decay + i * decays);
-      for (size_t j = 0; j < k_dim; ++j)
-        faded[i * k_dim + j] = k[i * k_dim + j] * decay[i * decays + (shape_.channel_decay ? j : 0)];
+      kernels.decay(inputs_.alpha.row(frame_, first + i) + head_ * decays, &vectors_.dt[head_ * decays],
+                    vectors_.decay[head_], decays, decay + i * decays);
+      kernels.fade(k + i * k_dim, decay + i * decays, shape_.channel_decay, k_dim, faded + i * k_dim);
     }
-    frame_.kernels.delta.delta_rule({.q = q,
-                                     .k = k,
-                                     .faded = faded,
-                                     .v = mixed.row(first) + 2 * shape_.k_width() + head_ * shape_.v_dim,
-                                     .decay = decay,
-                                     .beta = beta,
-                                     .channels = shape_.channel_decay,
-                                     .k_dim = k_dim,
-                                     .v_dim = shape_.v_dim,
-                                     .v_stride = mixed.width,
-                                     .count = count,
-                                     .memory = state_.own(),
-                                     .out = out.row(first) + head_ * shape_.v_dim,
-                                     .out_stride = out.width});
+    kernels.delta_rule({.q = q,
+                        .k = k,
+                        .faded = faded,
+                        .v = mixed.row(first) + 2 * shape_.k_width() + head_ * shape_.v_dim,
+                        .decay = decay,
+                        .beta = beta,
+                        .channels = shape_.channel_decay,
+                        .k_dim = k_dim,
+                        .v_dim = shape_.v_dim,
+                        .v_stride = mixed.width,
+                        .count = count,
+                        .memory = state_.own(),
+                        .columns = columns,
+                        .out = out.row(first) + head_ * shape_.v_dim,
+                        .out_stride = out.width});
   }
 
   // out = rms_norm(out) * gain * silu(z), or sigmoid(z)
@@ -86,7 +79,7 @@ class Head {
 }  // namespace
 
 size_t DeltaShape::scratch_floats() const {
-  return std::max({RUN * (3 * k_dim + decays() + 1), 2 * v_dim, conv().kept_floats()});
+  return std::max({RUN * (3 * k_dim + decays() + 1) + k_dim * MAX_COLUMNS, 2 * v_dim, conv().kept_floats()});
 }
 
 Phase delta_rule_phase(const DeltaShape& shape, std::shared_ptr<const DeltaVectors> vectors, const DeltaInputs& inputs,

@@ -63,6 +63,7 @@ struct MlaKernels {
 };
 
 inline constexpr size_t MAX_CONV_WIDTH = 16;
+inline constexpr size_t MAX_COLUMNS = 64;  // of a delta net's memory that go through tokens together
 
 // The delta rule for one head: for each token in order, its memory decays, learns the value under the key, and is read.
 struct DeltaRule {
@@ -72,6 +73,7 @@ struct DeltaRule {
   bool channels;               // each row of the memory has a decay of its own
   size_t k_dim, v_dim, v_stride, count;
   float* memory;               // [k_dim][v_dim]
+  float* columns;              // [k_dim][MAX_COLUMNS] room for some columns of the memory
   float* out;                  // rows are out_stride apart
   size_t out_stride;
 };
@@ -92,6 +94,9 @@ struct DeltaKernels {
   void (*gate_by)(const float* x, const float* gate, size_t width, float* out);  // x * sigmoid(gate)
   // out = e^(rate * softplus(x + bias))
   void (*decay)(const float* x, const float* bias, float rate, size_t width, float* out);
+  void (*unit)(const float* x, size_t width, float factor, float* out);  // x * factor / |x|
+  // out = k * decay, which is one number, or with `channels` one for each value
+  void (*fade)(const float* k, const float* decay, bool channels, size_t width, float* out);
 };
 
 // Parts of rows, and streams that are parts of rows.

@@ -11,16 +11,19 @@ import triton.language as tl
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.silu_and_mul import silu
 
-# first token, tokens, own state, state to begin with or -1, state to save to or -1, after how many tokens
+# first token, tokens, own state, state to begin with or -1, state to save to or -1, after how many tokens, first chunk,
+# chunks
 ROW_FIELDS = 8
+CHUNK_FIELDS = 2  # first token, tokens
 CHANNELS = 256  # of one program
 
 
 class StateRows(NamedTuple):
-    """Holds the rows of a step, and which of them each token belongs to."""
+    """Holds the rows of a step, which of them each token belongs to, and the chunks that long rows are divided into."""
 
     numbers: Any  # [R, ROW_FIELDS]
     of_tokens: Any  # [T] the row of each token, -1 for one that only pads
+    chunks: Any  # [C, CHUNK_FIELDS] those of a row one after the other; one that only pads has no tokens
 
 
 class ConvSizes(NamedTuple):
