@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from http_cells import HTTP_CELLS, Subject
 from kernel_cells import KERNEL_CELLS, say, seconds
+from mla_cells import mla
 from random_weights import KINDS, RandomWeights
 
 from penstock.backend.batches import Chunk, greedy_batch
@@ -414,6 +415,7 @@ def follow(engine: Engine, requests: list[Request], steps: int = 5000) -> dict[i
 
 CELLS: dict[str, Callable[[Bench], Figures]] = {
     **KERNEL_CELLS,
+    "mla": mla,
     "step": step,
     "shared": shared,
     "host_tier": host_tier,
