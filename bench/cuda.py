@@ -7,9 +7,9 @@
 Every cell reports its figures, or its traceback, in one JSON file and as lines on the way. `long` has 16 clients with
 16,000 tokens each and 64 with 4,096 in common over HTTP, `shared` decode steps of such rows, `host_tier` a prompt that
 comes back from host memory, `saturated` 512 and 1,024 clients. `mla` has latent attention of DeepSeek's heads: prompts
-in both forms, and decoding. `tune` looks for the fastest tilings, which backend/cuda/tilings.py then names. The cells over HTTP also need what `penstock serve` does: msgspec,
-pyzmq, starlette, anyio, uvicorn, httptools, uvloop, tokenizers, jinja2, prometheus-client, python-multipart, rich and
-what these need.
+in both forms, and decoding. `tune` looks for the fastest tilings, which backend/cuda/tilings.py then names. The cells
+over HTTP also need what `penstock serve` does: msgspec, pyzmq, starlette, anyio, uvicorn, httptools, uvloop,
+tokenizers, jinja2, prometheus-client, python-multipart, rich and what these need.
 """
 
 from __future__ import annotations

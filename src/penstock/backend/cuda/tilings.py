@@ -145,9 +145,10 @@ def first_fitting(device: DeviceProperties, tilings: Sequence[MlaTiling], dims: 
 
 
 def mla_expanded_tiling(device: DeviceProperties, nope: int, rope: int, values: int, itemsize: int) -> AttentionTiling:
-    """Returns the tiling of MLA with expanded keys and values, for TILE_TOKENS tokens of a head of these dimensions."""
+    """Returns the tiling of MLA with expanded keys and values, for TILE_TOKENS tokens of a head of these dimensions. It
+    was measured nowhere."""
     query, position = padded(nope) + padded(rope), padded(nope) + padded(rope) + padded(values)
-    return fitting(device, AttentionTiling(64, 8, 3), TILE_TOKENS * query * itemsize, position * itemsize)
+    return shrunk(device, AttentionTiling(64, 8, 3), TILE_TOKENS * query * itemsize, position * itemsize)
 
 
 def expand_latents_stages(device: DeviceProperties, nope: int, values: int, itemsize: int) -> int:
@@ -163,10 +164,13 @@ def padded(dims: int) -> int:
 def fitting(
     device: DeviceProperties, tiling: AttentionTiling, query_bytes: int, position_bytes: int
 ) -> AttentionTiling:
-    """Returns the tiling with fewer stages, then with fewer positions, until queries, keys and values fit. The estimate
-    is cautious (queries may be in registers), so tilings that were measured stay as they are."""
-    if device.is_tuned:
-        return tiling
+    """Returns the tiling shrunk until it fits. The estimate is cautious (queries may be in registers), so tilings that
+    were measured stay as they are."""
+    return tiling if device.is_tuned else shrunk(device, tiling, query_bytes, position_bytes)
+
+
+def shrunk(device: DeviceProperties, tiling: AttentionTiling, query_bytes: int, position_bytes: int) -> AttentionTiling:
+    """Returns the tiling with fewer stages, then with fewer positions, until queries, keys and values fit."""
     while tiling.tile > SHORTEST_TILE and query_bytes + tiling.tile * position_bytes > device.shared_memory:
         tiling = tiling._replace(tile=tiling.tile // 2)
     stages = device.stages_that_fit(tiling.stages, tiling.tile * position_bytes, query_bytes)

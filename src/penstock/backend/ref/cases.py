@@ -104,7 +104,10 @@ def pooled(backend: Backend, batch: Batch) -> Floats:
 
 
 def difference(got: Floats, wanted: Floats) -> float:
-    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+    """Returns the largest difference over the largest value; infinity where something is no number, because `max` of
+    several differences would pass over that."""
+    found = float(np.abs(got - wanted).max() / np.abs(wanted).max())
+    return float("inf") if np.isnan(found) else found
 
 
 def inputs(rng: Random, tokens: int, width: int) -> Stack:

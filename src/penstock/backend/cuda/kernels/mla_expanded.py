@@ -77,7 +77,7 @@ def _expand_latents(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Projects the latents of a block of positions to keys and values of one head."""
+    """Computes keys and values of one head from the latents of a block of positions."""
     let_next_start(PDL)
     DIMS: tl.constexpr = SHAPE.dims
     BLOCK_N: tl.constexpr = SHAPE.block_n
