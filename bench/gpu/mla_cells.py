@@ -20,7 +20,7 @@ from penstock.backend.cuda.kernels.mla_attention import MlaTiling, mla_decode
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.launch_mla import MlaLayer, MlaScratch, attend_absorbed, attend_expanded
-from penstock.backend.cuda.mla_expansion import BLOCK, MlaDims, MlaExpansion
+from penstock.backend.cuda.mla_expansion import BLOCK, CONTEXT_COLUMNS, MlaDims, MlaExpansion
 from penstock.backend.cuda.tilings import MLA_PREFILL_TILINGS
 from penstock.model.ops import MlaWeights
 from penstock.model.spec import AttentionSpec, RopeSpec
@@ -67,7 +67,7 @@ class MlaContext:
         if expanded:
             rows = np.arange(len(self.batch.row_start) - 1, dtype=np.int32)
             contexts, plan = self.expansion.place(self.batch, rows), inputs.plan_attention(self.batch, 128, how[1])
-            blocks = np.full((contexts.room, 4), -1, np.int32)
+            blocks = np.full((contexts.room, CONTEXT_COLUMNS), -1, np.int32)
             blocks[: len(contexts.blocks)] = contexts.blocks
             step.expanded, step.tiles = on_device(blocks), on_device(plan.tiles)
             step.tile_contexts = on_device(contexts.starts[plan.tiles[:, inputs.ROW]])

@@ -384,7 +384,7 @@ def expanded_multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -
     expanded = ExpandedKv.within(empty(room * (128 * 256 + 64)), dims, room)
     k_b, v_b = empty(128, 512, 128), empty(128, 128, 512)
     stages = tilings.expand_latents(128, 128, 2)
-    expand_latents(cache, ints(2, 4), ints(64), ints(4), k_b, v_b, expanded, scales, stages=stages)
+    expand_latents(cache, ints(2, 3), ints(64), ints(4), k_b, v_b, expanded, scales, stages=stages)
     carry = Carry.within(empty(8 * 128 * 130, dtype=F32), dims, 8)
     work, tiling = (ints(4, 5), ints(4), empty(8, 128 * 128), carry, room), tilings.mla_expanded(128, 64, 128, 2)
     mla_expanded(empty(8, 128 * 192), expanded, *work, 0.1, tiling=tiling)

@@ -11,7 +11,7 @@ from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels.kv_tile import SplitKV
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling, mla_decode
-from penstock.backend.cuda.mla_expansion import BLOCK, CONTEXT_COLUMNS, MOST_BLOCKS, MlaDims, MlaExpansion
+from penstock.backend.cuda.mla_expansion import BLOCK, MOST_BLOCKS, MlaDims, MlaExpansion
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import CASES, Trial, difference, run
 from penstock.backend.ref.mla_cases import attend_mla, mla
@@ -72,6 +72,21 @@ def test_answers_and_prompts_in_one_step(pads: bool, monkeypatch: pytest.MonkeyP
     assert max(difference(some[: len(each)], each) for some, each in zip(got, wanted, strict=True)) <= 1e-5
 
 
+def test_a_rehearsed_step_expands_nothing() -> None:
+    trial = steps_of(attend_mla(np.random.default_rng(6), spec=TWO_HEADS, lengths=(20,)), [Chunk(range(20), 0, [2, 0])])
+    backend = cuda_backend(128)
+    (before,) = run(trial, backend)
+    program = backend._programs[0]
+    assert (
+        program.usual(inputs.Shape(20, 1, 0, 0, 1)).expanded
+        == backend._plan(program, trial.steps[0]).shape.expanded
+        == 1
+    )
+    assert program.usual(inputs.Shape(2, 2, 2, 2, 0)).expanded == 0
+    backend.prepare(2, 30)
+    assert np.array_equal(backend.logits(trial.steps[0]), before)
+
+
 def test_a_few_tokens_of_a_long_prompt_are_absorbed() -> None:
     trial = steps_of(
         attend_mla(np.random.default_rng(5), spec=TWO_HEADS, lengths=(118,)),
@@ -112,10 +127,9 @@ def test_contexts_lie_one_behind_the_other() -> None:
     batch = greedy_batch(chunks)
     placed = SMALL.place(batch, np.array([1, 3], np.int32))
     assert placed.blocks.tolist() == [
-        *([1, 0, 128, 0], [1, 128, 128, 0], [1, 256, 44, 0]),
-        *([3, 0, 128, 0], [3, 128, 128, 0], [3, 256, 73, 0]),
+        *([1, 0, 128], [1, 128, 128], [1, 256, 44]),
+        *([3, 0, 128], [3, 128, 128], [3, 256, 73]),
     ]
-    assert placed.blocks.shape[1] == CONTEXT_COLUMNS
     assert placed.starts.tolist() == [0, 0, 0, 3 * BLOCK]
     assert placed.room == 8  # three pieces of two blocks, rounded up
 

@@ -88,7 +88,7 @@ class DeviceInputs:
     shared_splits: Any  # [U, 8] see shared_prefix_attention
     shared_tokens: Any  # [decodes], or [0] without shared prefixes
     shared_places: Any  # [T, 4] see `shared_places`, or [0, 4]
-    expanded: Any  # [B, 4] see mla_expansion, or [0, 4]
+    expanded: Any  # [B, 3] see mla_expansion, or [0, 3]
     tile_contexts: Any  # [Q] where the context of each tile begins among those that are expanded, or [0]
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
@@ -198,7 +198,7 @@ def plan_attention(
     pieces = NO_SPLITS if shared is None else split_shared(shared, rows)
     prompts = np.flatnonzero((counts > 1) & (not verifies)).astype(np.int32)
     come_last = not len(first) or first[-1] < len(first)
-    contexts = expansion.place(batch, prompts) if expansion and come_last else NO_CONTEXTS
+    contexts = expansion.place(batch, prompts) if expansion and len(prompts) and come_last else NO_CONTEXTS
     tiles = tiles_of(batch, prompts.tolist(), TILE_TOKENS if contexts.room else tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
     total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)

@@ -19,7 +19,7 @@ from penstock.model.program import OpNode, Program
 BLOCK = 128  # positions that a program expands
 TILE_TOKENS = 128  # of a row that attend together, in a program for each head
 MOST_BLOCKS = 4096  # of all contexts of a step; longer ones are attended to in the absorbed form
-CONTEXT_COLUMNS = 4  # of a block: row of tables, first position, how many positions, nothing
+CONTEXT_COLUMNS = 3  # of a block: row of tables, first position, how many positions
 
 
 class MlaDims(NamedTuple):
@@ -46,7 +46,7 @@ class MlaDims(NamedTuple):
     def found_width(self) -> int:
         """Returns how many values of 16 bits a token needs for what its heads find among latents, or have found so far
         among expanded values: 32 bits each, with the highest score and the sum of weights."""
-        return self.heads * max(self.rank, 2 * (self.v_dim + 2))
+        return 2 * self.heads * max(-(-self.rank // 2), self.v_dim + 2)
 
 
 class ExpandedContexts(NamedTuple):
@@ -90,14 +90,14 @@ class MlaExpansion:
         lengths = batch.positions[batch.row_start[rows + 1] - 1] + 1
         blocks = -(-lengths // BLOCK)
         total = int(blocks.sum())
-        if not len(rows) or total > MOST_BLOCKS or not self.pays(counts, lengths):
+        if total > MOST_BLOCKS or not self.pays(counts, lengths):
             return NO_CONTEXTS
         first = np.cumsum(blocks) - blocks
         starts = np.zeros(len(batch.row_start) - 1, np.int32)
         starts[rows] = first * BLOCK
         owner = np.repeat(np.arange(len(rows)), blocks)
         begin = (np.arange(total) - first[owner]) * BLOCK
-        columns = rows[owner], begin, np.minimum(lengths[owner] - begin, BLOCK), np.zeros(total)
+        columns = rows[owner], begin, np.minimum(lengths[owner] - begin, BLOCK)
         pieces = 1 << (-(-total // self.piece_blocks) - 1).bit_length()
         return ExpandedContexts(np.stack(columns, axis=1).astype(np.int32), starts, pieces * self.piece_blocks)
 

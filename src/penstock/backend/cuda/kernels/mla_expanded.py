@@ -201,9 +201,8 @@ def _mla_expanded(
         highest = tl.load(carry.stats + line * 2, there, -1e30)
         total = tl.load(carry.stats + line * 2 + 1, there, 0.0)
         mix = tl.load(at, wanted, 0.0)
-    whole = (
-        low + tl.maximum(tl.minimum(context + first + 1, high) - low, 0) // TILE * TILE
-    )  # every token sees all of it
+    seen_by_all = tl.maximum(tl.minimum(context + first + 1, high) - low, 0)
+    whole = low + seen_by_all // TILE * TILE
     softmax = highest, total, mix
     for start in tl.range(low, whole, TILE):
         softmax = _fold((q_nope, q_rope), expanded, start, head, own, high, scale, softmax, SHAPE, TILE, False)
