@@ -14,6 +14,8 @@ Every cell reports its figures, or its traceback, in one JSON file and as lines 
 - `saturated`: over HTTP, 1,024 clients (128/128), 512 (1,000/1,000) and 256 (2,048/2,048)
 - `library_attention`: prefill attention beside FlashAttention-3's, FlashInfer's and torch's
 - `delta`: the delta rule over prompts of 2,048 and 16,384 tokens, token by token and in chunks
+- `mla`: MLA of DeepSeek-V2-Lite's shape, prompts absorbed and expanded, and decode steps beside memory speed
+- `deterministic`: what `--deterministic` costs, and whether its bits are equal
 - `tune`: the fastest tilings, which backend/cuda/tilings.py then names
 
 The cells over HTTP also need what `penstock serve` does: msgspec, pyzmq, starlette, anyio, uvicorn, httptools, uvloop,

@@ -18,6 +18,7 @@ from http_cells import HTTP_CELLS, Subject
 from kernel_cells import KERNEL_CELLS, say, seconds
 from library_attention import library_attention
 from model_shapes import SHAPES
+from mla_cells import mla
 from random_weights import KINDS, RandomWeights
 
 from penstock.backend.batches import Chunk, greedy_batch
@@ -419,6 +420,7 @@ CELLS: dict[str, Callable[[Bench], Figures]] = {
     **KERNEL_CELLS,
     "library_attention": library_attention,
     **DELTA_CELLS,
+    "mla": mla,
     "step": step,
     "shared": shared,
     "host_tier": host_tier,

@@ -45,6 +45,7 @@ from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates, shrink
 from penstock.backend.cuda.kernels.low_rank import AdaptedWeight, RowTiles, expand, shrink
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
+from penstock.backend.cuda.kernels.mla_expanded import Carry, ExpandedKv, expand_latents, mla_expanded
 from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.norm_qk import norm_qk, norm_runs
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
@@ -58,6 +59,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
+from penstock.backend.cuda.mla_expansion import BLOCK, MlaDims
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
 from penstock.backend.cuda.shared_prefixes import tile_tokens
 from penstock.model.ops import DeltaInputs, DeltaWeights, Mamba2Weights, ScanWeights
@@ -80,6 +82,7 @@ LARGE = {  # names of cases that take most shared memory
     "experts_by_pairs_and_by_blocks-BF16",
     "attention-wide",
     "multi_head_latent_attention-bf16",
+    "expanded_multi_head_latent_attention-bf16",
 }
 
 
@@ -357,19 +360,34 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
 
 
-@case(bf16=(BF16,), int8=(torch.int8,), fp8=(FP8,))
-def multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -> None:
-    heads, dims, v_dim = 16, 576, 512
+@case(bf16=(BF16, 128), int8=(torch.int8, 16), fp8=(FP8, 16))
+def multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype, heads: int) -> None:
+    dims, v_dim = 576, 512
     q, kv, out = empty(8, heads * dims), empty(8, dims), empty(8, heads * v_dim)
     cache, scales = empty(4, 16, dims, dtype=dtype), None if dtype == BF16 else empty(4, 2, 16, dtype=F32)
-    frequencies = torch.empty(32, dtype=torch.float64)
-    store_mla_kv(q, kv, empty(v_dim, dtype=F32), 1e-5, frequencies, 1.0, True, ints(8), ints(8), cache, scales)
-    tiling = tilings.mla_prefill(dims, 2)
+    frequencies, gain = torch.empty(32, dtype=torch.float64), empty(v_dim, dtype=F32)
+    unabsorbed = empty(8, heads * 192)
+    store_mla_kv(unabsorbed, kv, gain, 1e-5, frequencies, 1.0, True, ints(8), ints(8), cache, scales, heads=heads)
+    tiling, answers = tilings.mla_prefill(dims, 2), tilings.mla_decode(heads, dims, 2)
     mla_prefill(q, cache, ints(4, 5), ints(64), ints(4), out, v_dim, 0.1, scales, tiling=tiling)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
-    mla_decode(q, cache, ints(72, 8), ints(64), ints(4), out, split_kv, v_dim, 0.1, scales)
+    about, selected = (ints(64), ints(4), out), empty(8, 2048, dtype=F32)
+    mla_decode(q, cache, ints(72, 8), *about, split_kv, v_dim, 0.1, scales, tiling=answers)
     for work, tokens in (ints(4, 5), 8), (ints(72, 8), 1):
-        mla_selected(q, cache, work, ints(64), ints(4), out, v_dim, 0.1, scales, empty(8, 2048, dtype=F32), tokens)
+        mla_selected(q, cache, work, *about, v_dim, 0.1, scales, selected, tokens, tiling=answers)
+
+
+@case(bf16=(BF16,), int8=(torch.int8,), fp8=(FP8,))
+def expanded_multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -> None:
+    dims, room = MlaDims(heads=128, nope=128, rope=64, rank=512, v_dim=128), 2 * BLOCK
+    cache, scales = empty(4, 16, 576, dtype=dtype), None if dtype == BF16 else empty(4, 2, 16, dtype=F32)
+    expanded = ExpandedKv.within(empty(room * (128 * 256 + 64)), dims, room)
+    k_b, v_b = empty(128, 512, 128), empty(128, 128, 512)
+    stages = tilings.expand_latents(128, 128, 2)
+    expand_latents(cache, ints(2, 3), ints(64), ints(4), k_b, v_b, expanded, scales, stages=stages)
+    carry = Carry.within(empty(8 * 128 * 130, dtype=F32), dims, 8)
+    work, tiling = (ints(4, 5), ints(4), empty(8, 128 * 128), carry, room), tilings.mla_expanded(128, 64, 128, 2)
+    mla_expanded(empty(8, 128 * 192), expanded, *work, 0.1, tiling=tiling)
 
 
 @case()

@@ -82,7 +82,8 @@ def test_attention_of_an_h200_is_as_it_was_measured() -> None:
     assert tilings.hopper_attention(80) is Tilings(B200).hopper_attention(128) is None
     assert tilings.decode_attention(1, 128, 2) == tilings.decode_attention(8, 256, 2) == (64, 4, 2)
     assert tilings.decode_attention(8, 128, 2) == (64, 2, 2)
-    assert tilings.mla_prefill(576, 2) == (64, 32, 8, 2)
+    assert tilings.mla_prefill(576, 2) == tilings.mla_decode(128, 576, 2) == (64, 32, 8, 2)
+    assert tilings.mla_decode(16, 576, 2) == (16, 32, 4, 2)
     assert block_tiling(H200, 128, 2) == (128, 64, 8, 4)
 
 
@@ -118,8 +119,11 @@ def test_attention_fits_shared_memory(dims: int, device: DeviceProperties) -> No
         assert 2 * wide * (queries + 2 * tiling.tile * tiling.stages) <= device.shared_memory
     if hopper := tilings.hopper_attention(dims):
         assert 2 * wide * (128 + 2 * hopper.tile * hopper.stages) + 1024 <= device.shared_memory
-    mla = tilings.mla_prefill(576, 2)
-    assert 2 * 576 * (mla.queries + mla.positions * max(mla.stages - 1, 1)) <= device.shared_memory
+    for mla in (tilings.mla_prefill(576, 2), *(tilings.mla_decode(heads, 576, 2) for heads in (1, 16, 20, 128))):
+        assert 2 * 576 * (mla.queries + mla.positions * max(mla.stages - 1, 1)) <= device.shared_memory
+    expanded = tilings.mla_expanded(dims, 64, dims, 2)
+    assert 2 * (128 * (wide + 64) + expanded.tile * expanded.stages * (2 * wide + 64)) <= device.shared_memory
+    assert tilings.expand_latents(dims, dims, 2) * 2 * 64 * (128 + 2 * wide) <= device.shared_memory
 
 
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)

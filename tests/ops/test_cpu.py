@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import FORMATS
 
 MIXED = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "Q5_1", "F32", "MXFP4")
+EXACT_ATTENTION = [case for case in CASES if "attend" in case.op and case.format == "F32"]
 SPEC = ModelSpec(
     arch="llama",
     layers=2,
@@ -134,9 +136,7 @@ def test_sampled_rows_are_rounded_within_the_range_of_each_block(format: str, is
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "attend" in case.op], ids=lambda case: f"{case.op}: {case.name}"
-)
+@pytest.mark.parametrize("case", EXACT_ATTENTION, ids=lambda case: f"{case.op}: {case.name}")
 def test_attention_over_f32_kv_is_exact_to_rounding(case: Case, isa: str):
     wanted = run(case.make(np.random.default_rng(8)), RefBackend())
     got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv="f32"))
@@ -144,9 +144,7 @@ def test_attention_over_f32_kv_is_exact_to_rounding(case: Case, isa: str):
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "attend" in case.op], ids=lambda case: f"{case.op}: {case.name}"
-)
+@pytest.mark.parametrize("case", EXACT_ATTENTION, ids=lambda case: f"{case.op}: {case.name}")
 def test_attention_over_int8_kv_loses_nothing_but_its_rounding(case: Case, isa: str, monkeypatch: pytest.MonkeyPatch):
     got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv="int8"))
     exact = ref_ops.attention
@@ -210,6 +208,21 @@ def test_a_row_is_bitwise_the_same_in_any_batch_chunking_and_thread_count(
         for chunks in random_steps(np.random.default_rng(seed), prompts, block_size, longest):
             parts = [wanted[chunk.slot][chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
             assert np.array_equal(backend.logits(greedy_batch(chunks)), np.concatenate(parts))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("name", ["multiplier", "BF16", "Q8_0"])
+def test_mla_is_bitwise_the_same_in_any_chunking(isa: str, name: str):
+    """Prompts are attended as answers are, in the absorbed form."""
+    make = next(case.make for case in CASES if (case.op, case.name) == ("attend_mla", name))
+    assert isinstance(make, partial)
+    found = []
+    for threads, longest in (1, 200), (2, 33), (3, 1):
+        trial = partial(make, lengths=(150, 40), longest=longest)(np.random.default_rng(8))
+        order = np.concatenate([batch.tokens for batch in trial.steps]).argsort()
+        found.append(np.concatenate(run(trial, CpuBackend(threads, isa=isa)))[order])
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("isa", isas())

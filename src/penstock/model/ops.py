@@ -41,6 +41,14 @@ class DeltaWeights(NamedTuple):
     gain: Weight  # [v_dim]
 
 
+class MlaWeights(NamedTuple):
+    """Holds what MLA makes queries, keys and values of all heads with, besides the matrices that come before it."""
+
+    gain: Weight  # [rank], of the latents' norm
+    k_b: Weight  # [heads, rank, nope]: from a head's query to where the latents are or, transposed, from these to keys
+    v_b: Weight  # [heads, v_head_dim, rank]: from latents to a head's values
+
+
 class ConvWeights(NamedTuple):
     """Holds the vectors of a causal convolution."""
 
@@ -93,10 +101,6 @@ class Ops(Protocol[V]):
         """Returns x @ weight.T (+ bias): [*, in] -> [*, out]. Router logits and the output head ask for float32:
         rounding would change which experts or tokens come first."""
 
-    def per_head_linear(self, x: V, weight: Weight, passthrough: int = 0) -> V:
-        """Multiplies each head by a matrix of its own, weight [heads, b, a]. Per head the input is [a, passthrough] and
-        the output is [passthrough, b]: the last values pass through and move to the front."""
-
     def norm_qk(self, qkv: V, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> V:
         """Applies rms_norm to q and to k in runs as long as their gains (one head, or all heads at once) or, if
         spec.qk_norm is "layer", layer_norm to each head, whose gains are all heads' one after the other. With
@@ -111,12 +115,17 @@ class Ops(Protocol[V]):
         `spec.shares_kv` qkv is q alone, and the cache is only read: an op before has written this step's tokens."""
 
     def attend_mla(
-        self, layer: int, q: V, kv: V, gain: Weight, spec: AttentionSpec, eps: float, selected: V | None = None
+        self, layer: int, q: V, kv: V, weights: MlaWeights, spec: AttentionSpec, eps: float, selected: V | None = None
     ) -> V:
-        """Attends with one KV head whose values are the last v_dim dimensions of its keys (MLA). Applies rms_norm and
-        gain to those dimensions of kv, rotates the dimensions before them in q and kv, writes kv to the paged cache of
-        `layer`, then attends causally: [T, heads * head_dim], [T, head_dim] -> [T, heads * v_dim]. With `selected`,
-        what `select_positions` returned, a token attends to those positions alone."""
+        """Attends causally with keys and values that are projections of one latent vector of each token (MLA).
+
+        kv is [rope, latent]: applies rms_norm and the gain to the latents, rotates what is before them, and writes kv
+        to the paged cache of `layer`. A head of q is [nope, rope]: rotates the latter and multiplies the former by
+        k_b, so that heads of [rope, rank] dimensions attend to kv as their keys, whose latents are their values too;
+        what each head finds is multiplied by v_b: [T, heads * (nope + rope)], [T, rope + rank] -> [T, heads *
+        v_head_dim]. In `spec`, head_dim is rope + rank and v_dim is the rank. A backend may project the latents to
+        keys and values instead. With `selected`, what `select_positions` returned, a token attends to those positions
+        alone."""
 
     def select_positions(self, layer: int, q: V, k: V, weights: V, spec: AttentionSpec) -> V:
         """Selects the positions that each token attends to, as `spec.index` describes: [T, heads * head_dim],

@@ -18,6 +18,7 @@ from penstock.model.ops import (
     DeltaWeights,
     ExpertWeights,
     Mamba2Weights,
+    MlaWeights,
     Ops,
     Precision,
     ScanWeights,
@@ -29,7 +30,7 @@ from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, Recurrent
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 # Ops that multiply the rows of their first input by a weight, and the attribute that holds it.
-PRODUCTS = {"linear": "weight", "gated_linear": "weight", "per_head_linear": "weight", "moe": "experts"}
+PRODUCTS = {"linear": "weight", "gated_linear": "weight", "attend_mla": "weights", "moe": "experts"}
 
 RECURRENT = ("delta_net", "mamba2", "causal_conv", "selective_scan")  # ops that keep a state of each sequence
 
@@ -85,7 +86,7 @@ class OpNode:
 class Buffer(NamedTuple):
     """Describes memory for one value at a time. Values with equal descriptions can share a buffer."""
 
-    symbol: str
+    symbol: str  # T, S or, for scratch, N: rows for each token of the largest step
     width: int
     precision: Precision = "activation"
     prepared: bool = False  # has room for its rows in the form that a product wants
@@ -164,11 +165,6 @@ class Recorder:
     def linear(self, x: Value, weight: Weight, precision: Precision = "activation") -> Value:
         return self._add("linear", (x,), self._value(x.symbol, weight.rows, precision), weight=weight)
 
-    def per_head_linear(self, x: Value, weight: Weight, passthrough: int = 0) -> Value:
-        heads, rows, _ = weight.shape
-        out = self._value(x.symbol, heads * (passthrough + rows))
-        return self._add("per_head_linear", (x,), out, weight=weight, passthrough=passthrough)
-
     def norm_qk(self, qkv: Value, q_gain: Weight, k_gain: Weight, spec: AttentionSpec, eps: float) -> Value:
         out = self._value(qkv.symbol, qkv.width)
         return self._add("norm_qk", (qkv,), out, q_gain=q_gain, k_gain=k_gain, spec=spec, eps=eps)
@@ -184,14 +180,14 @@ class Recorder:
         layer: int,
         q: Value,
         kv: Value,
-        gain: Weight,
+        weights: MlaWeights,
         spec: AttentionSpec,
         eps: float,
         selected: Value | None = None,
     ) -> Value:
-        out = self._value("T", spec.heads * spec.v_dim)
+        out = self._value("T", spec.heads * weights.v_b.shape[1])
         inputs = (q, kv) if selected is None else (q, kv, selected)
-        return self._add("attend_mla", inputs, out, layer=layer, gain=gain, spec=spec, eps=eps)
+        return self._add("attend_mla", inputs, out, layer=layer, weights=weights, spec=spec, eps=eps)
 
     def select_positions(self, layer: int, q: Value, k: Value, weights: Value, spec: AttentionSpec) -> Value:
         assert spec.index is not None

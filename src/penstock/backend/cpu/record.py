@@ -12,7 +12,15 @@ from penstock.backend.cpu._native import Program as NativeProgram
 from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
 from penstock.model import program
-from penstock.model.ops import ConvWeights, DeltaWeights, ExpertWeights, Mamba2Weights, ScanWeights, Vectors
+from penstock.model.ops import (
+    ConvWeights,
+    DeltaWeights,
+    ExpertWeights,
+    Mamba2Weights,
+    MlaWeights,
+    ScanWeights,
+    Vectors,
+)
 from penstock.model.program import TAKES_OVER, Buffer, Capabilities, OpNode, Value
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import SHAPES, AttentionSpec, ExpertSpec, RopeSpec
@@ -60,11 +68,15 @@ def record(model: Model, native: NativeProgram) -> tuple[Value, Value | None]:
 
 def capabilities(native: NativeProgram) -> Capabilities:
     """Returns what the native kernels can do."""
+
+    def prepares(weight: Weight | ExpertWeights | MlaWeights) -> bool:
+        return any(map(native.prepares, matrices_of(weight)))
+
     return Capabilities(
         fuses_gate=fuses_gate,
-        prepares=lambda weight: any(map(native.prepares, matrices_of(weight))),
+        prepares=prepares,
         in_place=frozenset(TAKES_OVER),
-        scratch=scratch,
+        scratch=lambda node: scratch(node, prepares),
         uniform=True,
     )
 
@@ -74,16 +86,20 @@ def fuses_gate(weight: Weight, act: str) -> bool:
     return act == "silu" and weight.gateable
 
 
-def matrices_of(weight: Weight | ExpertWeights | HeadWeights) -> list[Weight]:
+def matrices_of(weight: Weight | ExpertWeights | MlaWeights) -> list[Weight]:
     """Returns the matrices that rows are multiplied by first."""
     if isinstance(weight, ExpertWeights):
         return list(weight.up)
-    return [weight.weight if isinstance(weight, HeadWeights) else weight]
+    return [weight.k_b.weight if isinstance(weight, MlaWeights) else weight]
 
 
-def scratch(node: OpNode) -> tuple[Buffer, ...]:
-    """Returns the buffers that a node needs while it runs: what a delta net or Mamba2 has convolved, or what a gated
-    convolution sees."""
+def scratch(node: OpNode, prepares: Callable[[Any], bool]) -> tuple[Buffer, ...]:
+    """Returns the buffers that a node needs while it runs: what a delta net or Mamba2 has convolved, what a gated
+    convolution sees, or MLA's queries where the latents are and what they find there."""
+    if node.op == "attend_mla":
+        spec, v_b = node.attributes["spec"], node.attributes["weights"].v_b
+        latents = Buffer("T", spec.heads * spec.v_dim, prepared=prepares(v_b.weight))
+        return Buffer("T", spec.q_width), latents
     needs = node.op in ("delta_net", "mamba2") or (node.op == "causal_conv" and node.attributes["spec"].gated)
     return (Buffer("T", node.attributes["spec"].width),) if needs else ()
 
@@ -115,10 +131,6 @@ def gated_linear(emit: Emitter, x: int, out: int, *, weight: Weight, act: str) -
     emit.native.linear(x, weight, out, gated=True)
 
 
-def per_head_linear(emit: Emitter, x: int, out: int, *, weight: HeadWeights, passthrough: int) -> None:
-    emit.native.per_head_linear(x, weight.weight, weight.heads, passthrough, out)
-
-
 def norm_qk(
     emit: Emitter, x: int, out: int, *, q_gain: Floats, k_gain: Floats, spec: AttentionSpec, eps: float
 ) -> None:
@@ -141,15 +153,19 @@ def attend(emit: Emitter, qkv: int, out: int, *, layer: int, spec: AttentionSpec
 
 
 def attend_mla(
-    emit: Emitter, q: int, kv: int, *others: int, layer: int, gain: Floats, spec: AttentionSpec, eps: float
+    emit: Emitter, q: int, kv: int, *others: int, layer: int, weights: MlaWeights, spec: AttentionSpec, eps: float
 ) -> None:
-    selected, out = others if len(others) == 2 else (None, others[0])
+    """Attends in the absorbed form, prompts too: a token's sums must not depend on how many there are in its step."""
+    out, absorbed, latents = others[-3:]
+    selected = others[0] if len(others) > 3 else None
     numbers = numbers_of(spec) | {"eps": eps}
     if spec.index and selected is not None:
         numbers["top_k"] = spec.index.top_k
-    emit.native.attend_mla(
-        q, kv, selected, out, layer=layer, angles=emit.angles(spec.rope), numbers=numbers, vectors={"gain": gain}
-    )
+    about: dict[str, Any] = {"angles": emit.angles(spec.rope), "numbers": numbers, "vectors": {"gain": weights.gain}}
+    k_b, v_b = (cast(HeadWeights, each) for each in weights[1:])
+    emit.native.per_head_linear(q, k_b.weight, k_b.heads, spec.head_dim - spec.v_dim, absorbed)
+    emit.native.attend_mla(absorbed, kv, selected, latents, layer=layer, **about)
+    emit.native.per_head_linear(latents, v_b.weight, v_b.heads, 0, out)
 
 
 def select_positions(emit: Emitter, q: int, k: int, weights: int, out: int, *, layer: int, spec: AttentionSpec) -> None:
@@ -368,7 +384,7 @@ EMITTERS: dict[str, Callable[..., Any]] = {
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk, norm_runs),
         *(sparse_act_and_mul, gate_columns, take_columns, concat),
         *(match_rms, mix_streams, correct_streams, add_to_streams),
-        *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
+        *(linear, gated_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
         *(causal_conv, selective_scan, store_hidden, load_hidden),
     )

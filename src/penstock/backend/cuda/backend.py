@@ -267,7 +267,7 @@ class CudaBackend:
         if not self._capture:
             return
         work = [
-            (program, shape)
+            (program, program.usual(shape))
             for number, program in self._programs.items()
             for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, program.program.run_sizes)
             if shape == self._pad(shape) and (program.sharing or not shape.shared)
@@ -289,12 +289,12 @@ class CudaBackend:
         tokens that attend in runs of at most `run`, if drafts are verified."""
         shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1, run=run))
         for _ in range(2):
-            self._rehearse(self._programs[program], shape, graph=True)
+            self._rehearse(self._programs[program], self._programs[program].usual(shape), graph=True)
 
     def _rehearse_all(self, shapes: Sequence[Shape]) -> None:
         for program in self._programs.values():
             for shape in shapes:
-                self._rehearse(program, shape, sampling=True)
+                self._rehearse(program, program.usual(shape), sampling=True)
 
     def _rehearse(self, program: LoadedProgram, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
         """Runs a step that only pads."""
@@ -396,7 +396,7 @@ class CudaBackend:
 
     def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
         sizes = self._sizes.rows, program.program.run_sizes
-        return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes, program.sharing)
+        return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes, program.sharing, program.expansion)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
         """Queues the copy of the step's numbers to the device; returns where they will be."""

@@ -133,6 +133,19 @@ class Tilings:
     def mla_prefill(self, dims: int, itemsize: int) -> MlaTiling:
         return tilings.mla_prefill_tiling(self.device, dims, itemsize)
 
+    @remembered
+    def mla_decode(self, heads: int, dims: int, itemsize: int) -> MlaTiling:
+        return tilings.mla_decode_tiling(self.device, heads, dims, itemsize)
+
+    @remembered
+    def mla_expanded(self, nope: int, rope: int, values: int, itemsize: int) -> AttentionTiling:
+        return tilings.mla_expanded_tiling(self.device, nope, rope, values, itemsize)
+
+    @remembered
+    def expand_latents(self, nope: int, values: int, itemsize: int) -> int:
+        """Returns how many stages the projection of latents has."""
+        return tilings.expand_latents_stages(self.device, nope, values, itemsize)
+
 
 def bounded(tiling: QuantGemmTiling, count: int, rows: int) -> QuantGemmTiling:
     """Returns the tiling with a split whose partial sums fit the scratch memory: it was measured with other rows."""

@@ -57,7 +57,8 @@ def padded(shape: Shape) -> Shape:
     decodes = rows if shape.decodes else 0
     tiles = round_up(max(tokens // TOKENS_PER_TILE, shape.tiles), 64)
     splits, adapters = decodes + SPARE_SPLITS if decodes else 0, bucket_adapter_tiles(shape.adapter_tiles, tokens)
-    return Shape(tokens, rows, decodes, splits, tiles, adapters, 0, SHARED_SPLITS if shape.shared else 0)
+    shared = SHARED_SPLITS if shape.shared else 0
+    return Shape(tokens, rows, decodes, splits, tiles, adapters, 0, shared, shape.expanded)
 
 
 def bucket_mixed_rows(rows: int) -> int:

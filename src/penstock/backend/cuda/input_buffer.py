@@ -13,6 +13,7 @@ from penstock.backend.cuda import inputs
 from penstock.backend.cuda.flight import IN_FLIGHT
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.launch_context import Memory
+from penstock.backend.cuda.mla_expansion import MOST_BLOCKS
 from penstock.backend.cuda.program import StepSizes
 from penstock.backend.cuda.recurrent_states import words
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
@@ -67,11 +68,12 @@ class InputBuffer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        largest = Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t, shared=SHARED_SPLITS)
-        most = inputs.words(largest, self._groups) + self._table_words
+        most = {"shared": SHARED_SPLITS, "expanded": 2 * MOST_BLOCKS}  # pieces are rounded up to a power of two
+        largest = Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t, **most)
+        count = inputs.words(largest, self._groups) + self._table_words
         pinned = {"dtype": torch.int32, "pin_memory": self._device.type == "cuda"}
-        self._words: Any = torch.zeros(most, dtype=torch.int32, device=self._device)
-        staged = [torch.zeros(most, **pinned) for _ in range(IN_FLIGHT)]
+        self._words: Any = torch.zeros(count, dtype=torch.int32, device=self._device)
+        staged = [torch.zeros(count, **pinned) for _ in range(IN_FLIGHT)]
         self._staging = Staging(staged, self._record)
         self._row_words = [torch.zeros(words(r, t), **pinned) for _ in range(IN_FLIGHT)]
         self._fields, self._staged = fields_of(self._words, [buffer.numpy() for buffer in staged])

@@ -19,6 +19,13 @@ import numpy as np
 
 from penstock.backend.base import Batch, Floats, Ints
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, AdapterTiles, adapter_tiles
+from penstock.backend.cuda.mla_expansion import (
+    CONTEXT_COLUMNS,
+    NO_CONTEXTS,
+    TILE_TOKENS,
+    ExpandedContexts,
+    MlaExpansion,
+)
 from penstock.backend.cuda.shared_prefixes import (
     MOST_TOKENS,
     SharedPrefixes,
@@ -52,6 +59,7 @@ class Shape(NamedTuple):
     adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
     run: int = 0  # tokens of a row that attend together, at most; 0: no row has several but in tiles
     shared: int = 0  # pieces that prefixes are split into which several rows have in common
+    expanded: int = 0  # blocks of contexts that MLA expands for the tokens of tiles; 0: it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +88,19 @@ class DeviceInputs:
     shared_splits: Any  # [U, 8] see shared_prefix_attention
     shared_tokens: Any  # [decodes], or [0] without shared prefixes
     shared_places: Any  # [T, 4] see `shared_places`, or [0, 4]
+    expanded: Any  # [B, 3] see mla_expansion, or [0, 3]
+    tile_contexts: Any  # [Q] where the context of each tile begins among those that are expanded, or [0]
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
     run: int = 0  # above 0, the step's KV is stored before anything attends: see Shape
+    decodes: int = 0  # tokens that come first and attend as decoding rows do, with padding, where contexts are expanded
 
     def of(self, group: int) -> DeviceInputs:
         """Returns the inputs that the layers of one group read."""
         return self.groups[group] if self.groups else self
 
 
-NAMES = tuple(entry.name for entry in dataclass_fields(DeviceInputs))[:-3]
+NAMES = tuple(entry.name for entry in dataclass_fields(DeviceInputs))[:-4]
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -97,13 +108,14 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
     of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, decodes, p, q, d, _, u = shape
+    t, s, decodes, p, q, d, _, u, b = shape
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
     by_adapter = (d, 4), (min(t, d * t),), (min(t, d * t),), (min(s, d * s),)
     by_prefix = (u, 8), (min(decodes, u * decodes),), (min(t, u * t), 4)
-    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter, *by_prefix)
+    by_context = (b, CONTEXT_COLUMNS), (min(q, b * q),)
+    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter, *by_prefix, *by_context)
     found = []
     at = 0
     for size in sizes:
@@ -130,7 +142,7 @@ def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], gro
     for name in FLOATS:
         views[name] = as_float(views[name])
     views["tables"] = buffer[words(shape, groups) :]
-    stacked = DeviceInputs(**views, run=shape.run)
+    stacked = DeviceInputs(**views, run=shape.run, decodes=shape.decodes)
     if groups == 1:
         return stacked
     each = tuple(
@@ -158,6 +170,7 @@ class AttentionPlan:
     adapters: AdapterTiles
     shared: SharedPrefixes | None
     shared_splits: Ints  # [U, 8]
+    contexts: ExpandedContexts = NO_CONTEXTS
 
 
 def plan_attention(
@@ -167,11 +180,13 @@ def plan_attention(
     most_decodes: int = 0,
     run_sizes: Sequence[int] = (1,),
     sharing: Sharing | None = None,
+    expansion: MlaExpansion | None = None,
 ) -> AttentionPlan:
     """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
     the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, they
     attend in runs of one of the `run_sizes`. With `sharing`, rows that decode attend together to prefixes that they
-    have in common."""
+    have in common. With `expansion`, MLA may expand the contexts of prompts, if these come after all other rows; heads
+    have keys of their own then, and `tile_tokens` does not count."""
     counts = np.diff(batch.row_start)
     verifies = only_verifies(batch, counts, most_decodes)
     rows = np.flatnonzero((counts > 0) if verifies else counts == 1).astype(np.int32)
@@ -181,10 +196,14 @@ def plan_attention(
     shared = find_shared_prefixes(batch.tables[0, rows], first, lengths, sharing) if sharing and not verifies else None
     splits = split_contexts(first, owners, lengths, sizes, None if shared is None else shared.starts)
     pieces = NO_SPLITS if shared is None else split_shared(shared, rows)
-    tiles = tiles_of(batch, [] if verifies else np.flatnonzero(counts > 1).tolist(), tile_tokens)
+    prompts = np.flatnonzero((counts > 1) & (not verifies)).astype(np.int32)
+    come_last = not len(first) or first[-1] < len(first)
+    contexts = expansion.place(batch, prompts) if expansion and len(prompts) and come_last else NO_CONTEXTS
+    tiles = tiles_of(batch, prompts.tolist(), TILE_TOKENS if contexts.room else tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
     total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
-    return AttentionPlan(pad(Shape(*total, run, len(pieces))), splits, tiles, adapters, shared, pieces)
+    shape = pad(Shape(*total, run, len(pieces), contexts.room))
+    return AttentionPlan(shape, splits, tiles, adapters, shared, pieces, contexts)
 
 
 def split_shared(shared: SharedPrefixes, rows: Ints) -> Ints:
@@ -305,6 +324,9 @@ def fill(
     if plan.shared is not None:
         put(into.shared_tokens, plan.shared.tokens, 0)
         put(into.shared_places, shared_places(plan.shared_splits, plan.shared.tokens, len(batch.tokens)), 0)
+    put(into.expanded, plan.contexts.blocks, -1)
+    if plan.contexts.room:
+        put(into.tile_contexts, plan.contexts.starts[plan.tiles[:, ROW]], 0)
     count = int(batch.tables.size)
     into.tables[:count].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)
     return words(plan.shape, groups) + count

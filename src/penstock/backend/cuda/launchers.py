@@ -28,13 +28,13 @@ from penstock.backend.cuda.kernels.decode_attention import Rotation, SharedPlace
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens, scatter_rows
-from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.selective_scan import selective_scan as scan
 from penstock.backend.cuda.kernels.shared_prefix_attention import SharedTiles, shared_prefix_attention
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
 from penstock.backend.cuda.launch_context import Context
+from penstock.backend.cuda.launch_mla import attend_mla, mla_scratch
 from penstock.backend.cuda.shared_prefixes import tile_tokens
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
@@ -101,6 +101,8 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
         widths = spec.up_rows, spec.hidden, node.inputs[0].width
         choice = Buffer("T", spec.top_k, "float32")  # the numbers of each token's experts, and their weights
         return (choice, choice, *(Buffer("T", spec.top_k * width) for width in widths))
+    if node.op == "attend_mla":
+        return mla_scratch(node)
     if node.op in ("delta_net", "mamba2"):
         spec, read = node.attributes["spec"], node.outputs[0].width
         pairs = [CHUNK * spec.v_heads] * 2 if node.op == "delta_net" else []  # of tokens of one chunk
@@ -199,14 +201,6 @@ def gated_linear(
         adapted.expand_gated(step, weight.width, product, out, fp8_out)
 
 
-def per_head_linear(context: Context, step: DeviceInputs, x: Any, out: Any, *, weight: Any, passthrough: int) -> None:
-    heads, rows, width = weight.shape
-    each, to = x.view(len(x), heads, width + passthrough), out.view(len(out), heads, passthrough + rows)
-    torch.bmm(each[..., :width].transpose(0, 1), weight.mT, out=to[..., passthrough:].transpose(0, 1))
-    if passthrough:
-        to[..., :passthrough].copy_(each[..., width:])
-
-
 def norm_qk(
     context: Context, step: DeviceInputs, x: Any, out: Any, *, q_gain: Any, k_gain: Any, spec: AttentionSpec, eps: float
 ) -> None:
@@ -269,35 +263,6 @@ def attend_shared(
     places, how = (step.tables, step.header), (spec.scale, scales, spec.soft_cap)
     shared_prefix_attention(qkv, cache, tiles, *places, out, split_kv, shared, *how, tiling=tiling)
     return shared
-
-
-def attend_mla(
-    context: Context,
-    step: DeviceInputs,
-    q: Any,
-    kv: Any,
-    *others: Any,
-    layer: int,
-    gain: Any,
-    spec: AttentionSpec,
-    eps: float,
-    frequencies: Any,
-) -> None:
-    selected, out = others if len(others) == 2 else (None, others[0])
-    rope, step = spec.rope, step.of(context.memory.groups[layer])
-    cache, scales, _ = context.memory.caches[layer]
-    rotation = frequencies, rope.scale, rope.interleaved
-    store_mla_kv(q, kv, gain, eps, *rotation, step.positions, step.places, cache, scales)
-    tables, how = (step.tables, step.header, out), (spec.v_dim, spec.scale, scales)
-    top_k = ALL if selected is None else selected.shape[1]
-    if len(step.tiles):
-        tiling = context.tilings.mla_prefill(cache.shape[2], q.element_size())
-        mla_prefill(q, cache, step.tiles, *tables, *how, top_k, tiling=tiling)
-    if len(step.splits):
-        mla_decode(q, cache, step.splits, *tables, context.memory.split_kv, *how, top_k)
-    for work, tokens in ((step.tiles, tokens_per_tile(spec.heads)), (step.splits, 1)) if selected is not None else ():
-        if len(work):
-            mla_selected(q, cache, work, *tables, *how, selected, tokens)
 
 
 def select_positions(
@@ -481,7 +446,7 @@ LAUNCHERS: dict[str, Callable[..., None]] = {
         *(embed, embed_positions, add_norm, add_layer_norm, norm_qk, norm_runs),
         *(sparse_act_and_mul, gate_columns, take_columns, concat),
         *(match_rms, mix_streams, correct_streams, add_to_streams),
-        *(linear, gated_linear, per_head_linear, attend, attend_mla, select_positions),
+        *(linear, gated_linear, attend, attend_mla, select_positions),
         *(act_and_mul, activate, sigmoid_mul, add, scale, soft_cap, take_sampled, moe, delta_net, mamba2),
         *(causal_conv, selective_scan, store_hidden, load_hidden),
     )

@@ -17,6 +17,7 @@ from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
 from penstock.backend.cuda.launch_context import Memory
+from penstock.backend.cuda.mla_expansion import MlaExpansion
 from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.program import CudaProgram, SharedMemory
 from penstock.backend.cuda.sampler import DeviceSampler, PendingTokenLogprobs, sampling_kinds
@@ -53,6 +54,7 @@ class LoadedProgram:
         self.groups = 1  # KV layer groups
         layers = self.program.layers.values()
         self.sharing: Sharing | None = None  # once a cache is reserved, if rows may attend together to what they share
+        self.expansion: MlaExpansion | None = None  # the same, if prompts may have their contexts expanded
         self.tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
         self._rows = sizes.rows
         self._sampled = SampledTokens(sizes.tokens, device)
@@ -80,6 +82,7 @@ class LoadedProgram:
         if any(spec.index_dim for spec in layers.values()):
             memory.index_scores = memory.arena.zeros((max(LINES, self.tile_tokens), size[0] * size[1]))
         self.sharing = sharing_of(layers.values(), size[1]) if len(groups) < 2 else None
+        self.expansion = memory.expansion if len(groups) < 2 else None
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
         memory.reserve_arrivals((self._rows + SPARE_SPLITS) * heads)
         memory.states.reserve(states, memory.arena)
@@ -99,6 +102,12 @@ class LoadedProgram:
         memory.states.layers.clear()
 
     # -- steps ---------------------------------------------------------------------------------------------------
+
+    def usual(self, shape: Shape) -> Shape:
+        """Returns the shape that most steps have which are otherwise like this one: prompts expand one piece."""
+        if self.expansion is None or not shape.tiles:
+            return shape
+        return shape._replace(expanded=self.expansion.piece_blocks)
 
     def rehearse(self, shape: Shape, step: DeviceInputs, *, graph: bool, sampling: bool) -> None:
         """Runs a step that only pads, as a graph or not, and what samples its rows."""

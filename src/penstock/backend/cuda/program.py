@@ -21,6 +21,7 @@ from penstock.backend.cuda.inputs import RUN_QUERIES, DeviceInputs, run_sizes_of
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
 from penstock.backend.cuda.launch_context import Context, Memory
 from penstock.backend.cuda.launchers import CAPABILITIES, bind
+from penstock.backend.cuda.mla_expansion import expansion_of
 from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.model.program import record
 
@@ -81,6 +82,7 @@ class CudaProgram:
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
         shared.hidden.declare(self.recorded.hidden_widths)
         memory.hidden, memory.hidden_places = shared.hidden, HiddenPlaces(self.recorded, sizes.tokens, device)
+        memory.expansion = expansion_of(self.recorded, sizes.tokens)
         self._sampling = self.recorded.first_sampled
         memory.arena.adopt([node.attributes for node in self.recorded.nodes])
         context = Context(memory, device, shared.tilings)
@@ -89,7 +91,7 @@ class CudaProgram:
         self._buffers = shared.activations.buffers(
             [
                 (
-                    (sizes.tokens if buffer.symbol == "T" else sizes.rows, buffer.width),
+                    (sizes.rows if buffer.symbol == "S" else sizes.tokens, buffer.width),
                     torch.float32 if buffer.precision == "float32" else shared.dtype,
                 )
                 for buffer in self.recorded.buffers
@@ -125,7 +127,7 @@ class CudaProgram:
         return self._buffers[self.recorded.pooled_buffer][:count]
 
     def _run(self, launches: list[Launch], step: DeviceInputs, count: int) -> None:
-        rows = {"T": len(step.tokens), "S": count}
+        rows = {"T": len(step.tokens), "S": count, "N": None}
         kinds = self.recorded.buffers
         views = [buffer[: rows[kind.symbol]] for buffer, kind in zip(self._buffers, kinds, strict=True)]
         for launch, places in launches:

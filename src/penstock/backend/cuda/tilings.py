@@ -4,6 +4,7 @@ tune); other GPUs get as many programs as they have multiprocessors for, and as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.backend.cuda.device_properties import DeviceProperties
@@ -11,7 +12,9 @@ from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
 from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
 from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling
+from penstock.backend.cuda.kernels.mla_expanded import WIDTH
 from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
+from penstock.backend.cuda.mla_expansion import BLOCK, TILE_TOKENS
 
 SKINNY_ROWS = 32  # rows beyond which the library's product is the faster one
 SKINNY_GATED_ROWS = 64
@@ -120,12 +123,37 @@ def shared_prefix_tiling(device: DeviceProperties, dims: int, itemsize: int, que
 
 
 def mla_prefill_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:
-    """Returns the fastest tiling of MLA whose queries and keys fit shared memory; keys hold the values."""
-    for tiling in MLA_PREFILL_TILINGS:
+    """Returns the fastest tiling of MLA that fits."""
+    return first_fitting(device, MLA_PREFILL_TILINGS, dims, itemsize)
+
+
+def mla_decode_tiling(device: DeviceProperties, heads: int, dims: int, itemsize: int) -> MlaTiling:
+    """Returns the fastest tiling of MLA with no more queries than a token has heads: a program for each few heads would
+    read the same keys again, from the second cache, whose speed is about that of the memory."""
+    most = max(padded(heads), MLA_PREFILL_TILINGS[-1].queries)
+    tilings = [tiling for tiling in MLA_PREFILL_TILINGS if tiling.queries <= most]
+    return first_fitting(device, tilings, dims, itemsize)
+
+
+def first_fitting(device: DeviceProperties, tilings: Sequence[MlaTiling], dims: int, itemsize: int) -> MlaTiling:
+    """Returns the first tiling whose queries and keys fit shared memory, else the last; keys hold the values."""
+    for tiling in tilings:
         positions = max(tiling.stages - 1, 1) * tiling.positions
         if itemsize > 2 or (tiling.queries + positions) * dims * itemsize <= device.shared_memory:
             return tiling
-    return MLA_PREFILL_TILINGS[-1]
+    return tilings[-1]
+
+
+def mla_expanded_tiling(device: DeviceProperties, nope: int, rope: int, values: int, itemsize: int) -> AttentionTiling:
+    """Returns the tiling of MLA with expanded keys and values, for TILE_TOKENS tokens of a head of these dimensions. It
+    was measured nowhere."""
+    query, position = padded(nope) + padded(rope), padded(nope) + padded(rope) + padded(values)
+    return shrunk(device, AttentionTiling(64, 8, 3), TILE_TOKENS * query * itemsize, position * itemsize)
+
+
+def expand_latents_stages(device: DeviceProperties, nope: int, values: int, itemsize: int) -> int:
+    """Returns the stages of the projection of latents to keys and values of these dimensions."""
+    return device.stages_that_fit(3, (BLOCK + padded(nope) + padded(values)) * WIDTH * itemsize)
 
 
 def padded(dims: int) -> int:
@@ -136,10 +164,13 @@ def padded(dims: int) -> int:
 def fitting(
     device: DeviceProperties, tiling: AttentionTiling, query_bytes: int, position_bytes: int
 ) -> AttentionTiling:
-    """Returns the tiling with fewer stages, then with fewer positions, until queries, keys and values fit. The estimate
-    is cautious (queries may be in registers), so tilings that were measured stay as they are."""
-    if device.is_tuned:
-        return tiling
+    """Returns the tiling shrunk until it fits. The estimate is cautious (queries may be in registers), so tilings that
+    were measured stay as they are."""
+    return tiling if device.is_tuned else shrunk(device, tiling, query_bytes, position_bytes)
+
+
+def shrunk(device: DeviceProperties, tiling: AttentionTiling, query_bytes: int, position_bytes: int) -> AttentionTiling:
+    """Returns the tiling with fewer stages, then with fewer positions, until queries, keys and values fit."""
     while tiling.tile > SHORTEST_TILE and query_bytes + tiling.tile * position_bytes > device.shared_memory:
         tiling = tiling._replace(tile=tiling.tile // 2)
     stages = device.stages_that_fit(tiling.stages, tiling.tile * position_bytes, query_bytes)

@@ -9,22 +9,47 @@ from typing import Any
 
 import numpy as np
 
-from penstock.backend.ref.cases import HALF, Case, Random, Trial, attention, inputs, scattered
+from penstock.backend.ref.cases import BYTE, HALF, Case, Heads, Random, Trial, attention, inputs, scattered
 from penstock.model import rope
-from penstock.model.ops import Ops
+from penstock.model.ops import MlaWeights, Ops
 from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, IndexSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Stack, Tensor
 
 
-def attend_mla(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest: int = 16) -> Trial:
-    """Computes MLA as `attend` does attention. Queries and what keys are made of are two tables."""
+def attend_mla(
+    rng: Random,
+    *,
+    spec: AttentionSpec,
+    lengths: Sequence[int],
+    longest: int = 16,
+    dims: tuple[int, int] = (24, 20),
+    format: str = "F32",
+) -> Trial:
+    """Computes MLA as `attend` does attention, with heads of so many dimensions of queries that are not rotated, and of
+    values. Queries and what keys are made of are two tables."""
 
-    def forward(ops: Ops[Any], queries: Any, keys: Any, gain: Any) -> Any:
-        return ops.attend_mla(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5)
+    def forward(ops: Ops[Any], queries: Any, keys: Any, *weights: Any) -> Any:
+        return ops.attend_mla(0, ops.embed(queries), ops.embed(keys), MlaWeights(*weights), spec, 1e-5)
 
-    tables = [inputs(rng, sum(lengths), width) for width in (spec.q_width, spec.kv_width)]
-    return Trial(forward, [*tables, random_tensor(rng, "F32", spec.v_dim)], *scattered(rng, lengths, longest))
+    weights = [*tables(rng, spec, sum(lengths), dims), *mla_weights(rng, spec, dims, format)]
+    return Trial(forward, weights, *scattered(rng, lengths, longest))
+
+
+def tables(rng: Random, spec: AttentionSpec, tokens: int, dims: tuple[int, int]) -> list[Stack]:
+    """Returns what MLA takes of each token: a query for each head, and a key."""
+    query = dims[0] + spec.head_dim - spec.v_dim
+    return [inputs(rng, tokens, width) for width in (spec.heads * query, spec.kv_width)]
+
+
+def mla_weights(rng: Random, spec: AttentionSpec, dims: tuple[int, int], format: str = "F32") -> list[Tensor | Heads]:
+    """Returns a gain, and matrices that keep what they multiply as large as it was if they have 32 bits."""
+    nope, v_head_dim = dims
+    shapes = (spec.heads, spec.v_dim, nope), (spec.heads, v_head_dim, spec.v_dim)
+    matrices = [random_tensor(rng, format, *shape) for shape in shapes]
+    for matrix in matrices if format == "F32" else ():
+        matrix.data.view(np.float32)[:] *= matrix.shape[2] ** -0.5
+    return [random_tensor(rng, "F32", spec.v_dim), *map(Heads, matrices)]
 
 
 def mla(heads: int, rotated: int, v_dim: int, *, interleaved: bool = True, **others: Any) -> Any:
@@ -38,18 +63,20 @@ def sparse(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest:
     index, tokens = spec.index, sum(lengths)
     assert index is not None
     others = replace(spec, index=replace(index, shared=True))
+    dims = 12, 10
 
-    def forward(ops: Ops[Any], queries: Any, keys: Any, gain: Any, q: Any, k: Any, weights: Any) -> Any:
+    def forward(ops: Ops[Any], queries: Any, keys: Any, q: Any, k: Any, weights: Any, *matrices: Any) -> Any:
         selected = ops.select_positions(0, ops.embed(q), ops.embed(k), ops.embed(weights), spec)
-        y = ops.attend_mla(0, ops.embed(queries), ops.embed(keys), gain, spec, 1e-5, selected)
+        mla = MlaWeights(*matrices)
+        y = ops.attend_mla(0, ops.embed(queries), ops.embed(keys), mla, spec, 1e-5, selected)
         for layer in range(1, layers):
-            y = ops.add(ops.attend_mla(layer, ops.embed(queries), ops.embed(keys), gain, others, 1e-5, selected), y)
+            y = ops.add(ops.attend_mla(layer, ops.embed(queries), ops.embed(keys), mla, others, 1e-5, selected), y)
         return y
 
-    tables = [inputs(rng, tokens, width) for width in (spec.q_width, spec.kv_width)]
     widths = index.heads * index.head_dim, index.head_dim, index.heads
     whole = [whole_numbers(rng, tokens, width) for width in widths]
-    return Trial(forward, [*tables, random_tensor(rng, "F32", spec.v_dim), *whole], *scattered(rng, lengths, longest))
+    weights = [*tables(rng, spec, tokens, dims), *whole, *mla_weights(rng, spec, dims)]
+    return Trial(forward, weights, *scattered(rng, lengths, longest))
 
 
 def whole_numbers(rng: Random, rows: int, width: int) -> Stack:
@@ -65,6 +92,7 @@ def indexed(heads: int, dims: int, top_k: int, *, rotated: int = 0, interleaved:
 
 MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
 MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
+BLOCKS = mla(3, 32, 64, multiplier=0.02)  # of sizes that every format has
 WIDE, ODD = mla(6, 16, 48), mla(3, 6, 20)
 FEW, ONE = replace(WIDE, index=indexed(4, 8, 5)), replace(ODD, index=indexed(3, 6, 1))
 SOME = replace(ODD, index=indexed(5, 10, 33))
@@ -78,8 +106,17 @@ MLA_CASES = (
     Case("attend_mla", "multiplier", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(5, 40))),
     Case("attend_mla", "one by one", "F32", HALF, partial(attend_mla, spec=MLA, lengths=(20,), longest=1)),
     Case("attend_mla", "long", "F32", HALF, partial(attend_mla, spec=MLA_SHARP, lengths=(600,), longest=60)),
-    Case("attend_mla", "odd sizes", "F32", HALF, partial(attend_mla, spec=mla(5, 10, 38), lengths=(40, 3))),
-    Case("attend_mla", "deepseek", "F32", HALF, partial(attend_mla, spec=mla(16, 64, 512), lengths=(9,))),
+    Case(
+        "attend_mla", "odd sizes", "F32", HALF, partial(attend_mla, spec=mla(5, 10, 38), lengths=(40, 3), dims=(9, 7))
+    ),
+    Case("attend_mla", "whole", "F32", HALF, partial(attend_mla, spec=WIDE, lengths=(150, 40), longest=150)),
+    Case(
+        "attend_mla", "deepseek", "F32", HALF, partial(attend_mla, spec=mla(16, 64, 512), lengths=(9,), dims=(128, 128))
+    ),
+    *(
+        Case("attend_mla", f, f, t, partial(attend_mla, spec=BLOCKS, lengths=(5, 20), dims=(64, 40), format=f))
+        for f, t in (("F16", HALF), ("BF16", 2 * HALF), ("Q8_0", 2 * BYTE), ("MXFP4", 2 * BYTE))
+    ),
     Case("select_positions", "long", "F32", HALF, partial(sparse, spec=SOME, lengths=(1100,), longest=100)),
     Case("select_positions", "one", "F32", HALF, partial(sparse, spec=ONE, lengths=(5, 20), longest=1)),
     Case("select_positions", "not all", "F32", HALF, partial(sparse, spec=SOME, lengths=(32, 33, 34, 150), longest=70)),

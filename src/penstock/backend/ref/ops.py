@@ -25,6 +25,7 @@ from penstock.model.ops import (
     DeltaWeights,
     ExpertWeights,
     Mamba2Weights,
+    MlaWeights,
     Precision,
     ScanWeights,
     Vectors,
@@ -184,25 +185,21 @@ class RefOps(RefStreamOps):
             out[rows] += y if spec.weigh_inputs else weight * y
         return out
 
-    def per_head_linear(self, x: Floats, weight: Floats, passthrough: int = 0) -> Floats:
-        count, rows, width = weight.shape
-        heads = split(x, width + passthrough)
-        products = np.einsum("tha,hba->thb", heads[..., :width], weight)
-        return np.concatenate([heads[..., width:], products], axis=2).reshape(len(x), count * (passthrough + rows))
-
     def attend_mla(
         self,
         layer: int,
         q: Floats,
         kv: Floats,
-        gain: Floats,
+        weights: MlaWeights,
         spec: AttentionSpec,
         eps: float,
         selected: Floats | None = None,
     ) -> Floats:
         rotated = spec.head_dim - spec.v_dim
-        kv = np.concatenate([kv[:, :rotated], rms_norm(kv[:, rotated:], gain, eps)], axis=1)
-        q, k = (rotate(split(x, spec.head_dim), self.batch.positions, spec.rope) for x in (q, kv))
+        kv = np.concatenate([kv[:, :rotated], rms_norm(kv[:, rotated:], weights.gain, eps)], axis=1)
+        nope, rope = np.split(split(q, q.shape[1] // spec.heads), [-rotated], axis=2)
+        absorbed = np.concatenate([rope, np.einsum("tha,hba->thb", nope, weights.k_b)], axis=2)
+        q, k = (rotate(x, self.batch.positions, spec.rope) for x in (absorbed, split(kv, spec.head_dim)))
         keys = self.cache.layer(layer, spec)[0]
         out = np.zeros((len(q), spec.heads, spec.v_dim), np.float32)
         for row, tokens in enumerate(self._row_tokens()):
@@ -216,7 +213,8 @@ class RefOps(RefStreamOps):
             for token in tokens.start + np.flatnonzero(positions > last):
                 some = seen[selected[token].astype(np.intp)]
                 out[token] = attention(q[[token]], some, some[..., rotated:], (np.array([last]), 0), spec, {})
-        return out.reshape(len(q), spec.heads * spec.v_dim)
+        values: Floats = np.einsum("tha,hba->thb", out, weights.v_b)
+        return values.reshape(len(q), spec.heads * weights.v_b.shape[1])
 
     def select_positions(self, layer: int, q: Floats, k: Floats, weights: Floats, spec: AttentionSpec) -> Floats:
         index = spec.index

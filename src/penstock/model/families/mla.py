@@ -1,10 +1,10 @@
 """Computes MLA (multi-head latent attention), as DeepSeek V2 and V3 have it, from one small vector of each token.
 
-Keys and values of all heads are projections of one latent vector (`kv_b`). They are never expanded: a matrix for each
-head projects its queries to where the latents are, and another projects what attention returns back. The dimensions
-that RoPE rotates lie before the latents. Decoding reads 576 numbers of each token where it would read 40,960 (V3).
-Whole prompts cost more arithmetic: 2 * heads * (576 + 512) for each pair of positions, where expanded keys and values
-would take 2 * heads * (192 + 128).
+Keys and values of all heads are projections of one latent vector (`kv_b`), and only that is cached, behind the
+dimensions that RoPE rotates. In the absorbed form, a matrix for each head projects its queries to where the latents
+are, and another projects what attention returns back: decoding reads 576 numbers of each token where it would read
+40,960 (V3). It costs more arithmetic for whole prompts: 2 * heads * (576 + 512) for each pair of positions, where keys
+and values that are expanded once take 2 * heads * (192 + 128). One op has both projections, so a backend may choose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.model.decoder import Decoder, Layer, Norm
-from penstock.model.ops import Ops, V, Weight
+from penstock.model.ops import MlaWeights, Ops, V, Weight
 from penstock.model.spec import AttentionSpec, MlaSpec, ModelSpec
 from penstock.model.weights import Packer
 
@@ -57,10 +57,8 @@ class MlaAttention:
     layer: int
     spec: AttentionSpec
     queries: Queries
-    k_b: Weight  # per head: from queries to where the latents are
     kv_a: Weight
-    gain: Weight  # of the latents' norm
-    v_b: Weight  # per head: from latents to values
+    weights: MlaWeights
     o: Weight
     indexer: Indexer | None = None
 
@@ -70,13 +68,12 @@ class MlaAttention:
     def attend(self, ops: Ops[V], x: V, selected: V | None) -> tuple[V, V | None]:
         """Returns the output, and the positions that were attended to: those of this layer's indexer or, without one,
         those given; None: all."""
-        rotated = self.spec.head_dim - self.spec.v_dim
         q, low_rank = self.queries(ops, x)
         if self.indexer is not None:
             selected = self.indexer(ops, self.layer, x, low_rank, self.spec)
-        q = ops.per_head_linear(q, self.k_b, passthrough=rotated)
-        y = ops.attend_mla(self.layer, q, ops.linear(x, self.kv_a), self.gain, self.spec, INNER_EPS, selected)
-        return ops.linear(ops.per_head_linear(y, self.v_b), self.o), selected
+        kv = ops.linear(x, self.kv_a)
+        y = ops.attend_mla(self.layer, q, kv, self.weights, self.spec, INNER_EPS, selected)
+        return ops.linear(y, self.o), selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +109,10 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> MlaAttention:
     else:
         k_b = pack.heads(f"{name}.k_b", a.heads, rank, heads.qk_nope_head_dim)
         v_b = pack.heads(f"{name}.v_b", a.heads, heads.v_head_dim, rank)
-    gain = pack.vector(f"{name}.kv_norm", rank)
+    weights = MlaWeights(pack.vector(f"{name}.kv_norm", rank), k_b, v_b)
     o = pack.matrix((f"{name}.o", spec.dim), width=a.heads * heads.v_head_dim)
     queries, indexer = queries_of(spec, heads, pack, name), indexer_of(spec, pack, layer)
-    return MlaAttention(spec.kv_layer(layer), a, queries, k_b, kv_a, gain, v_b, o, indexer)
+    return MlaAttention(spec.kv_layer(layer), a, queries, kv_a, weights, o, indexer)
 
 
 def indexer_of(spec: ModelSpec, pack: Packer, layer: int) -> Indexer | None:

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (MLA): one KV head for all queries, whose values are the last dimensions of its keys.
+"""Multi-head latent attention (MLA) in its absorbed form: one KV head for all queries, whose values are the last
+dimensions of its keys.
 
 A cache is [blocks, block_size, D]: the dimensions with RoPE, then values. One of 8 bits has scales beside it, [blocks,
 2, block_size], of both parts. What is read of a key serves as key and value, and heads of 576 dimensions leave room for
@@ -42,7 +43,6 @@ class MlaTiling(NamedTuple):
     stages: int
 
 
-DECODE_TILING = MlaTiling(16, 32, 4, 2)  # for one token's heads
 ALL = 1 << 30  # positions, where a token attends to all that it sees
 
 
@@ -101,6 +101,7 @@ def _store_mla_kv(
     cache,
     scales,
     SHAPE: tl.constexpr,
+    NOPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
@@ -122,7 +123,7 @@ def _store_mla_kv(
     else:
         head = (tl.program_id(1) - 1) * SHAPE.queries + tl.arange(0, SHAPE.queries)
         inside = (head < SHAPE.heads)[:, None] & (pair < PAIRS)[None, :]
-        query = q + (token * SHAPE.heads + head)[:, None] * DIMS
+        query = q + (token * SHAPE.heads + head)[:, None] * (NOPE + SHAPE.rope_dims) + NOPE
         one = tl.load(query + left[None, :], inside, 0.0).to(tl.float32)
         other = tl.load(query + right[None, :], inside, 0.0).to(tl.float32)
         one, other = rotate_pair(one, other, cos[None, :], sin[None, :])
@@ -142,16 +143,19 @@ def store_mla_kv(
     places: Any,
     cache: Any,
     scales: Any | None = None,
+    *,
+    heads: int,
 ) -> None:
-    """Rotates q [T, heads * D] in place and stores kv [T, D], its values normed, at `places` [T], counted in tokens
-    from the cache's start."""
-    heads, v_dim = q.shape[1] // kv.shape[1], len(gain)
+    """Rotates q [T, heads * (nope + rope)] in place and stores kv [T, D], its values normed, at `places` [T], counted
+    in tokens from the cache's start."""
+    v_dim = len(gain)
     pairs = (kv.shape[1] - v_dim) // 2
     blocks = triton.next_power_of_2(pairs), triton.next_power_of_2(v_dim)
     rope = RopeInputs(inv_freq, positions, places, rope_scale)
     _store_mla_kv[(len(q), 1 + triton.cdiv(heads, HEADS))](
         *(q, kv, gain, eps, rope, cache, inv_freq if scales is None else scales),
         SHAPE=MlaShape(heads, 2 * pairs, v_dim, cache.shape[1], HEADS, *blocks, 0),
+        NOPE=q.shape[1] // heads - 2 * pairs,
         INTERLEAVED=interleaved,
         LARGEST=largest_of(cache, scales),
         **launch_options(),
@@ -362,10 +366,12 @@ def mla_decode(
     scale: float,
     scales: Any | None = None,
     top_k: int = ALL,
+    *,
+    tiling: MlaTiling,
 ) -> None:
     """Attends as `decode_attention` does, with queries that are rotated and keys that are stored. Tokens that see more
     than `top_k` positions are left to `mla_selected`."""
-    shape, options = tiled(DECODE_TILING, cache, scales, out, v_dim)
+    shape, options = tiled(tiling, cache, scales, out, v_dim)
     kv = PagedKv(cache, splits if scales is None else scales, tables, header)
     grid = (triton.cdiv(shape.heads, shape.queries), len(splits))
     _mla_decode[grid](q, kv, splits, out, split_kv, scale * LOG2E, SHAPE=shape, TOP_K=top_k, **options)
@@ -405,9 +411,11 @@ def mla_selected(
     scales: Any | None,
     selected: Any,
     tokens: int,
+    *,
+    tiling: MlaTiling,
 ) -> None:
     """Attends to `selected` [T, top_k] positions, for splits [P, 8] or tiles [Q, 5] of at most `tokens` tokens."""
-    shape, options = tiled(DECODE_TILING, cache, scales, out, v_dim)
+    shape, options = tiled(tiling, cache, scales, out, v_dim)
     kv = PagedKv(cache, work if scales is None else scales, tables, header)
     grid = (triton.cdiv(shape.heads, shape.queries), len(work), tokens)
     constants = {"SHAPE": shape, "COLUMNS": work.shape[1], "TOP_K": selected.shape[1]}

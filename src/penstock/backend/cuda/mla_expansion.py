@@ -1,0 +1,116 @@
+"""Plans MLA in its expanded form, where the latents of a prompt's context are projected once to keys and values of all
+heads, instead of its queries to where the latents are.
+
+The contexts of a step's prompts lie one behind the other in a row of positions, each from a multiple of BLOCK on. Keys
+and values of all of them would take much memory, so they are expanded in pieces of `room` positions, and attention goes
+on from piece to piece. The room is memory that the absorbed form has anyway, and has done with by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.backend.base import Batch, Ints
+from penstock.model.program import OpNode, Program
+
+BLOCK = 128  # positions that a program expands
+TILE_TOKENS = 128  # of a row that attend together, in a program for each head
+MOST_BLOCKS = 4096  # of all contexts of a step; longer ones are attended to in the absorbed form
+CONTEXT_COLUMNS = 3  # of a block: row of tables, first position, how many positions
+
+
+class MlaDims(NamedTuple):
+    """Holds the dimensions of MLA's heads."""
+
+    heads: int
+    nope: int  # of queries and keys that are not rotated
+    rope: int
+    rank: int  # of the latents
+    v_dim: int  # of values
+
+    @classmethod
+    def of(cls, node: OpNode) -> MlaDims:
+        """Returns the dimensions of an attend_mla node."""
+        spec, weights = node.attributes["spec"], node.attributes["weights"]
+        return cls(spec.heads, weights.k_b.shape[2], spec.head_dim - spec.v_dim, spec.v_dim, weights.v_b.shape[1])
+
+    @property
+    def absorbed_width(self) -> int:
+        """Returns how many values the queries of a token have where the latents are."""
+        return self.heads * (self.rope + self.rank)
+
+    @property
+    def found_width(self) -> int:
+        """Returns how many values of 16 bits a token needs for what its heads find among latents, or have found so far
+        among expanded values: 32 bits each, with the highest score and the sum of weights."""
+        return 2 * self.heads * max(-(-self.rank // 2), self.v_dim + 2)
+
+
+class ExpandedContexts(NamedTuple):
+    """Says which contexts a step expands."""
+
+    blocks: Ints  # [B, CONTEXT_COLUMNS]
+    starts: Ints  # [rows] where the context of each row begins; 0 for rows without prompts
+    room: int  # blocks of whole pieces
+
+
+NO_CONTEXTS = ExpandedContexts(np.zeros((0, CONTEXT_COLUMNS), np.int32), np.zeros(0, np.int32), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaExpansion:
+    """Decides which steps expand their contexts, and where."""
+
+    dims: MlaDims
+    room: int  # positions that are expanded at a time, a multiple of BLOCK
+
+    @property
+    def piece_blocks(self) -> int:
+        """Returns how many blocks a piece has."""
+        return self.room // BLOCK
+
+    def pays(self, counts: Ints, lengths: Ints) -> bool:
+        """Returns whether the expanded form takes less arithmetic for rows of so many tokens that reach so many
+        positions. For each head, the absorbed form projects every token and has long dot products; the expanded one
+        projects every position of the context. With the heads of DeepSeek V3 that is a row of 171 tokens behind a very
+        long context, of fewer behind a short one, and every whole prompt."""
+        d, counts, lengths = self.dims, counts.astype(np.int64), lengths.astype(np.int64)
+        pairs = int((counts * (lengths - counts) + counts * (counts + 1) // 2).sum())
+        projection = d.rank * (d.nope + d.v_dim)
+        absorbed = int(counts.sum()) * projection + pairs * (d.rope + 2 * d.rank)
+        return int(lengths.sum()) * projection + pairs * (d.nope + d.rope + d.v_dim) < absorbed
+
+    def place(self, batch: Batch, rows: Ints) -> ExpandedContexts:
+        """Returns where the contexts of these rows with prompts are expanded: nowhere if the absorbed form is better.
+        The number of pieces is a power of two, so that graphs are few."""
+        counts = np.diff(batch.row_start)[rows]
+        lengths = batch.positions[batch.row_start[rows + 1] - 1] + 1
+        blocks = -(-lengths // BLOCK)
+        total = int(blocks.sum())
+        if total > MOST_BLOCKS or not self.pays(counts, lengths):
+            return NO_CONTEXTS
+        first = np.cumsum(blocks) - blocks
+        starts = np.zeros(len(batch.row_start) - 1, np.int32)
+        starts[rows] = first * BLOCK
+        owner = np.repeat(np.arange(len(rows)), blocks)
+        begin = (np.arange(total) - first[owner]) * BLOCK
+        columns = rows[owner], begin, np.minimum(lengths[owner] - begin, BLOCK)
+        pieces = 1 << (-(-total // self.piece_blocks) - 1).bit_length()
+        return ExpandedContexts(np.stack(columns, axis=1).astype(np.int32), starts, pieces * self.piece_blocks)
+
+
+def expansion_of(program: Program, tokens: int) -> MlaExpansion | None:
+    """Returns how a program expands contexts whose largest step has so many tokens; None if it never does: some layer
+    has another attention, or attends to selected positions alone."""
+    nodes = [node for node in program.nodes if node.op in ("attend", "attend_mla")]
+    if not nodes or any(node.op == "attend" or len(node.inputs) > 2 for node in nodes):
+        return None
+    if len(dims := {MlaDims.of(node) for node in nodes}) > 1:
+        return None
+    (d,) = dims
+    position = d.heads * (d.nope + d.v_dim) + d.rope
+    blocks = min(tokens * d.absorbed_width // position // BLOCK, MOST_BLOCKS)
+    return MlaExpansion(d, blocks * BLOCK) if blocks else None
