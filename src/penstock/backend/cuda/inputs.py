@@ -52,6 +52,7 @@ class Shape(NamedTuple):
     adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
     run: int = 0  # tokens of a row that attend together, at most; 0: no row has several but in tiles
     shared: int = 0  # pieces that prefixes are split into which several rows have in common
+    segmented: bool = False  # all rows attend in runs, whatever they are for: see segments.py; `decodes` counts rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
     of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, decodes, p, q, d, _, u = shape
+    t, s, decodes, p, q, d, _, u, _ = shape
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
