@@ -277,8 +277,8 @@ class Config:
 
     deterministic: bool = option(
         False,
-        "Compute each answer alike whatever else is computed beside it, however its prompt is divided into steps: batch "
-        "invariance. On a CPU that is so in any case; on a GPU it takes slower kernels, and some models are refused.",
+        "Compute an answer alike whatever is computed beside it and however its prompt is divided into steps (batch "
+        "invariance). On a CPU that is so in any case; on a GPU it takes slower kernels, and some models are refused.",
     )
 
     @property

@@ -52,8 +52,8 @@ from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, q
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
-from penstock.backend.cuda.kernels.select_positions import select_positions, store_index
 from penstock.backend.cuda.kernels.segmented_attention import segmented_attention
+from penstock.backend.cuda.kernels.select_positions import select_positions, store_index
 from penstock.backend.cuda.kernels.selective_scan import selective_scan
 from penstock.backend.cuda.kernels.shared_prefix_attention import SharedTiles, shared_prefix_attention
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
@@ -373,9 +373,7 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     int8=(torch.int8, 128, 4, {}),
     fp8=(FP8, 128, 4, {}),
 )
-def attention_in_segments(
-    tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, about: dict[str, Any]
-) -> None:
+def attention_in_segments(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, about: dict[str, Any]) -> None:
     kv_heads, run = 2, run_sizes_of(shared)[-1]
     heads = kv_heads * shared
     how = {"window": 0, "scales": None if dtype == BF16 else empty(4, 2, kv_heads, 16, dtype=F32), **about}

@@ -14,6 +14,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.backend import open_cuda
+from penstock.backend.base import Pool
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, quantized_weights, segments, weights
 from penstock.backend.cuda.device_properties import DeviceProperties
@@ -23,13 +24,16 @@ from penstock.backend.cuda.inputs import Shape, runs_of
 from penstock.backend.cuda.kernels.kv_tile import SplitKV
 from penstock.backend.cuda.kernels.segmented_attention import segmented_attention
 from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS, row_blocks
+from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.segments import MOST_SPLITS, SEGMENT, most_splits, plan_segments, split_at_segments
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.config import Config, Device
 from penstock.errors import AdapterError, ConfigError
+from penstock.model.load import load_model, open_checkpoint
 from tests.cuda.device import DEVICE, HALF, TILINGS, close, ints, normal
 from tests.cuda.small import load_small
 from tests.cuda.test_backend import GOLDENS, SLOTS, expected, loaded
+from tests.cuda.test_encoders import ENCODERS
 from tests.engine.test_device_properties import GPUS, H200, RTX_4090
 
 BLOCK_SIZE = 4
@@ -263,12 +267,19 @@ def test_shapes_that_are_made_ready_are_those_of_steps() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("deepseek_v3", "MLA"), ("qwen3next", "recurrent"), ("bamba", "recurrent"), ("lfm2", "recurrent")]
-)
-def test_models_whose_sums_depend_on_chunks_are_refused_by_name(name: str, what: str) -> None:
-    with pytest.raises(ConfigError, match=rf"deterministic.*{what}.*device cpu"):
+REFUSED = {"deepseek_v3": "MLA", "deepseek_v32": "MLA"} | dict.fromkeys(("qwen3next", "bamba", "lfm2"), "recurrent")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_whose_sums_depend_on_chunks_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"deterministic.*{REFUSED[name]}.*device cpu"):
         Kind(name, torch.float32).backend(deterministic=True)
+
+
+def test_encoders_are_refused() -> None:
+    backend = CudaBackend(64, 4, device=DEVICE, dtype=torch.float32, deterministic=True)
+    with pytest.raises(ConfigError, match=r"deterministic.*not causal"):
+        backend.load(load_model(open_checkpoint(ENCODERS / "bert"), backend))
 
 
 def test_adapters_are_refused() -> None:
@@ -292,3 +303,18 @@ def test_logprobs_of_alternatives_are_summed_up_row_by_row(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "logsumexp", lambda x, *args, **how: (summed.append(len(x)), sum_up(x, *args, **how))[1])
     assert len(backend.wait(backend.launch(batch)).rows) == 3
     assert summed == [1, 1, 1]
+
+
+def test_means_of_states_do_not_depend_on_chunks() -> None:
+    rng, sums = np.random.default_rng(0), PoolingSums(1, in_order=True)
+    states = torch.from_numpy(rng.normal(size=(33, 8)).astype(np.float32)).to(DEVICE, HALF)
+    means = []
+    for size in (33, 10, 1):
+        for first in range(0, 33, size):
+            last = min(first + size, 33)
+            pool = Pool(0, 0, last - first, first == 0, 33 if last == 33 else 0)
+            batch = replace(greedy_batch([Chunk([1], 0, [0])]), pools=(pool,))
+            found = sums.take(batch, states[first:last])
+        means.append(found[0])
+    assert torch.equal(means[0], means[1])
+    assert torch.equal(means[0], means[2])

@@ -34,7 +34,6 @@ from penstock.errors import AdapterError, OutOfMemory
 from penstock.model.low_rank import LowRankUpdate
 
 FIRST_SLOTS = 32  # in the table at first
-NOT_DETERMINISTIC = "adapters are not deterministic on a GPU; leave out --deterministic or use --device cpu"
 PRODUCT_ROWS = (8, 16, 32, 64)  # that kernels of products which add updates are compiled for
 
 
@@ -105,7 +104,7 @@ class CudaAdapters:
 
     def pack(self, updates: Sequence[LowRankUpdate]) -> CudaAdapter:
         if self._refused:
-            raise AdapterError(f"this engine takes no adapters: {NOT_DETERMINISTIC}")
+            raise AdapterError("adapters are not deterministic on a GPU: leave out --deterministic or use --device cpu")
         packed = {self._number(update): update for update in updates}
         sent = self._sent({number: self._packed(update, number) for number, update in packed.items()})
         if self._lane is not None and not self._compiled:

@@ -412,8 +412,8 @@ def moe(
     spec: ExpertSpec,
     permutation: ExpertPermutation,
 ) -> None:
-    about = {"experts": experts, "spec": spec, "permutation": permutation, "fixed": context.tilings.fixed}
-    compute_experts(x, router_logits, out, *scratch, **about)
+    about: dict[str, Any] = {"experts": experts, "spec": spec, "permutation": permutation}
+    compute_experts(x, router_logits, out, *scratch, **about, fixed=context.tilings.fixed)
 
 
 def delta_net(

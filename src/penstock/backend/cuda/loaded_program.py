@@ -56,7 +56,7 @@ class LoadedProgram:
         self.tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
         self._rows, self._fixed = sizes.rows, shared.tilings.fixed
         self._sampled = SampledTokens(sizes.tokens, device)
-        self._pools = PoolingSums(sizes.rows)
+        self._pools = PoolingSums(sizes.rows, in_order=self._fixed)
 
     # -- memory --------------------------------------------------------------------------------------------------
 

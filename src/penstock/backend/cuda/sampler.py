@@ -122,7 +122,8 @@ class DeviceSampler:
         if len(asked) < len(logits):
             index = to_device(asked.astype(np.int64), self.device)
             logits, tokens = logits[index], tokens[index]
-        norm = torch.cat([torch.logsumexp(some, 1, keepdim=True) for some in logits.split(1 if self.by_row else len(logits))])
+        parts = logits.split(1 if self.by_row else len(logits))
+        norm = torch.cat([torch.logsumexp(part, 1, keepdim=True) for part in parts])
         best, others = torch.topk(logits, max(tops), dim=1)
         own = tokens.long()[:, None].clamp(min=0)
         values = torch.cat([logits.gather(1, own), best], 1) - norm

@@ -1,10 +1,10 @@
 """Attention whose sums depend on a token's own context alone: not on the tokens and rows computed beside it.
 
-A program attends with a run of a row's tokens, and all query heads of one KV head, to a whole context or to one segment
-of it (segments.py). Segments begin at multiples of SEGMENT positions, and tiles of positions at multiples of their size.
-What a query finds in a segment is joined to what it has found in those before, in their order: by the program itself,
-or by the one that is done last. Prompts, answers and drafts attend with the same compiled kernel, which multiplies tiles
-of one size; products and sums are not contracted, so that both places that join round alike.
+A program attends with a run of a row's tokens, and all query heads of one KV head, to a whole context or to one
+segment of it (segments.py). Segments begin at multiples of SEGMENT positions, tiles of positions at multiples of their
+size. What a query finds in a segment is joined to what it has found in those before, in their order: by the program
+itself, or by the one that is done last. Prompts, answers and drafts attend with the same compiled kernel, which
+multiplies tiles of one size; products and sums are not contracted, so that both places that join round alike.
 """
 
 from __future__ import annotations
