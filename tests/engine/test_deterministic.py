@@ -1,5 +1,5 @@
-"""Answers of a deterministic engine on a CPU: the same to the bit alone, in company, in any chunks, from cached prefixes
-and with drafts. What a GPU does is in tests/cuda/test_deterministic.py."""
+"""Answers of a deterministic engine on a CPU: the same to the bit alone, in company, in any chunks, from cached
+prefixes and with drafts. What a GPU does is in tests/cuda/test_deterministic.py."""
 
 from __future__ import annotations
 

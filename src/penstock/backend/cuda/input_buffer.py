@@ -15,6 +15,7 @@ from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.launch_context import Memory
 from penstock.backend.cuda.program import StepSizes
 from penstock.backend.cuda.recurrent_states import words
+from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 from penstock.backend.cuda.staging import Event, Staging
 
@@ -67,7 +68,8 @@ class InputBuffer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        largest = Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t, shared=SHARED_SPLITS)
+        splits = max(r + inputs.SPARE_SPLITS, most_splits(t, r, 1))
+        largest = Shape(t, t, r, splits, t + SPARE_TILES, t, shared=SHARED_SPLITS)
         most = inputs.words(largest, self._groups) + self._table_words
         pinned = {"dtype": torch.int32, "pin_memory": self._device.type == "cuda"}
         self._words: Any = torch.zeros(most, dtype=torch.int32, device=self._device)

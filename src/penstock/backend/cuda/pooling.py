@@ -11,8 +11,8 @@ from penstock.backend.cuda.sampler import to_host
 
 
 class PoolingSums:
-    """Sums under way, by slot: made when the first embedding is asked for. With `in_order`, states are added one by one:
-    then a sum does not depend on how a prompt was divided into steps."""
+    """Sums under way, by slot: made when the first embedding is asked for. With `in_order`, states are added one by
+    one: then a sum does not depend on how a prompt was divided into steps."""
 
     def __init__(self, slots: int, *, in_order: bool = False) -> None:
         self._slots = slots
