@@ -22,7 +22,6 @@ WHOLE = {"test_compiles.py", "test_tilings.py"}  # files that interpret no kerne
 COUNTS = {  # cases in the sample, of a test or of an op; of all others one
     "attend_mla": 5,
     "test_a_pair_by_itself_and_in_a_block_give_the_same": 3,
-    "test_a_token_is_bitwise_the_same_in_any_batch_and_chunking": 2,
     "test_few_rows": 2,
     "test_one_row": 2,
     "test_whole_prompt": 5,

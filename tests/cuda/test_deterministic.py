@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.backend import open_cuda
@@ -19,7 +20,7 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, quantized_weights, segments, weights
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
-from penstock.backend.cuda.graphs import in_segments, padded
+from penstock.backend.cuda.graphs import common_shapes, in_segments, padded
 from penstock.backend.cuda.inputs import Shape, runs_of
 from penstock.backend.cuda.kernels.kv_tile import SplitKV
 from penstock.backend.cuda.kernels.segmented_attention import segmented_attention
@@ -28,17 +29,20 @@ from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.segments import MOST_SPLITS, SEGMENT, most_splits, plan_segments, split_at_segments
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.config import Config, Device
+from penstock.engine.engine import Engine
 from penstock.errors import AdapterError, ConfigError
 from penstock.model.load import load_model, open_checkpoint
+from penstock.types import Limits, Request, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF, TILINGS, close, ints, normal
 from tests.cuda.small import load_small
 from tests.cuda.test_backend import GOLDENS, SLOTS, expected, loaded
 from tests.cuda.test_encoders import ENCODERS
+from tests.engine.guesses import RandomDrafting
 from tests.engine.test_device_properties import GPUS, H200, RTX_4090
 
 BLOCK_SIZE = 4
 COUNTS = 1, 2, 17, 64, 300
-PROMPTS = [[(7 * at + 3 * seed) % 40 for at in range(length)] for seed, length in enumerate((21, 2, 9))]
+PROMPTS = [[(7 * at + 3 * seed) % 40 for at in range(length)] for seed, length in enumerate((17, 2, 6))]
 
 
 class Kind(NamedTuple):
@@ -59,10 +63,10 @@ class Kind(NamedTuple):
 KINDS = {
     "plain": Kind("F32", torch.float32),
     "16 bits": Kind("F32"),
-    "fp8": Kind("F32", quantize="fp8"),
     "int4": Kind("F32", quantize="int4"),
     "Q4_K": Kind("Q4_K"),
     "int8 KV": Kind("F32", torch.float32, kv="int8"),
+    "fp8": Kind("F32", quantize="fp8"),
     "experts": Kind("mixtral", torch.float32),
     "sinks": Kind("gpt_oss", torch.float32),
     "caps": Kind("gemma2", torch.float32),
@@ -73,8 +77,8 @@ KINDS = {
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
-def launches(backend: CudaBackend, batch: Any, patch: pytest.MonkeyPatch) -> set[str]:
-    """Returns every kernel that a step launches with its constants, and all calls of cuBLAS. Nothing is computed."""
+def launches(run: Callable[[], Any], patch: pytest.MonkeyPatch) -> set[str]:
+    """Returns every kernel that is launched with its constants, and all calls of cuBLAS. Nothing is computed."""
     found: set[str] = set()
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
@@ -84,7 +88,7 @@ def launches(backend: CudaBackend, batch: Any, patch: pytest.MonkeyPatch) -> set
         within.setattr(InterpretedFunction, "run", note)
         for module in (weights, quantized_weights):
             within.setattr(module, "cublas_gemm", lambda *_: found.add("cublas"))
-        backend.logits(batch)
+        run()
     return found
 
 
@@ -100,12 +104,16 @@ def test_launches_are_the_same_at_every_number_of_rows(kind: str, monkeypatch: p
     backend, usual = (KINDS[kind].backend(properties=gpu, deterministic=gpu is H200) for gpu in (H200, RTX_4090))
     for each in (backend, usual):
         each.reserve_kv(300, 16)
-    wanted = launches(backend, steps_of(1)[0], monkeypatch)
+    wanted = launches(partial(backend.logits, steps_of(1)[0]), monkeypatch)
     assert any("_segmented_attention" in launch for launch in wanted)
     for rows, step in product(COUNTS, (0, 1)):
-        assert launches(backend, steps_of(rows)[step], monkeypatch) == wanted
+        assert launches(partial(backend.logits, steps_of(rows)[step]), monkeypatch) == wanted
+    program = backend._programs[0]
+    for shape in common_shapes(40, 256, 128, program.program.run_sizes):
+        rehearsal = partial(backend._rehearse, program, backend._shape_for(program, shape))
+        assert launches(rehearsal, monkeypatch) == wanted
     assert not any("cublas" in launch or "hopper" in launch for launch in wanted)
-    assert len({frozenset(launches(usual, steps_of(rows)[0], monkeypatch)) for rows in COUNTS}) > 1
+    assert len({frozenset(launches(partial(usual.logits, steps_of(rows)[0]), monkeypatch)) for rows in COUNTS}) > 1
 
 
 def test_tilings_that_are_fixed_do_not_depend_on_rows_and_fit() -> None:
@@ -115,10 +123,10 @@ def test_tilings_that_are_fixed_do_not_depend_on_rows_and_fit() -> None:
             assert len({getattr(tilings, kernel)(count, rows, width) for count in COUNTS}) == 1
         tiling = tilings.fixed_gemm(rows, width, 2)
         assert tiling.stages * (tiling.rows + tiling.items) * tiling.width * 2 <= device.shared_memory
-        for count in (*COUNTS, 8192):
+        for count in (0, *COUNTS, 8192):
             parts = list(row_blocks(count, rows, tiling.split, tiling.items))
             assert [at for part in parts for at in range(part.start, part.stop)] == list(range(count))
-            most = max(part.stop - part.start for part in parts)
+            most = max([part.stop - part.start for part in parts], default=0)
             assert tiling.split == 1 or tiling.split * most * rows <= MAX_PARTIALS
 
 
@@ -140,14 +148,8 @@ def _alike_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def product(a: Any, b: Any, dtype: Any) -> Any:
         return np.add.reduce(a.astype(dtype)[..., :, :, None] * b.astype(dtype)[..., None, :, :], axis=-2)
 
-    class Numpy:
-        matmul = staticmethod(product)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(np, name)
-
     if DEVICE == "cpu":
-        monkeypatch.setattr(interpreter, "np", Numpy())
+        monkeypatch.setattr(np, "matmul", product)
 
 
 def differs(backend: CudaBackend, prompts: Sequence[Sequence[int]]) -> bool:
@@ -156,14 +158,13 @@ def differs(backend: CudaBackend, prompts: Sequence[Sequence[int]]) -> bool:
     blocks = blocks_for(prompts, BLOCK_SIZE)
     backend.reserve_kv(blocks + 16, BLOCK_SIZE, SLOTS)
     alone = backend.logits(greedy_batch([Chunk(prompts[0], 0, range(16))]))
-    found = False
     for longest in (5, 30):
         for chunks in random_steps(np.random.default_rng(longest), prompts, BLOCK_SIZE, longest):
-            got = backend.logits(greedy_batch(chunks))
-            if chunks[0].slot == 0:
-                count = len(chunks[0].tokens)
-                found |= not np.array_equal(got[:count], alone[chunks[0].start : chunks[0].start + count])
-    return found
+            got, (first, *_) = backend.logits(greedy_batch(chunks)), chunks
+            wanted = alone[first.start : first.start + len(first.tokens)]
+            if first.slot == 0 and not np.array_equal(got[: len(wanted)], wanted):
+                return True
+    return False
 
 
 @pytest.mark.usefixtures("_alike_everywhere")
@@ -175,6 +176,27 @@ def test_a_token_is_bitwise_the_same_in_any_batch_and_chunking(kind: str) -> Non
 @pytest.mark.usefixtures("_alike_everywhere")
 def test_without_the_flag_it_is_not() -> None:
     assert differs(KINDS["plain"].backend(), PROMPTS)
+
+
+@pytest.mark.usefixtures("_alike_everywhere")
+def test_answers_are_the_same_with_drafts_in_company_and_from_cached_prefixes() -> None:
+    backend = KINDS["plain"].backend(deterministic=True)
+    seeded = SamplingParams(temperature=0.9, seed=5, logprobs=2)
+    request = Request(0, tuple(PROMPTS[0][:9]), seeded, 4)
+
+    def told(requests: Sequence[Request], step_tokens: int, drafting: Any = None) -> list[Any]:
+        limits = Limits(40, 2, step_tokens, BLOCK_SIZE, num_blocks=16, vocab=40)
+        backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
+        engine, events = Engine(backend, limits, depth=1, drafting=drafting), list[Any]()
+        for each in requests:
+            engine.add(each)
+        while not engine.idle:
+            events += engine.step()
+        return [each for event in events if isinstance(event, Tokens) and event.seq == 0 for each in event.logprobs]
+
+    alone = told([request], 24)
+    drafting = RandomDrafting(lambda _: [each.token for each in alone], 40, Random(3))
+    assert told([request._replace(id=1), request], 7, drafting) == alone
 
 
 def test_logits_are_those_of_transformers() -> None:

@@ -39,8 +39,8 @@ class Workspace:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.partials.device)
 
     def reserve_values(self, rows: int, width: int) -> None:
-        """Reserves room for a matrix in bfloat16, if steps are long enough to need it."""
-        if self._tokens > QUANT_GEMM_ROWS:
+        """Reserves room for a matrix in bfloat16, if steps are long enough to need it and tilings are not fixed."""
+        if self._tokens > QUANT_GEMM_ROWS and not self.tilings.fixed:
             self._reserve(2 * rows * width)
 
     def reserve_activations(self, width: int) -> None:

@@ -35,7 +35,7 @@ def row_blocks(count: int, rows: int, split: int, block: int) -> Iterator[slice]
     in a product with a matrix of so many rows."""
     most = MAX_PARTIALS // (split * rows)
     size = count if split == 1 or count <= most else max(most // block, 1) * block
-    return (slice(first, min(first + size, count)) for first in range(0, count, size))
+    return (slice(first, min(first + size, count)) for first in range(0, count, max(size, 1)))
 
 
 @triton.jit
