@@ -114,8 +114,8 @@ class CudaBackend:
         self._step_sizes = max_rows, max_tokens, prefill_budget
         self.padded_sizes: Sequence[int] = ()  # once program 0 is loaded: see `load`
         self._arena = arena or Arena.on(self._device)
-        fixed = Tilings(self._properties, fixed=True) if deterministic else None
-        self._tilings = fixed or Tilings.of(self._properties, tuned)
+        tilings = partial(Tilings, fixed=True) if deterministic else partial(Tilings.of, path=tuned)
+        self._tilings = tilings(self._properties)
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
         tokens = torch.zeros(self._sizes.tokens, dtype=torch.int32, device=self._device)
         self._hidden = HiddenStates(dtype, self._arena)
