@@ -289,7 +289,7 @@ def test_shapes_that_are_made_ready_are_those_of_steps() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-REFUSED = {"deepseek_v3": "MLA", "deepseek_v32": "MLA"} | dict.fromkeys(("qwen3next", "bamba", "lfm2"), "recurrent")
+REFUSED = {"deepseek_v3": "MLA", "deepseek_v32": "sparse"} | dict.fromkeys(("qwen3next", "bamba", "lfm2"), "recurrent")
 
 
 @pytest.mark.parametrize("name", REFUSED)
