@@ -35,6 +35,7 @@ FLAGS = {  # those of each engine that the command line knows
             "--dtype",
         ),
         *("--tool-call-parser", "--reasoning-parser", "--trust-remote-code", "--api-key", "--max-new-tokens"),
+        "--enable-deterministic-inference",
     ),
     "llamacpp.md": (
         *("-m", "--model", "-hf", "-hfr", "--hf-repo", "-c", "--ctx-size", "-np", "--parallel", "-b", "--batch-size"),

@@ -52,9 +52,10 @@ def llama8b(layers: int) -> ModelSpec:
 class Bench:
     """The loaded model, made when the first cell asks for it."""
 
-    def __init__(self, layers: int, kind: str) -> None:
+    def __init__(self, layers: int, kind: str, deterministic: bool = False) -> None:
         self._layers = layers
         self._kind = kind
+        self._deterministic = deterministic
         self._backend: CudaBackend | None = None
         self._ids = iter(range(1 << 30))
         self.dice = np.random.default_rng(0)
@@ -63,7 +64,7 @@ class Bench:
     def backend(self) -> CudaBackend:
         if self._backend is None:
             began = time.perf_counter()
-            backend = CudaBackend(MAX_TOKENS, MAX_ROWS)
+            backend = CudaBackend(MAX_TOKENS, MAX_ROWS, deterministic=self._deterministic)
             backend.load(build(llama8b(self._layers), RandomWeights(backend._workspace, self._kind)))
             spare = backend.memory_needs().kv_memory
             self.num_blocks = min(spare // (backend.memory_needs().kv_bytes_per_token * BLOCK_SIZE), 24_000)
@@ -71,6 +72,11 @@ class Bench:
             say(f"model ready in {time.perf_counter() - began:.1f} s; {spare / 1e9:.0f} GB were free for KV")
             self._backend = backend
         return self._backend
+
+    def but_deterministic(self) -> Bench:
+        """The same model where answers do not depend on the batch. This one leaves the device to it."""
+        self.release()
+        return Bench(self._layers, self._kind, deterministic=True)
 
     def release(self) -> None:
         """Leaves the device to another process."""
@@ -289,6 +295,42 @@ def host_tier(bench: Bench) -> Figures:
     return {**figures, "all": found}
 
 
+def deterministic(bench: Bench) -> Figures:
+    """What it costs that an answer does not depend on its batch: one client, 64 clients and prompts, without and with
+    that; and whether a prompt's logits then are the same alone and beside others."""
+    found: Figures = {}
+    for name in ("usual", "deterministic"):
+        bench = bench if name == "usual" else bench.but_deterministic()
+        say(f"-- {name}")
+        decode, many = decode1(bench)["greedy"]["decode tok/s"], many_clients(bench, 64, 9000, PREFILL_BUDGET)
+        prompts = {tokens: prompt_ms(bench, tokens) for tokens in (512, 2048, 8192)}
+        found[name] = {"decode1 tok/s": decode, "batch64 tok/s": many["tok/s"], "prefill ms": prompts}
+        found[name]["logits are alike"] = alike(bench)
+    bench.release()
+    usual, fixed = found["usual"], found["deterministic"]
+    say("times as long: " + json.dumps({key: round(usual[key] / fixed[key], 2) for key in usual if "tok/s" in key}))
+    say(f"{found}")
+    return found
+
+
+def prompt_ms(bench: Bench, tokens: int) -> float:
+    """The first token of a prompt, without what the first times cost."""
+    each = [generate(bench.engine(MAX_TOKENS), bench.requests(1, tokens, 1))["ttft_ms"]["p50"] for _ in range(4)]
+    return float(min(each[1:]))
+
+
+def alike(bench: Bench) -> bool:
+    """Whether a token after 700 others has the same logits in its prompt's only step, in its second, as a row of its
+    own, and among 63 others."""
+    tokens = bench.dice.integers(1000, 100_000, 701).tolist()
+    blocks = list(range(64))
+    others = [Chunk([1], 300 + 7 * row, list(range(64 * row, 64 * row + 64)), row, 1) for row in range(1, 64)]
+    whole = bench.backend.logits(greedy_batch([Chunk(tokens, 0, blocks, 0, 1)]))[0]
+    again = [bench.backend.logits(greedy_batch([Chunk(tokens[at:], at, blocks, 0, 1)]))[0] for at in (333, 700)]
+    among = bench.backend.logits(greedy_batch([Chunk(tokens[700:], 700, blocks, 0, 1), *others]))[0]
+    return all(np.array_equal(whole, each) for each in (*again, among))
+
+
 def first_ms(engine: Engine, request: Request) -> float:
     began = time.perf_counter()
     engine.add(request)
@@ -424,6 +466,7 @@ CELLS: dict[str, Callable[[Bench], Figures]] = {
     "step": step,
     "shared": shared,
     "host_tier": host_tier,
+    "deterministic": deterministic,
     "profile": profile,
     "decode1": decode1,
     "prefill": prefill,

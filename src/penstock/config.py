@@ -275,6 +275,12 @@ class Config:
         "tokens. Answers stay the same. A server of several models gives it to the first.",
     )
 
+    deterministic: bool = option(
+        False,
+        "Compute an answer alike whatever is computed beside it and however its prompt is divided into steps (batch "
+        "invariance). On a CPU that is so in any case; on a GPU it takes slower kernels, and some models are refused.",
+    )
+
     @property
     def draft_model(self) -> str:
         """Returns the model that drafts; empty: there is none, or a head of the model itself drafts."""

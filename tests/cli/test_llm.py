@@ -270,6 +270,17 @@ def test_the_kv_cache_can_be_kept_in_several_types(reciter: Path, kv: str) -> No
         assert texts(llm.generate("uvw")) == ["xyz"]
 
 
+def test_answers_can_be_deterministic(reciter: Path, penstock: Callable[..., Any]) -> None:
+    with LLM(reciter, device="cpu", max_rows=2, deterministic=True) as llm:
+        assert texts(llm.generate(["uvw", RECITED[:20]])) == ["xyz", RECITED[20:]]
+    with pytest.raises(ConfigError, match="not deterministic"):
+        LLM(reciter, device="ref", deterministic=True)
+    done = penstock("run", reciter, "uvw", "--device", "cpu", "--deterministic")
+    assert (done.code, done.out) == (0, f"{RECITED}\n")
+    for command in ("serve", "bench"):
+        assert "--deterministic" in penstock(command, "--help").out
+
+
 def test_blocks_and_steps_can_have_other_sizes(reciter: Path) -> None:
     with LLM(reciter, device="cpu", max_rows=2, block_size=5, step_tokens=7, prefill_budget=3) as llm:
         assert texts(llm.generate(["uvw", RECITED[:20], RECITED])) == ["xyz", RECITED[20:], ""]

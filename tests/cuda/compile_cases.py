@@ -33,6 +33,7 @@ from penstock.backend.cuda.kernels.expert_gemm import (
     quant_expert_gemv,
 )
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation, combine_experts, permute_pairs, route
+from penstock.backend.cuda.kernels.fixed_gemm import fixed_gemm
 from penstock.backend.cuda.kernels.fp8 import empty_fp8, fp8_gemm_small, gather_fp8
 from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.fp8_blocks import Fp8BlockWeight, fp8_block_gemm, gather_fp8_blocks
@@ -52,6 +53,7 @@ from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, q
 from penstock.backend.cuda.kernels.rope import rope_and_store
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
+from penstock.backend.cuda.kernels.segmented_attention import segmented_attention
 from penstock.backend.cuda.kernels.select_positions import select_positions, store_index
 from penstock.backend.cuda.kernels.selective_scan import selective_scan
 from penstock.backend.cuda.kernels.shared_prefix_attention import SharedTiles, shared_prefix_attention
@@ -164,6 +166,12 @@ def residual_streams(tilings: Tilings) -> None:
 def plain_gemv(tilings: Tilings, rows: int, gated: bool) -> None:
     weight, out = empty(rows, DIM), empty(1, rows // 2 if gated else rows)
     gemv(empty(1, DIM), weight, None, out, gated=gated, tiling=tilings.gemv(out.shape[1], DIM))
+
+
+@case()
+def products_of_any_number_of_rows(tilings: Tilings) -> None:
+    tiling, out = tilings.fixed_gemm(DIM, DIM, 2), empty(100, DIM)
+    fixed_gemm(empty(100, DIM), empty(DIM, DIM), empty(DIM, dtype=F32), out, tiling, scratch())
 
 
 @case(few=(4, DIM, False), more=(32, DIM, False), gated=(16, 2 * HIDDEN, True))
@@ -358,6 +366,25 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
         decode_attention(qkv, cache, ints(72, 8), *common, None, *about, shared=places, tiling=many)
     alone = tables, header, out[:1], split_kv, rotation
     decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
+
+
+@case(
+    bf16=(BF16, 128, 4, {}),
+    wide=(BF16, 256, 5, {"soft_cap": 50.0, "chunk": 8192, "temperature": 0.1, "temperature_span": 8192}),
+    sinks=(BF16, 64, 8, {"window": 128}),
+    int8=(torch.int8, 128, 4, {}),
+    fp8=(FP8, 128, 4, {}),
+)
+def attention_in_segments(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, about: dict[str, Any]) -> None:
+    kv_heads, run = 2, run_sizes_of(shared)[-1]
+    heads = kv_heads * shared
+    how = {"window": 0, "scales": None if dtype == BF16 else empty(4, 2, kv_heads, 16, dtype=F32), **about}
+    vectors = {"sinks": empty(heads, dtype=F32), "q_gain": empty(dims, dtype=F32)} if how["window"] else {}
+    qkv, cache = empty(8, (heads + 2 * kv_heads) * dims), empty(4, 2, kv_heads, 16, dims, dtype=dtype)
+    split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
+    places = ints(128, 8), ints(64), ints(4), empty(8, heads * dims), split_kv
+    tiling = tilings.segmented_attention(dims, 2, queries_of(shared, run))
+    segmented_attention(qkv, cache, *places, 0.1, **how, **vectors, run=run, tiling=tiling)
 
 
 @case(bf16=(BF16, 128), int8=(torch.int8, 16), fp8=(FP8, 16))

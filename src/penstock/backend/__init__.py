@@ -65,6 +65,8 @@ def open_backend(config: Config, packed: Sequence[PackedCache | None] = (), kv_f
 
         if config.kv not in ("auto", "f32"):
             raise ConfigError(f"the reference keeps its KV cache as f32; got {config.kv!r}: leave out --kv")
+        if config.deterministic:
+            raise ConfigError("the reference is not deterministic: NumPy's sums depend on shapes; use device cpu")
         return RefBackend()
     raise ConfigError(f"device {config.device!r} is not decided yet: resolve_defaults comes first")
 
@@ -107,6 +109,8 @@ def open_cuda(config: Config, device: Device) -> Backend:
     """Returns the CUDA backend on the GPU with the device's index; raises ConfigError if that cannot be used."""
     if find_spec("torch") is None or find_spec("triton") is None:
         raise ConfigError(f"device {device} needs torch and triton: pip install 'penstock[cuda]'")
+    if config.deterministic and config.adapter:
+        raise ConfigError("adapters are not deterministic on a GPU: leave out --deterministic or use --device cpu")
     from penstock.backend.cuda import CudaBackend
 
     return CudaBackend(
@@ -116,4 +120,5 @@ def open_cuda(config: Config, device: Device) -> Backend:
         prefill_budget=config.prefill_budget,
         quantize="" if recoded_to(config) else config.quantize,
         kv=config.kv,
+        deterministic=config.deterministic,
     )

@@ -71,6 +71,7 @@ TOLD = {  # what to write instead
     "--lora": "write --adapter NAME=PATH",
     "--cache-type-k": "write --kv int8 for both keys and values",
     "--mmproj": "images are not supported",
+    "--enable-deterministic-inference": "write --deterministic",
 }
 TOLD |= {"-ngl": TOLD["--n-gpu-layers"], "--gpu-layers": TOLD["--n-gpu-layers"], "-ctk": TOLD["--cache-type-k"]}
 TOLD |= dict.fromkeys(("--cache-type-v", "-ctv"), TOLD["--cache-type-k"])

@@ -74,7 +74,8 @@ class WeightSizes:
 
 class CudaAdapters:
     """Keeps adapters in slots: see AdapterSlots. `sizes` are the most rows and the most tokens of a step; `on_stream`
-    makes the stream that steps run on the current one."""
+    makes the stream that steps run on the current one. `refused`: none are taken, because answers may not depend on the
+    batch."""
 
     def __init__(
         self,
@@ -82,8 +83,11 @@ class CudaAdapters:
         dtype: torch.dtype,
         sizes: tuple[int, int],
         on_stream: Callable[[], AbstractContextManager[Any]],
+        *,
+        refused: bool = False,
     ) -> None:
         self._device = device
+        self._refused = refused
         self._dtype = dtype
         self._sizes = sizes
         self._on_stream = on_stream
@@ -99,6 +103,8 @@ class CudaAdapters:
     # -- in any thread -------------------------------------------------------------------------------------------
 
     def pack(self, updates: Sequence[LowRankUpdate]) -> CudaAdapter:
+        if self._refused:
+            raise AdapterError("adapters are not deterministic on a GPU: leave out --deterministic or use --device cpu")
         packed = {self._number(update): update for update in updates}
         sent = self._sent({number: self._packed(update, number) for number, update in packed.items()})
         if self._lane is not None and not self._compiled:

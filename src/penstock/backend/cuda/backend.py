@@ -41,7 +41,7 @@ from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import common_shapes, draft_shapes, padded, step_rows, verified_sizes
+from penstock.backend.cuda.graphs import common_shapes, draft_shapes, in_segments, padded, step_rows, verified_sizes
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
@@ -52,6 +52,7 @@ from penstock.backend.cuda.lost_device import cannot_go_on
 from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import ActivationMemory, SharedMemory, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
+from penstock.backend.cuda.segments import plan_segments
 from penstock.backend.cuda.sharing import CudaIpcMemory, CudaSharing, device_name
 from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
@@ -73,7 +74,8 @@ NO_MEMORY = 32 << 20  # with less than this free, whatever goes wrong in the dri
 class CudaBackend:
     """Runs steps of at most `max_tokens` tokens and `max_rows` rows. On device "cpu" the same kernels run in Triton's
     interpreter: slow, and for tests alone. `tuned`: a file of measured tilings, by default the store's; `arena`: where
-    weights and caches are kept."""
+    weights and caches are kept. `deterministic`: a token's result depends on its own context alone, at the price of
+    slower kernels (segments.py, `Tilings.fixed`)."""
 
     depth = 1
 
@@ -88,6 +90,7 @@ class CudaBackend:
         quantize: str = "",
         kv: str = "auto",
         prefill_budget: int = 0,
+        deterministic: bool = False,
         properties: DeviceProperties | None = None,
         tuned: Path | None = None,
         arena: Arena | None = None,
@@ -111,7 +114,8 @@ class CudaBackend:
         self._step_sizes = max_rows, max_tokens, prefill_budget
         self.padded_sizes: Sequence[int] = ()  # once program 0 is loaded: see `load`
         self._arena = arena or Arena.on(self._device)
-        self._tilings = Tilings.of(self._properties, tuned)
+        tilings = partial(Tilings, fixed=True) if deterministic else partial(Tilings.of, path=tuned)
+        self._tilings = tilings(self._properties)
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
         tokens = torch.zeros(self._sizes.tokens, dtype=torch.int32, device=self._device)
         self._hidden = HiddenStates(dtype, self._arena)
@@ -119,7 +123,7 @@ class CudaBackend:
         self._shared = SharedMemory(self._device, dtype, self._sizes, *about)
         self._inputs = InputBuffer(self._device, self._sizes, self._event)
         self._programs: dict[int, LoadedProgram] = {}
-        self._blocks = CudaBlocks(self._programs, self._hidden, self._device, self._on_stream)
+        self._blocks = CudaBlocks(self._programs, self._hidden, self._device, self._on_stream, deterministic)
         self.kv: BlockMemory = self._blocks
         self.states: BlockMemory | None = None  # those of its programs stay on the device
         self._adapters = self._new_adapters()
@@ -167,7 +171,7 @@ class CudaBackend:
 
     def _new_adapters(self) -> CudaAdapters:
         sizes = self._sizes.rows, self._sizes.tokens
-        return CudaAdapters(self._device, self._dtype, sizes, self._on_stream)
+        return CudaAdapters(self._device, self._dtype, sizes, self._on_stream, refused=self._tilings.fixed)
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
         packer = HostPacker(self._dtype, self._tilings, self._quantize)
@@ -242,7 +246,7 @@ class CudaBackend:
         """Compiles what first answers need while weights are still on their way, and waits for both."""
         if self._stream is None:
             return
-        shapes = [self._pad(Shape(128, 1, 0, 0, 1)), self._pad(Shape(1, 1, 1, 1, 0))]
+        shapes = [Shape(128, 1, 0, 0, 1), Shape(1, 1, 1, 1, 0)]
         with self._on_device(), closing(Compiler()) as compiler:
             with compiler.watching():
                 self._rehearse_all(shapes)
@@ -267,11 +271,12 @@ class CudaBackend:
         if not self._capture:
             return
         work = [
-            (program, program.usual(shape))
+            (program, shape)
             for number, program in self._programs.items()
             for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, program.program.run_sizes)
             if shape == self._pad(shape) and (program.sharing or not shape.shared)
         ]
+        work = list(dict.fromkeys((program, self._shape_for(program, shape)) for program, shape in work))
         with closing(Compiler()) as compiler:
             for program, shape in work:
                 with compiler.watching():
@@ -287,14 +292,15 @@ class CudaBackend:
     def prepare(self, rows: int, prompts: int = 0, program: int = 0, run: int = 0) -> None:
         """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them; of `rows`
         tokens that attend in runs of at most `run`, if drafts are verified."""
-        shape = self._pad(Shape(rows + prompts, rows, rows, rows, prompts and 1, run=run))
+        loaded = self._programs[program]
+        shape = self._shape_for(loaded, Shape(rows + prompts, rows, rows, rows, prompts and 1, run=run))
         for _ in range(2):
-            self._rehearse(self._programs[program], self._programs[program].usual(shape), graph=True)
+            self._rehearse(loaded, shape, graph=True)
 
     def _rehearse_all(self, shapes: Sequence[Shape]) -> None:
         for program in self._programs.values():
             for shape in shapes:
-                self._rehearse(program, program.usual(shape), sampling=True)
+                self._rehearse(program, self._shape_for(program, shape), sampling=True)
 
     def _rehearse(self, program: LoadedProgram, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
         """Runs a step that only pads."""
@@ -396,6 +402,8 @@ class CudaBackend:
 
     def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
         sizes = self._sizes.rows, program.program.run_sizes
+        if self._tilings.fixed:
+            return plan_segments(batch, program.program.run_sizes[-1], self._pad)
         return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes, program.sharing, program.expansion)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
@@ -411,11 +419,17 @@ class CudaBackend:
 
     def _pad(self, shape: Shape) -> Shape:
         """Returns the shape of a graph that the shape fits in, or the shape itself."""
-        if shape.tiles and not self._capture:
+        if (shape.tiles or shape.tokens > shape.decodes) and not self._capture:
             return shape
         larger = padded(shape)
         fits = larger.tokens <= self._sizes.tokens and larger.sampled <= self._sizes.rows
         return larger if fits else shape
+
+    def _shape_for(self, program: LoadedProgram, shape: Shape) -> Shape:
+        """Returns the shape of a graph that a step of this shape fits in, as the program's steps are planned."""
+        if self._tilings.fixed:
+            return self._pad(in_segments(shape, program.program.run_sizes[-1]))
+        return program.usual(self._pad(shape))
 
     def _event(self) -> Any | None:
         """Returns an event that happens when all that is queued now for steps has."""

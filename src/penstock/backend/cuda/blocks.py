@@ -27,7 +27,9 @@ class CudaBlocks:
         hidden: HiddenStates,
         device: torch.device,
         on_stream: Callable[[], AbstractContextManager[Any]],
+        fixed: bool = False,
     ) -> None:
+        self._fixed = fixed  # blocks hold what does not depend on the batch that they were computed in
         self._programs = programs
         self._hidden = hidden
         self._device = device
@@ -65,7 +67,8 @@ class CudaBlocks:
             for program in self._programs.values()
         ]
         hidden = [f"hidden states of {shapes_of(planes)}"] if (planes := self._hidden.planes) else []
-        return f"cuda 1, {'; '.join([*layouts, *hidden])}"
+        fixed = ["deterministic"] if self._fixed else []
+        return f"cuda 1, {'; '.join([*layouts, *hidden, *fixed])}"
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from penstock.backend.cuda import quantized_tilings, tilings
 from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
 from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
+from penstock.backend.cuda.kernels.fixed_gemm import Tiling as FixedGemmTiling
 from penstock.backend.cuda.kernels.fp8_blocks import Tiling as Fp8BlockTiling
 from penstock.backend.cuda.kernels.gemv import Tiling as GemvTiling
 from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
@@ -20,6 +21,7 @@ from penstock.backend.cuda.kernels.quant_gemm_small import Tiling as SmallGemmTi
 from penstock.backend.cuda.kernels.quant_gemv import Tiling as QuantGemvTiling
 from penstock.backend.cuda.kernels.skinny_gemm import Tiling as SkinnyTiling
 from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS
+from penstock.backend.cuda.quantized_tilings import FIXED_ROWS
 from penstock.backend.cuda.tilings import AttentionTiling
 from penstock.backend.cuda.tuned_tilings import Product, TunedTilings, default_path, read_tuned
 
@@ -42,10 +44,12 @@ def remembered(choose: Callable[Concatenate[Tilings, P], T]) -> Callable[Concate
 
 
 class Tilings:
-    """Returns the tiling of every product on one GPU, and of attention."""
+    """Returns the tiling of every product on one GPU, and of attention. Where they are `fixed`, no tiling and no choice
+    of a kernel depends on the number of rows, so that a row's result does not depend on its batch."""
 
-    def __init__(self, device: DeviceProperties, tuned: TunedTilings | None = None) -> None:
+    def __init__(self, device: DeviceProperties, tuned: TunedTilings | None = None, *, fixed: bool = False) -> None:
         self.device = device
+        self.fixed = fixed
         self._tuned = tuned or TunedTilings()
         self._chosen: dict[tuple[object, ...], Any] = {}
 
@@ -95,7 +99,12 @@ class Tilings:
         return quantized_tilings.quant_gemv_tiling(groups, rows, width, gated, table)
 
     @remembered
+    def fixed_gemm(self, rows: int, width: int, itemsize: int) -> FixedGemmTiling:
+        return tilings.fixed_gemm_tiling(self.device, rows, width, itemsize)
+
+    @remembered
     def quant_gemm(self, count: int, rows: int, width: int) -> QuantGemmTiling:
+        count = FIXED_ROWS if self.fixed else count
         found = self._tuned.find(Product("quant_gemm", "4 bits", count, rows, width))
         if found:
             return bounded(QuantGemmTiling(*found), count, rows)
@@ -103,6 +112,7 @@ class Tilings:
 
     @remembered
     def fp8_gemm(self, count: int, rows: int, width: int) -> QuantGemmTiling:
+        count = FIXED_ROWS if self.fixed else count
         found = self._tuned.find(Product("fp8_gemm", "fp8", count, rows, width))
         if found:
             return bounded(QuantGemmTiling(*found), count, rows)
@@ -110,6 +120,7 @@ class Tilings:
 
     @remembered
     def fp8_block_gemm(self, count: int, rows: int, width: int) -> Fp8BlockTiling:
+        count = FIXED_ROWS if self.fixed else count
         return quantized_tilings.fp8_block_gemm_tiling(self.device, count, rows, width)
 
     @remembered
@@ -128,6 +139,10 @@ class Tilings:
     @remembered
     def shared_prefix(self, dims: int, itemsize: int, queries: int) -> AttentionTiling:
         return tilings.shared_prefix_tiling(self.device, dims, itemsize, queries)
+
+    @remembered
+    def segmented_attention(self, dims: int, itemsize: int, queries: int) -> AttentionTiling:
+        return tilings.segmented_attention_tiling(self.device, dims, itemsize, queries)
 
     @remembered
     def mla_prefill(self, dims: int, itemsize: int) -> MlaTiling:

@@ -39,6 +39,7 @@ from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Stack, Tensor
 
 LARGEST_BLOCK = 128  # token-expert pairs
+FIXED_BLOCK = 64  # the same, where results may not depend on how many pairs there are
 
 
 class ExpertMatrices(Protocol):
@@ -110,9 +111,10 @@ def compute_experts(
     experts: ExpertWeights,
     spec: ExpertSpec,
     permutation: ExpertPermutation,
+    fixed: bool = False,
 ) -> None:
     """Computes the moe op. With fewer token-expert pairs than half of the experts, each pair reads its matrices by
-    itself; otherwise the pairs of an expert are computed together."""
+    itself; otherwise, and always where blocks are `fixed`, the pairs of an expert are computed together."""
     up, down, choice_bias, expert_scale = experts
     selected = selected.view(torch.int32)
     pairs = selected.numel()
@@ -121,14 +123,15 @@ def compute_experts(
     rows = ExpertRows(x, selected, spec.top_k)
     if spec.weigh_inputs:
         rows = weighted_rows(x, selected, weights, given)
-    if pairs <= max(spec.count // 2, spec.top_k):
+    if pairs <= max(spec.count // 2, spec.top_k) and not fixed:
         fused = spec.gated and spec.act == "silu"
         up.by_pairs(rows, hidden if fused else both, fused)
         if not fused:
             activate(both, hidden, spec)
         down.by_pairs(ExpertRows(hidden, selected, 1), given)
     else:
-        size = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST_BLOCK)
+        usual = min(max(triton.next_power_of_2(pairs // spec.count), SMALLEST_BLOCK), LARGEST_BLOCK)
+        size = FIXED_BLOCK if fixed else usual
         permute_pairs(selected, permutation, size)
         up.by_blocks(rows, permutation, size, both)
         activate(both, hidden, spec)

@@ -18,6 +18,7 @@ from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.hopper_low_rank import MAX_ROWS as MAX_UPDATED_ROWS
 from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
+from penstock.backend.cuda.kernels.split_k import row_blocks
 from penstock.backend.cuda.quant_blocks import COLUMNS as TILE_COLUMNS
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_tilings import FP8_GEMM_ROWS, SMALL_GEMM_ROWS
@@ -45,6 +46,10 @@ class Fp8Matrix:
     def width(self) -> int:
         return int(self.weight.width)
 
+    def _has_many(self, count: int) -> bool:
+        """Returns whether activations of `count` rows are quantized in any case."""
+        return count > SMALL_GEMM_ROWS or self.workspace.tilings.fixed
+
 
 @dataclass(slots=True)
 class RowScaledFp8(Fp8Matrix):
@@ -53,12 +58,12 @@ class RowScaledFp8(Fp8Matrix):
     weight: Fp8Weight
 
     def takes_fp8(self, count: int) -> bool:
-        return self.workspace.has_hopper_gemm or count > SMALL_GEMM_ROWS
+        return self.workspace.has_hopper_gemm or self._has_many(count)
 
     def product(self, x: Any, out: Any) -> None:
         if isinstance(x, Fp8Activations):
             self._multiply(x, out)
-        elif len(x) > SMALL_GEMM_ROWS:
+        elif self._has_many(len(x)):
             self._multiply(self.workspace.quantize(x.bfloat16()), out)
         else:
             fp8_gemm_small(x.bfloat16(), self.weight, self.bias, out, tiling=self._small_gemm_tiling(len(x)))
@@ -69,7 +74,7 @@ class RowScaledFp8(Fp8Matrix):
             self._hopper_gemm(x, rows, gated=True)
             if fp8_out:
                 quantize_activations(rows, *fp8_out)
-        elif isinstance(x, Fp8Activations) or len(x) > SMALL_GEMM_ROWS or out.shape[1] % ROWS:
+        elif isinstance(x, Fp8Activations) or self._has_many(len(x)) or out.shape[1] % ROWS:
             self.product(x, scratch)
             act_and_mul(scratch, out, fp8_out)
         else:
@@ -77,7 +82,7 @@ class RowScaledFp8(Fp8Matrix):
             fp8_gemm_small(x.bfloat16(), self.weight, self.bias, out, gated=True, tiling=tiling)
 
     def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
-        if not isinstance(x, Fp8Activations) and len(x) > SMALL_GEMM_ROWS:
+        if not isinstance(x, Fp8Activations) and self._has_many(len(x)):
             x = self.workspace.quantize(x.bfloat16())
         if not isinstance(x, Fp8Activations) or not self._uses_hopper_gemm(x) or len(x.values) > MAX_UPDATED_ROWS:
             return False
@@ -91,9 +96,11 @@ class RowScaledFp8(Fp8Matrix):
         count = len(x.values)
         if self._uses_hopper_gemm(x):
             self._hopper_gemm(x, out)
-        elif count <= FP8_GEMM_ROWS or out.dtype != torch.bfloat16:
+        elif count <= FP8_GEMM_ROWS or out.dtype != torch.bfloat16 or self.workspace.tilings.fixed:
             tiling = self.workspace.tilings.fp8_gemm(count, self.rows, self.width)
-            fp8_gemm(*x, self.weight, self.bias, out, tiling, self.workspace.scratch)
+            for part in row_blocks(count, self.rows, tiling.split, tiling.rows):
+                some = x.values[part], x.scales[part]
+                fp8_gemm(*some, self.weight, self.bias, out[part], tiling, self.workspace.scratch)
         else:
             cublas_fp8_gemm(*x, self.weight, self.bias, out)
 
@@ -119,7 +126,7 @@ class BlockScaledFp8(Fp8Matrix):
     weight: Fp8BlockWeight
 
     def takes_fp8(self, count: int) -> bool:
-        return count > SMALL_GEMM_ROWS
+        return self._has_many(count)
 
     def product(self, x: Any, out: Any) -> None:
         scales = None
@@ -127,10 +134,11 @@ class BlockScaledFp8(Fp8Matrix):
             x = self.workspace.quantize(x.bfloat16())
         if isinstance(x, Fp8Activations):
             x, scales = x
+        x = x.bfloat16() if scales is None else x
         tiling = self.workspace.tilings.fp8_block_gemm(len(x), self.rows, self.width)
-        fp8_block_gemm(
-            x.bfloat16() if scales is None else x, scales, self.weight, self.bias, out, tiling, self.workspace.scratch
-        )
+        for part in row_blocks(len(x), self.rows, tiling.split, tiling.items):
+            some = x[part], None if scales is None else scales[part]
+            fp8_block_gemm(*some, self.weight, self.bias, out[part], tiling, self.workspace.scratch)
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         self.product(x, scratch)

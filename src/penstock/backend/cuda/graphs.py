@@ -11,6 +11,7 @@ import torch
 
 from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape, most_runs
 from penstock.backend.cuda.program import CudaProgram
+from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 from penstock.types import prefill_budget
 
@@ -45,6 +46,8 @@ def verified_sizes(rows: int, run_sizes: Sequence[int]) -> list[int]:
 
 def padded(shape: Shape) -> Shape:
     """Returns the shape that a step is padded to; its own if it is too large for a graph."""
+    if shape.segmented:
+        return padded_segments(shape)
     if not shape.tiles:
         rows = bucket_decode_rows(shape.decodes)
         adapters = bucket_adapter_tiles(shape.adapter_tiles, rows)
@@ -59,6 +62,24 @@ def padded(shape: Shape) -> Shape:
     splits, adapters = decodes + SPARE_SPLITS if decodes else 0, bucket_adapter_tiles(shape.adapter_tiles, tokens)
     shared = SHARED_SPLITS if shape.shared else 0
     return Shape(tokens, rows, decodes, splits, tiles, adapters, 0, shared, shape.expanded)
+
+
+def padded_segments(shape: Shape) -> Shape:
+    """Returns the shape that a step is padded to whose rows all attend in runs: fewer tokens than PROMPT_TOKENS are
+    padded as decoding rows are."""
+    tokens, rows = shape.tokens, bucket_mixed_rows(max(shape.sampled, shape.decodes))
+    tokens = bucket_decode_rows(tokens) if tokens <= PROMPT_TOKENS else round_up(tokens, PROMPT_TOKENS)
+    if shape.tokens == shape.decodes:  # all decode
+        tokens = rows = bucket_decode_rows(shape.tokens)
+    if tokens > MAX_TOKENS:
+        return shape
+    return Shape(tokens, rows, rows, most_splits(tokens, rows, shape.run), 0, run=shape.run, segmented=True)
+
+
+def in_segments(shape: Shape, run: int) -> Shape:
+    """Returns the shape that a step of this one has if all its rows attend in runs of at most `run` tokens."""
+    rows = max(shape.sampled, shape.decodes)
+    return padded(Shape(shape.tokens, shape.sampled, rows, 0, 0, run=run, segmented=True))
 
 
 def bucket_mixed_rows(rows: int) -> int:

@@ -16,6 +16,7 @@ from penstock.backend.cuda.launch_context import Memory
 from penstock.backend.cuda.mla_expansion import MOST_BLOCKS
 from penstock.backend.cuda.program import StepSizes
 from penstock.backend.cuda.recurrent_states import words
+from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 from penstock.backend.cuda.staging import Event, Staging
 
@@ -68,8 +69,9 @@ class InputBuffer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
+        splits = max(r + inputs.SPARE_SPLITS, most_splits(t, r, 1))
         most = {"shared": SHARED_SPLITS, "expanded": 2 * MOST_BLOCKS}  # pieces are rounded up to a power of two
-        largest = Shape(t, t, r, r + inputs.SPARE_SPLITS, t + SPARE_TILES, t, **most)
+        largest = Shape(t, t, r, splits, t + SPARE_TILES, t, **most)
         count = inputs.words(largest, self._groups) + self._table_words
         pinned = {"dtype": torch.int32, "pin_memory": self._device.type == "cuda"}
         self._words: Any = torch.zeros(count, dtype=torch.int32, device=self._device)

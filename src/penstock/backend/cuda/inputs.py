@@ -60,6 +60,7 @@ class Shape(NamedTuple):
     run: int = 0  # tokens of a row that attend together, at most; 0: no row has several but in tiles
     shared: int = 0  # pieces that prefixes are split into which several rows have in common
     expanded: int = 0  # blocks of contexts that MLA expands for the tokens of tiles; 0: it does not
+    segmented: bool = False  # all rows attend in runs, whatever they are for: see segments.py; `decodes` counts rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ FLOATS = ("temperature", "top_p", "min_p")
 def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
     of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, decodes, p, q, d, _, u, b = shape
+    t, s, decodes, p, q, d, _, u, b, _ = shape
     by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
     if groups > 1:
         by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))

@@ -30,6 +30,7 @@ from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_vi
 from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens, scatter_rows
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.segmented_attention import segmented_attention
 from penstock.backend.cuda.kernels.selective_scan import selective_scan as scan
 from penstock.backend.cuda.kernels.shared_prefix_attention import SharedTiles, shared_prefix_attention
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mul_kernel
@@ -240,7 +241,11 @@ def attend(
         hopper = tilings.hopper_attention(spec.head_dim)
         how = {"scales": scales, "tiling": tiling, "hopper": hopper, **options, **whole_rows}
         prefill_attention(qkv, cache, *places, out, spec.scale, **how)
-    if len(step.splits):
+    if len(step.splits) and tilings.fixed:
+        tiling = tilings.segmented_attention(*sizes, queries_of(spec.heads // spec.kv_heads, step.run))
+        places, how = (step.splits, step.tables, step.header), {"scales": scales, "tiling": tiling, **options}
+        segmented_attention(qkv, cache, *places, out, context.memory.split_kv, spec.scale, run=step.run, **how)
+    elif len(step.splits):
         places = step.splits, step.tables, step.header
         run = max(step.run, 1)
         queries = queries_of(spec.heads // spec.kv_heads, run)
@@ -374,7 +379,8 @@ def moe(
     spec: ExpertSpec,
     permutation: ExpertPermutation,
 ) -> None:
-    compute_experts(x, router_logits, out, *scratch, experts=experts, spec=spec, permutation=permutation)
+    about: dict[str, Any] = {"experts": experts, "spec": spec, "permutation": permutation}
+    compute_experts(x, router_logits, out, *scratch, **about, fixed=context.tilings.fixed)
 
 
 def delta_net(

@@ -49,16 +49,16 @@ class LoadedProgram:
             self.memory.token_ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
         self.program = CudaProgram(model, self.memory, shared)
         self.graphs = Graphs(self.program, capture)
-        self.sampler = DeviceSampler(device, sizes.rows)
+        self.sampler = DeviceSampler(device, sizes.rows, by_row=shared.tilings.fixed)
         self.sampler.reserve(self.program.answer.width)
         self.groups = 1  # KV layer groups
         layers = self.program.layers.values()
         self.sharing: Sharing | None = None  # once a cache is reserved, if rows may attend together to what they share
         self.expansion: MlaExpansion | None = None  # the same, if prompts may have their contexts expanded
         self.tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
-        self._rows = sizes.rows
+        self._rows, self._fixed = sizes.rows, shared.tilings.fixed
         self._sampled = SampledTokens(sizes.tokens, device)
-        self._pools = PoolingSums(sizes.rows)
+        self._pools = PoolingSums(sizes.rows, in_order=self._fixed)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -81,8 +81,9 @@ class LoadedProgram:
         memory.caches, memory.planes = reserve_caches(layout, layers, groups, size, memory.arena)
         if any(spec.index_dim for spec in layers.values()):
             memory.index_scores = memory.arena.zeros((max(LINES, self.tile_tokens), size[0] * size[1]))
-        self.sharing = sharing_of(layers.values(), size[1]) if len(groups) < 2 else None
-        self.expansion = memory.expansion if len(groups) < 2 else None
+        may_share = len(groups) < 2 and not self._fixed
+        self.sharing = sharing_of(layers.values(), size[1]) if may_share else None
+        self.expansion = memory.expansion if may_share else None
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
         memory.reserve_arrivals((self._rows + SPARE_SPLITS) * heads)
         memory.states.reserve(states, memory.arena)

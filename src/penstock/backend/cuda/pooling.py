@@ -11,10 +11,12 @@ from penstock.backend.cuda.sampler import to_host
 
 
 class PoolingSums:
-    """Sums under way, by slot: made when the first embedding is asked for."""
+    """Sums under way, by slot: made when the first embedding is asked for. With `in_order`, states are added one by
+    one: then a sum does not depend on how a prompt was divided into steps."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, in_order: bool = False) -> None:
         self._slots = slots
+        self._in_order = in_order
         self._sums: Any = None  # [slots, dim] float32
 
     def take(self, batch: Batch, states: Any) -> dict[int, Any]:
@@ -26,7 +28,8 @@ class PoolingSums:
             total, added = self._sums[batch.slots[pool.row]], states[pool.first : pool.last]
             if pool.begins:
                 total.zero_()
-            total += added.sum(0, dtype=torch.float32)
+            for part in added if self._in_order else (added.sum(0, dtype=torch.float32),):
+                total += part
             if pool.divisor:
                 found[pool.row] = to_host(total / pool.divisor)
         return found

@@ -23,6 +23,7 @@ from penstock.backend.cuda.launch_context import Context, Memory
 from penstock.backend.cuda.launchers import CAPABILITIES, bind
 from penstock.backend.cuda.mla_expansion import expansion_of
 from penstock.backend.cuda.recurrent_states import RecurrentStates
+from penstock.backend.cuda.segments import MOST_SPLITS, check_ops
 from penstock.model.program import record
 
 Launch = tuple[Callable[..., None], tuple[int, ...]]  # a launcher and the buffers it is called with
@@ -77,6 +78,8 @@ class CudaProgram:
     def __init__(self, model: Model, memory: Memory, shared: SharedMemory) -> None:
         device, sizes = shared.device, shared.sizes
         self.recorded = record(model, CAPABILITIES)
+        if shared.tilings.fixed:
+            check_ops(self.recorded.nodes)
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
@@ -101,6 +104,8 @@ class CudaProgram:
         groups = [RUN_QUERIES if spec.v_dim else spec.heads // spec.kv_heads for spec in self.layers.values()]
         self.run_sizes = run_sizes_of(max(groups, default=1))  # MLA attends token by token
         lines = split_lines(sizes.rows, self.run_sizes)
+        if shared.tilings.fixed:
+            lines = MOST_SPLITS * self.run_sizes[-1]
         most_heads = max([h for h, _ in heads], default=1)
         memory.split_kv = SplitKV(
             torch.empty(lines * max([h * d for h, d in heads], default=1), device=device),

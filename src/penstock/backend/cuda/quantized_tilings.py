@@ -13,6 +13,7 @@ SMALL_GEMM_ROWS = 16  # rows up to which the matrix is read at the speed of memo
 QUANT_GEMM_ROWS = 256  # rows up to which a quantized matrix's values are not written out
 FP8_GEMM_ROWS = 128  # rows up to which the library is slower
 TALL = 16384  # rows of a matrix that fill the device by themselves
+FIXED_ROWS = 64  # whose tiling all products have where it may not depend on the number of rows
 
 Tilings = dict[str, tuple[int, int, int]]  # by shape: warps, steps, tiles
 

@@ -17,7 +17,7 @@ from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequanti
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
-from penstock.backend.cuda.kernels.split_k import SplitKScratch
+from penstock.backend.cuda.kernels.split_k import SplitKScratch, row_blocks
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_tilings import QUANT_GEMM_ROWS, SMALL_GEMM_ROWS
@@ -33,14 +33,14 @@ class Workspace:
         self.arena = arena or Arena(scratch.partials.device)  # where weights are
         self.tilings = tilings
         self.transfer = Transfer(scratch.partials.device)  # of weights that are being packed
-        self.has_hopper_gemm = tilings.device.has_hopper_gemm
+        self.has_hopper_gemm = tilings.device.has_hopper_gemm and not tilings.fixed
         self.logged: set[str] = set()  # messages about weights: each is logged once
         self._tokens = tokens
         self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.partials.device)
 
     def reserve_values(self, rows: int, width: int) -> None:
-        """Reserves room for a matrix in bfloat16, if steps are long enough to need it."""
-        if self._tokens > QUANT_GEMM_ROWS:
+        """Reserves room for a matrix in bfloat16, if steps are long enough to need it and tilings are not fixed."""
+        if self._tokens > QUANT_GEMM_ROWS and not self.tilings.fixed:
             self._reserve(2 * rows * width)
 
     def reserve_activations(self, width: int) -> None:
@@ -96,7 +96,7 @@ class QuantizedMatrix:
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         part = self.parts[0]
         fits = len(self.parts) == 1 and len(x) <= SMALL_GEMM_ROWS and out.shape[1] % ROWS == 0
-        if not fp8_out and fits and part.factor == 1:
+        if not fp8_out and fits and part.factor == 1 and not self.workspace.tilings.fixed:
             quant_gemm_few_rows(x.bfloat16(), part, self.bias, out, self.workspace.tilings, gated=True)
         else:
             self.product(x, scratch)
@@ -120,7 +120,9 @@ class QuantizedMatrix:
 
     def _multiply(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
         count, width = x.shape
-        if count <= SMALL_GEMM_ROWS:
+        if self.workspace.tilings.fixed:
+            self._fixed_gemm(x, part, bias, out)
+        elif count <= SMALL_GEMM_ROWS:
             quant_gemm_few_rows(x, part, bias, out, self.workspace.tilings)
         elif count <= QUANT_GEMM_ROWS:
             tiling = self.workspace.tilings.quant_gemm(count, part.rows, width)
@@ -129,6 +131,11 @@ class QuantizedMatrix:
             values = self.workspace.values(part.rows, width)
             dequantize_matrix(part, values)
             cublas_gemm(x, values, bias, out)
+
+    def _fixed_gemm(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
+        tiling = self.workspace.tilings.quant_gemm(len(x), part.rows, part.width)
+        for some in row_blocks(len(x), part.rows, tiling.split, tiling.rows):
+            quant_gemm.quant_gemm(x[some], part, bias, out[some], tiling, self.workspace.scratch)
 
 
 def quant_gemm_few_rows(

@@ -54,6 +54,7 @@ Pending = PendingLogprobs | PendingTokenLogprobs
 class DeviceSampler:
     device: torch.device
     rows: int  # at most, at once
+    by_row: bool = False  # what torch sums up is summed up row by row: its order depends on the shape
     _vocab: int = 0
     _scratch: tuple[Any, Any, Any] | None = None
     _least: Any = None
@@ -121,7 +122,8 @@ class DeviceSampler:
         if len(asked) < len(logits):
             index = to_device(asked.astype(np.int64), self.device)
             logits, tokens = logits[index], tokens[index]
-        norm = torch.logsumexp(logits, 1, keepdim=True)
+        parts = logits.split(1 if self.by_row else len(logits))
+        norm = torch.cat([torch.logsumexp(part, 1, keepdim=True) for part in parts])
         best, others = torch.topk(logits, max(tops), dim=1)
         own = tokens.long()[:, None].clamp(min=0)
         values = torch.cat([logits.gather(1, own), best], 1) - norm

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.backend.cuda.device_properties import DeviceProperties
-from penstock.backend.cuda.kernels import gemv, hopper_gemm, skinny_gemm
+from penstock.backend.cuda.kernels import fixed_gemm, gemv, hopper_gemm, skinny_gemm
 from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
 from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling
 from penstock.backend.cuda.kernels.mla_expanded import WIDTH
 from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
 from penstock.backend.cuda.mla_expansion import BLOCK, TILE_TOKENS
+from penstock.backend.cuda.quantized_tilings import FIXED_ROWS, split_of
 
 SKINNY_ROWS = 32  # rows beyond which the library's product is the faster one
 SKINNY_GATED_ROWS = 64
@@ -75,6 +76,15 @@ def hopper_gemm_tiling(
     )
 
 
+def fixed_gemm_tiling(device: DeviceProperties, rows: int, width: int, itemsize: int) -> fixed_gemm.Tiling:
+    """Returns the tiling for any number of rows. It is not tuned: few rows fill the device about twice, and many are
+    multiplied in tiles of a fair size."""
+    tall, step = 128, 128 // itemsize
+    split = split_of(FIXED_ROWS, rows, width, tall, FIXED_ROWS, 2 * device.sm_count)
+    stages = device.stages_that_fit(4, (tall + FIXED_ROWS) * step * itemsize)
+    return fixed_gemm.Tiling(tall, FIXED_ROWS, step, split, 4, stages)
+
+
 class AttentionTiling(NamedTuple):
     """Says how a program of attention goes through a context."""
 
@@ -119,6 +129,13 @@ def decode_attention_tiling(
 def shared_prefix_tiling(device: DeviceProperties, dims: int, itemsize: int, queries: int) -> AttentionTiling:
     """Returns the tiling for tiles of so many pairs of token and head that attend together to a prefix."""
     tiling = AttentionTiling(64, 4, 3 if dims <= WIDE_HEAD and itemsize <= 2 else 2)
+    return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
+
+
+def segmented_attention_tiling(device: DeviceProperties, dims: int, itemsize: int, queries: int) -> AttentionTiling:
+    """Returns the tiling for programs of so many pairs of token and head, which keep two mixes of values in
+    registers."""
+    tiling = AttentionTiling(64, 4 if dims <= WIDE_HEAD else 8, 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 

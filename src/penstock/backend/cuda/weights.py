@@ -16,6 +16,7 @@ import torch
 from penstock.backend.cuda.footprint import STORED_BITS
 from penstock.backend.cuda.fp8_weights import RowScaledFp8, pack_fp8
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
+from penstock.backend.cuda.kernels.fixed_gemm import fixed_gemm
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
 from penstock.backend.cuda.kernels.gather_rows import gather_rows
@@ -25,6 +26,7 @@ from penstock.backend.cuda.kernels.hopper_low_rank import MAX_ROWS as MAX_UPDATE
 from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
+from penstock.backend.cuda.kernels.split_k import row_blocks
 from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quant_blocks import COLUMNS
@@ -88,7 +90,9 @@ class DenseMatrix:
         return False
 
     def product(self, x: Any, out: Any) -> None:
-        if len(x) == 1:
+        if self.workspace.tilings.fixed:
+            self._fixed_gemm(x, out)
+        elif len(x) == 1:
             gemv(x, self.weight, self.bias, out, tiling=self.workspace.tilings.gemv(self.rows, self.width))
         elif self._uses_hopper_gemm(x) and self.rows >= TALL:
             self._hopper_gemm(x, out)
@@ -98,7 +102,10 @@ class DenseMatrix:
             cublas_gemm(x, self.weight, self.bias, out)
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
-        if len(x) == 1:
+        if self.workspace.tilings.fixed:
+            self._fixed_gemm(x, scratch)
+            act_and_mul(scratch, out, fp8_out)
+        elif len(x) == 1:
             gemv(x, self.weight, self.bias, out, gated=True, tiling=self.workspace.tilings.gemv(self.rows, self.width))
         elif not fp8_out and self._uses_hopper_gemm(x):
             self._hopper_gemm(x, out, gated=True)
@@ -125,6 +132,11 @@ class DenseMatrix:
     def _hopper_gemm(self, x: Any, out: Any, gated: bool = False, updates: ProductUpdates | None = None) -> None:
         tiling = self.workspace.tilings.hopper_gemm(len(x), out.shape[1], self.width, 2, gated, bool(updates))
         hopper_gemm(x, self.weight, self.bias, out, tiling, self.workspace.scratch, gated=gated, updates=updates)
+
+    def _fixed_gemm(self, x: Any, out: Any) -> None:
+        tiling = self.workspace.tilings.fixed_gemm(self.rows, self.width, x.element_size())
+        for part in row_blocks(len(x), self.rows, tiling.split, tiling.items):
+            fixed_gemm(x[part], self.weight, self.bias, out[part], tiling, self.workspace.scratch)
 
     def gather(self, tokens: Any, out: Any) -> None:
         gather_rows(self.weight, tokens, out)

@@ -6,6 +6,7 @@ last one to finish adds them up in order, so that the result does not depend on 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,14 @@ class SplitKScratch(NamedTuple):
     def on(cls, device: torch.device) -> SplitKScratch:
         """Returns scratch memory for the largest product on a device."""
         return cls(torch.empty(MAX_PARTIALS, device=device), torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
+
+
+def row_blocks(count: int, rows: int, split: int, block: int) -> Iterator[slice]:
+    """Yields slices of `count` rows, multiples of `block` but for the last, whose partial sums fit the scratch memory
+    in a product with a matrix of so many rows."""
+    most = MAX_PARTIALS // (split * rows)
+    size = count if split == 1 or count <= most else max(most // block, 1) * block
+    return (slice(first, min(first + size, count)) for first in range(0, count, max(size, 1)))
 
 
 @triton.jit
