@@ -68,7 +68,7 @@ HOST = torch.device("cpu")
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DIM, HIDDEN, VOCAB = 1024, 2816, 32000
 EXPERTS = ExpertSpec(64, 8, 512)
-FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "MXFP4", "NVFP4", "INT4")
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "MXFP4", "NVFP4", "INT4", "U8_ZERO_32")
 
 Case = Callable[[Tilings], None]
 CASES: dict[str, Case] = {}  # by name
