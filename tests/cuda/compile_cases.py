@@ -249,13 +249,14 @@ def a_dequantized_matrix(tilings: Tilings, name: str) -> None:
 def experts_by_pairs_and_by_blocks(tilings: Tilings, name: str) -> None:
     rows, experts = 2 * EXPERTS.hidden, ints(8, EXPERTS.top_k)
     permutation = ExpertPermutation.on(HOST, EXPERTS, 64)
+    factors = empty(64 * rows, dtype=F32) if name == "NVFP4" else None
     for gated in (False, True):
         out = empty(64, rows // 2 if gated else rows)
         if name == "BF16":
             expert_gemv(ExpertRows(empty(8, DIM), experts, 8), empty(64 * rows, DIM), None, out, gated)
         else:
             weight = quantized(name, 64 * rows, DIM)
-            quant_expert_gemv(ExpertRows(empty(8, DIM), experts, 8), weight, None, out, gated)
+            quant_expert_gemv(ExpertRows(empty(8, DIM), experts, 8), weight, None, out, gated, factors)
     for size in (16, 128):
         pairs, out = ExpertRows(empty(64, DIM), ints(64, 8), 8), empty(512, rows)
         if name == "BF16":
@@ -263,7 +264,7 @@ def experts_by_pairs_and_by_blocks(tilings: Tilings, name: str) -> None:
                 pairs, permutation, size, empty(64 * rows, DIM), empty(64 * rows, dtype=F32), out, tilings.device
             )
         else:
-            quant_expert_gemm(pairs, permutation, size, quantized(name, 64 * rows, DIM), None, out)
+            quant_expert_gemm(pairs, permutation, size, quantized(name, 64 * rows, DIM), None, out, factors)
 
 
 @case(needs_fp8=True, **{"rows": ((64 * 1024,),), "blocks": ((DIM // 128, 64 * 1024),)})

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.formats.fp8 import expand_scales, fp8_values
-from penstock.model.tensor import AFFINE, FORMATS, FP8, Affine, Tensor
+from penstock.model.tensor import AFFINE, FORMATS, FP8, AffineFormat, Tensor
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
 
 
-def affine_layout(affine: Affine) -> np.dtype[np.void]:
+def affine_layout(affine: AffineFormat) -> np.dtype[np.void]:
     """Returns the layout of a block: codes of 8 bits are bytes, those of fewer have 4 bits in qs and the others in
     qh."""
     low = 8 if affine.bits == 8 else 4
@@ -226,7 +226,7 @@ def nvfp4(blocks: Array) -> Array:
     return scale[..., None] * FP4_VALUES[bits(blocks["qs"], 4).reshape(-1, 4, 16)]
 
 
-def affine_values(affine: Affine, blocks: Array) -> Array:
+def affine_values(affine: AffineFormat, blocks: Array) -> Array:
     codes = blocks["qs"] if affine.bits == 8 else flat_bits(blocks["qs"], 4)
     if "qh" in blocks.dtype.names:
         codes = codes | flat_bits(blocks["qh"], affine.bits - 4) << 4

@@ -56,7 +56,7 @@ FORMATS = {
 }
 
 
-class Affine(NamedTuple):
+class AffineFormat(NamedTuple):
     """Describes a format of codes from 0 on, with a float16 scale and a float16 minimum or zero point for each block:
     value = scale * code + minimum, or scale * (code - zero)."""
 
@@ -74,9 +74,9 @@ class Affine(NamedTuple):
 AFFINE = {
     affine.name: affine
     for affine in (
-        *(Affine(bits, 64, False) for bits in (4, 6, 8)),
-        *(Affine(bits, 32, False) for bits in (6, 8)),
-        *(Affine(bits, values, True) for bits in (4, 8) for values in (64, 32)),
+        *(AffineFormat(bits, 64, False) for bits in (4, 6, 8)),
+        *(AffineFormat(bits, 32, False) for bits in (6, 8)),
+        *(AffineFormat(bits, values, True) for bits in (4, 8) for values in (64, 32)),
     )
 }
 

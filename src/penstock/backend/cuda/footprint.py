@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from penstock.backend.base import StoredAs
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.near_blocks import as_near_blocks
-from penstock.model.roles import EXPERTS, MLA
+from penstock.model.roles import MLA
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import AFFINE, PLAIN, Tensor
+from penstock.model.tensor import AFFINE, PLAIN, Tensor, factor_of
 
 # Bits of one value, its share of scales included, in formats that stay quantized on a GPU.
 STORED_BITS = {
@@ -45,7 +45,7 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     if tensor.scales is not None and name == "F8_E4M3":
         columns = tensor.scales.columns
         widened |= columns < tensor.shape[1] and columns % FP8_COLUMNS != 0
-    widened |= tensor.role in EXPERTS and name != "F8_E4M3" and tensor.scales is not None
+    widened |= name != "F8_E4M3" and factor_of(tensor) is None
     if name in STORED_BITS and not widened:
         return StoredAs(name, STORED_BITS[name])
     if quantize and name in PLAIN and may_quantize(tensor, quantize, "cuda"):

@@ -37,7 +37,7 @@ from penstock.backend.cuda.quant_blocks import (
 )
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import FP4_VALUES, IQ4_VALUES, NF4_VALUES
-from penstock.model.tensor import AFFINE, STORAGE, Affine
+from penstock.model.tensor import AFFINE, STORAGE, AffineFormat
 
 CHUNK_VALUES = 1 << 24  # packed together: each takes some 20 bytes meanwhile
 
@@ -215,7 +215,7 @@ def split_nf4(blocks: Array) -> QuantBlocks:
     return QuantBlocks(line(fields(codes, 4)), scales.contiguous().view(torch.float32).half())
 
 
-def split_affine(affine: Affine, blocks: Array) -> QuantBlocks:
+def split_affine(affine: AffineFormat, blocks: Array) -> QuantBlocks:
     """Splits codes from 0 on that have a minimum, or a zero point, which then changes its sign."""
     scale, minimum, codes = half_at(blocks, 0), half_at(blocks, 2), blocks[..., 4:]
     if affine.bits < 8:

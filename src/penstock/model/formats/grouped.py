@@ -21,7 +21,7 @@ from penstock.config import available_threads
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import LAYOUTS
 from penstock.model.formats.near_blocks import NearBlocks
-from penstock.model.tensor import AFFINE, STORAGE, Affine, Bytes, Format, Tensor
+from penstock.model.tensor import AFFINE, STORAGE, AffineFormat, Bytes, Format, Tensor
 
 BLOCK, LONG_BLOCK = 32, 64
 CHUNK_VALUES = 1 << 20  # that a thread repacks together: they stay in a CPU cache
@@ -87,14 +87,14 @@ class Grouped:
             return None
         if minima is not None:
             bits = next(bits for bits in (4, 5, 6, 8) if self.bits <= bits)
-            own = Affine(bits, size, zeros=False).name
+            own = AffineFormat(bits, size, zeros=False).name
             return own if own in AFFINE else WITH_MINIMUM[bits]
         lowest, highest = -int(np.max(zeros)), (1 << self.bits) - 1 - int(np.min(zeros))
         for bits, (symmetric, limit) in SYMMETRIC.items():
             if -limit <= lowest and highest < limit:
                 return symmetric
             if self.bits <= bits:
-                return Affine(bits, size, zeros=True).name
+                return AffineFormat(bits, size, zeros=True).name
         return None
 
     @property
