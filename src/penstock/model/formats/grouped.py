@@ -26,7 +26,7 @@ from penstock.model.tensor import AFFINE, STORAGE, AffineFormat, Bytes, Format, 
 BLOCK, LONG_BLOCK = 32, 64
 CHUNK_VALUES = 1 << 20  # that a thread repacks together: they stay in a CPU cache
 MAX_THREADS = 16
-SYMMETRIC = {4: ("Q4_0", 8), 8: ("Q8_0", 128)}  # bits: the format that holds whole numbers from -limit to limit - 1
+LIMITS = {"Q4_0": 8, "Q8_0": 128}  # a format holds whole numbers from -limit to limit - 1
 WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}  # bits of a code: the format of GGUF that holds it with a minimum
 
 MAX_STEP = 2**-7  # of a scale, that rounding a minimum may move values by
@@ -90,12 +90,9 @@ class Grouped:
             own = AffineFormat(bits, size, zeros=False).name
             return own if own in AFFINE else WITH_MINIMUM[bits]
         lowest, highest = -int(np.max(zeros)), (1 << self.bits) - 1 - int(np.min(zeros))
-        for bits, (symmetric, limit) in SYMMETRIC.items():
-            if -limit <= lowest and highest < limit:
-                return symmetric
-            if self.bits <= bits:
-                return AffineFormat(bits, size, zeros=True).name
-        return None
+        held = [name for name, limit in LIMITS.items() if -limit <= lowest and highest < limit]
+        held.append(AffineFormat(4 if self.bits <= 4 else 8, size, zeros=True).name)
+        return min(held, key=lambda name: STORAGE[name].bytes / STORAGE[name].values)
 
     @property
     def block_size(self) -> int:
@@ -142,8 +139,7 @@ class Grouped:
         elif format in AFFINE:
             out["z"] = zeros_at(zeros, place)
         else:
-            limits = dict(SYMMETRIC.values())
-            codes = codes + (limits[format] - zeros_at(zeros, place)[..., None]).astype(np.uint8)
+            codes = codes + (LIMITS[format] - zeros_at(zeros, place)[..., None]).astype(np.uint8)
         put_codes(codes, format, out)
 
 
