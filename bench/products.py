@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.backend.cpu._native import Program, Weight, isas
 from penstock.config import available_threads
-from penstock.model.tensor import FORMATS
+from penstock.model.tensor import STORAGE
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--formats", default=",".join(STORAGE))
     parser.add_argument("--isas", default=",".join(isas()))
     parser.add_argument("--rows", default="1,8,32,512")
     parser.add_argument("--threads", type=int, default=available_threads())
@@ -74,7 +74,7 @@ def peaks() -> str:
 
 def chain(name: str, widths: tuple[int, int], megabytes: int) -> list[Weight]:
     """Random bytes are random weights; what they are worth does not matter to the clock."""
-    format = FORMATS[name]
+    format = STORAGE[name]
     size = widths[0] * widths[1] // format.values * format.bytes
     data = np.random.default_rng(0).integers(0, 64, size, np.uint8)
     weights = []

@@ -72,7 +72,7 @@ HOST = torch.device("cpu")
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DIM, HIDDEN, VOCAB = 1024, 2816, 32000
 EXPERTS = ExpertSpec(64, 8, 512)
-FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "MXFP4", "NVFP4", "INT4")
+FORMATS = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ4_XS", "MXFP4", "NVFP4", "INT4", "U8_ZERO_32")
 
 Case = Callable[[Tilings], None]
 CASES: dict[str, Case] = {}  # by name
@@ -260,13 +260,14 @@ def a_dequantized_matrix(tilings: Tilings, name: str) -> None:
 def experts_by_pairs_and_by_blocks(tilings: Tilings, name: str) -> None:
     rows, experts = 2 * EXPERTS.hidden, ints(8, EXPERTS.top_k)
     permutation = ExpertPermutation.on(HOST, EXPERTS, 64)
+    factors = empty(64 * rows, dtype=F32) if name == "NVFP4" else None
     for gated in (False, True):
         out = empty(64, rows // 2 if gated else rows)
         if name == "BF16":
             expert_gemv(ExpertRows(empty(8, DIM), experts, 8), empty(64 * rows, DIM), None, out, gated)
         else:
             weight = quantized(name, 64 * rows, DIM)
-            quant_expert_gemv(ExpertRows(empty(8, DIM), experts, 8), weight, None, out, gated)
+            quant_expert_gemv(ExpertRows(empty(8, DIM), experts, 8), weight, None, out, gated, factors)
     for size in (16, 128):
         pairs, out = ExpertRows(empty(64, DIM), ints(64, 8), 8), empty(512, rows)
         if name == "BF16":
@@ -274,7 +275,7 @@ def experts_by_pairs_and_by_blocks(tilings: Tilings, name: str) -> None:
                 pairs, permutation, size, empty(64 * rows, DIM), empty(64 * rows, dtype=F32), out, tilings.device
             )
         else:
-            quant_expert_gemm(pairs, permutation, size, quantized(name, 64 * rows, DIM), None, out)
+            quant_expert_gemm(pairs, permutation, size, quantized(name, 64 * rows, DIM), None, out, factors)
 
 
 @case(needs_fp8=True, **{"rows": ((64 * 1024,),), "blocks": ((DIM // 128, 64 * 1024),)})

@@ -142,6 +142,11 @@ def test_fp8_experts_stay_so(name: str, caplog: pytest.LogCaptureFixture) -> Non
     assert isinstance(matrices, Fp8Experts)
     assert (matrices.weight.dtype, matrices.scales.dim()) == (torch.float8_e4m3fn, 2 if "blocks" in name else 1)
     assert not caplog.records
+    check_products(matrices, stacks, rows, width, 1e-5)
+
+
+def check_products(matrices: Any, stacks: list[Stack], rows: int, width: int, tolerance: float) -> None:
+    """Compares products of three experts, by pairs, gated and by blocks, with those of their values in 32 bits."""
     experts = ints([[0, 2], [2, 1], [2, 0], [1, 0], [0, 1]])
     x = normal(5, width, dtype=HALF) * 0.1
     dense = [np.concatenate([dequantize(part) for part in stack.parts]) for stack in stacks]
@@ -161,7 +166,7 @@ def test_fp8_experts_stay_so(name: str, caplog: pytest.LogCaptureFixture) -> Non
     matrices.by_blocks(ExpertRows(x, experts, 2), permutation, 16, together)
     left, right = wanted.chunk(2, 1)
     for got, exact in ((alone, wanted), (together, wanted), (gated, torch.nn.functional.silu(left) * right)):
-        assert float((got.cpu() - exact).abs().max() / exact.abs().max()) < 1e-5
+        assert float((got.cpu() - exact).abs().max() / exact.abs().max()) < tolerance
 
 
 def test_fp8_experts_are_widened_where_no_kernel_reads_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,6 +210,23 @@ def test_formats_stay_quantized_where_rows_fill_tiles(caplog: pytest.LogCaptureF
         assert isinstance(packed(stacks("Q4_0", rows=20)), DenseExperts)
     assert "experts in Q4_0 become" in caplog.text
     assert "3.6 times as large" in caplog.text
+
+
+def test_experts_with_a_factor_each_stay_quantized(caplog: pytest.LogCaptureFixture) -> None:
+    """As NVFP4 has them: by pairs, gated, and by blocks, they give what their values in 32 bits do."""
+    rng = np.random.default_rng(4)
+    scaled = [
+        Stack(
+            [replace(part, scales=Scales(rng.uniform(1, 30, (1, 1)).astype(np.float32), 16, 256)) for part in parts],
+            bias,
+        )
+        for parts, bias in stacks("NVFP4", bias=True)
+    ]
+    matrices = packed(scaled)
+    assert isinstance(matrices, QuantizedExperts)
+    assert stored_as(scaled[0].parts[0], "") == ("NVFP4", 5)
+    assert "become" not in caplog.text
+    check_products(matrices, scaled, 32, 256, 5e-3)
 
 
 def test_plain_experts_become_four_bits_if_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:

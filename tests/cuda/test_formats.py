@@ -16,8 +16,8 @@ from penstock.model.load import load_model, open_checkpoint
 from tests.cuda.device import DEVICE, HALF
 
 FOLDER = Path(__file__).parents[1] / "models" / "formats"
-KEPT = ("awq", "gptq", "gptq-3-8", "int8", "bytes", "mxfp4", "nvfp4", "nf4", "w4afp8", "torchao-int4")
-MIXED = ("mlx-3-6", "mlx-floats", "torchao")  # q, k and v differ, and are widened to become one matrix
+KEPT = ("awq", "gptq", "gptq-3-8", "int8", "bytes", "mxfp4", "nvfp4", "nf4", "w4afp8", "torchao-int4", "mlx-3-6")
+MIXED = ("mlx-floats", "torchao")  # q, k and v differ, and are widened to become one matrix
 WIDENED = ("gptq-ordered", "mxfp8")
 
 

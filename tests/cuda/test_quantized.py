@@ -19,17 +19,17 @@ from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
 from penstock.model.random_tensor import random_tensor
-from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.tensor import AFFINE, FORMATS, STORAGE, Tensor
 from tests.cuda.device import DEVICE, TILINGS, ints, normal
 
-FILE_FORMATS = [name for name in CODINGS if name in FORMATS]
+FILE_FORMATS = [name for name in CODINGS if name in FORMATS | AFFINE]
 ROWS, WIDTH = 40, 512  # three rows of tiles, of eight each
 EXACT = 1e-5  # float32 sums of exact products
 HALF = 5e-3  # values rounded to bfloat16; the interpreter cuts them off
 
 formats = pytest.mark.parametrize("name", FILE_FORMATS)
-ALIKE = {(coding[:3], coding.bytes, coding.bfloat, bool(coding.table)): name for name, coding in CODINGS.items()}
-CODED = [name for name in CODINGS if name in FORMATS or name == "INT4"]  # test_formats.py has the others
+ALIKE = {coding._replace(zero=0, table=coding.table[:1]): name for name, coding in CODINGS.items()}
+CODED = [*FILE_FORMATS, "INT4"]  # test_formats.py has the others
 if DEVICE == "cpu":  # the interpreter takes long, and another zero or table changes little
     CODED = [name for name in ALIKE.values() if name in CODED]
 codings = pytest.mark.parametrize("name", CODED)
@@ -46,7 +46,7 @@ def packed(name: str, rows: int = ROWS, width: int = WIDTH) -> tuple[QuantizedWe
         weight = quantize_int4(normal(rows, width))
         return weight, expanded(weight)
     data = random_bytes(name, rows, width)
-    values = dequantize(Tensor("", FORMATS[name], (rows, width), data))
+    values = dequantize(Tensor("", STORAGE[name], (rows, width), data))
     return pack(data, name, rows, width, Transfer(torch.device(DEVICE))), torch.from_numpy(values).to(DEVICE)
 
 
@@ -111,7 +111,7 @@ def test_few_rows(name: str) -> None:
     check_few_rows(name, 1, quant_gemm_small.Tiling(2, 2, 1))
 
 
-@pytest.mark.parametrize("name", [name for name in CODED if name != "INT4"])
+@pytest.mark.parametrize("name", [name for name in CODED if CODINGS[name].groups > 1])
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_one_row(name: str, ahead: int) -> None:
     weight, values = packed(name, ROWS, 768)
@@ -162,7 +162,7 @@ def test_few_rows_gated_with_a_bias(rows: int) -> None:
     assert difference(out, torch.nn.functional.silu(left) * right) < EXACT
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_K", "Q6_K", "Q8_0", "INT4", "Q2_K", "IQ4_XS", "NVFP4"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_K", "Q6_K", "Q8_0", "INT4", "Q2_K", "IQ4_XS", "NVFP4", "U8_ZERO_64"])
 @pytest.mark.parametrize(
     ("count", "tiling"),
     [(20, quant_gemm.Tiling(4, 32, 1, 1, 4, 3)), (33, quant_gemm.Tiling(4, 16, 8, 3, 4, 2))],

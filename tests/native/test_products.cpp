@@ -27,6 +27,10 @@ void put_half(Random& random, uint8_t* p) { write(p, to_half(random.within(-1, 1
 void put_bfloat(Random& random, uint8_t* p) { write(p, uint16_t(std::bit_cast<uint32_t>(random.within(-1, 1)) >> 16)); }
 void put_exponent(Random& random, uint8_t* p) { *p = uint8_t(random.within(120, 132)); }
 void put_small(Random& random, uint8_t* p) { *p = uint8_t(random.within(1, 100)); }
+void put_scale(Random& random, uint8_t* p) {
+  put_half(random, p);
+  write(p + 2, to_half(float(random.bits() % 16)));  // a zero point
+}
 void put_nibbles(Random& random, uint8_t* p) {
   const uint16_t half = to_half(random.within(-1, 1));
   for (int i = 0; i < 4; ++i) p[1 + i * 2] = uint8_t((p[1 + i * 2] & 15) | (half >> i * 4 & 15) << 4);
@@ -42,7 +46,11 @@ const Storage STORED[] = {
     {"IQ1_S", 256, 50, {0}, put_half},    {"IQ1_M", 256, 56, {48}, put_nibbles}, {"IQ2_XXS", 256, 66, {0}, put_half},
     {"IQ2_XS", 256, 74, {0}, put_half},   {"IQ2_S", 256, 82, {0}, put_half},     {"IQ3_XXS", 256, 98, {0}, put_half},
     {"IQ3_S", 256, 110, {0}, put_half},   {"TQ1_0", 256, 54, {52}, put_half},    {"TQ2_0", 256, 66, {64}, put_half},
-    {"NF4", 32, 20, {0}, put_float},
+    {"NF4", 32, 20, {0}, put_float},      {"U4_MIN_64", 64, 36, {0, 2}, put_half},
+    {"U6_MIN_64", 64, 52, {0, 2}, put_half},   {"U8_MIN_64", 64, 68, {0, 2}, put_half},
+    {"U6_MIN_32", 32, 28, {0, 2}, put_half},   {"U8_MIN_32", 32, 36, {0, 2}, put_half},
+    {"U4_ZERO_64", 64, 36, {0}, put_scale},    {"U4_ZERO_32", 32, 20, {0}, put_scale},
+    {"U8_ZERO_64", 64, 68, {0}, put_scale},    {"U8_ZERO_32", 32, 36, {0}, put_scale},
 };
 static_assert(std::size(STORED) == FORMATS);
 
@@ -112,6 +120,7 @@ std::vector<float> product(const Kernels& kernels, const Weight& weight, const I
         .columns = run.columns,
         .table = run.part->table,
         .factor = run.part->factor,
+        .grouping = run.part->grouping,
     });
     panel += run.panels;
   }

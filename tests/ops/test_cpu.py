@@ -27,7 +27,7 @@ from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
 from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import KvGroup, ModelSpec
-from penstock.model.tensor import FORMATS
+from penstock.model.tensor import AFFINE, FORMATS, STORAGE
 
 MIXED = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "Q5_1", "F32", "MXFP4")
 EXACT_ATTENTION = [case for case in CASES if "attend" in case.op and case.format == "F32"]
@@ -99,7 +99,7 @@ def to_eight_bits(x: np.ndarray, share: int = 32) -> np.ndarray:
 @pytest.mark.parametrize("seed", [7, 11])
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.op == "linear" and FORMATS[case.format].values > 1],
+    [case for case in CASES if case.op == "linear" and STORAGE[case.format].values > 1],
     ids=lambda case: case.name,
 )
 def test_quantized_products_lose_nothing_but_the_activations_rounding(
@@ -113,7 +113,7 @@ def test_quantized_products_lose_nothing_but_the_activations_rounding(
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("format", [name for name, format in FORMATS.items() if format.values > 1])
+@pytest.mark.parametrize("format", [name for name in (*FORMATS, *AFFINE) if STORAGE[name].values > 1])
 def test_sampled_rows_are_rounded_within_the_range_of_each_block(format: str, isa: str):
     rng = np.random.default_rng(5)
     weight, table = random_tensor(rng, format, 49, 512), random_tensor(rng, "F32", 7, 512)
@@ -162,7 +162,7 @@ def test_attention_over_int8_kv_loses_nothing_but_its_rounding(case: Case, isa: 
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, *AFFINE])
 @pytest.mark.parametrize("rows", [2, 3, 7, 8, 9, 65, 130])
 def test_products_of_many_rows_equal_those_of_one(format: str, rows: int, isa: str):
     """The loops for several rows at a time must add up in the order of the one for a single row."""

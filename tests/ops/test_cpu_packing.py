@@ -8,19 +8,19 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.model.gguf.iquants import LAYOUTS
 from penstock.model.random_tensor import random_tensor
-from penstock.model.tensor import FORMATS
+from penstock.model.tensor import STORAGE
 
 WIDER = {"Q2_K", "NVFP4", *LAYOUTS}
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORAGE)
 def test_packed_weights_take_what_is_said_before(format: str):
     tensor = random_tensor(np.random.default_rng(0), format, 64, 512)
     backend = CpuBackend(1)
     assert backend.pack_matrix([tensor], [None]).nbytes == backend.stored_as(tensor).bytes(tensor)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORAGE)
 def test_formats_that_grow_are_told(format: str, caplog: pytest.LogCaptureFixture):
     backend = CpuBackend(1)
     for _ in range(2):

@@ -21,7 +21,7 @@ from penstock.model import rope
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights, Ops
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
-from penstock.model.tensor import FORMATS
+from penstock.model.tensor import STORAGE
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_attention_does_not_depend_on_the_steps(case):
     assert np.allclose(answers(), answers(longest=10_000), atol=1e-5)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", STORAGE)
 def test_random_tensors_are_finite(rng, format):
     values = dequantize(cases.random_tensor(rng, format, 4, 512))
     assert np.isfinite(values).all()

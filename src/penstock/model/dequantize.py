@@ -7,15 +7,26 @@ Formats with code books, which few models need, have theirs in iquants.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.model.formats.fp8 import expand_scales, fp8_values
-from penstock.model.tensor import FORMATS, FP8, Tensor
+from penstock.model.tensor import AFFINE, FORMATS, FP8, AffineFormat, Tensor
 
 Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
+
+
+def affine_layout(affine: AffineFormat) -> np.dtype[np.void]:
+    """Returns the layout of a block: codes of 8 bits are bytes, those of fewer have 4 bits in qs and the others in
+    qh."""
+    low = 8 if affine.bits == 8 else 4
+    high = affine.bits - low
+    fields: list[Any] = [("d", "<f2"), ("z" if affine.zeros else "m", "<f2"), ("qs", "u1", affine.values * low // 8)]
+    return np.dtype([*fields, ("qh", "u1", affine.values * high // 8)] if high else fields)
+
 
 LAYOUTS = {
     "F32": np.dtype([("x", "<f4")]),
@@ -37,6 +48,7 @@ LAYOUTS = {
     "I8": np.dtype([("x", "i1")]),
     "NF4": np.dtype([("d", "<f4"), ("qs", "u1", 16)]),
     "NVFP4": np.dtype([("scales", "u1", 4), ("qs", "u1", (4, 8))]),
+    **{name: affine_layout(affine) for name, affine in AFFINE.items()},
 }
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
@@ -214,6 +226,15 @@ def nvfp4(blocks: Array) -> Array:
     return scale[..., None] * FP4_VALUES[bits(blocks["qs"], 4).reshape(-1, 4, 16)]
 
 
+def affine_values(affine: AffineFormat, blocks: Array) -> Array:
+    codes = blocks["qs"] if affine.bits == 8 else flat_bits(blocks["qs"], 4)
+    if "qh" in blocks.dtype.names:
+        codes = codes | flat_bits(blocks["qh"], affine.bits - 4) << 4
+    if affine.zeros:
+        return column(blocks, "d") * (codes - column(blocks, "z"))
+    return column(blocks, "d") * codes + column(blocks, "m")
+
+
 VALUES: dict[str, Callable[[Array], Array]] = {
     "F32": lambda blocks: blocks["x"].astype(np.float32),
     "F16": lambda blocks: blocks["x"].astype(np.float32),
@@ -234,4 +255,5 @@ VALUES: dict[str, Callable[[Array], Array]] = {
     "I8": lambda blocks: blocks["x"].astype(np.float32),
     "NF4": lambda blocks: column(blocks, "d") * NF4_VALUES[flat_bits(blocks["qs"], 4)],
     "NVFP4": nvfp4,
+    **{name: partial(affine_values, affine) for name, affine in AFFINE.items()},
 }

@@ -7,16 +7,18 @@ from math import prod
 import numpy as np
 
 from penstock.model.dequantize import layout_of
-from penstock.model.tensor import FORMATS, Tensor
+from penstock.model.tensor import STORAGE, Tensor
 
 
 def random_tensor(rng: np.random.Generator, format: str, *shape: int) -> Tensor:
     """Returns a tensor of random bytes, with scales that keep its values small."""
-    count = prod(shape) // FORMATS[format].values
-    blocks = np.frombuffer(rng.bytes(count * FORMATS[format].bytes), layout_of(format)).copy()
+    count = prod(shape) // STORAGE[format].values
+    blocks = np.frombuffer(rng.bytes(count * STORAGE[format].bytes), layout_of(format)).copy()
     for field in blocks.dtype.names or ():
         if field in ("d", "m"):
             blocks[field] = rng.normal(0, 0.01, count)
+        if field == "z":
+            blocks[field] = rng.integers(0, 16, count)
     if format == "MXFP4":
         blocks["e"] = rng.integers(118, 124, count)
     if format == "NVFP4":
@@ -28,4 +30,4 @@ def random_tensor(rng: np.random.Generator, format: str, *shape: int) -> Tensor:
         blocks["x"] = rng.normal(size=count)
     if format == "BF16":
         blocks["x"] = rng.normal(size=count).astype(np.float32).view(np.uint32) >> 16
-    return Tensor(f"random {format}", FORMATS[format], shape, blocks.view(np.uint8))
+    return Tensor(f"random {format}", STORAGE[format], shape, blocks.view(np.uint8))

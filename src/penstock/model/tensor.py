@@ -56,6 +56,30 @@ FORMATS = {
 }
 
 
+class AffineFormat(NamedTuple):
+    """Describes a format of codes from 0 on, with a float16 scale and a float16 minimum or zero point for each block:
+    value = scale * code + minimum, or scale * (code - zero)."""
+
+    bits: int
+    values: int  # of a block
+    zeros: bool
+
+    @property
+    def name(self) -> str:
+        """Returns the name, such as U4_ZERO_64."""
+        return f"U{self.bits}_{'ZERO' if self.zeros else 'MIN'}_{self.values}"
+
+
+# formats that no file has: formats/grouped.py makes them. With a minimum, Q4_1 and Q5_1 are those of 32 values.
+AFFINE = {
+    affine.name: affine
+    for affine in (
+        *(AffineFormat(bits, 64, False) for bits in (4, 6, 8)),
+        *(AffineFormat(bits, 32, False) for bits in (6, 8)),
+        *(AffineFormat(bits, values, True) for bits in (4, 8) for values in (64, 32)),
+    )
+}
+
 # formats that are read as Q4_0, which holds the same values: gguf/few_levels.py
 FEW_LEVELS = {name: Format(name, values, 18) for name, values in (("Q1_0", 128), ("Q2_0", 64))}
 
@@ -78,6 +102,13 @@ INTEGERS = {
 }
 
 NF4 = Format("NF4", 32, 20)  # bitsandbytes' table of 16 numbers, with a float32 scale
+
+# all formats that backends may keep in memory
+STORAGE = (
+    FORMATS
+    | {NF4.name: NF4}
+    | {name: Format(name, one.values, 4 + one.values * one.bits // 8) for name, one in AFFINE.items()}
+)
 
 Bytes = NDArray[np.uint8]
 

@@ -24,7 +24,7 @@ from penstock.model import rope
 from penstock.model.load import Checkpoint, load_model
 from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
-from penstock.model.tensor import FORMATS
+from penstock.model.tensor import STORAGE
 from penstock.planning.roofline import MachineProfile, MatmulTimes
 
 Log = Callable[[str], None]
@@ -110,10 +110,10 @@ def attention_rates(config: Config, sizes: CalibrationSizes) -> tuple[float, flo
 def matmul_times(config: Config, sizes: CalibrationSizes, kind: str, profile: MachineProfile) -> MatmulTimes:
     """Measures products with weights of one format."""
     shape, format = sizes.large, kind
-    if kind not in FORMATS:
+    if kind not in STORAGE:
         config, format = replace(config, quantize=kind), "BF16"
     values = sum(prod(size) for size in matrices(shape).values())
-    size = values * FORMATS[format].bytes / FORMATS[format].values
+    size = values * STORAGE[format].bytes / STORAGE[format].values
     layers = max(ceil(sizes.bytes / size), 2)
     scores = sizes.tokens**2 * shape.heads * shape.head_dim * layers / profile.scores
     with opened(config, shape, format, layers) as backend:

@@ -17,11 +17,10 @@ from penstock.backend.cpu.packed_file import LEAST_BYTES, PackedFile
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.ops import ExpertWeights
-from penstock.model.tensor import FORMATS, FP8, NF4, Bytes, Format, Stack, Tensor, factor_of, some_rows
+from penstock.model.tensor import FORMATS, FP8, STORAGE, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one native call: an interrupt has to wait for it
 MADE_BYTES = 1 << 23  # the same for bytes that are no view of a file: they take memory until they are packed
-NATIVE = {*FORMATS, NF4.name}
 CHUNK_VALUES = 1 << 22  # widened together
 BLOCK = 32  # values of a row that kernels of all formats but F32 and F16 take together
 NOTED_GROWTH = 1.1  # times as many bytes as in the file: more is logged
@@ -94,7 +93,7 @@ class Packing:
 
     def _readable(self, part: Tensor) -> Tensor:
         """Returns the part in a format that kernels read: its own, Q8_0, or BF16."""
-        if part.format.name in NATIVE and factor_of(part) is not None:
+        if part.format.name in STORAGE and factor_of(part) is not None:
             return part
         if blocks := as_near_blocks(part):
             return blocks
@@ -145,7 +144,7 @@ def stored_as(tensor: Tensor) -> StoredAs:
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
     name = (as_near_blocks(tensor) or tensor).format.name
-    stored = name if name in NATIVE else "BF16"
+    stored = name if name in STORAGE else "BF16"
     return StoredAs(stored, packed_bits(stored))
 
 

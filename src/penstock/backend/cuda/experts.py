@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +36,7 @@ from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import Stack, Tensor
+from penstock.model.tensor import Stack, Tensor, factor_of
 
 LARGEST_BLOCK = 128  # token-expert pairs
 FIXED_BLOCK = 64  # the same, where results may not depend on how many pairs there are
@@ -89,13 +89,15 @@ class QuantizedExperts:
     """Holds matrices that stay quantized."""
 
     weight: QuantizedWeight
-    bias: Any | None
+    bias: Any | None  # [experts * rows] float32
+    factors: Any | None = None  # of products, where matrices have a factor each: [experts * rows] float32
 
     def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
-        quant_expert_gemv(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated)
+        quant_expert_gemv(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated, self.factors)
 
     def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
-        quant_expert_gemm(rows._replace(x=rows.x.bfloat16()), permutation, size, self.weight, self.bias, out)
+        rows = rows._replace(x=rows.x.bfloat16())
+        quant_expert_gemm(rows, permutation, size, self.weight, self.bias, out, self.factors)
 
 
 def compute_experts(
@@ -164,9 +166,9 @@ def pack_matrices(
     formats = {part.format.name for part in parts}
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
     tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
-    if tiled and len(formats) == 1 and formats <= SPLIT.keys() and all(part.scales is None for part in parts):
+    if tiled and len(formats) == 1 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
         log_growth(parts[:1], workspace)
-        return QuantizedExperts(join([packed(part, workspace.transfer) for part in parts]), bias)
+        return pack_quantized_experts(parts, bias, workspace)
     if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (experts := pack_fp8_experts(parts, bias, workspace)):
         return experts
     if dtype.itemsize == 2 and not formats <= PLAIN.keys():
@@ -187,6 +189,17 @@ def pack_matrices(
         return QuantizedExperts(quantize_int4(values), bias)
     made = quantize_fp8(values)
     return Fp8Experts(made.values, made.scales, bias, workspace.tilings.device)
+
+
+def pack_quantized_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> QuantizedExperts:
+    """Packs parts in one quantized format, each of which may have a factor."""
+    matrices = [packed(part, workspace.transfer) for part in parts]
+    factors = None
+    if any(part.scales is not None for part in parts):
+        each = torch.tensor([matrix.factor for matrix in matrices], dtype=torch.float32)
+        sizes = torch.tensor([matrix.rows for matrix in matrices])
+        factors = each.repeat_interleave(sizes).to(workspace.arena.device)
+    return QuantizedExperts(join([replace(matrix, factor=1.0) for matrix in matrices]), bias, factors)
 
 
 def pack_fp8_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> Fp8Experts | None:

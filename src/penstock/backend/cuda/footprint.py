@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from penstock.backend.base import StoredAs
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.near_blocks import as_near_blocks
-from penstock.model.roles import EXPERTS, MLA
+from penstock.model.roles import MLA
 from penstock.model.spec import ModelSpec
-from penstock.model.tensor import PLAIN, Tensor
+from penstock.model.tensor import AFFINE, PLAIN, Tensor, factor_of
 
 # Bits of one value, its share of scales included, in formats that stay quantized on a GPU.
 STORED_BITS = {
@@ -17,6 +17,7 @@ STORED_BITS = {
     "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5, "NVFP4": 5.0, "NF4": 4.5,
     "IQ1_S": 4.3125, "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125,
     "IQ3_S": 4.3125, "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
+    **{name: affine.bits + 32 / affine.values for name, affine in AFFINE.items()},
 }  # fmt: skip
 QUANTIZED_BITS = {"fp8": 8.0, "int4": 4.5}  # the same for what plain weights become at load
 FP8_COLUMNS = 128  # that share a scale, in kernels that read FP8
@@ -44,7 +45,7 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     if tensor.scales is not None and name == "F8_E4M3":
         columns = tensor.scales.columns
         widened |= columns < tensor.shape[1] and columns % FP8_COLUMNS != 0
-    widened |= tensor.role in EXPERTS and name != "F8_E4M3" and tensor.scales is not None
+    widened |= name != "F8_E4M3" and factor_of(tensor) is None
     if name in STORED_BITS and not widened:
         return StoredAs(name, STORED_BITS[name])
     if quantize and name in PLAIN and may_quantize(tensor, quantize, "cuda"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log2
 
 import numpy as np
@@ -36,7 +37,7 @@ from penstock.backend.cuda.quant_blocks import (
 )
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import FP4_VALUES, IQ4_VALUES, NF4_VALUES
-from penstock.model.tensor import FORMATS, NF4
+from penstock.model.tensor import AFFINE, STORAGE, AffineFormat
 
 CHUNK_VALUES = 1 << 24  # packed together: each takes some 20 bytes meanwhile
 
@@ -61,6 +62,7 @@ CODINGS = {
     "NVFP4": Coding(4, 16, False, 0, bfloat=True, table=FP4_TABLE),
     "NF4": Coding(4, 32, False, 0, table=NF4_TABLE),
     "INT4": Coding(4, 64, True, 0),
+    **{name: Coding(one.bits, one.values, True, 0, scaled_minima=one.zeros) for name, one in AFFINE.items()},
 } | iquants.CODINGS
 
 
@@ -95,7 +97,7 @@ def pack(
     have the range for it, take the power of two of the factor, so that products come out in their final range."""
     coding = CODINGS[format_name]
     power = 2.0 ** round(log2(factor)) if coding.bfloat and factor > 0 else 1.0
-    format = NF4 if format_name == NF4.name else FORMATS[format_name]
+    format = STORAGE[format_name]
     lines = data.reshape(rows, width // format.values * format.bytes)
 
     def split(first: int, last: int) -> QuantBlocks:
@@ -213,6 +215,17 @@ def split_nf4(blocks: Array) -> QuantBlocks:
     return QuantBlocks(line(fields(codes, 4)), scales.contiguous().view(torch.float32).half())
 
 
+def split_affine(affine: AffineFormat, blocks: Array) -> QuantBlocks:
+    """Splits codes from 0 on that have a minimum, or a zero point, which then changes its sign."""
+    scale, minimum, codes = half_at(blocks, 0), half_at(blocks, 2), blocks[..., 4:]
+    if affine.bits < 8:
+        low, high = codes.split([affine.values // 2, affine.values * (affine.bits - 4) // 8], -1)
+        codes = fields(low, 4)
+        if affine.bits > 4:
+            codes = codes | fields(high, affine.bits - 4) << 4
+    return QuantBlocks(line(codes), torch.cat([scale, -minimum if affine.zeros else minimum], -1))
+
+
 SPLIT: dict[str, Callable[[Array], QuantBlocks]] = {
     "Q4_0": lambda blocks: split_q4(blocks, 1),
     "Q4_1": lambda blocks: split_q4(blocks, 2),
@@ -230,6 +243,9 @@ SPLIT: dict[str, Callable[[Array], QuantBlocks]] = {
     "NVFP4": split_nvfp4,
     "NF4": split_nf4,
 } | iquants.SPLIT
+
+
+SPLIT |= {name: partial(split_affine, one) for name, one in AFFINE.items()}
 
 
 # ---- packing ----

@@ -21,11 +21,12 @@ class Coding(NamedTuple):
     bytes: bool = False  # scales and minima are signed bytes, which a float16 for every 256 columns multiplies
     bfloat: bool = False  # scales of 16 bits are bfloat16 instead of float16
     table: tuple[float, ...] = ()  # for codes of 4 bits: up to 16 numbers, each exact in bfloat16
+    scaled_minima: bool = False  # minima are zero points with their sign changed, which scales multiply
 
     @property
-    def shifted(self) -> bool:
-        """Returns whether kernels see codes 128 higher than they are."""
-        return self.bits < 8 and not self.table
+    def shift(self) -> int:
+        """Returns by how much codes are higher in kernels than they are."""
+        return 0 if self.table else -128 if self.bits == 8 else 128
 
     @property
     def groups(self) -> int:

@@ -21,7 +21,7 @@ from penstock.model import rope
 from penstock.model.ops import Ops
 from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
-from penstock.model.tensor import FORMATS, Stack, Tensor
+from penstock.model.tensor import AFFINE, FORMATS, Stack, Tensor
 
 Random = np.random.Generator
 BLOCK_SIZE = 16
@@ -30,7 +30,7 @@ EXACT = 1e-6
 FLOAT = 1e-5  # the same sums in another order
 HALF = 5e-3  # 16 bits for activations, keys and values
 BYTE = 2e-2  # 8 bits, in blocks, for activations
-LINEAR_TOLERANCE = dict.fromkeys(FORMATS, BYTE) | {"F32": FLOAT, "F16": HALF, "BF16": HALF}
+LINEAR_TOLERANCE = dict.fromkeys((*FORMATS, *AFFINE), BYTE) | {"F32": FLOAT, "F16": HALF, "BF16": HALF}
 
 
 class Experts(NamedTuple):
@@ -351,7 +351,7 @@ from penstock.backend.ref.scan_cases import SCAN_CASES  # noqa: E402
 from penstock.backend.ref.stream_cases import STREAM_CASES  # noqa: E402
 
 CASES = (
-    *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in FORMATS),
+    *(Case("embed", f, f, EXACT, partial(embed, format=f, tokens=7, width=256)) for f in LINEAR_TOLERANCE),
     Case("embed", "one token", "F32", EXACT, partial(embed, format="F32", tokens=1, width=33)),
     Case("add_norm", "one token", "F32", FLOAT, partial(add_norm, tokens=1, width=576)),
     Case("add_norm", "odd width", "F32", FLOAT, partial(add_norm, tokens=5, width=33)),

@@ -2,8 +2,8 @@
 
     value = scale * (code - zero), or scale * code + minimum
 
-They become storage blocks of 32 values that kernels know if nothing is lost: numbers fit the codes, groups are runs of
-whole blocks, and scales are exact in float16. Otherwise values are computed as they are read, and backends store those.
+They become storage blocks of 32 or 64 values that kernels know if nothing is lost: groups are runs of whole blocks, and
+scales are exact in float16. Otherwise values are computed as they are read, and backends store those.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from penstock.config import available_threads
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import LAYOUTS
 from penstock.model.formats.near_blocks import NearBlocks
-from penstock.model.tensor import FORMATS, Bytes, Format, Tensor
+from penstock.model.tensor import AFFINE, STORAGE, AffineFormat, Bytes, Format, Tensor
 
-BLOCK = 32
+BLOCK, LONG_BLOCK = 32, 64
 CHUNK_VALUES = 1 << 20  # that a thread repacks together: they stay in a CPU cache
 MAX_THREADS = 16
-LIMITS = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}  # a format holds whole numbers from -limit to limit - 1
-WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}  # bits of a code: the format that holds it with a minimum
+LIMITS = {"Q4_0": 8, "Q8_0": 128}  # a format holds whole numbers from -limit to limit - 1
+WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}  # bits of a code: the format of GGUF that holds it with a minimum
 
 MAX_STEP = 2**-7  # of a scale, that rounding a minimum may move values by
 
@@ -64,7 +64,7 @@ class Grouped:
         stored = self.storage_format(self.factors(0, self.shape[0]))
         if stored is None:
             return Tensor(self.name, Format(self.kind, 1, 4), self.shape, self.near_rows())
-        return Tensor(self.name, FORMATS[stored], self.shape, partial(self.blocks, stored))
+        return Tensor(self.name, STORAGE[stored], self.shape, partial(self.blocks, stored))
 
     def near_rows(self) -> Callable[[int, int], Bytes]:
         """Returns what makes rows as float32, and as storage blocks if rounding the minima to float16 is all that it
@@ -80,16 +80,26 @@ class Grouped:
         return NearBlocks(self.values, partial(self.blocks, stored), stored)
 
     def storage_format(self, factors: Factors) -> str | None:
-        """Returns the first format that holds all values exactly."""
-        width = self.shape[1]
+        """Returns the smallest format that holds all values exactly."""
         scales, zeros, minima = factors
-        runs = self.places is None and width % BLOCK == 0 and self.group % BLOCK == 0
-        if not runs or not is_half(scales) or not (minima is None or is_half(minima)):
+        size = self.block_size
+        if not size or not is_half(scales) or not (minima is None or is_half(minima)):
             return None
         if minima is not None:
-            return next((name for bits, name in WITH_MINIMUM.items() if self.bits <= bits), None)
+            bits = next(bits for bits in (4, 5, 6, 8) if self.bits <= bits)
+            own = AffineFormat(bits, size, zeros=False).name
+            return own if own in AFFINE else WITH_MINIMUM[bits]
         lowest, highest = -int(np.max(zeros)), (1 << self.bits) - 1 - int(np.min(zeros))
-        return next((name for name, limit in LIMITS.items() if -limit <= lowest and highest < limit), None)
+        held = [name for name, limit in LIMITS.items() if -limit <= lowest and highest < limit]
+        held.append(AffineFormat(4 if self.bits <= 4 else 8, size, zeros=True).name)
+        return min(held, key=lambda name: STORAGE[name].bytes / STORAGE[name].values)
+
+    @property
+    def block_size(self) -> int:
+        """Returns how many values a block has that lies in one group; 0 if there are no such blocks."""
+        if self.places is not None:
+            return 0
+        return next((size for size in (LONG_BLOCK, BLOCK) if self.shape[1] % size == self.group % size == 0), 0)
 
     def values(self, first: int, last: int) -> Bytes:
         """Returns rows `first` to `last` as float32."""
@@ -106,7 +116,7 @@ class Grouped:
     def blocks(self, format: str, first: int, last: int) -> Bytes:
         """Returns rows `first` to `last` as storage blocks."""
         width = self.shape[1]
-        out = np.empty((last - first, width // BLOCK), LAYOUTS[format])
+        out = np.empty((last - first, width // STORAGE[format].values), LAYOUTS[format])
         step = max(CHUNK_VALUES // width // BLOCK, 1) * BLOCK
 
         def fill(start: int) -> None:
@@ -120,25 +130,41 @@ class Grouped:
     def fill(self, format: str, first: int, last: int, out: Array) -> None:
         """Fills `out` [rows, blocks] with rows `first` to `last`."""
         scales, zeros, minima = self.factors(first, last)
-        place = np.arange(out.shape[1]) * BLOCK // self.group
-        codes: Array = self.codes(first, last).reshape(*out.shape, BLOCK)
+        size = STORAGE[format].values
+        place = np.arange(out.shape[1]) * size // self.group
+        codes: Array = self.codes(first, last).reshape(*out.shape, size)
         out["d"] = scales[:, place]
-        if minima is None:
-            codes = codes + (LIMITS[format] - zeros_at(zeros, place)[..., None]).astype(np.uint8)
-        else:
+        if minima is not None:
             out["m"] = minima[:, place]
+        elif format in AFFINE:
+            out["z"] = zeros_at(zeros, place)
+        else:
+            codes = codes + (LIMITS[format] - zeros_at(zeros, place)[..., None]).astype(np.uint8)
         put_codes(codes, format, out)
 
 
 def put_codes(codes: Array, format: str, out: Array) -> None:
-    """Puts codes [..., 32] into storage blocks."""
-    if format == "Q8_0":
-        out["qs"] = (codes ^ 128).view(np.int8)
+    """Puts the codes of blocks [..., values] into them."""
+    if out.dtype["qs"].shape[0] == codes.shape[-1]:
+        out["qs"] = (codes ^ 128).view(np.int8) if format == "Q8_0" else codes
         return
     if "qh" in out.dtype.names:
-        out["qh"] = np.packbits(codes >> 4, axis=-1, bitorder="little")
+        high = codes >> 4
+        if format == "Q5_1":
+            out["qh"] = np.packbits(high, axis=-1, bitorder="little")
+        else:
+            out["qh"] = together(high, out.dtype["qh"].shape[0])
         codes = codes & 15
-    out["qs"] = codes[..., :16] | codes[..., 16:] << 4
+    out["qs"] = together(codes, out.dtype["qs"].shape[0])
+
+
+def together(codes: Array, size: int) -> Array:
+    """Packs codes [..., n] into `size` bytes: the first of them in the lowest bits of all, then the next."""
+    runs = codes.reshape(*codes.shape[:-1], -1, size)
+    packed = runs[..., 0, :]
+    for i in range(1, runs.shape[-2]):
+        packed = packed | runs[..., i, :] << (8 // runs.shape[-2] * i)
+    return packed
 
 
 def zeros_at(zeros: Array, place: Array) -> Array:

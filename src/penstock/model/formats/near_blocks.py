@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from penstock.model.dequantize import LAYOUTS
-from penstock.model.tensor import FORMATS, Bytes, Tensor
+from penstock.model.tensor import FORMATS, STORAGE, Bytes, Tensor
 
 BLOCK = 32
 MAX_ERROR = 2**-11  # relative, of a scale in float16
@@ -33,7 +33,7 @@ def as_near_blocks(tensor: Tensor) -> Tensor | None:
     """Returns the tensor in storage blocks with factors rounded to float16, which is more exact than values of 16 bits
     would be. Returns None if there are no such blocks, or if float16 cannot hold its factors that exactly."""
     if isinstance(tensor.source, NearBlocks):
-        return replace(tensor, format=FORMATS[tensor.source.format], source=tensor.source.blocks)
+        return replace(tensor, format=STORAGE[tensor.source.format], source=tensor.source.blocks)
     if tensor.format.name != "I8" or tensor.scales is None or tensor.shape[-1] % BLOCK:
         return None
     with np.errstate(over="ignore"):

@@ -46,6 +46,7 @@ void multiply_thin(const Kernels& kernels, const Weight& weight, size_t chunk, c
       .columns = run.columns,
       .table = run.part->table,
       .factor = run.part->factor,
+      .grouping = run.part->grouping,
       .add = add,
   });
 }

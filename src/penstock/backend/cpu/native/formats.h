@@ -4,8 +4,8 @@
 // checkpoint holds and how its parts combine; packing and every kernel follow from it.
 //   value = scale * number + minimum, where
 //   number = code - ZERO, or TABLE[code] times a FACTOR for all of them; a code has LOW + HIGH bits
-//   scale = d, or d * its own byte; minimum = 0, m, or m * its own byte; GROUPS of each in a block
-// What kernels must know of a format is its Kind. Formats of one kind share them, and the table is data.
+//   scale = d, or d * its own byte; minimum = 0, m, m * its own byte, or m * scale; GROUPS of each in a block
+// What kernels must know of a format is its Kind. Formats of one kind share them: a table is data, and so is a Grouping.
 #pragma once
 
 #include <cstddef>
@@ -64,7 +64,15 @@ inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
 }  // namespace read
 
-enum class Scale : uint8_t { HALF, BFLOAT, HALF_TIMES_BYTE };
+enum class Scale : uint8_t { HALF, BFLOAT, HALF_TIMES_BYTE, GROUPED };
+
+// What kernels of GROUPED scales learn when they run.
+struct Grouping {
+  uint8_t shift = 0;   // 2^shift blocks of 32 share d and m
+  bool zeros = false;  // m is a zero point with its sign changed, which the scale multiplies
+
+  constexpr size_t blocks() const { return size_t(1) << shift; }
+};
 
 template <size_t VALUES_, int LOW_, int HIGH_, bool MINIMA_, int ZERO_, Scale SCALE_, size_t GROUPS_, bool TABLED_>
 struct KindOf {
@@ -80,6 +88,7 @@ struct Quantized : KindOf<VALUES, LOW, HIGH, MINIMA, ZERO, SCALE, GROUPS, false>
   static constexpr size_t BYTES = BYTES_;  // of a storage block
   static constexpr const int8_t* TABLE = nullptr;
   static constexpr float FACTOR = 1;
+  static constexpr Grouping GROUPING = {};
 };
 
 template <size_t VALUES, size_t BYTES_, int LOW, int HIGH, Scale SCALE, const int8_t* TABLE_, size_t GROUPS = 1>
@@ -87,6 +96,25 @@ struct Tabled : KindOf<VALUES, LOW, HIGH, false, 0, SCALE, GROUPS, true> {
   static constexpr size_t BYTES = BYTES_;
   static constexpr const int8_t* TABLE = TABLE_;  // of 16
   static constexpr float FACTOR = 1;
+  static constexpr Grouping GROUPING = {};
+};
+
+// Codes from 0 on, with a scale and a minimum or a zero point for 32 or 64 of them.
+template <int BITS, size_t VALUES_, bool ZEROS>
+struct Affine : KindOf<BLOCK, (BITS == 8 ? 8 : 4), BITS % 8 % 4, true, 0, Scale::GROUPED, 1, false> {
+  static constexpr size_t VALUES = VALUES_, BYTES = 4 + VALUES * BITS / 8;
+  static constexpr const int8_t* TABLE = nullptr;
+  static constexpr float FACTOR = 1;
+  static constexpr Grouping GROUPING = {VALUES / BLOCK / 2, ZEROS};
+  static_assert(GROUPING.blocks() * BLOCK == VALUES);
+
+  static void take(const uint8_t* p, Parts& parts) {
+    constexpr int LOW = Affine::LOW, HIGH = Affine::HIGH;
+    parts.d = read::half(p);
+    parts.m = ZEROS ? read::negative(read::half(p + 2)) : read::half(p + 2);
+    read::fields(p + 4, VALUES * LOW / 8, LOW, parts.codes);
+    if constexpr (HIGH) read::fields(p + 4 + VALUES * LOW / 8, VALUES * HIGH / 8, HIGH, parts.codes, LOW);
+  }
 };
 
 struct Q4_0 : Quantized<32, 18, 4, 0, false, 8, Scale::HALF> {
@@ -290,6 +318,34 @@ struct TQ2_0 : Quantized<256, 66, 2, 0, true, 0, Scale::HALF_TIMES_BYTE, 2> {
   static void take(const uint8_t* p, Parts& parts);
 };
 
+struct U4_MIN_64 : Affine<4, 64, false> {
+  static constexpr const char* NAME = "U4_MIN_64";
+};
+struct U6_MIN_64 : Affine<6, 64, false> {
+  static constexpr const char* NAME = "U6_MIN_64";
+};
+struct U8_MIN_64 : Affine<8, 64, false> {
+  static constexpr const char* NAME = "U8_MIN_64";
+};
+struct U6_MIN_32 : Affine<6, 32, false> {
+  static constexpr const char* NAME = "U6_MIN_32";
+};
+struct U8_MIN_32 : Affine<8, 32, false> {
+  static constexpr const char* NAME = "U8_MIN_32";
+};
+struct U4_ZERO_64 : Affine<4, 64, true> {
+  static constexpr const char* NAME = "U4_ZERO_64";
+};
+struct U4_ZERO_32 : Affine<4, 32, true> {
+  static constexpr const char* NAME = "U4_ZERO_32";
+};
+struct U8_ZERO_64 : Affine<8, 64, true> {
+  static constexpr const char* NAME = "U8_ZERO_64";
+};
+struct U8_ZERO_32 : Affine<8, 32, true> {
+  static constexpr const char* NAME = "U8_ZERO_32";
+};
+
 // ---- what there is ----
 
 template <class... T>
@@ -299,7 +355,7 @@ struct Types {
 using QuantizedFormats =
     Types<Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4,
           NVFP4, IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, TQ1_0, TQ2_0,
-          NF4>;
+          NF4, U4_MIN_64, U6_MIN_64, U8_MIN_64, U6_MIN_32, U8_MIN_32, U4_ZERO_64, U4_ZERO_32, U8_ZERO_64, U8_ZERO_32>;
 
 enum class Format : uint8_t { F32, F16, BF16, QUANTIZED };  // those from QUANTIZED on follow the list above
 inline constexpr size_t FORMATS = size_t(Format::QUANTIZED) + QuantizedFormats::COUNT;
@@ -309,12 +365,14 @@ inline constexpr size_t FORMATS = size_t(Format::QUANTIZED) + QuantizedFormats::
 // A panel is a run of storage blocks of 16 rows. Each is a head (d, m [16] where bytes scale them) and blocks of 32:
 // the codes' low bits, their high bits, the scales [GROUPS][16], the minima [GROUPS][16]. Codes come in groups of 4
 // consecutive values of a row, which an 8-bit dot product instruction takes per lane. `bits` bits of the 8 groups fill
-// `bits` vectors [16][4 bytes]: group g lies in vector g % bits, g / bits * bits bits up.
+// `bits` vectors [16][4 bytes]: group g lies in vector g % bits, g / bits * bits bits up. GROUPED blocks have codes
+// alone, and their head (d, m [16]) follows the last block that shares it.
 template <class Q>
 struct Packed {
+  static constexpr bool GROUPED = Q::SCALE == Scale::GROUPED;
   static constexpr size_t VECTOR = LANES * 4;
   static constexpr size_t BLOCKS = Q::VALUES / BLOCK;
-  static constexpr size_t SCALE = Q::SCALE == Scale::HALF_TIMES_BYTE ? 1 : 2;  // bytes
+  static constexpr size_t SCALE = GROUPED ? 0 : Q::SCALE == Scale::HALF_TIMES_BYTE ? 1 : 2;  // bytes
   static constexpr size_t HIGH = size_t(Q::LOW) * VECTOR;
   static constexpr size_t SCALES = HIGH + size_t(Q::HIGH) * VECTOR;
   static constexpr size_t MINIMA = SCALES + Q::GROUPS * LANES * SCALE;
@@ -322,8 +380,14 @@ struct Packed {
   static constexpr size_t HEAD = SCALE == 2 ? 0 : LANES * 2 * (Q::MINIMA ? 2 : 1);
   static constexpr size_t BYTES = HEAD + BLOCKS * BLOCK_BYTES;
 
-  static constexpr size_t head(size_t block) { return block / BLOCKS * BYTES; }
-  static constexpr size_t at(size_t block) { return head(block) + HEAD + block % BLOCKS * BLOCK_BYTES; }
+  static constexpr size_t head(size_t block, Grouping grouping) {
+    const size_t group = block >> grouping.shift;
+    return GROUPED ? ((group + 1) << grouping.shift) * BLOCK_BYTES + group * HEAD : block / BLOCKS * BYTES;
+  }
+  static constexpr size_t at(size_t block, Grouping grouping) {
+    if (GROUPED) return block * BLOCK_BYTES + (block >> grouping.shift) * HEAD;
+    return head(block, grouping) + HEAD + block % BLOCKS * BLOCK_BYTES;
+  }
 };
 
 }  // namespace penstock

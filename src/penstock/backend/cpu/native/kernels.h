@@ -30,6 +30,7 @@ struct PanelProduct {
   size_t columns;
   const int8_t* table;  // of 16 numbers that codes stand for, and what all of them are multiplied with;
   float factor;         // read by kinds of formats that have a table
+  Grouping grouping;    // read by kinds of formats with GROUPED scales
   bool add = false;     // to what y holds; for F32 and F16 without a bias
 };
 

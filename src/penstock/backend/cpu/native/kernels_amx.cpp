@@ -58,7 +58,7 @@ struct Ready {
 
   void prepare(const std::byte* panel, size_t b, const int8_t* table) {
     using P = Packed<Q>;
-    const std::byte *head = panel + P::head(b), *block = panel + P::at(b);
+    const std::byte *head = panel + P::head(b, {}), *block = panel + P::at(b, {});
     unpack(block, table, std::make_integer_sequence<int, 8>{});
     total = total_of<Q>(head, block, table);
     UNROLL for (size_t h = 0; h < Q::GROUPS; ++h) {
@@ -270,11 +270,17 @@ constexpr size_t first_of(Types<Q...>) {
   return at;
 }
 
+// Grouped kinds stay with vectors.
+template <class Q, size_t FORMAT, size_t FIRST>
+void put_tiled(Kernels& kernels) {
+  if constexpr (!Packed<Q>::GROUPED) kernels.product[FORMAT] = tiled_product<typename Q::Kind, FIRST>;
+}
+
 template <class... Q, size_t... AT>
 Kernels all_tiled(Types<Q...> formats, std::index_sequence<AT...>) {
   Kernels kernels = bfloat_tiled();
   constexpr size_t FIRST = size_t(Format::QUANTIZED);
-  ((kernels.product[FIRST + AT] = tiled_product<typename Q::Kind, FIRST + first_of<typename Q::Kind>(formats)>), ...);
+  (put_tiled<Q, FIRST + AT, FIRST + first_of<typename Q::Kind>(formats)>(kernels), ...);
   return kernels;
 }
 

@@ -10,13 +10,13 @@ namespace penstock {
 namespace {
 
 // Whether codes are multiplied as they are stored: those that begin at 0, and where bytes may have a sign those that a
-// number is to be subtracted from.
+// number is to be subtracted from. Codes of 8 bits have none to spare for a sign.
 template <class Q>
-constexpr bool AS_STORED = Q::MINIMA || (SIGNED_BYTES && !Q::TABLED && Q::LOW < 8);
+constexpr bool AS_STORED = SIGNED_BYTES ? !Q::TABLED && Q::LOW < 8 : Q::MINIMA;
 
 // By how much codes are higher than the numbers that they stand for.
 template <class Q>
-constexpr int EXCESS = Q::MINIMA ? 0 : AS_STORED<Q> ? Q::ZERO : SIGNED_BYTES ? 0 : 128;
+constexpr int EXCESS = AS_STORED<Q> ? Q::ZERO : Q::MINIMA ? -128 : SIGNED_BYTES ? 0 : 128;
 
 // What undoes that in a dot product with values of x, given -128 times their sum.
 template <class Q>
@@ -43,15 +43,23 @@ INLINE Codes codes_of(const std::byte* block, const int8_t* table) {
   if constexpr (Q::HIGH)
     codes = join<Q::LOW>(codes, field<GROUP / HIGH * HIGH, HIGH>(load_codes(block + Packed<Q>::HIGH + GROUP % HIGH * 64)));
   if constexpr (Q::TABLED) return centered(lookup(codes, table), 0);
-  return AS_STORED<Q> ? codes : centered(codes, Q::ZERO);
+  return AS_STORED<Q> ? codes : centered(codes, Q::MINIMA ? 128 : Q::ZERO);
 }
 
 template <class Q>
 INLINE F factor(const std::byte* head, const std::byte* own, size_t group) {
   if constexpr (Q::SCALE == Scale::HALF_TIMES_BYTE)
     return mul(load((const uint16_t*)head), load((const int8_t*)own + group * LANES));
+  if constexpr (Q::SCALE == Scale::GROUPED) return load((const uint16_t*)head);
   const uint16_t* bits = (const uint16_t*)own + group * LANES;
   return Q::SCALE == Scale::HALF ? load(bits) : load_bfloat(bits);
+}
+
+// What is added to scale * number.
+template <class Q>
+INLINE F minimum_of(const std::byte* head, const std::byte* block, size_t group, F scale, Grouping grouping) {
+  const F minimum = factor<Q>(head + LANES * 2, block + Packed<Q>::MINIMA, group);
+  return Packed<Q>::GROUPED && grouping.zeros ? mul(minimum, scale) : minimum;
 }
 
 // The sum of the numbers that share scale H.
@@ -80,16 +88,17 @@ struct CodedTile {
   const CodeBlock* x[N];
   F sums[N];
 
-  CodedTile(const PanelProduct& p, size_t row) {
-    UNROLL for (size_t i = 0; i < N; ++i) x[i] = (const CodeBlock*)(p.x + (row + i) * p.x_stride);
+  // Of N rows the first `own` count; those after them repeat the last.
+  CodedTile(const PanelProduct& p, size_t row, size_t own) {
+    UNROLL for (size_t i = 0; i < N; ++i) x[i] = (const CodeBlock*)(p.x + (row + at_most(i, own - 1)) * p.x_stride);
   }
 
   INLINE void multiply(const PanelProduct& p, const std::byte* panel) {
     UNROLL for (size_t i = 0; i < N; ++i) sums[i] = zero();
     for (size_t b = 0; b < p.width / BLOCK; ++b) {
-      const std::byte *head = panel + P::head(b), *block = panel + P::at(b);
-      add_scaled<0>(head, block, p.table, b);
-      if constexpr (Q::GROUPS == 2) add_scaled<1>(head, block, p.table, b);
+      const std::byte *head = panel + P::head(b, p.grouping), *block = panel + P::at(b, p.grouping);
+      add_scaled<0>(p, head, block, b);
+      if constexpr (Q::GROUPS == 2) add_scaled<1>(p, head, block, b);
       if (p.middles) add_middles(total_of<Q>(head, block, p.table), b);
     }
     if constexpr (Q::TABLED)
@@ -98,16 +107,16 @@ struct CodedTile {
 
   // Those values of block b that share scale H.
   template <int H>
-  INLINE void add_scaled(const std::byte* head, const std::byte* block, const int8_t* table, size_t b) {
+  INLINE void add_scaled(const PanelProduct& p, const std::byte* head, const std::byte* block, size_t b) {
     constexpr size_t WHOLE = Q::GROUPS == 1 ? 2 : H;
     DotsOf<Q> dots[N];
     UNROLL for (size_t i = 0; i < N; ++i) dots[i] = {all(excess_of<Q>(x[i][b].offset[WHOLE]))};
-    add_groups<H * 4>(block, table, b, dots, std::make_integer_sequence<int, 8 / Q::GROUPS>{});
+    add_groups<H * 4>(block, p.table, b, dots, std::make_integer_sequence<int, 8 / Q::GROUPS>{});
     const F scale = factor<Q>(head, block + P::SCALES, H);
     UNROLL for (size_t i = 0; i < N; ++i)
       sums[i] = fma(to_float(dots[i].total()), mul(scale, all(x[i][b].scale)), sums[i]);
     if constexpr (Q::MINIMA) {
-      const F minimum = factor<Q>(head + LANES * 2, block + P::MINIMA, H);
+      const F minimum = minimum_of<Q>(head, block, H, scale, p.grouping);
       UNROLL for (size_t i = 0; i < N; ++i) sums[i] = fma(minimum, all(x[i][b].sum[WHOLE]), sums[i]);
     }
   }
@@ -134,16 +143,16 @@ struct CodedTile {
   // those of x from being read. One row does nothing but read in order, which the CPU foresees better by itself.
   template <int GROUP>
   INLINE void fetch(const std::byte* block) const {
-    constexpr size_t AHEAD = 8192, LINES = (P::BLOCK_BYTES + 63) / 64;
+    constexpr size_t AHEAD = 8192, LINES = (P::BLOCK_BYTES + (P::GROUPED ? P::HEAD : 0) + 63) / 64;
     if constexpr (N > 1)
       UNROLL for (size_t line = GROUP; line < LINES; line += 8) __builtin_prefetch(block + AHEAD + line * 64, 0, 2);
   }
 };
 
-// Panels [first, last) times the rows of one tile.
+// Panels [first, last) times the rows of one tile, the first `own` of N.
 template <class Q, size_t N>
-[[gnu::noinline]] void multiply_tile(const PanelProduct& p, size_t row, size_t first, size_t last) {
-  CodedTile<Q, N> tile(p, row);
+[[gnu::noinline]] void multiply_tile(const PanelProduct& p, size_t row, size_t own, size_t first, size_t last) {
+  CodedTile<Q, N> tile(p, row, own);
   for (size_t panel = first; panel < last; ++panel) {
     tile.multiply(p, p.panels + panel * p.panel_bytes);
     if (p.partners) {
@@ -152,8 +161,16 @@ template <class Q, size_t N>
       tile.multiply(p, p.partners + panel * p.panel_bytes);
       UNROLL for (size_t i = 0; i < N; ++i) tile.sums[i] = mul(silu(gates[i]), tile.sums[i]);
     }
-    UNROLL for (size_t i = 0; i < N; ++i) finish(p, panel, row + i, tile.sums[i]);
+    UNROLL for (size_t i = 0; i < N; ++i)
+      if (i < own) finish(p, panel, row + i, tile.sums[i]);
   }
+}
+
+// Rows of the tile that multiplies `rows`. Of grouped kinds, which few models have, most tiles have an even number of
+// rows: that is half as much code.
+template <class Q>
+constexpr size_t tile_rows(size_t rows) {
+  return Packed<Q>::GROUPED && rows > 1 ? at_most(rows + rows % 2, ROWS) : rows;
 }
 
 // Tiles of rows take turns with as many panels as stay in the second-level cache meanwhile.
@@ -164,7 +181,7 @@ void coded_product(const PanelProduct& p) {
   const size_t step = NEAR_BYTES / (p.panel_bytes * (p.partners ? 2 : 1)) + 1;
   for (size_t first = 0; first < panels; first += step)
     by_tiles<ROWS>(p.rows, [&]<size_t N>(Count<N>, size_t row) {
-      multiply_tile<Q, N>(p, row, first, at_most(first + step, panels));
+      multiply_tile<Q, tile_rows<Q>(N)>(p, row, N, first, at_most(first + step, panels));
     });
 }
 

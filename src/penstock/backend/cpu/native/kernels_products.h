@@ -17,7 +17,7 @@
 namespace penstock {
 namespace {
 
-inline size_t at_most(size_t value, size_t limit) { return value < limit ? value : limit; }
+inline constexpr size_t at_most(size_t value, size_t limit) { return value < limit ? value : limit; }
 
 template <size_t N>
 struct Count {};

@@ -81,6 +81,7 @@ struct HeadProducts {
         .columns = run.columns,
         .table = run.part->table,
         .factor = run.part->factor,
+        .grouping = run.part->grouping,
     });
   }
 };
@@ -126,6 +127,7 @@ void multiply(const Kernels& kernels, const Buffer& x, size_t row, size_t rows, 
         .columns = run.columns,
         .table = run.part->table,
         .factor = run.part->factor,
+        .grouping = run.part->grouping,
     });
     panel += run.panels;
   }

@@ -80,7 +80,8 @@ void unpack_bits(const std::byte* in, size_t bits, int to, uint8_t* codes) {
 template <class Q>
 struct QuantizedRow {
   using P = Packed<Q>;
-  static constexpr bool BYTE_SCALES = Q::SCALE == Scale::HALF_TIMES_BYTE;
+  static constexpr bool BYTE_SCALES = Q::SCALE == Scale::HALF_TIMES_BYTE, HEADED = BYTE_SCALES || P::GROUPED;
+  static constexpr Grouping GROUPING = Q::GROUPING;
 
   static void pack(const uint8_t* row, size_t width, std::byte* panel, size_t lane) {
     for (size_t i = 0; i < width / Q::VALUES; ++i) pack_storage(row + i * Q::BYTES, panel + i * P::BYTES, lane);
@@ -89,17 +90,17 @@ struct QuantizedRow {
   static void pack_storage(const uint8_t* storage, std::byte* packed, size_t lane) {
     Parts parts = {};
     Q::take(storage, parts);
-    std::byte* d = BYTE_SCALES ? packed : packed + P::SCALES;
-    std::byte* m = BYTE_SCALES ? packed + LANES * 2 : packed + P::MINIMA;
+    std::byte* d = packed + (HEADED ? P::head(0, GROUPING) : P::SCALES);
+    std::byte* m = HEADED ? d + LANES * 2 : packed + P::MINIMA;
     std::memcpy(d + lane * 2, &parts.d, 2);
     if (Q::MINIMA) std::memcpy(m + lane * 2, &parts.m, 2);
-    for (size_t b = 0; b < P::BLOCKS; ++b) pack_block(parts, b, packed + P::at(b), lane);
+    for (size_t b = 0; b < P::BLOCKS; ++b) pack_block(parts, b, packed + P::at(b, GROUPING), lane);
   }
 
   static void pack_block(const Parts& parts, size_t b, std::byte* block, size_t lane) {
     pack_bits(parts.codes + b * BLOCK, Q::LOW, 0, block + lane * 4);
     if constexpr (Q::HIGH) pack_bits(parts.codes + b * BLOCK, Q::HIGH, Q::LOW, block + P::HIGH + lane * 4);
-    if constexpr (!BYTE_SCALES && Q::GROUPS > 1)
+    if constexpr (!HEADED && Q::GROUPS > 1)
       for (size_t g = 0; g < Q::GROUPS; ++g)
         std::memcpy(block + P::SCALES + (g * LANES + lane) * 2, &parts.wide[b * Q::GROUPS + g], 2);
     if constexpr (BYTE_SCALES)
@@ -111,7 +112,7 @@ struct QuantizedRow {
 
   static void unpack(const std::byte* panel, size_t width, size_t lane, float* out) {
     for (size_t b = 0; b < width / BLOCK; ++b)
-      unpack_block(panel + P::head(b) + lane * 2, panel + P::at(b), lane, out + b * BLOCK);
+      unpack_block(panel + P::head(b, GROUPING) + lane * 2, panel + P::at(b, GROUPING), lane, out + b * BLOCK);
   }
 
   static void unpack_block(const std::byte* head, const std::byte* block, size_t lane, float* out) {
@@ -120,13 +121,15 @@ struct QuantizedRow {
     if constexpr (Q::HIGH) unpack_bits(block + P::HIGH + lane * 4, Q::HIGH, Q::LOW, codes);
     for (size_t j = 0; j < BLOCK; ++j) {
       const size_t at = j * Q::GROUPS / BLOCK * LANES + lane;
-      out[j] = factor(head, block + P::SCALES, at) * Q::FACTOR * float(number(codes[j]));
-      if constexpr (Q::MINIMA) out[j] += factor(head + LANES * 2, block + P::MINIMA, at);
+      const float scale = factor(head, block + P::SCALES, at) * Q::FACTOR, value = float(number(codes[j]));
+      const float minimum = Q::MINIMA ? factor(head + LANES * 2, block + P::MINIMA, at) : 0;
+      out[j] = GROUPING.zeros ? scale * (value + minimum) : Q::MINIMA ? scale * value + minimum : scale * value;
     }
   }
 
   static float factor(const std::byte* head, const std::byte* own, size_t at) {
     if constexpr (BYTE_SCALES) return from_half(word16(head)) * float(int8_t(own[at]));
+    if constexpr (P::GROUPED) return from_half(word16(head));
     const uint16_t bits = word16(own + at * 2);
     return Q::SCALE == Scale::HALF ? from_half(bits) : from_bfloat(bits);
   }
@@ -141,7 +144,7 @@ struct QuantizedRow {
     if constexpr (Q::TABLED)
       return Q::TABLE[code];
     else
-      return (Q::LOW == 8 ? int8_t(code) : code) - Q::ZERO;
+      return (Q::LOW == 8 && !Q::MINIMA ? int8_t(code) : code) - Q::ZERO;
   }
 };
 
@@ -153,21 +156,23 @@ struct Packing {
   size_t packed;         // bytes of 16 packed ones
   const int8_t* table;
   float factor;
+  Grouping grouping;
   void (*pack)(const uint8_t* row, size_t width, std::byte* panel, size_t lane);
   void (*unpack)(const std::byte* panel, size_t width, size_t lane, float* out);
 };
 
 template <class T, auto from, size_t RUN = 1>
 constexpr Packing plain(const char* name) {
-  return {name, 1, sizeof(T), LANES * sizeof(T), nullptr, 1, PlainRow<T, from, RUN>::pack, PlainRow<T, from, RUN>::unpack};
+  return {name, 1, sizeof(T), LANES * sizeof(T), nullptr, 1, {}, PlainRow<T, from, RUN>::pack,
+          PlainRow<T, from, RUN>::unpack};
 }
 
 template <class... Q>
 constexpr std::array<Packing, FORMATS> packings(Types<Q...>) {
   return {plain<float, [](float value) { return value; }>("F32"), plain<uint16_t, from_half>("F16"),
           plain<uint16_t, from_bfloat, 2>("BF16"),
-          Packing{Q::NAME, Q::VALUES, Q::BYTES, Packed<Q>::BYTES, Q::TABLE, Q::FACTOR, QuantizedRow<Q>::pack,
-                  QuantizedRow<Q>::unpack}...};
+          Packing{Q::NAME, Q::VALUES, Q::BYTES, Packed<Q>::BYTES, Q::TABLE, Q::FACTOR, Q::GROUPING,
+                  QuantizedRow<Q>::pack, QuantizedRow<Q>::unpack}...};
 }
 
 constexpr auto PACKINGS = packings(QuantizedFormats{});
@@ -199,7 +204,8 @@ Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& 
     const size_t panels = round_up(rows, LANES) / LANES;
     const bool apart = format == Format::F32 || format == Format::F16;  // kernels take these one by one
     const size_t panel_bytes = (apart ? width : round_up(width, BLOCK)) / packing.values * packing.packed;
-    parts_.push_back({format, rows, rows_, panels, panel_bytes, nullptr, packing.table, packing.factor});
+    parts_.push_back({format, rows, rows_, panels, panel_bytes, nullptr, packing.table, packing.factor,
+                      packing.grouping});
     coded_ |= format >= Format::QUANTIZED;
     bfloat_ |= format == Format::BF16;
     rows_ += rows;

@@ -23,8 +23,9 @@ struct Part {
   size_t panels;
   size_t panel_bytes;
   std::byte* data;
-  const int8_t* table;  // and factor: see PanelProduct
+  const int8_t* table;  // and what follows: see PanelProduct
   float factor;
+  Grouping grouping;
 };
 
 // Consecutive panels of one part.

@@ -150,7 +150,25 @@ def expert_gemv(
 
 
 @triton.jit
-def _quant_expert_gemv(x, matrix, bias, out, experts, each, CONFIG: tl.constexpr, PDL: tl.constexpr):
+def lines_of(rows, R: tl.constexpr, GATED: tl.constexpr):
+    """Returns which lines of an expert's matrix a program's sums are: see `tile_rows`."""
+    i = tl.arange(0, 16 * R)
+    if GATED:
+        return i // (8 * R) * (rows // 2) + tl.program_id(0) * (8 * R) + i % (8 * R)
+    else:
+        return tl.program_id(0) * (16 * R) + i
+
+
+@triton.jit
+def times_factors(total, factors, expert, line, rows):
+    """Multiplies the sums of an expert's lines by the factors of their matrices."""
+    return total * tl.load(factors + expert.to(tl.int64) * rows + line, line < rows, 0.0)[:, None]
+
+
+@triton.jit
+def _quant_expert_gemv(
+    x, matrix, bias, factors, out, experts, each, CONFIG: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr
+):
     let_next_start(PDL)
     FORMAT: tl.constexpr = CONFIG.format
     TILING: tl.constexpr = CONFIG.tiling
@@ -168,20 +186,26 @@ def _quant_expert_gemv(x, matrix, bias, out, experts, each, CONFIG: tl.constexpr
         items = load_rows(x, width, column, 1, width, TILING, 4, CONFIG.even)
         total = add_tiles(total, tiles, items, matrix.base, FORMAT, TILING, 4)
     out += pair.to(tl.int64) * (rows // 2 if CONFIG.epilogue.gated else rows)
-    finish(tl.sum(total, 0), bias + expert.to(tl.int64) * rows, out, 1, rows, 0, 4, CONFIG)
+    y = tl.sum(total, 0)
+    if SCALED:
+        y = times_factors(y, factors, expert, lines_of(rows, TILING.tiles, CONFIG.epilogue.gated), rows)
+    finish(y, bias + expert.to(tl.int64) * rows, out, 1, rows, 0, 4, CONFIG)
 
 
-def quant_expert_gemv(rows: ExpertRows, weight: QuantizedWeight, bias: Any | None, out: Any, gated: bool) -> None:
-    """Computes what `expert_gemv` does, from quantized matrices."""
+def quant_expert_gemv(
+    rows: ExpertRows, weight: QuantizedWeight, bias: Any | None, out: Any, gated: bool, factors: Any | None = None
+) -> None:
+    """Computes what `expert_gemv` does, from quantized matrices. `factors` [experts * rows] multiply products."""
     across = 1 << (weight.tiles - 1).bit_length()
     warps = min(WARPS, across)
     tiling = Tiling(warps, min(STEPS, max(across // warps, 1)), 2 * TILES if gated else TILES)
     even = weight.width % (64 * warps * tiling.steps) == 0
     config = GemmConfig(tiling, Epilogue(gated, bias is not None), even, format_of(weight))
     matrix = matrix_of(weight, 2 * out.shape[1] if gated else out.shape[1])
-    inputs = rows.x, matrix, weight.scales if bias is None else bias, out, rows.experts, rows.each
+    vectors = (weight.scales if one is None else one for one in (bias, factors))
+    inputs = rows.x, matrix, *vectors, out, rows.experts, rows.each
     grid = (triton.cdiv(out.shape[1], 16 * TILES), len(out))
-    _quant_expert_gemv[grid](*inputs, CONFIG=config, **launch_options(warps, 1))
+    _quant_expert_gemv[grid](*inputs, CONFIG=config, SCALED=factors is not None, **launch_options(warps, 1))
 
 
 @triton.jit
@@ -289,7 +313,17 @@ def expert_gemm(
 
 @triton.jit(do_not_specialize=["each"])
 def _quant_expert_gemm(
-    x, matrix, bias, out, permutation, each, CONFIG: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr
+    x,
+    matrix,
+    bias,
+    factors,
+    out,
+    permutation,
+    each,
+    CONFIG: tl.constexpr,
+    COUNT: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     FORMAT: tl.constexpr = CONFIG.format
@@ -313,18 +347,27 @@ def _quant_expert_gemm(
         items = tl.load(x + token[:, None] * width + (tile * 64 + column)[None, :], inside, 0.0)
         total = dot_bfloat16(values_of(loaded, matrix.base, R, 1, FORMAT), tl.trans(items), total)
     line = first * (16 * R) + tl.arange(0, 16 * R)
+    if SCALED:
+        total = times_factors(total, factors, expert, line, rows)
     store_block(total, line, expert, pair, there, rows, bias, out, CONFIG.epilogue.bias)
 
 
 def quant_expert_gemm(
-    rows: ExpertRows, permutation: ExpertPermutation, size: int, weight: QuantizedWeight, bias: Any | None, out: Any
+    rows: ExpertRows,
+    permutation: ExpertPermutation,
+    size: int,
+    weight: QuantizedWeight,
+    bias: Any | None,
+    out: Any,
+    factors: Any | None = None,
 ) -> None:
-    """Computes what `expert_gemm` does, from quantized matrices."""
+    """Computes what `expert_gemm` does, from quantized matrices. `factors` [experts * rows] multiply products."""
     lines, count = out.shape[1], len(permutation.counts) - 1
     tiling = Tiling(4, 1, QUANT_TILES, QUANT_STAGES)
     epilogue = Epilogue(bias=bias is not None)
     config = GemmConfig(tiling, epilogue, weight.width % 64 == 0, format_of(weight), size)
-    inputs = rows.x, matrix_of(weight, lines), weight.scales if bias is None else bias, out, permutation, rows.each
+    vectors = (weight.scales if one is None else one for one in (bias, factors))
+    inputs = rows.x, matrix_of(weight, lines), *vectors, out, permutation, rows.each
     grid = (triton.cdiv(lines, 16 * QUANT_TILES), most_blocks(len(out), count, size))
     options = launch_options(tiling.warps, tiling.stages, early=False)
-    _quant_expert_gemm[grid](*inputs, CONFIG=config, COUNT=count, **options)
+    _quant_expert_gemm[grid](*inputs, CONFIG=config, COUNT=count, SCALED=factors is not None, **options)

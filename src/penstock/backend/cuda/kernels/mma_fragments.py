@@ -30,8 +30,9 @@ class QuantFormat(NamedTuple):
     minima: bool
     supers: bool  # scales are bytes that float16 multiply
     bfloat: bool  # scales of 16 bits are bfloat16
-    zero: float
-    shifted: bool  # codes come 128 higher than they are
+    zero: float  # of codes as they come: see codes_of
+    added: bool  # something is added to scale * code
+    scaled_minima: bool  # scales multiply minima
     table: int  # see lookup.py; 0: none
 
 
@@ -52,9 +53,9 @@ class QuantMatrix(NamedTuple):
 def format_of(weight: QuantizedWeight) -> QuantFormat:
     """Returns the constants of a weight's coding."""
     coding = weight.coding
-    zero = coding.zero + 128 if coding.shifted else 0
+    zero = coding.zero + coding.shift
     layout = coding.bits - 4, coding.groups, coding.minima, coding.bytes, coding.bfloat
-    return QuantFormat(*layout, zero, coding.shifted, table_of(coding))
+    return QuantFormat(*layout, zero, coding.minima or zero != 0, coding.scaled_minima, table_of(coding))
 
 
 def matrix_of(weight: QuantizedWeight, rows: int = 0) -> QuantMatrix:
@@ -223,6 +224,15 @@ def numbers_of(factors, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def minimum_of(minimum, scale, FORMAT: tl.constexpr):
+    """Returns what is added to scale * code, for codes as they come."""
+    if FORMAT.scaled_minima:
+        return (minimum - FORMAT.zero) * scale
+    else:
+        return minimum - FORMAT.zero * scale
+
+
+@triton.jit
 def affine_of(factors, supers, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr):
     """Returns what the codes of each group of columns are multiplied with and what is added then:
     [t, g, A, B, C, group, half] each."""
@@ -236,7 +246,7 @@ def affine_of(factors, supers, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr
         numbers *= tl.reshape(outer, [4, 8, A, B, C, 1, EACH])
     if FORMAT.minima:
         scale, minimum = tl.split(tl.reshape(numbers, [4, 8, A, B, C, GROUPS, 2, 2]))
-        return scale, minimum - FORMAT.zero * scale
+        return scale, minimum_of(minimum, scale, FORMAT)
     else:
         return numbers, numbers * -FORMAT.zero
 
@@ -277,7 +287,7 @@ def values_of(tiles, base, A: tl.constexpr, B: tl.constexpr, FORMAT: tl.constexp
     codes = codes_of(words, more, base, A, B, 1, FORMAT)
     scale = tl.reshape(scale, [4, 8, A, B, GROUPS, 1, 2, 1, 1])
     values = tl.reshape(codes, [4, 8, A, B, GROUPS, 4 // GROUPS, 2, 2, 2]).to(tl.float32) * scale
-    if FORMAT.shifted:
+    if FORMAT.added:
         values += tl.reshape(minimum, [4, 8, A, B, GROUPS, 1, 2, 1, 1])
     values = tl.permute(values, [2, 6, 1, 3, 4, 5, 7, 0, 8])  # A, half, g, B, group, c, side, t, e
     return tl.reshape(values, [16 * A, 64 * B])

@@ -86,7 +86,7 @@ def add_product(
     words,
     affine,
     GROUPS: tl.constexpr,
-    SHIFTED: tl.constexpr,
+    ADDED: tl.constexpr,
     TILING: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -106,7 +106,7 @@ def add_product(
     b = tl.reshape(tl.permute(b, [3, 5, 2, 6, 8, 0, 7, 9, 4, 1]), [BATCH, K, N])
     product = used(dot(a, b), BATCH, M, COLUMNS)
     total += product * spread(affine[0], BATCH, M, COLUMNS)
-    if SHIFTED:
+    if ADDED:
         sums = used(dot(tl.full([BATCH, M, K], 1.0, tl.float32).to(tl.bfloat16), b), BATCH, M, COLUMNS)
         total += sums * spread(affine[1], BATCH, M, COLUMNS)
     return total
@@ -133,10 +133,10 @@ def add_tiles(total, tiles, words, base, FORMAT: tl.constexpr, TILING: tl.conste
         scales = each_step(scale, W, G, R)
         minima = each_step(minimum, W, G, R)
         first, second = tl.where(even, words, 0), tl.where(even, 0, words)
-        total = add_product(total, codes, first, (scales[0], minima[0]), 2, FORMAT.shifted, TILING, COLUMNS)
-        total = add_product(total, codes, second, (scales[1], minima[1]), 2, FORMAT.shifted, TILING, COLUMNS)
+        total = add_product(total, codes, first, (scales[0], minima[0]), 2, FORMAT.added, TILING, COLUMNS)
+        total = add_product(total, codes, second, (scales[1], minima[1]), 2, FORMAT.added, TILING, COLUMNS)
     else:
-        total = add_product(total, codes, words, (scale, minimum), FORMAT.groups, FORMAT.shifted, TILING, COLUMNS)
+        total = add_product(total, codes, words, (scale, minimum), FORMAT.groups, FORMAT.added, TILING, COLUMNS)
     return total
 
 

@@ -24,6 +24,7 @@ from penstock.backend.cuda.kernels.mma_fragments import (
     halves,
     load_codes,
     matrix_of,
+    minimum_of,
     numbers_of,
 )
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
@@ -124,7 +125,7 @@ def affine(factors, supers, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr, F
         numbers *= tl.reshape(float16_of(supers), [4, 8, W, S, R, 1, 2, EACH])
     if FORMAT.minima:
         scale, minimum = tl.split(numbers)
-        minimum -= FORMAT.zero * scale
+        minimum = minimum_of(minimum, scale, FORMAT)
     else:
         scale = tl.reshape(numbers, [4, 8, W, S, R, 2, 2])
         minimum = scale * -FORMAT.zero
@@ -144,7 +145,7 @@ def add_blocks(total, blocks, items, base, FORMAT: tl.constexpr, TILING: tl.cons
     a = tl.reshape(codes.to(tl.bfloat16), [4, 8, W, S, TILES, R, 2, 2, 2, 2, 2])
     a = tl.reshape(tl.permute(a, [3, 2, 5, 8, 1, 4, 6, 9, 0, 7, 10]), [S * W, 16 * R, 64 * TILES])
     total += dot(a, side_by_side(items, W, S, FORMAT.groups)) * scale
-    if FORMAT.shifted:
+    if FORMAT.added:
         ones = tl.full([S * W, 16 * R, 32], 1.0, tl.float32).to(tl.bfloat16)
         total += dot(ones, above(items, W, S, FORMAT.groups)) * minimum
     return total
