@@ -17,8 +17,8 @@ from delta_cells import DELTA_CELLS
 from http_cells import HTTP_CELLS, Subject
 from kernel_cells import KERNEL_CELLS, say, seconds
 from library_attention import library_attention
-from model_shapes import SHAPES
 from mla_cells import mla
+from model_shapes import SHAPES
 from random_weights import KINDS, RandomWeights
 
 from penstock.backend.batches import Chunk, greedy_batch

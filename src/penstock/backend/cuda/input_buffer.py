@@ -70,8 +70,8 @@ class InputBuffer:
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
         splits = max(r + inputs.SPARE_SPLITS, most_splits(t, r, 1))
-        most = {"shared": SHARED_SPLITS, "expanded": 2 * MOST_BLOCKS}  # pieces are rounded up to a power of two
-        largest = Shape(t, t, r, splits, t + SPARE_TILES, t, **most)
+        expanded = 2 * MOST_BLOCKS  # pieces are rounded up to a power of two
+        largest = Shape(t, t, r, splits, t + SPARE_TILES, t, shared=SHARED_SPLITS, expanded=expanded)
         count = inputs.words(largest, self._groups) + self._table_words
         pinned = {"dtype": torch.int32, "pin_memory": self._device.type == "cuda"}
         self._words: Any = torch.zeros(count, dtype=torch.int32, device=self._device)
