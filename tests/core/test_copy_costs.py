@@ -161,3 +161,8 @@ def test_a_trial_takes_free_blocks_where_none_is_idle_and_needs_a_place() -> Non
     plan = machine.scheduler.plan()
     assert plan.copies
     assert not plan.state_copies  # host memory has no place for states
+    machine = Machine(states=1, host_states=1)
+    machine.ask(prompt(1))
+    assert machine.scheduler.cache.states.reserve() == 0
+    machine.costs.decline(10_000_000, 0)
+    assert not machine.scheduler.plan().state_copies  # somebody else fills the only one
