@@ -191,11 +191,13 @@ class KvCache:
         """Returns how many blocks a running sequence will still take for the tokens that it already has."""
         return self._left_to_take(seq.end, seq.capacity // self.block_size, seq.window_starts)
 
-    def open(self, seq: Sequence, matched: list[PrefixNode], known: int) -> tuple[int, list[Grown]]:
+    def open(self, seq: Sequence, matched: list[PrefixNode], known: list[PrefixNode]) -> tuple[int, list[Grown]]:
         """Starts a sequence on its matched prefix and puts the rest of its prompt in flight for those who come after.
-        More blocks may be `known`, where it diverges from another. Returns how many positions are computed already, and
-        the entries of its block tables."""
+        More blocks may be `known`, which it cannot begin with or which do not pay to be copied. Returns how many
+        positions are computed already, and the entries of its block tables."""
         positions = len(matched) * self.block_size
+        if self.host.total and len(known) > len(matched):
+            self._costs.decline(self.reusable(known) * self.block_size - positions, positions)
         starts = seq.window_starts = self.trie.window_starts(positions)
         absent = self.trie.absent(matched, starts)
         self.trie.hold(matched, starts)
@@ -208,9 +210,7 @@ class KvCache:
         computed = positions + self._continue_tail(seq)
         if seq.cached < 0:
             seq.times.reused = self._tiers(seq, matched, absent, computed - positions)
-        if known > len(matched):
-            self._costs.decline((known - len(matched)) * self.block_size, positions)
-        seq.prefix_ends = (known, (seq.prompt_len - 1) // self.block_size)
+        seq.prefix_ends = (len(known), (seq.prompt_len - 1) // self.block_size)
         self._hash_prompt(seq)
         for hash in seq.block_hashes[len(matched) :]:
             self.in_flight.setdefault(hash, seq.id)

@@ -53,7 +53,8 @@ class EngineTiming(NamedTuple):
         """Returns how many prompt tokens a step computes in so many milliseconds."""
         square, linear, fixed = self.prefill
         left = max(ms - fixed, 0.0)
-        return int(2 * left / (linear + sqrt(linear * linear + 4 * square * left))) if linear or square else 0
+        slope = linear + sqrt(max(linear * linear + 4 * square * left, 0.0))
+        return int(2 * left / slope) if slope > 0 else 0
 
     def prompt_ms(self, tokens: float, cached: float = 0.0) -> float:
         """Returns the milliseconds of all the steps that compute so many prompt tokens, after those that are cached."""
