@@ -29,6 +29,7 @@ Import these names from `penstock`.
 """
 ORDER = (
     *("LLM", "AsyncLLM", "AsyncEngineArgs", "SamplingParams", "StructuredOutputsParams", "Grammar", "BeamSearchParams"),
+    "Targets",
     *("LoRARequest", "RequestOutput", "CompletionOutput", "Logprob", "RequestOutputKind", "PoolingRequestOutput"),
     "PenstockError",
 )

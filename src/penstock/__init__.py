@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.llm.beams import BeamSearchParams
     from penstock.llm.lora import LoRARequest
     from penstock.llm.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, RequestOutputKind
+    from penstock.service_levels import Targets
     from penstock.types import Grammar, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "Targets",
     "__version__",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {  # modules that are imported when a name of theirs is first used
         "RequestOutput",
         "RequestOutputKind",
     ),
+    "penstock.service_levels": ("Targets",),
     "penstock.types": ("Grammar", "SamplingParams", "StructuredOutputsParams"),
 }
 

@@ -191,7 +191,8 @@ class Config:
     prefill_budget: int = option(
         0,
         "Most tokens computed in one step while up to 64 sequences decode; every 64 more add half as much again, and a "
-        "prompt of more than 16 such steps adds what keeps steps within 75 ms. A lower value shortens the time between "
+        "prompt of more than 16 such steps takes larger ones. Steps compute fewer if that takes longer than the usual "
+        "ITL target (see --itl-target), unless this is as much as step_tokens. A lower value shortens the time between "
         "two tokens, a higher one the time to the first token.",
         defaults=DeviceDefaults(192, 384, 640),  # 640 FP8 tokens take no longer than 384 with weights of 16 bits
         older=("mixed_tokens",),

@@ -12,7 +12,7 @@ class Targets(NamedTuple):
     """States targets of latency in seconds; None: there is none."""
 
     ttft: float | None = None  # from a request's arrival to the first token of its answer
-    itl: float | None = None  # from one token of an answer to the next
+    itl: float | None = None  # from one token of an answer to the next; None: the usual one (core/step_cost.py)
 
     def over(self, others: Targets) -> Targets:
         """Returns these targets and, where there is none, those of `others`."""
@@ -33,10 +33,11 @@ class Profile(NamedTuple):
 
     def described(self) -> str:
         """Returns the settings in words."""
-        ttft, itl = (f"{1000 * time:g} ms" if time else "none" for time in self.targets)
+        ttft, itl = (f"{1000 * time:g} ms" if time else "" for time in self.targets)
+        itl = itl or ("none" if self.prefill_budget else "the usual")
         patience = "no limit" if self.patience is None else f"{self.patience:g} s"
         budget = f", prefill budget {self.prefill_budget}" if self.prefill_budget else ""
-        return f"{self.meaning}: TTFT target {ttft}, ITL target {itl}, longest wait {patience}{budget}"
+        return f"{self.meaning}: TTFT target {ttft or 'none'}, ITL target {itl}, longest wait {patience}{budget}"
 
 
 PROFILES = {

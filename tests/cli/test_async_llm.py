@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock import AsyncEngineArgs, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from penstock import AsyncEngineArgs, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams, Targets
 from penstock.errors import InvalidRequest, PenstockError
 
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -43,13 +43,15 @@ def test_answers_grow(reciter: Path) -> None:
         assert (whole.text, whole.outputs[0].stop_reason) == ("wxy", "z")
         together = await asyncio.gather(*(outputs(llm, RECITED[:length]) for length in range(1, 9)))
         assert [each[-1].text for each in together] == [RECITED[length:] for length in range(1, 9)]
-        default = [output async for output in llm.generate("uv")]
+        default = [output async for output in llm.generate("uv", targets=Targets(itl=0.05))]
         assert default[-1].text == "wxyz"
         embedded = await llm.embed("uv", dimensions=8)
         assert len(embedded.outputs.embedding) == 8
         assert (await llm.get_tokenizer()).decode(whole.prompt_token_ids) == "uv"
         with pytest.raises(InvalidRequest, match="from 0 to 257"):
             await outputs(llm, [999])
+        with pytest.raises(InvalidRequest, match="targets are"):
+            await anext(llm.generate("uv", targets=Targets(itl=0)))
 
     with_llm(reciter, use)
 

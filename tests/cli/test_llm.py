@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import LLM, BeamSearchParams, Grammar, RequestOutput, SamplingParams, StructuredOutputsParams
+from penstock import LLM, BeamSearchParams, Grammar, RequestOutput, SamplingParams, StructuredOutputsParams, Targets
 from penstock.errors import (
     AdapterError,
     ConfigError,
@@ -25,7 +25,7 @@ from penstock.errors import (
 )
 from penstock.llm.engine_options import read_options
 from penstock.store import DerivedModel, save_derived
-from penstock.types import AdapterUse, Event, Failed
+from penstock.types import AdapterUse, Claim, Event, Failed
 
 MODELS = Path(__file__).parents[1] / "models"
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -534,6 +534,28 @@ def test_options_of_vllm(reciter: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert read.engine == {"speculation": "4"}
     with pytest.raises(ConfigError, match="'medusa', which is not supported"):
         read_options({"speculative_config": {"method": "medusa"}})
+
+
+def test_calls_have_targets_of_their_own_or_those_of_the_engine(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(reciter, device="ref", targets=Targets(ttft=2.0, itl=0.05)) as llm:
+        claims, submit = list[Claim](), llm._engine.submit
+
+        def watch(choices: list[Any]) -> None:
+            claims.extend(choice.request.claim for choice in choices)
+            submit(choices)
+
+        monkeypatch.setattr(llm._engine, "submit", watch)
+        few = SamplingParams(max_tokens=2)
+        llm.generate("ab", few, use_tqdm=False)
+        llm.generate("ab", few, use_tqdm=False, targets=Targets(itl=0.2))
+        llm.chat(CHAT, few, use_tqdm=False, targets=Targets(ttft=9.0))
+        llm.stream("ab", few, targets=Targets(1.0, 0.1)).rest()
+        assert claims == [Claim(ttft=ttft, itl=itl) for ttft, itl in ((2.0, 0.05), (2.0, 0.2), (9.0, 0.05), (1.0, 0.1))]
+        for wrong in (0.05, (0.05, None), Targets(itl=0.0), Targets(ttft=-1), Targets(itl="50")):  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="each in seconds, above 0, or None; got"):
+                llm.generate("ab", few, use_tqdm=False, targets=wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="targets are"):
+        LLM(reciter, device="ref", targets=0.05)
 
 
 def test_a_seed_repeats_calls_in_their_order(reciter: Path) -> None:

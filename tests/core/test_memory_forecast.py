@@ -171,7 +171,7 @@ def test_where_host_memory_has_room_copying_is_the_waste() -> None:
         copies.observe(direction, 10, 1e-5)
     assert policy.victim([long, short], blocks) is long
     assert policy._waste(long, blocks)[1] == pytest.approx(blocks * 2e-6 + costs.prompts.seconds(0, 0))
-    for direction in ("in", "out"):
+    for direction in ("in", "out") * 40:
         copies.observe(direction, 10, 1e3)  # slower than computing
     assert policy.victim([long, short], blocks) is short
     assert StandardPolicy(some, costs).victim([long, short], blocks) is short

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from penstock.core import Scheduler, Sequence, StandardPolicy
-from penstock.core.policy import CAUTIOUS, LONGEST_STEP, StepBudget
+from penstock.core.policy import CAUTIOUS, LEAST, StepBudget
 from penstock.core.speculation import StepCost
 from penstock.core.step_cost import CostModel, PromptCost
 from penstock.types import Claim, Row
@@ -81,7 +81,7 @@ def test_a_step_tells_what_answers_cost_before_a_long_prompt_takes_more_than_the
 
 def test_a_long_prompt_takes_few_steps_beside_answers_without_a_target() -> None:
     some = limits(max_len=9000, step_tokens=2048, num_blocks=9000)._replace(prefill_budget=16)
-    for length, seconds, most in ((200, TOKEN, 16), (8000, 1e-6, 512), (8000, TOKEN, None), (8000, 1.0, 16)):
+    for length, seconds, most in ((200, TOKEN, 16), (8000, 1e-6, 512), (8000, TOKEN, None), (8000, 1.0, 1 + LEAST)):
         costs = CostModel()
         for size in (100, 200, 300, 400):
             costs.observe((Row(9, 0, size, 0),), seconds * size, answers=True)
@@ -93,7 +93,7 @@ def test_a_long_prompt_takes_few_steps_beside_answers_without_a_target() -> None
         for _ in range(3):
             computed = sum(counts(step(scheduler)[0]).values())
             if most is None:  # as much as the time of a step allows
-                assert 200 < computed <= LONGEST_STEP / TOKEN
+                assert 250 < computed <= CostModel.USUAL_ITL / TOKEN
             else:
                 assert computed == most
 
@@ -154,6 +154,68 @@ def test_a_target_never_stops_prompts_and_a_step_without_answers_takes_all_it_ca
     step(scheduler)
     scheduler.add(Sequence(2, (2,) * 3000, 1))
     assert 1 <= counts(step(scheduler)[0])[2] < 64
+
+
+def slow(prompts: float, answers: float = 1.0) -> CostModel:
+    """Returns what is known of a machine where both take so many times as long as on that of these tests."""
+    costs = CostModel()
+    for size in (100, 200, 300, 400):
+        costs.observe((Row(9, 0, size, 0),), prompts * TOKEN * size, answers=True)
+    for _ in range(9):
+        costs.observe((Row(9, 0, 1, 1),), answers * 5e-3, answers=True)
+    return costs
+
+
+def most_beside(costs: CostModel, *others: Sequence, budget: int = 192) -> int:
+    """Returns the most tokens of a prompt of 400 that a step computes beside other answers within a prefill budget."""
+    some = limits(max_len=500, step_tokens=512, num_blocks=500)._replace(prefill_budget=budget)
+    scheduler = Scheduler(some, policy=StandardPolicy(some, costs))
+    for seq in others:
+        scheduler.add(seq)
+    step(scheduler)
+    scheduler.add(Sequence(9, (9,) * 400, 1))
+    computed = []
+    while 9 in scheduler.sequences:
+        computed.append(counts(step(scheduler)[0])[9])
+    return max(computed)
+
+
+def test_answers_that_state_no_target_have_the_usual_one() -> None:
+    assert most_beside(slow(1.0), Sequence(1, (1,), 400)) == 191  # in 43 ms
+    for factor in (3.0, 10.0):  # where that would take 120 and 390 ms
+        most = most_beside(slow(factor), Sequence(1, (1,), 400))
+        assert 0.6 * CostModel.USUAL_ITL < factor * TOKEN * most + 5e-3 <= CostModel.USUAL_ITL
+    assert most_beside(slow(10.0), Sequence(1, (1,), 400, background=True)) == 191  # nobody waits for it
+    assert most_beside(slow(10.0), Sequence(1, (1,), 400), budget=512) == 400  # nobody is to be spared
+
+
+def test_on_a_slow_machine_prompts_have_most_of_the_usual_target() -> None:
+    most, alone = most_beside(slow(300.0, 100.0), Sequence(1, (1,), 400)), 0.5
+    assert 0.7 * CostModel.USUAL_STEPS * alone < 300 * TOKEN * most + alone <= CostModel.USUAL_STEPS * alone
+
+
+def test_the_tightest_of_a_stated_and_the_usual_target_counts() -> None:
+    usual = most_beside(slow(10.0), Sequence(1, (1,), 400))
+    loose, tight = (Sequence(1, (1,), 400, claim=Claim(itl=itl)) for itl in (9.0, 0.05))
+    assert 0.9 * usual < most_beside(slow(10.0), loose, Sequence(2, (2,), 400)) <= usual
+    assert most_beside(slow(10.0), Sequence(1, (1,), 400, claim=Claim(itl=9.0))) == 400
+    assert most_beside(slow(10.0), tight, Sequence(2, (2,), 400)) < 0.6 * usual
+
+
+def test_a_cost_that_was_learned_wrong_is_learned_again() -> None:
+    some = limits(max_len=9000, step_tokens=512, num_blocks=4000)._replace(prefill_budget=192)
+    costs = slow(1000.0)
+    scheduler = Scheduler(some, policy=StandardPolicy(some, costs))
+    scheduler.add(Sequence(1, (1,), 900))
+    step(scheduler)
+    scheduler.add(Sequence(2, (2,) * 8000, 1))
+    computed = []
+    while 2 in scheduler.sequences:
+        plan, _ = step(scheduler)
+        costs.observe(plan.rows, taken(plan.rows), answers=True)
+        computed.append(counts(plan)[2])
+    assert computed[0] == LEAST
+    assert max(computed) > 100
 
 
 def test_without_a_target_the_constant_holds_and_without_a_known_cost_less() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from penstock.core import Scheduler, Sequence, check, hashing
 from penstock.core.block_events import BlockEvents
 from penstock.core.blocks import BlockPool
 from penstock.core.prefix import PrefixNode
+from penstock.core.tiers import CopyCosts
 from penstock.types import BlockEvent, BlockRemoved, BlockStored, Event, Finished, Limits, blocks_for
 from tests.core.test_memory_forecast import Greedy
 from tests.core.test_properties import VOCAB, Arrival, Shuffles, World, beyond, run_world
@@ -65,11 +67,12 @@ def crowded_worlds(draw: st.DrawFn) -> World:
 
 
 @settings(max_examples=120, deadline=None)
-@given(crowded_worlds(), st.randoms(use_true_random=False), st.sampled_from(["", "order", "drafts"]))
+@given(crowded_worlds(), st.randoms(use_true_random=False), st.sampled_from(["", "order", "drafts", "trials"]))
 def test_each_request_answers_as_if_alone_whatever_lies_on_the_host(world: World, random: Random, kind: str) -> None:
     limits = world[0]
     drafting = RandomDrafting(lambda request: beyond(request, limits), VOCAB, random) if kind == "drafts" else None
-    run_world(world, Shuffles(limits, random) if kind else None, drafting)
+    with patch.object(CopyCosts, "trial_due", lambda _: kind == "trials"):
+        run_world(world, Shuffles(limits, random) if kind else None, drafting)
 
 
 # -- leaving the device and coming back --------------------------------------------------------------------------

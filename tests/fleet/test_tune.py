@@ -60,6 +60,15 @@ def test_a_prefill_budget_keeps_answers_going() -> None:
     assert gaps[0] != gaps[1]
 
 
+@pytest.mark.parametrize("prefill", [(0.0, 0.5, 2.0), (1e-4, 0.5, 0.0), (1e-3, 0.0, 1.0)])
+@pytest.mark.parametrize("decode", [5.0, 50.0])
+def test_a_step_of_a_slow_engine_keeps_the_usual_target(prefill: tuple[float, float, float], decode: float) -> None:
+    slow = TIMING._replace(prefill=prefill, decode=(0.0, 0.0, decode), prefill_budget=2048)
+    tokens, left = slow.prompt_tokens(1), max(100.0, 12 * decode) / 1.2 - decode
+    assert slow.prefill_ms(tokens) <= left < slow.prefill_ms(tokens + 2)
+    assert slow._replace(prefill=(0.0, 0.0, 1e9)).prompt_tokens(1) == 1
+
+
 def test_the_commands_print_the_fleet_and_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "trace.jsonl", tmp_path / "ttft.svg"
     line = {"input_length": 4000, "output_length": 20, "hash_ids": []}

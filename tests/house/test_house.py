@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "engine": {"backend", "core", "file_locks", "model", "planning", "text"} | WAIST,
     "ipc": {"engine"} | WAIST,
     "store": {"file_locks"} | WAIST,
-    "llm": {"ipc", "engine", "text", "model", "store", "speculative_config"} | WAIST,
+    "llm": {"ipc", "engine", "text", "model", "store", "service_levels", "speculative_config"} | WAIST,
     "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "service_levels", "text"} | WAIST,
     "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
 }

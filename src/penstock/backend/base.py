@@ -460,7 +460,7 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     depth: int  # steps that it pays to have in flight while the next one is planned
     padded_sizes: Sequence[int]  # the numbers of tokens that steps with drafts are padded to; empty: to none
     kv: BlockMemory
-    states: BlockMemory | None  # recurrent states, each as if it were a block; None: they cannot be copied
+    states: BlockMemory  # recurrent states, each as if it were a block; of use if its model has any
     adapters: AdapterSlots
     sleeper: Sleeper | None  # None: memory comes back when the process ends
     sharing: DeviceSharing | None  # None: blocks reach other processes through host memory

@@ -325,7 +325,7 @@ class FakeBackend(SynchronousBackend[FakeProgram]):
         self.sleeper = self._sleeper
         self._hidden: NDArray[np.int64] | None = None  # in the same blocks, if there is a head
         self.kv: BlockMemory = ArrayBlocks("fake", self._block_arrays)
-        self.states: BlockMemory | None = ArrayBlocks("fake", lambda: [each.states for each in self._programs.values()])
+        self.states: BlockMemory = ArrayBlocks("fake", lambda: [each.states for each in self._programs.values()])
 
     def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
         return None

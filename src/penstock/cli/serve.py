@@ -171,7 +171,8 @@ class ShareOptions(NamedTuple):
         Option(
             minimum=0,
             help="Target for the time between two tokens, in milliseconds. Steps compute only as much of new prompts "
-            "as that allows. 0: as the profile has it.",
+            "as that allows. 0: as the profile has it or, without a profile, 100 ms or as long as 12 steps that only "
+            "answer, if that is more.",
         ),
     ] = 0
     max_wait: Annotated[

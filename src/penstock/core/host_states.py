@@ -53,6 +53,12 @@ class HostStates:
         self.copies.append(BlockCopy(state, place, "in"))
         self._spare[node] = place
 
+    def try_copies(self, state: int) -> None:
+        """Has a state of the device, which nobody writes, copied out and in again as it is."""
+        if (place := self.reserve()) >= 0:
+            self.copies += [BlockCopy(state, place, "out"), BlockCopy(state, place, "in")]
+            self.give_back([place])
+
     def duplicated(self, node: PrefixNode) -> None:
         """Takes note that the device has computed a state again that was here alone, if it was."""
         if node in self._only:

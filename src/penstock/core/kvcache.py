@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Line
+from itertools import chain as chained
+from itertools import islice
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockWatcher
@@ -189,11 +191,13 @@ class KvCache:
         """Returns how many blocks a running sequence will still take for the tokens that it already has."""
         return self._left_to_take(seq.end, seq.capacity // self.block_size, seq.window_starts)
 
-    def open(self, seq: Sequence, matched: list[PrefixNode], known: int) -> tuple[int, list[Grown]]:
+    def open(self, seq: Sequence, matched: list[PrefixNode], known: list[PrefixNode]) -> tuple[int, list[Grown]]:
         """Starts a sequence on its matched prefix and puts the rest of its prompt in flight for those who come after.
-        More blocks may be `known`, where it diverges from another. Returns how many positions are computed already, and
-        the entries of its block tables."""
+        More blocks may be `known`, which it cannot begin with or which do not pay to be copied. Returns how many
+        positions are computed already, and the entries of its block tables."""
         positions = len(matched) * self.block_size
+        if self.host.total and len(known) > len(matched):
+            self._costs.decline(self.reusable(known) * self.block_size - positions, positions)
         starts = seq.window_starts = self.trie.window_starts(positions)
         absent = self.trie.absent(matched, starts)
         self.trie.hold(matched, starts)
@@ -206,7 +210,7 @@ class KvCache:
         computed = positions + self._continue_tail(seq)
         if seq.cached < 0:
             seq.times.reused = self._tiers(seq, matched, absent, computed - positions)
-        seq.prefix_ends = (known, (seq.prompt_len - 1) // self.block_size)
+        seq.prefix_ends = (len(known), (seq.prompt_len - 1) // self.block_size)
         self._hash_prompt(seq)
         for hash in seq.block_hashes[len(matched) :]:
             self.in_flight.setdefault(hash, seq.id)
@@ -376,13 +380,23 @@ class KvCache:
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Returns the copies that the plan being made is to carry out, in order."""
+        if self.host.total and self._costs.trial_due():
+            idle = (entry for entry in self.trie.idle() if isinstance(entry, PrefixNode))
+            unused = chained((block for node in idle for block in node.blocks), self.pool.upcoming(CopyCosts.TRIED))
+            self.host.try_copies([*islice((block for block in unused if block >= 0), CopyCosts.TRIED)])
+            self.states.try_copies()
         copies, self.host.copies = tuple(self.host.copies), []
         return copies
 
     def _pays(self, node: PrefixNode, blocks: int) -> bool:
         """Returns whether so many blocks of a node that leaves the device may be worth their copies."""
         context = node.depth * self.block_size
-        return self.states.needs_block(node) and self._costs.may_pay_to_keep(self.block_size, context, blocks)
+        if not self.states.needs_block(node):
+            return False
+        pays = self._costs.may_pay_to_keep(self.block_size, context, blocks)
+        if not pays:
+            self._costs.decline(self.block_size, context)
+        return pays
 
     def _state_pays(self, node: PrefixNode) -> bool:
         """Returns whether a node's state may be worth its copies: without it, all tokens up to it are computed."""

@@ -20,10 +20,10 @@ from penstock.types import Limits, Row, prefill_budget
 
 OVERCOMMIT = 0.5  # share of host memory's blocks that sequences may need beyond the device's: copies cost little
 CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
+LEAST = 8  # tokens of the first prompt in a step, whatever it costs: a cost that was learned wrong is learned again
 PATIENCE = 4  # times as long as its prompt takes that a request lets shorter ones go first
-FEW_STEPS = 16  # that a long prompt is computed in beside answers without a target, as far as LONGEST_STEP allows
+FEW_STEPS = 16  # that a long prompt is computed in beside answers without a stated target, as far as the usual allows
 ROUND = 128  # tokens of which such a step has a multiple, because devices pad it to one
-LONGEST_STEP = 0.075  # seconds that a step with more than the prefill budget may take beside such answers
 
 
 class ServingLoad(NamedTuple):
@@ -48,13 +48,14 @@ class StepBudget:
     """Is what a step may still compute: so many tokens and, if there is a target for its time, so many seconds of
     prompts by what they are known to cost."""
 
-    __slots__ = ("_cost", "_seconds", "hurried", "tokens")
+    __slots__ = ("_cost", "_least", "_seconds", "hurried", "tokens")
 
     def __init__(self, tokens: int, seconds: float = 0.0, cost: PromptCost | None = None) -> None:
         self.tokens = tokens
         self.hurried = False  # a tenant's first prompt is in it, beside others: those can wait a step
         self._seconds = seconds
         self._cost = cost
+        self._least = LEAST if seconds > 0 else 1  # tokens that the next prompt gets
 
     def share(self, wanted: int, behind: int = 0) -> int:
         """Returns how many tokens an answer's row gets that could use `wanted`: all but one for every running row
@@ -62,10 +63,11 @@ class StepBudget:
         return min(wanted, self.tokens - behind)
 
     def prompt_share(self, wanted: int, context: int) -> int:
-        """Returns how many tokens a prompt gets that could use `wanted` after `context` others: one at least."""
+        """Returns how many tokens a prompt gets that could use `wanted` after `context` others: one at least, and of
+        the first prompt some more."""
         most = min(wanted, self.tokens)
         if self._cost is not None:
-            most = min(most, max(self._cost.tokens_within(self._seconds, context), 1))
+            most = min(most, max(self._cost.tokens_within(self._seconds, context), self._least))
         return most
 
     def spend(self, count: int) -> None:
@@ -75,6 +77,7 @@ class StepBudget:
     def spend_on_prompt(self, row: Row) -> None:
         """Takes off what a prompt's row computes. When the time is used up, nothing is left."""
         self.tokens -= row.count
+        self._least = 1
         if self._cost is not None:
             self._seconds -= self._cost.seconds(row.count, row.count * (row.start + row.count / 2))
             if self._seconds <= 0 or not self._cost.tokens_within(self._seconds, 0):
@@ -190,10 +193,12 @@ class StandardPolicy:
     def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
         """Returns those of tenants that have had more and have several running, if the tenant of `ahead` has none
         running, and if its prompt takes no longer than their answers would. So a tenant's first token does not wait for
-        a step in which others are answered. They are not held back twice in turn, and not if they have targets."""
+        a step in which others are answered. They are not held back twice in turn, and not if they have targets that are
+        tighter than the usual one."""
         held: set[int] = set()
         if ahead is not None and not self._held and self._costs is not None and self._costs.known:
-            others = [seq for seq in _of_busier_tenants(ahead, running) if seq.claim.itl is None]
+            usual = self._costs.usual_target(len(running))
+            others = [seq for seq in _of_busier_tenants(ahead, running) if (seq.claim.itl or usual) >= usual]
             answers = self._costs.answer_seconds(len(others), len(others))
             if self._costs.prompt_seconds(ahead.end) <= answers:
                 held = {seq.id for seq in others}
@@ -202,36 +207,42 @@ class StandardPolicy:
 
     def budget(self, running: Line[Sequence], heads: Line[Sequence]) -> StepBudget:
         """Returns fewer tokens while rows decode: every token of a prompt delays them. The tightest target of these
-        rows decides how many, by the cost of steps. Without a target, the more rows there are, the more one step yields
-        and the longer it may take, and a long prompt takes larger steps than a short one."""
-        limits = self._limits
+        rows decides how many, by the cost of steps. Rows that state none have the usual target, unless nobody waits for
+        them or the prefill budget is that of whole steps; they are not delayed by more than that budget either, so that
+        a fast device stays well below the target."""
+        limits, costs = self._limits, self._costs
         answering = [seq for seq in running if seq.end > seq.prompt_len]
         if not answering:
             return StepBudget(limits.step_tokens)
-        target = min([seq.claim.itl for seq in answering if seq.claim.itl is not None], default=None)
-        if target is not None and self._costs is not None:
-            if not self._costs.known:
-                return StepBudget(min(len(running) + CAUTIOUS, limits.step_tokens))
-            seconds = self._costs.left_for_prompts(target, len(answering))
-            return StepBudget(limits.step_tokens, seconds, self._costs.prompts)
-        if not limits.prefill_budget:
-            return StepBudget(limits.step_tokens)
-        budget = max(prefill_budget(limits.prefill_budget, len(answering)), len(running))
-        begun = [seq for seq in running if seq.planned < seq.prompt_len]
-        longest = max([*begun, *heads], key=lambda seq: seq.prompt_len, default=None)
-        if longest is not None and longest.prompt_len > FEW_STEPS * budget and self._costs and self._costs.known:
-            return self._longer_step(self._costs, longest, len(answering), budget)
-        return StepBudget(min(budget, limits.step_tokens))
+        rows = len(answering)
+        stated = min([seq.claim.itl for seq in answering if seq.claim.itl is not None], default=inf)
+        if costs is None or not costs.known:
+            cautious = costs is not None and stated < inf
+            tokens = len(running) + CAUTIOUS if cautious else self._few_tokens(running, rows)
+            return StepBudget(min(tokens, limits.step_tokens))
+        bounded = 0 < limits.prefill_budget < limits.step_tokens
+        silent = bounded and any(seq.claim.itl is None and not seq.background for seq in answering)
+        target = min(stated, costs.usual_target(rows) if silent else inf)
+        tokens = limits.step_tokens if stated == target < inf else self._tokens(running, heads, rows)
+        if target == inf:
+            return StepBudget(tokens)
+        return StepBudget(tokens, costs.left_for_prompts(target, rows), costs.prompts)
 
-    def _longer_step(self, costs: CostModel, longest: Sequence, answering: int, budget: int) -> StepBudget:
-        """Returns as many tokens as a long prompt needs to take few steps, or fewer if these would be too long by the
-        cost of steps, but no fewer than `budget`."""
+    def _few_tokens(self, running: Line[Sequence], answering: int) -> int:
+        """Returns the tokens of a step by the prefill budget."""
         limits = self._limits
-        if not costs.answers_known:
-            return StepBudget(limits.step_tokens, 0.0, costs.prompts)
-        wanted = -(-(longest.prompt_len // FEW_STEPS + answering) // ROUND) * ROUND
-        allowed = costs.prompts.tokens_within(costs.left_for_prompts(LONGEST_STEP, answering), longest.planned)
-        return StepBudget(min(max(min(wanted, answering + allowed), budget), limits.step_tokens))
+        if not limits.prefill_budget:
+            return limits.step_tokens
+        return min(max(prefill_budget(limits.prefill_budget, answering), len(running)), limits.step_tokens)
+
+    def _tokens(self, running: Line[Sequence], heads: Line[Sequence], answering: int) -> int:
+        """Returns the tokens of a step by the prefill budget, or as many as a long prompt needs to take few steps."""
+        budget = self._few_tokens(running, answering)
+        begun = [seq for seq in running if seq.planned < seq.prompt_len]
+        longest = max([seq.prompt_len for seq in (*begun, *heads)], default=0)
+        if longest > FEW_STEPS * budget:
+            budget = -(-(longest // FEW_STEPS + answering) // ROUND) * ROUND
+        return min(budget, self._limits.step_tokens)
 
     def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
         """Returns False for an encoder's prompt that the step cannot hold whole, for a background request while there

@@ -268,7 +268,7 @@ class Scheduler:
         """Makes a waiting sequence run on its matched prefix; returns its first row."""
         cache = self.cache
         self.tenants.start(seq)
-        seq.computed, grown = cache.open(seq, matched, len(known))
+        seq.computed, grown = cache.open(seq, matched, known)
         self._grown += grown
         insort(self.running, seq, key=self.policy.order)
         seq.planned = seq.computed

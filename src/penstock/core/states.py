@@ -95,6 +95,9 @@ class NoStates:
         """Returns the copies of states that the plan being made is to carry out, in order."""
         return ()
 
+    def try_copies(self) -> None:
+        """Has a state copied to host memory and back as it is, to learn what that takes."""
+
     def reserve(self) -> int:
         """Returns a place in host memory for whoever writes a state there by other means; -1: there is none."""
         return -1
@@ -235,6 +238,10 @@ class SavedStates(NoStates):
     def take_copies(self) -> tuple[BlockCopy, ...]:
         copies, self.host.copies = tuple(self.host.copies), []
         return copies
+
+    def try_copies(self) -> None:
+        if self._saved and self.host.total:
+            self.host.try_copies(next(iter(self._saved.values())))
 
     def leave(self, seq: TokenSequence) -> None:
         self._give_back_restore(seq.restore, seq.id, seq.computed)

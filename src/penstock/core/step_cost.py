@@ -76,6 +76,8 @@ class CostModel:
     FALL = 0.01  # with each step that did not
     LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
     LATENESS = (1.15, 2.0)  # bounds: nobody stops because the machine is busy with something else
+    USUAL_ITL = 0.1  # seconds: the target of answers that state none,
+    USUAL_STEPS = 12.0  # or the time of so many steps that only answer, if that is more: prompts go on on slow devices
 
     def __init__(self, answers: StepCost | None = None) -> None:
         self.answers = answers or StepCost()
@@ -91,6 +93,10 @@ class CostModel:
     def answer_seconds(self, rows: int, tokens: int) -> float:
         """Returns the seconds of a step in which so many rows answer and compute so many tokens; 0: not known yet."""
         return self.answers.curve(rows, tokens, 0)[0] if rows and self.answers_known else 0.0
+
+    def usual_target(self, rows: int) -> float:
+        """Returns the seconds from one token to the next that so many rows are to have if they state no target."""
+        return max(self.USUAL_ITL, self.USUAL_STEPS * self.answer_seconds(rows, rows))
 
     def left_for_prompts(self, target: float, rows: int) -> float:
         """Returns how many seconds prompts may add to a step that is to take as long as the target while so many rows

@@ -27,18 +27,30 @@ def worth_loading(tokens: int, context: int, seconds: float, prompts: PromptCost
 
 
 class CopyCosts:
-    """Compares copying blocks with computing them, by what was measured of both. It has no clock: times come in."""
+    """Compares copying blocks with computing them, by what was measured of both. It has no clock: times come in.
 
-    KEEP = 0.95  # of the weight of all earlier copies, with each new one
+    What does not pay is not copied, so that nobody would learn that copies have become faster. Hence a small share of
+    the time that is spent on computing such blocks is saved up for trials: some blocks are copied out and in again.
+    """
+
+    MEMORY = 3.0  # times what a new copy counts that all earlier ones count at most: rates change
+    OUTLIER = 3.0  # a copy counts at most this many times what was expected: a process that was held up tells nothing
+    TRIALS = 0.05  # of the time that it takes to compute what does not pay to be copied
+    TRIED = 4  # blocks, and a state
 
     def __init__(self, prompts: PromptCost | None = None) -> None:
         self._prompts = prompts or PromptCost()
         self._copied: dict[str, tuple[float, float]] = {}  # decayed: blocks or states, and seconds
+        self._saved_up = 0.0  # seconds for trials
 
     def observe(self, direction: str, blocks: int, seconds: float) -> None:
         """Learns that so many blocks were copied in or out in so many seconds."""
         before, took = self._copied.get(direction, (0.0, 0.0))
-        self._copied[direction] = self.KEEP * before + blocks, self.KEEP * took + seconds
+        if before:
+            seconds = min(seconds, self.OUTLIER * blocks * took / before)
+            kept = min(1.0, self.MEMORY * blocks / before)
+            before, took = kept * before, kept * took
+        self._copied[direction] = before + blocks, took + seconds
 
     def observe_states(self, direction: str, states: int, seconds: float) -> None:
         """Learns that so many recurrent states were copied in or out in so many seconds."""
@@ -60,6 +72,17 @@ class CopyCosts:
         """Returns whether copying so many blocks and states out and in once is no slower than computing them once."""
         seconds = self.seconds("in", blocks, states) + self.seconds("out", blocks, states)
         return worth_loading(tokens, context, seconds, self._prompts)
+
+    def decline(self, tokens: int, context: int) -> None:
+        """Takes note that so many tokens after `context` others are computed because copies do not pay."""
+        self._saved_up += self.TRIALS * self._prompts.seconds(tokens, tokens * (context + tokens / 2))
+
+    def trial_due(self) -> bool:
+        """Returns whether enough is saved up for a trial, and spends it."""
+        seconds = sum(self.seconds(direction, self.TRIED, 1) for direction in ("in", "out"))
+        due = self._saved_up > seconds
+        self._saved_up = 0.0 if due else self._saved_up
+        return due
 
 
 class HostTier:
@@ -122,6 +145,13 @@ class HostTier:
             self.copies.append(BlockCopy(node.blocks[group], node.places[group], "in"))
         self.copied_in += len(groups)
         self._spare[entry] = None
+
+    def try_copies(self, blocks: Sequence[int]) -> None:
+        """Has blocks of the device, which nobody writes, copied out and in again as they are."""
+        places = self.reserve(len(blocks))
+        self.copies += [BlockCopy(block, place, "out") for block, place in zip(blocks, places, strict=False)]
+        self.copies += [BlockCopy(block, place, "in") for block, place in zip(blocks, places, strict=False)]
+        self.give_back(places)
 
     def duplicated(self, entry: Idle) -> None:
         """Takes note that the device has computed blocks again that were here alone, if they were."""

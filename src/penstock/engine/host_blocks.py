@@ -125,7 +125,7 @@ class HostMemory(NamedTuple):
     def open(cls, limits: Limits, backend: Backend, costs: CopyCosts) -> HostMemory:
         """Returns the host memory that limits grant to a backend, of which nothing is in use yet."""
         blocks = HostBlocks(limits, backend.kv, costs) if limits.host_places else None
-        if backend.states is None or not min(limits.states, limits.host_states):
+        if not min(limits.states, limits.host_states):
             return cls(blocks)
         return cls(blocks, HostStateCopies(limits, backend.states, costs))
 

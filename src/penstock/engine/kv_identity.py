@@ -25,7 +25,7 @@ def kv_identity(config: Config, checkpoints: Sequence[Checkpoint], backend: Back
     contexts = [each.spec.max_len if each.spec.long else 0 for each in checkpoints]
     kind = backend.device.partition(":")[0]  # GPUs of one name compute the same
     computes = [KERNELS, __version__, kind, backend.name, backend.kv.fingerprint()]
-    if backend.states is not None and any(each.spec.state_bytes for each in checkpoints):
+    if any(each.spec.state_bytes for each in checkpoints):
         computes.append(backend.states.fingerprint())
     return _digest([computes, config.quantize, config.config, contexts, files])
 

@@ -208,7 +208,8 @@ class SimulatedReplica:
     def _begin(self, now: float) -> None:
         """Plans the next step, or the decode steps up to the next event."""
         timing, extra_ms = self._timing, 0.0
-        tokens = budget = timing.prompt_tokens(len(self._rows))
+        share = self.cache.active / self._blocks
+        tokens = budget = timing.prompt_tokens(len(self._rows), share)
         while tokens > 0:
             if not self._prefilling:
                 admitted = self._admit(now)

@@ -6,8 +6,8 @@ long prompts become rare.
 
 An engine that knows the target computes of a prompt what fits into each step beside its answers. Then no answer has to
 wait, but the prompt does. A duty is worth it if a prompt would miss its TTFT target in that way, or if prompts come
-faster than they are computed. An engine that does not know the target computes as much as its prefill budget allows,
-which may take too long.
+faster than they are computed. An engine that does not know the target computes as much as its prefill budget and the
+usual target allow, which may take too long.
 
 The rule reads no clock and does no I/O: times come in, in milliseconds.
 """
@@ -19,10 +19,11 @@ from collections.abc import Mapping
 from math import exp
 from typing import NamedTuple
 
-from penstock.core.policy import FEW_STEPS, LONGEST_STEP, ROUND
+from penstock.core.policy import FEW_STEPS, ROUND
 from penstock.core.step_cost import CostModel
 from penstock.fleet.ledger import Load
-from penstock.fleet.timing import EngineTiming
+from penstock.fleet.timing import MARGIN, EngineTiming
+from penstock.types import prefill_budget
 
 MEMORY_MS = 10_000.0  # in which long prompts are remembered
 QUIET_MS = 2_000.0  # in which nobody is answered or waits, after which nobody has to be spared
@@ -30,7 +31,6 @@ RARE = 0.05  # share of a replica's time that long prompts take, below which nob
 SHORT_TOKENS = 128  # that no replica computes for another: to ask for them takes too long
 FEWER = 2  # rows that another replica must have less, to take a duty over
 FULL = 0.8  # share of the time beside answers that prompts may need before they begin to pile up
-MARGIN = 1.2  # by which the steps of engines that know the target are planned to be shorter
 
 SPLIT = "split"
 NO_TARGET, SHORT, IN_TIME, IDLE = "no_target", "short", "in_time", "idle"
@@ -142,13 +142,16 @@ def share_for_prompts(itl_ms: float, timing: EngineTiming) -> float:
 
 def longest_step(uncached: int, rows: int, timing: EngineTiming) -> float:
     """Returns the milliseconds of the longest step in which an engine that knows no target computes a prompt of so many
-    tokens beside so many answers: within its prefill budget, or more for a long prompt (core/policy.py)."""
-    answers, budget = timing.decode_ms(0.0), timing.prompt_tokens(max(rows, 1))
-    least = answers + _last_part_ms(uncached, budget, timing)
-    if not timing.prefill_budget or uncached <= FEW_STEPS * budget:
-        return least
-    wanted = min(-(-(uncached // FEW_STEPS + rows) // ROUND) * ROUND, timing.step_tokens)
-    return max(least, min(answers + _last_part_ms(uncached, wanted, timing), 1000 * LONGEST_STEP))
+    tokens beside so many answers: within its prefill budget, or more for a long prompt, and within the usual target
+    (core/policy.py)."""
+    answers = timing.decode_ms(0.0)
+    if not 0 < timing.prefill_budget < timing.step_tokens:
+        return answers + _last_part_ms(uncached, timing.step_tokens, timing)
+    tokens = prefill_budget(timing.prefill_budget, max(rows, 1))
+    if uncached > FEW_STEPS * tokens:
+        tokens = -(-(uncached // FEW_STEPS + rows) // ROUND) * ROUND
+    longest = answers + _last_part_ms(uncached, min(tokens, timing.step_tokens), timing)
+    return min(longest, timing.usual_itl_ms())
 
 
 def _last_part_ms(uncached: int, tokens: int, timing: EngineTiming) -> float:

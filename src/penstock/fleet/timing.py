@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import NamedTuple
 
+from penstock.core.step_cost import CostModel
 from penstock.types import prefill_budget
+
+MARGIN = 1.2  # by which engines plan steps to be shorter than a target
 
 
 class EngineTiming(NamedTuple):
@@ -33,11 +37,24 @@ class EngineTiming(NamedTuple):
         square, linear, fixed = self.decode
         return (square * share + linear) * share + fixed
 
-    def prompt_tokens(self, answering: int) -> int:
-        """Returns how many prompt tokens a step may compute while so many rows answer."""
-        if not answering or not self.prefill_budget:
+    def usual_itl_ms(self, share: float = 0.0) -> float:
+        """Returns the milliseconds from one token to the next that answers have as a target if they state none."""
+        return max(1000 * CostModel.USUAL_ITL, CostModel.USUAL_STEPS * self.decode_ms(share))
+
+    def prompt_tokens(self, answering: int, share: float = 0.0) -> int:
+        """Returns how many prompt tokens a step may compute while so many rows answer, which state no target."""
+        if not answering or not 0 < self.prefill_budget < self.step_tokens:
             return self.step_tokens
-        return min(prefill_budget(self.prefill_budget, answering), self.step_tokens)
+        most = min(prefill_budget(self.prefill_budget, answering), self.step_tokens)
+        left = self.usual_itl_ms(share) / MARGIN - self.decode_ms(share)
+        return most if self.prefill_ms(most) <= left else max(self._tokens_within(left), 1)
+
+    def _tokens_within(self, ms: float) -> int:
+        """Returns how many prompt tokens a step computes in so many milliseconds."""
+        square, linear, fixed = self.prefill
+        left = max(ms - fixed, 0.0)
+        slope = linear + sqrt(max(linear * linear + 4 * square * left, 0.0))
+        return int(2 * left / slope) if slope > 0 else 0
 
     def prompt_ms(self, tokens: float, cached: float = 0.0) -> float:
         """Returns the milliseconds of all the steps that compute so many prompt tokens, after those that are cached."""

@@ -20,6 +20,7 @@ from penstock.llm.pending import PendingChoice, PendingOutput
 from penstock.llm.requests import PromptLike, RequestMaker
 from penstock.llm.tokenizer import ModelTokenizer
 from penstock.model.load import load_text
+from penstock.service_levels import NO_TARGETS, Targets
 from penstock.store import DEFAULT, fetch, with_local_draft
 from penstock.text import check_dimensions, embedding
 from penstock.types import PAUSE_KEEP, PAUSE_MODES, AdapterUse, SamplingParams
@@ -72,12 +73,14 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         lora_request: LoraLike = None,
+        targets: Targets = NO_TARGETS,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the answer as it grows: all of it so far each time, or what `sampling_params.output_kind` asks for.
-        Leaving the generator early, or cancelling its task, aborts the request. `lora_request` names its adapters."""
+        Leaving the generator early, or cancelling its task, aborts the request. `lora_request` names its adapters,
+        `targets` say how soon tokens are to come."""
         make = await self._started()
         uses = await self._uses(lora_request)
-        pending = make.generation(make.prompt(prompt), sampling_params, request_id or "", uses)
+        pending = make.generation(make.prompt(prompt), sampling_params, request_id or "", uses, targets)
         async with aclosing(self._outputs(pending)) as outputs:
             async for output in outputs:
                 yield output
@@ -172,7 +175,8 @@ class AsyncLLM:
         hello = await self._client.start()
         sampling = {**modelfile_sampling(self._model), **self._options.sampling}
         text = (await loading).with_sampling(sampling)
-        return RequestMaker(text, hello.limits, self._client.next_id, self._options.seed)
+        options = self._options
+        return RequestMaker(text, hello.limits, self._client.next_id, options.seed, options.targets)
 
     async def _outputs(self, pending: PendingOutput) -> AsyncGenerator[RequestOutput, None]:
         if pending.id in self._running:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any, NamedTuple
 
 from penstock.config import QUANTIZATIONS, log_to_stderr
+from penstock.errors import InvalidRequest
+from penstock.service_levels import NO_TARGETS, Targets
 from penstock.speculative_config import speculation_in
 
 RENAMED = {
@@ -62,6 +65,7 @@ class LLMOptions(NamedTuple):
     engine: dict[str, Any]  # for `configure`
     seed: int | None = None  # from which requests get theirs
     sampling: Mapping[str, Any] = {}  # defaults in place of the model's
+    targets: Targets = NO_TARGETS  # of requests that state none
 
 
 def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_stderr) -> LLMOptions:
@@ -71,6 +75,7 @@ def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_
     ignored = []
     options = {name: value for name, value in given.items() if value is not None}
     seed, sampling = options.pop("seed", None), options.pop("override_generation_config", {})
+    targets = check_targets(options.pop("targets", NO_TARGETS))
     for name, value in options.items():
         if name in NO_EFFECT or name in IGNORED:
             if name == "quantization" and value in QUANTIZATIONS["cuda"]:
@@ -87,10 +92,20 @@ def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_
             engine[RENAMED.get(name, name)] = value
     if ignored:
         warn(f"warning: options of vLLM without effect here: {', '.join(sorted(ignored))}")
-    return LLMOptions(engine, seed, sampling)
+    return LLMOptions(engine, seed, sampling, targets)
 
 
 def adapter_text(name: str, place: Any) -> str:
     """Returns an entry of `adapters`, {name: path} or {name: (path, scale)}, as the engine's option has it."""
     path, scale = place if isinstance(place, tuple) else (place, 1.0)
     return f"{name}={path}:{scale!r}"
+
+
+def check_targets(given: Any) -> Targets:
+    """Returns the targets that a caller in Python has given; raises InvalidRequest if they are none."""
+    if isinstance(given, Targets):
+        times = [time for time in given if time is not None]
+        if all(isinstance(time, int | float) and 0 < time < inf for time in times):
+            return given
+    message = "targets are penstock.Targets(ttft=..., itl=...), each in seconds, above 0, or None"
+    raise InvalidRequest(f"{message}; got {given!r:.100}", param="targets")

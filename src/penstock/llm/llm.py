@@ -42,6 +42,7 @@ from penstock.llm.requests import (
 from penstock.llm.shared_engine import SharedEngine
 from penstock.llm.tokenizer import ModelTokenizer
 from penstock.model.load import text_of
+from penstock.service_levels import NO_TARGETS, Targets
 from penstock.store import DEFAULT, fetch, find_derived, with_local_draft
 from penstock.text import check_dimensions, embedding
 from penstock.text.embedding import state_of
@@ -58,8 +59,8 @@ Conversation = Sequence[MessageDict]
 
 class LLM:
     """Runs one model. Keyword arguments are the engine's options (`penstock.config`) or vLLM's names for them; those
-    of vLLM's that have no meaning here are listed in a warning. Threads may share it: their requests are computed
-    together."""
+    of vLLM's that have no meaning here are listed in a warning. `targets` are those of calls that state none. Threads
+    may share it: their requests are computed together."""
 
     def __init__(self, model: str | Path = DEFAULT, **options: Any) -> None:
         read = read_options(options)
@@ -76,7 +77,8 @@ class LLM:
         self._engine = SharedEngine(engine)
         try:
             sampling = {**modelfile_sampling(str(model)), **read.sampling}
-            self._maker = RequestMaker(text().with_sampling(sampling), limits, itertools.count(1).__next__, read.seed)
+            about = limits, itertools.count(1).__next__, read.seed, read.targets
+            self._maker = RequestMaker(text().with_sampling(sampling), *about)
         except BaseException:
             self._engine.close()
             raise
@@ -88,16 +90,17 @@ class LLM:
         *,
         use_tqdm: ShowProgress = True,
         lora_request: LoraArgument = None,
+        targets: Targets = NO_TARGETS,
     ) -> list[RequestOutput]:
         """Continues each prompt: a text, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids`; one
         of them, or a list of any. Without `sampling_params`, the model's own defaults apply. `lora_request` names the
-        adapters of all prompts, or is a list with those of each."""
+        adapters of all prompts, or is a list with those of each. `targets` say how soon tokens are to come."""
         given = prompt_list(prompts)
         params = params_list(sampling_params, len(given))
         adapters = self._uses(lora_request, len(given))
         make = self._maker
         pending = [
-            make.generation(make.prompt(each), how, adapters=uses)
+            make.generation(make.prompt(each), how, adapters=uses, targets=targets)
             for each, how, uses in zip(given, params, adapters, strict=True)
         ]
         self._complete(pending, use_tqdm)
@@ -115,9 +118,10 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoraArgument = None,
+        targets: Targets = NO_TARGETS,
     ) -> list[RequestOutput]:
         """Returns the assistant's next message in each conversation: one list of messages, or a list of such lists.
-        `tools` and `chat_template_kwargs` go to the chat template."""
+        `tools` and `chat_template_kwargs` go to the chat template. `targets` say how soon tokens are to come."""
         given = conversation_list(messages)
         params = params_list(sampling_params, len(given))
         adapters = self._uses(lora_request, len(given))
@@ -126,7 +130,7 @@ class LLM:
         )
         make = self._maker
         pending = [
-            make.generation(make.chat_prompt(each, options), how, adapters=uses)
+            make.generation(make.chat_prompt(each, options), how, adapters=uses, targets=targets)
             for each, how, uses in zip(given, params, adapters, strict=True)
         ]
         self._complete(pending, use_tqdm)
@@ -138,13 +142,14 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         lora_request: LoraLike = None,
+        targets: Targets = NO_TARGETS,
     ) -> CompletionStream:
         """Does what `generate` does, or `chat` when given messages, and returns the text as it comes."""
         make = self._maker
         is_chat = not isinstance(prompt, str | Mapping) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         read = make.chat_prompt(prompt, ChatOptions()) if is_chat else make.prompt(prompt)  # type: ignore[arg-type]
         (uses,) = self._uses(lora_request, 1)
-        pending = make.generation(read, sampling_params, adapters=uses)
+        pending = make.generation(read, sampling_params, adapters=uses, targets=targets)
         if len(pending.choices) > 1:
             raise InvalidRequest("a stream has one answer: leave out n and best_of, or use generate", param="n")
         self._engine.submit(pending.choices)

@@ -10,13 +10,15 @@ from operator import index
 from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
+from penstock.llm.engine_options import check_targets
 from penstock.llm.pending import PendingChoice, PendingOutput
+from penstock.service_levels import NO_TARGETS, Targets
 from penstock.text import ChatTemplate, Text, TextStream, check_answers, embedding_request, make_request, new_seed
 from penstock.text.continuation import continue_last
 from penstock.text.embedding import pooling_of
 from penstock.text.pairs import PairPrompts, classify_request
 from penstock.text.tools import MessageDict
-from penstock.types import AdapterUse, Limits, SamplingParams
+from penstock.types import NO_CLAIM, AdapterUse, Limits, SamplingParams
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
@@ -41,12 +43,20 @@ class ChatOptions(NamedTuple):
 
 class RequestMaker:
     """Makes requests for one model. `next_id` numbers them; with a `seed`, requests without one of their own get
-    theirs from it, in the order in which they are made."""
+    theirs from it, in the order in which they are made. `targets` are those of requests that state none."""
 
-    def __init__(self, text: Text, limits: Limits, next_id: Callable[[], int], seed: int | None = None) -> None:
+    def __init__(
+        self,
+        text: Text,
+        limits: Limits,
+        next_id: Callable[[], int],
+        seed: int | None = None,
+        targets: Targets = NO_TARGETS,
+    ) -> None:
         self.text = text
         self.limits = limits
         self.next_id = next_id
+        self._targets = targets
         self._new_seed = new_seed if seed is None else partial(random.Random(seed).getrandbits, 63)
 
     def prompt(self, given: Any, encode: Callable[[str], list[int]] | None = None) -> Prompt:
@@ -86,7 +96,12 @@ class RequestMaker:
         return Prompt(text.encode_prompt(rendered), rendered, continuing=continues)
 
     def generation(
-        self, prompt: Prompt, params: SamplingParams | None, id: str = "", adapters: Sequence[AdapterUse] = ()
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        id: str = "",
+        adapters: Sequence[AdapterUse] = (),
+        targets: Targets = NO_TARGETS,
     ) -> PendingOutput:
         """Returns the choices to generate for a prompt, each with its own seed. As in vLLM, an answer ends where the
         context does, whatever its max_tokens."""
@@ -96,13 +111,15 @@ class RequestMaker:
         room = max(self.limits.max_len - len(tokens), 1)
         most = None if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._new_seed() if params.seed is None else params.seed
+        ttft, itl = check_targets(targets).over(self._targets)
+        claim = NO_CLAIM._replace(ttft=ttft, itl=itl)
         count = params.best_of or params.n
         scored = 0 if params.logprobs is None and count > params.n else params.logprobs
         choices = []
         for choice in range(count):
             sampling = replace(params, seed=seed + choice, logprobs=scored, max_tokens=most)
             request = make_request(self.next_id(), tokens, sampling, self.text.tokenizer, self.limits.max_len)
-            request = request._replace(adapters=tuple(adapters))
+            request = request._replace(adapters=tuple(adapters), claim=claim)
             choices.append(PendingChoice(request, self._stream(params, continuing=prompt.continuing)))
         return PendingOutput(id or str(choices[0].request.id), prompt.text, params, self.text.tokenizer, choices)
 

@@ -155,21 +155,12 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
 
 def missing_tiers(config: Config, limits: Limits) -> Iterator[str]:
     """Yields a line for each place that was asked for to keep KV in and that a model has no use for."""
-    if has_tiers(config, limits):
+    if not limits.encoder:
         return
-    why = "it has no KV to keep"
-    if limits.states:
-        why = "it has recurrent layers, whose states stay on a GPU, and KV is of no use without them"
     if config.kv_ram not in (AUTO, "0"):
-        yield f"--kv-ram has no effect on this model: {why}"
+        yield "--kv-ram has no effect on this model: it has no KV to keep"
     if config.kv_disk:
-        yield f"--kv-disk has no effect on this model: {why}"
-
-
-def has_tiers(config: Config, limits: Limits) -> bool:
-    """Returns whether what a model computes can be kept elsewhere than in its cache. Encoders reuse nothing, and states
-    cannot be copied from a GPU yet."""
-    return not limits.encoder and not (limits.states and Device.parse(config.device).kind == "cuda")
+        yield "--kv-disk has no effect on this model: it has no KV to keep"
 
 
 class HostPlaces(NamedTuple):
@@ -183,7 +174,7 @@ def host_tier(config: Config, limits: Limits, block_bytes: int, state_bytes: int
     """Divides the host memory for what leaves the cache, where `free` bytes of it are. States may take half of it, as
     they may of the cache, and there is one wherever it fits."""
     unused = Device.parse(config.device).kind == "cuda" and not config.kv_disk and config.kv_ram == AUTO
-    if unused or not has_tiers(config, limits):
+    if unused or limits.encoder:
         return HostPlaces()
     cache = limits.num_blocks * block_bytes + limits.states * state_bytes
     room = min(cache, free // KV_RAM_SHARE) if config.kv_ram == AUTO else int(config.kv_ram)

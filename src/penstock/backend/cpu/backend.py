@@ -142,7 +142,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs, self._first.hidden)
-        self.states: BlockMemory | None = NativeStates(self._programs)
+        self.states: BlockMemory = NativeStates(self._programs)
         self._adapters = NativeAdapters(self._first)
         self.adapters: AdapterSlots = self._adapters
         self._caches = iter(packed)

@@ -33,7 +33,7 @@ from penstock.backend.batches import greedy_batch
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.arena import Arena
-from penstock.backend.cuda.blocks import CudaBlocks
+from penstock.backend.cuda.blocks import CudaBlocks, CudaStates
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import checked_device, device_properties
@@ -125,7 +125,7 @@ class CudaBackend:
         self._programs: dict[int, LoadedProgram] = {}
         self._blocks = CudaBlocks(self._programs, self._hidden, self._device, self._on_stream, deterministic)
         self.kv: BlockMemory = self._blocks
-        self.states: BlockMemory | None = None  # those of its programs stay on the device
+        self.states: BlockMemory = CudaStates(self._programs, self._device, self._on_stream)
         self._adapters = self._new_adapters()
         self.adapters: AdapterSlots = self._adapters
         self._flights: dict[Ticket, Flight] = {}

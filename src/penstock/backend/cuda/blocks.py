@@ -1,7 +1,8 @@
-"""Copies KV blocks on a GPU, and from there to the host and back."""
+"""Copies KV blocks and recurrent states on a GPU, and from there to the host and back."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,28 +13,34 @@ from penstock.backend.base import HostRoom
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.kv_cache import LayerCache, copy_blocks, export_blocks, import_blocks
 from penstock.backend.cuda.loaded_program import LoadedProgram
-from penstock.backend.cuda.pinned_room import PinnedRoom
+from penstock.backend.cuda.pinned_room import STAGED, PinnedRoom
 from penstock.backend.cuda.sharing import KvRows
 from penstock.backend.host_room import PlainRoom
 
 
-class CudaBlocks:
-    """Implements BlockMemory over the caches of all programs and what they store for each other: a block has a part in
-    each."""
+class CudaMemory(ABC):
+    """Implements BlockMemory over arrays on the device: a block has a row in each of them."""
+
+    STAGED = STAGED  # bytes on the device that blocks pass through on their way to host memory
 
     def __init__(
         self,
         programs: Mapping[int, LoadedProgram],
-        hidden: HiddenStates,
         device: torch.device,
         on_stream: Callable[[], AbstractContextManager[Any]],
         fixed: bool = False,
     ) -> None:
         self._fixed = fixed  # blocks hold what does not depend on the batch that they were computed in
         self._programs = programs
-        self._hidden = hidden
         self._device = device
         self._on_stream = on_stream  # the stream that steps are queued on
+
+    @abstractmethod
+    def _caches(self) -> list[LayerCache]:
+        """Returns what blocks consist of, once they are reserved."""
+
+    @abstractmethod
+    def fingerprint(self) -> str: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         with self._on_stream():
@@ -50,16 +57,40 @@ class CudaBlocks:
     def host_room(self, places: int) -> HostRoom:
         if self._device.type != "cuda":
             return PlainRoom(self, places)
-        parts = [data for cache in self._caches() for data in cache.by_block()]
-        return PinnedRoom(parts, places, self._on_stream)
+        return PinnedRoom(self._by_block(), places, self._on_stream, self.STAGED)
+
+    def touch_blocks(self, blocks: Sequence[int]) -> None:  # noqa: B027
+        """Does nothing: the memory of a GPU is there once it is reserved."""
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all blocks."""
+        return sum(int(part.nbytes) for part in parts_of(self._caches()))
+
+    def _by_block(self) -> list[Any]:
+        """Returns the bytes of each block in all arrays."""
+        return [data for cache in self._caches() for data in cache.by_block()]
+
+    def _index(self, blocks: Sequence[int]) -> Any:
+        return torch.tensor(blocks, device=self._device)
+
+
+class CudaBlocks(CudaMemory):
+    """Copies KV blocks: the caches of all programs, and what they store for each other."""
+
+    def __init__(
+        self,
+        programs: Mapping[int, LoadedProgram],
+        hidden: HiddenStates,
+        device: torch.device,
+        on_stream: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__(programs, device, on_stream)
+        self._hidden = hidden
 
     def rows(self) -> KvRows:
         """Returns whole blocks, once they are reserved."""
-        parts = [data for cache in self._caches() for data in cache.by_block()]
-        return KvRows(parts, self._device, self._on_stream)
-
-    def touch_blocks(self, blocks: Sequence[int]) -> None:
-        """Does nothing: the memory of a GPU is there once it is reserved."""
+        return KvRows(self._by_block(), self._device, self._on_stream)
 
     def fingerprint(self) -> str:
         layouts = [
@@ -70,18 +101,23 @@ class CudaBlocks:
         fixed = ["deterministic"] if self._fixed else []
         return f"cuda 1, {'; '.join([*layouts, *hidden, *fixed])}"
 
-    @property
-    def nbytes(self) -> int:
-        """Returns the bytes of all blocks."""
-        return sum(int(part.nbytes) for part in parts_of(self._caches()))
-
-    def _index(self, blocks: Sequence[int]) -> Any:
-        return torch.tensor(blocks, device=self._device)
-
     def _caches(self) -> list[LayerCache]:
         """Returns what blocks consist of, program by program, and then hidden states."""
         kv = [cache for program in self._programs.values() for cache in program.memory.planes]
         return [*kv, *self._hidden.planes]
+
+
+class CudaStates(CudaMemory):
+    """Copies the recurrent states of all programs, each as if it were a block."""
+
+    STAGED = 0  # one at a time: a state is large, and few travel
+
+    def fingerprint(self) -> str:
+        return f"cuda 1, states of {shapes_of(self._caches())}"
+
+    def _caches(self) -> list[LayerCache]:
+        layers = [each for program in self._programs.values() for each in program.memory.states.layers.values()]
+        return [LayerCache(layer, None) for layer in layers]
 
 
 def parts_of(caches: Sequence[LayerCache]) -> list[Any]:

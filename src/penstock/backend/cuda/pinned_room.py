@@ -1,4 +1,4 @@
-"""Keeps copies of KV blocks in host memory that the GPU reads and writes by itself."""
+"""Keeps copies of KV blocks, or of recurrent states, in host memory that the GPU reads and writes by itself."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ import torch
 from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
-STAGED = 128 << 20  # bytes on the device that blocks pass through: a copy over the bus is of whole blocks
+STAGED = 128 << 20  # bytes on the device that blocks pass through, if nobody says how many: whole ones cross the bus
 SEGMENT = 256 << 20  # bytes that are pinned at a time
 PATIENCE = 5.0  # seconds that a copy waits for its places to be pinned
 
 
 class PinnedRoom:
     """Implements HostRoom. Blocks lie in many places on the device and in one on the host: they are gathered and
-    scattered there, and cross the bus whole. A thread pins the memory, which takes a second for several GB; copies wait
-    until it has come to their places."""
+    scattered on the device, as many as `staged` bytes hold but one at least, and cross the bus whole. A thread pins the
+    memory, which takes a second for several GB; copies wait until it has come to their places."""
 
-    def __init__(self, parts: Sequence[Any], places: int, on_stream: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        places: int,
+        on_stream: Callable[[], AbstractContextManager[Any]],
+        staged: int = STAGED,
+    ) -> None:
         self._parts = parts  # [blocks, bytes] each
         self._sizes = [part.shape[1] for part in parts]
         self._on_stream = on_stream
         size = sum(self._sizes)
         self.array: NDArray[np.uint8] = np.empty((places, size), np.uint8)
         self._host: Any = torch.from_numpy(self.array)
-        self._staged = torch.empty((max(STAGED // size, 1), size), dtype=torch.uint8, device=parts[0].device)
+        self._staged = torch.empty((max(staged // size, 1), size), dtype=torch.uint8, device=parts[0].device)
         self._closing = False
         self._pinned: list[int] = []  # addresses
         self._more = Condition()  # is pinned

@@ -94,7 +94,7 @@ class RefBackend(SynchronousBackend[RefProgram]):
     def __init__(self) -> None:
         super().__init__()
         self.kv: BlockMemory = ArrayBlocks("ref", self._kv_arrays)
-        self.states: BlockMemory | None = ArrayBlocks("ref states", self._state_arrays)
+        self.states: BlockMemory = ArrayBlocks("ref states", self._state_arrays)
         self._adapters = RefAdapters()
         self._hidden = RefHidden()
         self.adapters: AdapterSlots = self._adapters

@@ -19,12 +19,12 @@ def open_store(
 ) -> SegmentStore | None:
     """Returns where the KV of prompts is kept for a model whose blocks have this identity; None if it is not to be, or
     cannot be for such a model (missing_tiers says so). If there is some already, `tell` is told."""
-    if not config.kv_disk or limits.encoder or (limits.states and backend.states is None):
+    if not config.kv_disk or limits.encoder:
         return None
     if not hasattr(os, "preadv"):
         raise ConfigError("kv_disk needs reads that this system does not have: leave it out, or use WSL on Windows")
     block_bytes = len(backend.kv.export_blocks([0]))
-    state_bytes = len(backend.states.export_blocks([0])) if backend.states is not None and limits.states else 0
+    state_bytes = len(backend.states.export_blocks([0])) if limits.states else 0
     if not limits.host_places or (state_bytes and not limits.host_states):
         least = f" of at least {block_bytes + state_bytes:,}" if state_bytes else ""
         raise ConfigError(f"kv_disk needs host memory to read blocks into: set kv_ram to a number of bytes{least}")
