@@ -86,6 +86,17 @@ def test_rehearsals_leave_no_trace() -> None:
     assert np.allclose(whole, np.concatenate([before, after]), atol=1e-4)
 
 
+def test_no_shape_is_made_ready_that_steps_are_too_small_for() -> None:
+    """Steps of 200 tokens at most: those that would be padded to 256 are left out, and all others stay."""
+    backend = loaded("llama3", CudaBackend(200, 8, device=DEVICE, dtype=torch.float32, prefill_budget=64))
+    backend.reserve_kv(64, 4)
+    shapes = [shape for _, shape in backend._shapes_ahead()]
+    assert {shape.tokens for shape in shapes if shape.tiles} == {128}
+    assert {shape.decodes for shape in shapes if not shape.tiles} >= {1, 2, 4, 8}
+    for shape in shapes:
+        backend._rehearse(backend._programs[0], shape)
+
+
 def test_a_step_without_memory_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = loaded("llama3", CudaBackend(64, 8, device=DEVICE, dtype=torch.float32))
     backend.reserve_kv(32, 4)

@@ -270,13 +270,7 @@ class CudaBackend:
     def _prepare_shapes(self) -> Generator[bool, None, None]:
         if not self._capture:
             return
-        work = [
-            (program, shape)
-            for number, program in self._programs.items()
-            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, program.program.run_sizes)
-            if shape == self._pad(shape) and (program.sharing or not shape.shared)
-        ]
-        work = list(dict.fromkeys((program, self._shape_for(program, shape)) for program, shape in work))
+        work = self._shapes_ahead()
         with closing(Compiler()) as compiler:
             for program, shape in work:
                 with compiler.watching():
@@ -288,6 +282,16 @@ class CudaBackend:
             if not program.graphs.has(shape):
                 self._rehearse(program, shape, graph=True)
                 yield True
+
+    def _shapes_ahead(self) -> list[tuple[LoadedProgram, Shape]]:
+        """Returns the shapes of steps that are made ready before they are needed, each once."""
+        common = (
+            (program, shape)
+            for number, program in self._programs.items()
+            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, program.program.run_sizes)
+            if self._fits(shape) and shape == self._pad(shape) and (program.sharing or not shape.shared)
+        )
+        return list(dict.fromkeys((program, self._shape_for(program, shape)) for program, shape in common))
 
     def prepare(self, rows: int, prompts: int = 0, program: int = 0, run: int = 0) -> None:
         """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them; of `rows`
@@ -422,8 +426,11 @@ class CudaBackend:
         if (shape.tiles or shape.tokens > shape.decodes) and not self._capture:
             return shape
         larger = padded(shape)
-        fits = larger.tokens <= self._sizes.tokens and larger.sampled <= self._sizes.rows
-        return larger if fits else shape
+        return larger if self._fits(larger) else shape
+
+    def _fits(self, shape: Shape) -> bool:
+        """Returns whether steps may be of this shape."""
+        return shape.tokens <= self._sizes.tokens and shape.sampled <= self._sizes.rows
 
     def _shape_for(self, program: LoadedProgram, shape: Shape) -> Shape:
         """Returns the shape of a graph that a step of this shape fits in, as the program's steps are planned."""

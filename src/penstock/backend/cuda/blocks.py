@@ -28,9 +28,7 @@ class CudaMemory(ABC):
         programs: Mapping[int, LoadedProgram],
         device: torch.device,
         on_stream: Callable[[], AbstractContextManager[Any]],
-        fixed: bool = False,
     ) -> None:
-        self._fixed = fixed  # blocks hold what does not depend on the batch that they were computed in
         self._programs = programs
         self._device = device
         self._on_stream = on_stream  # the stream that steps are queued on
@@ -84,9 +82,11 @@ class CudaBlocks(CudaMemory):
         hidden: HiddenStates,
         device: torch.device,
         on_stream: Callable[[], AbstractContextManager[Any]],
+        fixed: bool = False,
     ) -> None:
         super().__init__(programs, device, on_stream)
         self._hidden = hidden
+        self._fixed = fixed  # blocks hold what does not depend on the batch that they were computed in
 
     def rows(self) -> KvRows:
         """Returns whole blocks, once they are reserved."""
