@@ -59,6 +59,7 @@ from penstock.backend.exchange import PackedWeight
 from penstock.backend.sharing import DeviceSharing
 from penstock.backend.synchronous import program_of, time_step
 from penstock.errors import ConfigError, OutOfMemory
+from penstock.kv_types import kv_parts
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
@@ -96,7 +97,7 @@ class CudaBackend:
         self._properties, on_gpu = properties or device_properties(self._device), self._device.type == "cuda"
         if quantize not in ("", "fp8", "int4"):
             raise ConfigError(f"weights can be quantized to fp8 or int4; got {quantize!r}")
-        if "fp8" in (quantize, kv) and not self._properties.has_fp8:
+        if "fp8" in (quantize, *kv_parts(kv)) and not self._properties.has_fp8:
             raise ConfigError("fp8 needs compute capability 8.9 or more: use int4 for weights, int8 for the KV cache")
         self.name = self._properties.name
         self.device = device
