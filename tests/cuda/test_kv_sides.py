@@ -27,9 +27,9 @@ from penstock.model.spec import AttentionSpec, RopeSpec
 from tests.cuda.device import DEVICE, HALF, TILINGS, ints, normal
 from tests.cuda.test_attention import split_kv_of
 from tests.cuda.test_kv import GOLDENS, apart
+from tests.engine.one_head import ONE_HEAD
 
 BLOCKS, BLOCK_SIZE = 6, 8
-CONFIG = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
 
 
 def spec_of(heads: int, kv_heads: int, dims: int, **options: Any) -> AttentionSpec:
@@ -48,7 +48,7 @@ def spec_of(heads: int, kv_heads: int, dims: int, **options: Any) -> AttentionSp
     ids=["int4", "int8:int4", "int4:auto", "fp8:int4", "half"],
 )
 def test_attention_reads_what_was_stored(kv: str, spec: AttentionSpec, dtype: torch.dtype) -> None:
-    """A prompt, two of its newest tokens, and one token whose context was stored before, all of them in one step."""
+    """Two prompts, and one token that goes on with the second, all of them in one step."""
     table = np.random.default_rng(0).permutation(BLOCKS).tolist()
     chunks = [Chunk([0] * 19, 0, table[:3]), Chunk([0] * 9, 0, table[3:5]), Chunk([0], 9, table[3:5])]
     batch, group = greedy_batch(chunks), spec.heads // spec.kv_heads
@@ -75,7 +75,7 @@ def test_attention_reads_what_was_stored(kv: str, spec: AttentionSpec, dtype: to
     q, k, v = np.split(heads, [spec.heads, spec.heads + spec.kv_heads], axis=1)
     q, k = (torch.from_numpy(rotate(x, batch.positions, spec.rope)).to(dtype).float().numpy() for x in (q, k))
     q = q if gain is None else q * gain.cpu().numpy()
-    stored = KvFormats(*("f32" if side in ("auto", "fp8") else side for side in layout_of(kv, dtype).apart or ()))
+    stored = KvFormats(*(side if side.startswith("int") else "f32" for side in layout_of(kv, dtype).apart or ()))
     k, v = stored.stored_keys(k), stored.stored_values(v)
     for row, (first, last) in enumerate(zip(batch.row_start, batch.row_start[1:], strict=False)):
         begin = batch.row_start[1] if row else 0
@@ -85,34 +85,31 @@ def test_attention_reads_what_was_stored(kv: str, spec: AttentionSpec, dtype: to
         assert apart(out[first:last].float().cpu().numpy(), wanted.reshape(last - first, -1)) < far
 
 
-def loaded(backend: Any, kv: str = "") -> Any:
-    checkpoint = open_checkpoint(GOLDENS / "untied", [f"{name}={value}" for name, value in CONFIG.items()])
-    backend.load(load_model(checkpoint, backend))
+def loaded(backend: Any) -> Any:
+    backend.load(load_model(open_checkpoint(GOLDENS / "untied", ONE_HEAD), backend))
+    backend.reserve_kv(12, BLOCK_SIZE)
     return backend
+
+
+def cuda(kv: str) -> CudaBackend:
+    return CudaBackend(64, 8, device=DEVICE, dtype=torch.float32, kv=kv)
 
 
 @pytest.mark.parametrize("kv", ["int4", "int8:int4"])
 def test_a_model_answers_as_the_reference_and_blocks_move(kv: str) -> None:
     tokens = np.random.default_rng(0).integers(64, size=18).tolist()
-    backend, ref, exact = (
-        loaded(CudaBackend(64, 8, device=DEVICE, dtype=torch.float32, kv=kv)),
-        *(loaded(each) for each in (RefBackend(kv), RefBackend())),
-    )
-    found = []
-    for each in (backend, ref, exact):
-        each.reserve_kv(12, BLOCK_SIZE)
-        found.append(each.logits(greedy_batch([Chunk(tokens, 0, range(3))])))
-    assert apart(found[0], found[1]) < 5e-3 < 1e-2 < apart(found[0], found[2])
+    prompt = greedy_batch([Chunk(tokens, 0, range(3))])
+    backend = loaded(cuda(kv))
+    found, stored, exact = (each.logits(prompt) for each in (backend, loaded(RefBackend(kv)), loaded(RefBackend())))
+    assert apart(found, stored) < 5e-3
+    assert apart(found, exact) > 1e-2
     data = backend.kv.export_blocks([0, 1])
-    per_token = backend.memory_needs().kv_bytes_per_token
-    assert len(data) == 2 * BLOCK_SIZE * per_token
+    assert len(data) == 2 * BLOCK_SIZE * backend.memory_needs().kv_bytes_per_token
+    assert backend.kv.fingerprint() != loaded(cuda("int8")).kv.fingerprint()
     backend.kv.import_blocks([7, 9], data)
-    got = backend.logits(greedy_batch([Chunk(tokens[16:], 16, [7, 9, 5])]))
-    assert apart(got, found[0][16:]) < 1e-3
-    assert backend.kv.fingerprint() != loaded(CudaBackend(64, 8, device=DEVICE, dtype=torch.float32)).kv.fingerprint()
-    batches = [greedy_batch([Chunk(tokens, 0, range(3))])]
-    model = load_model(open_checkpoint(GOLDENS / "untied", [f"{a}={b}" for a, b in CONFIG.items()]), backend)
-    assert apart(backend.trial_logits(model, kv, batches, CacheSize(3, BLOCK_SIZE)), found[0]) == 0
+    assert apart(backend.logits(greedy_batch([Chunk(tokens[16:], 16, [7, 9, 5])])), found[16:]) < 1e-3
+    model = load_model(open_checkpoint(GOLDENS / "untied", ONE_HEAD), backend)
+    assert apart(backend.trial_logits(model, kv, [prompt], CacheSize(3, BLOCK_SIZE)), found) == 0
 
 
 def test_what_has_no_place_is_refused() -> None:
