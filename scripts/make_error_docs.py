@@ -77,7 +77,7 @@ ADVICE = {
     "download_error": "Check the network, `HTTPS_PROXY`, `HF_ENDPOINT` and `HF_TOKEN`; offline give a path"
     " ([models](models.md)).",
     "config_error": "Change the option that the message names; `penstock config` shows what is set, and where.",
-    "kv_loss_too_large": "Leave out `--kv`, or use `int8` where it was `fp8`; `--kv-loss` moves the bound"
+    "kv_loss_too_large": "Leave out `--kv`, or use `int8` where it was `fp8` or `int4`; `--kv-loss` moves the bound"
     " ([precision](formats.md#the-kv-cache)).",
     "kv_layout_mismatch": "Give all replicas of a fleet the same model, `--kv` and `--block-size`.",
     "device_lost": "Start the process again: such an error, of a kernel or of the hardware, stays until it ends."

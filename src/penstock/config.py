@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import ConfigError
+from penstock.kv_types import read_kv
 from penstock.types import Limits, blocks_for
 
 SAVED_PER_ROW = 4  # states, where there is room: of its system prompt, its conversation and some others'
@@ -28,7 +29,6 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
-QUANTIZED_KV = ("int8", "fp8")  # formats of KV caches with fewer than 16 bits
 AUTO, OFF, ANY = "auto", "off", "any"  # values of options
 LOG_FORMAT = "PENSTOCK_LOG_FORMAT"  # the variable that tells the processes of a server how it logs
 SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
@@ -202,14 +202,17 @@ class Config:
     )
     kv: str = option(
         "auto",
-        "Format of the KV cache: auto (f16, on a GPU bf16), int8, f32 (CPU only) or fp8 (GPU only). int8 and fp8 take "
-        "half the memory of auto; int8 is the more precise of the two.",
+        "Format of the KV cache: auto (f16, on a GPU bf16), int8, int4, f32 (CPU only) or fp8 (GPU only). Two with a "
+        "colon are the formats of keys and of values: int8:int4. int8 and fp8 take half the memory of auto, and int8 "
+        "is the more precise of the two; int4 takes a little more than a quarter, and costs far less for values than "
+        "for keys.",
+        read=read_kv,
     )
     kv_loss: str = option(
         "0.05",
-        "Most that a KV cache in int8 or fp8 may cost, as mean KL divergence in nats from predictions with 16 bits. It "
-        "is measured at load, once for a model, on a short text; beyond this bound the model is refused. any: nothing "
-        "is refused.",
+        "Most that a KV cache of fewer than 16 bits may cost, as mean KL divergence in nats from predictions with 16 "
+        "bits. It is measured at load, once for a model, on a short text; beyond this bound the model is refused. any: "
+        "nothing is refused.",
         read=read_kv_loss,
     )
     kv_memory: int = option(

@@ -20,7 +20,7 @@ PenstockError                 code, message; one line, no traceback at the comma
 │   └── UnsupportedModel      a well-formed file that this engine cannot run
 ├── DownloadError             a model could not be fetched or did not match its checksum
 ├── ConfigError               settings that cannot work together or on this machine
-│   └── KvLossTooLarge        a KV cache of 8 bits changes the model's predictions too much
+│   └── KvLossTooLarge        a KV cache of fewer than 16 bits changes predictions too much
 ├── KvLayoutMismatch          KV blocks of a cache that is laid out in another way
 ├── StepFailed                the step that computed a request failed             HTTP 500
 │   ├── PoisonedRequest       its step killed the engine process each time it was tried

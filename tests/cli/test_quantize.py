@@ -109,8 +109,10 @@ def test_divergence(penstock: Penstock, reciter: Path, babbler: Path, book: Path
 
 def test_a_quantized_cache_is_compared_with_one_that_is_not(penstock: Penstock, smollm2: Path, book: Path) -> None:
     words = ("eval", "kl", smollm2, "--against", smollm2, "--text", book, "--context", 32, "--tokens", 64, "--json")
-    found = {kv: json.loads(penstock(*words, "--kv", kv)[1])["kl"] for kv in ("int8", "auto", "f32")}
+    found = {kv: json.loads(penstock(*words, "--kv", kv)[1])["kl"] for kv in ("int8", "int8:int4", "auto", "f32")}
     assert 0 < found["int8"]["mean"] < 0.1
+    assert found["int8"]["mean"] < found["int8:int4"]["mean"] < 0.2
+    assert found["int8:int4"]["reference"] == found["auto"]["reference"]
     assert found["int8"]["perplexity"]["value"] != found["int8"]["reference"]["value"]
     assert found["int8"]["reference"] == found["auto"]["reference"]
     assert found["auto"]["most"] == found["f32"]["most"] == 0

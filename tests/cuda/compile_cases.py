@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.inputs import run_sizes_of
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv, streams
@@ -51,6 +52,7 @@ from penstock.backend.cuda.kernels.norm import add_layer_norm, add_norm
 from penstock.backend.cuda.kernels.norm_qk import norm_qk, norm_runs
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.rope_sides import rope_and_store_sides
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
 from penstock.backend.cuda.kernels.segmented_attention import segmented_attention
@@ -61,12 +63,13 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
+from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.mla_expansion import BLOCK, MlaDims
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
 from penstock.backend.cuda.shared_prefixes import tile_tokens
 from penstock.model.ops import DeltaInputs, DeltaWeights, Mamba2Weights, ScanWeights
 from penstock.model.recurrence import CHUNK, DeltaSpec, Mamba2Spec, ScanSpec
-from penstock.model.spec import ExpertSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
 HOST = torch.device("cpu")
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -367,6 +370,25 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
         decode_attention(qkv, cache, ints(72, 8), *common, None, *about, shared=places, tiling=many)
     alone = tables, header, out[:1], split_kv, rotation
     decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
+
+
+@case(int4=("int4", 128), mixed=("int8:int4", 64))
+def attention_over_two_sides(tilings: Tilings, kv: str, dims: int) -> None:
+    spec, heads = AttentionSpec(8, 2, dims, RopeSpec((1.0,), False)), 8
+    lines, scales, _ = layout_of(kv, BF16).reserve(spec, 4, 16, Arena(HOST))
+    qkv, frequencies, out = empty(8, 12 * dims), torch.empty(dims // 2, dtype=torch.float64), empty(8, heads * dims)
+    about = frequencies, 1.0, dims // 2, False, ints(8), ints(8), lines, scales, heads * dims
+    rope_and_store_sides(qkv, *about, q_gain=empty(dims, dtype=F32) if kv == "int4" else None)
+    tables, header = ints(64), ints(4)
+    tiling = tilings.prefill_attention(queries_per_tile(4), dims, 2)
+    prefill_attention(qkv, lines, ints(4, 5), tables, header, out, 0.1, 0, scales, tiling=tiling)
+    split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
+    places, tiles = SharedPlaces(ints(8, 4), 72, tile_tokens(4)), SharedTiles(ints(96, 8), ints(8))
+    tiling = tilings.shared_prefix(dims, 2, queries_of(4, places.tile_tokens))
+    common = tables, header, out, split_kv
+    shared_prefix_attention(qkv, lines, tiles, *common, places, 0.1, scales, tiling=tiling)
+    tiling = tilings.decode_attention(8, dims, 2)
+    decode_attention(qkv, lines, ints(72, 8), *common, None, 0.1, 0, scales, tiling=tiling)
 
 
 @case(

@@ -304,6 +304,12 @@ def test_encoders_are_refused() -> None:
         backend.load(load_model(open_checkpoint(ENCODERS / "bert"), backend))
 
 
+@pytest.mark.parametrize("kv", ["int4", "int8:int4"])
+def test_caches_of_two_sides_are_refused(kv: str) -> None:
+    with pytest.raises(ConfigError, match=rf"deterministic.*--kv {kv}.*int8 or fp8"):
+        CudaBackend(64, 8, device=DEVICE, dtype=torch.bfloat16, kv=kv, deterministic=True)
+
+
 def test_adapters_are_refused() -> None:
     backend = KINDS["plain"].backend(deterministic=True)
     with pytest.raises(AdapterError, match="--deterministic"):

@@ -237,7 +237,7 @@ def test_bytes_are_those_of_the_cache(kind: str, line: int) -> None:
 
 
 def test_what_a_device_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown KV type 'f32' on CUDA: use auto or one of bf16, fp8, int8"):
+    with pytest.raises(ConfigError, match="unknown KV type 'f32' on CUDA: use auto, one of bf16, fp8, int8"):
         CudaBackend(device=DEVICE, kv="f32")
     pytest.importorskip("penstock.backend.cpu._native")
     with pytest.raises(ConfigError, match="unknown KV type 'fp8' for a CPU"):

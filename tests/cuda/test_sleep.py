@@ -43,7 +43,13 @@ def asleep(backend: CudaBackend) -> int:
 
 @pytest.mark.parametrize(
     ("format", "quantize", "kv"),
-    [("F32", "fp8", "auto"), ("Q8_0", "", "auto"), ("F32", "", "auto"), ("F32", "int4", "int8"), ("Q4_K", "", "auto")],
+    [
+        ("F32", "fp8", "auto"),
+        ("Q8_0", "", "auto"),
+        ("F32", "", "auto"),
+        ("F32", "int4", "int8"),
+        ("Q4_K", "", "int8:int4"),
+    ],
 )
 def test_steps_after_sleep_are_those_before_to_the_bit(format: str, quantize: str, kv: str) -> None:
     if quantize == "fp8" and DEVICE == "cpu":

@@ -11,6 +11,7 @@ import pytest
 from penstock.backend import resolve_defaults
 from penstock.config import DEFAULTS, OPTIONS, Config, available_memory, configure, draft_limit, resolve
 from penstock.errors import ConfigError
+from penstock.kv_types import is_kv_quantized
 from penstock.speculative_config import speculation_in, speculation_in_json
 from penstock.types import Limits
 
@@ -222,3 +223,12 @@ def test_a_cache_that_holds_less_than_the_windows_shortens_sequences() -> None:
     assert small.max_len == 160
     with pytest.raises(ConfigError, match="needs at least 196608 bytes"):
         windowed(11 * 16 * 1024)
+
+
+def test_keys_and_values_may_have_formats_of_their_own() -> None:
+    kept = {kv: configure("m", {"kv": kv}).kv for kv in ("int8", "int8:int4", "int4:int4", "auto:int4")}
+    assert kept == {"int8": "int8", "int8:int4": "int8:int4", "int4:int4": "int4", "auto:int4": "auto:int4"}
+    assert [is_kv_quantized(kv) for kv in ("auto", "f16:f32", "f16:int4", "int8")] == [False, False, True, True]
+    for wrong in ("", ":", "int8:", "int8:int4:int4", 8):
+        with pytest.raises(ConfigError, match=r"kv is one format, or two, KEYS:VALUES, as in int8:int4; got"):
+            configure("m", {"kv": wrong})

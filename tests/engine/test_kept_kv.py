@@ -18,6 +18,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import EngineUnavailable
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import Finished, Request, SamplingParams, Tokens
+from tests.engine.one_head import ONE_HEAD
 from tests.engine.test_ipc import events_of, run, started, tokens_of, until
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -57,6 +58,7 @@ def kv_file(tmp_path: Path) -> str:
         ("goldens/llama3", {"kv_memory": 0}),
         ("goldens/gemma3", {}),  # has windows
         ("goldens/mistral", {"kv": "int8"}),  # has nothing else
+        ("goldens/untied", {"kv": "int8:int4", "config": ONE_HEAD}),
         ("goldens/deepseek_v32", {}),  # has MLA, and an index
         ("goldens/qwen3next", {}),  # has states
         ("goldens/bamba", {"kv_memory": 0}),

@@ -37,6 +37,7 @@ from penstock.types import (
     SamplingParams,
     Tokens,
 )
+from tests.engine.one_head import ONE_HEAD
 
 LIMITS = Limits(
     max_len=128, max_rows=4, step_tokens=16, block_size=4, num_blocks=64, vocab=100, host_places=64, windows=(0,)
@@ -362,6 +363,8 @@ def answer_once(name: str, text: tuple[int, ...] = TEXT, **options: object) -> t
         ("llama3", {"device": "cpu"}),
         ("llama3", {"device": "ref"}),
         ("llama3", {"device": "cpu", "kv": "int8"}),
+        ("untied", {"device": "cpu", "kv": "int8:int4", "config": ONE_HEAD}),
+        ("untied", {"device": "ref", "kv": "int4", "config": ONE_HEAD}),
         ("gemma3", {"device": "cpu"}),
         ("deepseek_v3", {"device": "cpu"}),
         ("qwen3next", {"device": "cpu"}),
@@ -389,6 +392,8 @@ def test_other_weights_types_and_layouts_are_apart(tmp_path: Path) -> None:
     disk = {"device": "cpu", "kv_disk": str(tmp_path)}
     answer_once("llama3", **disk)
     assert answer_once("llama3", **disk, kv="int8")[1].cached == 0
+    assert answer_once("llama3", **disk, kv="int8:f16")[1].cached == 0
+    assert answer_once("llama3", **disk, kv="f16:int8")[1].cached == 0
     assert answer_once("llama3", **disk, block_size=16)[1].cached == 0
     copied = tmp_path / "model"
     shutil.copytree(GOLDENS / "llama3", copied)

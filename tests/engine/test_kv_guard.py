@@ -100,6 +100,14 @@ def test_what_a_sound_model_loses_is_said(sound: Path, opened: Open) -> None:
     assert "same top token" in line
 
 
+@pytest.mark.parametrize(("device", "kv"), [("cpu", "f16:int8"), ("ref", "int8:f16")])
+def test_a_cache_is_measured_if_keys_or_values_are_quantized(sound: Path, opened: Open, device: str, kv: str) -> None:
+    (line,) = opened(sound, device=device, kv=kv)
+    assert line.startswith(f"KV cache in {kv}, compared with 16 bits: mean KL 0.0")
+    with pytest.raises(KvLossTooLarge, match=f"a KV cache in {kv} changes the predictions"):
+        opened(sound, device=device, kv=kv, kv_loss="0")
+
+
 def test_a_model_that_it_harms_is_refused(outlying: Path, opened: Open, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KvLossTooLarge, match=r"too much: mean KL .* the bound is 0\.05: leave out --kv") as caught:
         opened(outlying)

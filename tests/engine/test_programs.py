@@ -194,9 +194,9 @@ def test_layouts_that_differ_have_other_fingerprints(name: str) -> None:
 
 def test_types_of_kv_have_other_fingerprints() -> None:
     found = set()
-    for kind in ("f16", "f32", "int8"):
+    for kind in ("f16", "f32", "int8", "int8:f16", "f16:int8"):
         backend = CpuBackend(1, kv=kind)
         backend.load(load_model(open_checkpoint(GOLDENS / "llama3"), backend))
         backend.reserve_kv(2, 4)
         found.add(backend.kv.fingerprint())
-    assert len(found) == 3
+    assert len(found) == 5

@@ -18,6 +18,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.host_blocks import HostBlocks
 from penstock.errors import ConfigError
 from penstock.types import BlockCopy, Event, Failed, Finished, Limits, Report, Request, SamplingParams, Tokens
+from tests.engine.one_head import ONE_HEAD
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 OPTIONS = {"threads": 2, "max_rows": 2, "max_len": 64, "block_size": 8, "speculation": "off"}
@@ -67,6 +68,8 @@ def engine_over(backend: FakeBackend) -> Engine:
         ("llama3", "cpu", {}),
         ("llama3", "ref", {}),
         ("llama3", "cpu", {"kv": "int8"}),
+        ("untied", "cpu", {"kv": "int8:int4", "config": ONE_HEAD}),
+        ("untied", "cpu", {"kv": "int4", "config": ONE_HEAD}),
         ("gemma3", "cpu", {}),
         ("gemma3", "ref", {}),
         ("deepseek_v3", "cpu", {}),

@@ -15,7 +15,7 @@ ROOT = Path(penstock.__file__).parent
 LIBRARY = sys.stdlib_module_names
 
 # Imports point down only. A package may import those named after it, and itself.
-WAIST = {"types", "errors", "config"}
+WAIST = {"types", "errors", "config", "kv_types"}
 MAY_IMPORT = {
     "types": {
         "adapter_types",
@@ -38,8 +38,9 @@ MAY_IMPORT = {
     "draft_types": set(),
     "errors": set(),
     "file_locks": set(),
-    "config": {"types", "errors"},
+    "config": {"kv_types", "types", "errors"},
     "keys": {"errors", "service_levels"},
+    "kv_types": {"errors"},
     "service_levels": set(),
     "speculative_config": {"errors"},
     "core": {"types", "errors"},
@@ -55,7 +56,7 @@ MAY_IMPORT = {
     "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "service_levels", "text"} | WAIST,
     "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
 }
-STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config", "file_locks"}
+STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config", "file_locks", "kv_types"}
 EXTRAS = {"torch", "triton", "ray", "nixl"}
 HOMES_OF_EXTRAS = {ROOT / "fleet" / "ray_ground.py", ROOT / "engine" / "carry" / "nixl.py"}
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
-from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.errors import ConfigError, MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.gguf.metadata import config_keys, difference
@@ -236,6 +236,16 @@ def test_a_token_leaves_its_latents_alone(kv: str, per_layer: int) -> None:
     backend.load(load_model(checkpoint, backend))
     assert backend.memory_needs().kv_bytes_per_token == 2 * per_layer
     assert backend.footprint(checkpoint.spec, checkpoint.tensors.values()).kv_token == 2 * per_layer
+
+
+@pytest.mark.parametrize("kv", ["int4", "int8:int4", "f16:int8"])
+def test_latents_have_one_format_and_not_4_bits(kv: str) -> None:
+    checkpoint = open_checkpoint(GOLDENS / "deepseek_v3")
+    backend = CpuBackend(1, kv=kv)
+    with pytest.raises(ConfigError, match=rf"in {kv} is not possible for this model: its attention \(MLA\)"):
+        backend.load(load_model(checkpoint, backend))
+    with pytest.raises(ConfigError, match="MLA"):
+        backend.footprint(checkpoint.spec, ())
 
 
 @pytest.mark.parametrize("split", [split_heads, split_heads_when_read])

@@ -145,7 +145,7 @@ def test_what_is_computed_otherwise_is_refused(config: dict[str, Any], changes: 
         read_config(config | changes)
 
 
-@pytest.mark.parametrize(("kv", "per_layer"), [("f16", 2 * 128), ("f32", 4 * 128), ("int8", 128 + 2 * 8)])
+@pytest.mark.parametrize(("kv", "per_layer"), [("f16", 2 * 128), ("f32", 4 * 128), ("int8", 128 + 3 * 4)])
 def test_a_token_leaves_its_latents_and_an_index_key(kv: str, per_layer: int) -> None:
     checkpoint = open_checkpoint(GOLDENS / "deepseek_v32")
     backend = CpuBackend(1, kv=kv)

@@ -18,15 +18,14 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
 from penstock.backend.kv_file import KvFile
 from penstock.backend.ref import RefBackend
-from penstock.backend.ref import ops as ref_ops
-from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attention, difference, run
+from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attend, attention, difference, run
 from penstock.backend.ref.ops import RefOps
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import ConfigError
 from penstock.model.dequantize import dequantize
 from penstock.model.families.llama import build
 from penstock.model.random_tensor import random_tensor
-from penstock.model.spec import KvGroup, ModelSpec
+from penstock.model.spec import AttentionSpec, KvGroup, ModelSpec
 from penstock.model.tensor import AFFINE, FORMATS, STORAGE
 
 MIXED = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "Q5_1", "F32", "MXFP4")
@@ -145,20 +144,30 @@ def test_attention_over_f32_kv_is_exact_to_rounding(case: Case, isa: str):
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("case", EXACT_ATTENTION, ids=lambda case: f"{case.op}: {case.name}")
-def test_attention_over_int8_kv_loses_nothing_but_its_rounding(case: Case, isa: str, monkeypatch: pytest.MonkeyPatch):
+def test_attention_over_int8_kv_loses_nothing_but_its_rounding(case: Case, isa: str):
     got = run(case.make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv="int8"))
-    exact = ref_ops.attention
-
-    def rounded(q: Any, keys: Any, values: Any, positions: Any, spec: Any, vectors: Any) -> Any:
-        if not spec.v_dim:
-            return exact(q, *(to_eight_bits(x, spec.head_dim) for x in (keys, values)), positions, spec, vectors)
-        rotated = keys[..., : -spec.v_dim]
-        keys = np.concatenate([to_eight_bits(x, x.shape[-1]) for x in (rotated, values)], axis=-1)
-        return exact(q, keys, keys[..., -spec.v_dim :], positions, spec, vectors)
-
-    monkeypatch.setattr(ref_ops, "attention", rounded)
-    wanted = run(case.make(np.random.default_rng(8)), RefBackend())
+    wanted = run(case.make(np.random.default_rng(8)), RefBackend("int8"))
     assert max(map(difference, got, wanted)) <= FLOAT
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("kv", ["int4", "int8:int4", "int4:f16"])
+@pytest.mark.parametrize(
+    ("spec", "lengths", "longest"),
+    [
+        (attention(9, 3, 64, interleaved=True), (17, 70), 16),
+        (attention(2, 1, 96, interleaved=False, q_gain=True), (5, 64), 16),  # three runs of the Hadamard transform
+        (attention(3, 1, 32, interleaved=False, window=7), (20,), 1),
+    ],
+)
+def test_attention_over_4_bits_computes_what_the_reference_defines(
+    spec: AttentionSpec, lengths: Sequence[int], longest: int, kv: str, isa: str
+):
+    make = partial(attend, spec=spec, lengths=lengths, longest=longest)
+    got = run(make(np.random.default_rng(8)), CpuBackend(2, isa=isa, kv=kv))
+    wanted = run(make(np.random.default_rng(8)), RefBackend(kv))
+    assert max(map(difference, got, wanted)) <= FLOAT
+    assert max(map(difference, got, run(make(np.random.default_rng(8)), RefBackend()))) > 10 * FLOAT
 
 
 @pytest.mark.parametrize("isa", isas())
@@ -190,6 +199,8 @@ def test_products_of_many_rows_equal_those_of_one(format: str, rows: int, isa: s
         (16, 0, MIXED, "f16"),
         (16, 20, MIXED, "int8"),
         (5, 0, MIXED, "int8"),
+        (5, 20, MIXED, "int8:int4"),
+        (16, 0, MIXED, "int4"),
         (48, 0, MIXED, "f32"),
         (16, 0, ("Q4_1",), "f16"),
         (16, 0, ("Q8_0",), "f16"),
@@ -198,7 +209,8 @@ def test_products_of_many_rows_equal_those_of_one(format: str, rows: int, isa: s
 def test_a_row_is_bitwise_the_same_in_any_batch_chunking_and_thread_count(
     isa: str, block_size: int, window: int, formats: Sequence[str], kv: str
 ):
-    spec = replace(SPEC, attn=replace(SPEC.attn, window=window))
+    attn = attention(3, 1, 32, interleaved=True) if "int4" in kv else SPEC.attn
+    spec = replace(SPEC, attn=replace(attn, window=window))
     prompts = [prompt(length, seed) for seed, length in enumerate((150, 1, 33, 17, 70))]
     alone = loaded(CpuBackend(1, isa=isa, kv=kv), formats, spec)
     wanted = [logits_alone(alone, tokens, block_size) for tokens in prompts]
@@ -339,12 +351,13 @@ def test_groups_that_do_not_fit_the_layers_are_refused():
         backend.logits(GOOD)
 
 
-@pytest.mark.parametrize("kv", ["f16", "f32", "int8"])
+@pytest.mark.parametrize("kv", ["f16", "f32", "int8", "int4", "int8:int4"])
 @pytest.mark.parametrize("block_size", [16, 5])
 def test_exported_blocks_are_as_good_as_computed_ones(kv: str, block_size: int):
     tokens = prompt(40, 4)
     blocks = blocks_for([tokens], block_size)
-    first, second = (loaded(CpuBackend(2, kv=kv)) for _ in range(2))
+    spec = replace(SPEC, attn=attention(3, 1, 32, interleaved=True))
+    first, second = (loaded(CpuBackend(2, kv=kv), spec=spec) for _ in range(2))
     wanted = logits_alone(first, tokens, block_size)[-1]
     first.logits(greedy_batch([Chunk(tokens[:-1], 0, range(blocks))]))
     second.reserve_kv(2 * blocks, block_size)
@@ -394,6 +407,27 @@ def test_kv_cost_is_what_the_spec_says():
     assert loaded(CpuBackend(1, kv="f32")).memory_needs().kv_bytes_per_token == 4 * per_token
     scales = 2 * SPEC.layers * SPEC.attn.kv_heads * 4
     assert loaded(CpuBackend(1, kv="int8")).memory_needs().kv_bytes_per_token == per_token + scales
+
+
+@pytest.mark.parametrize(
+    ("kv", "head"), [("int8:int4", 64 + 4 + 32 + 4), ("int4", 2 * (32 + 4)), ("int4:f16", 32 + 4 + 2 * 64)]
+)
+def test_keys_and_values_cost_what_their_own_formats_take(kv: str, head: int):
+    spec = replace(SPEC, attn=attention(2, 2, 64, interleaved=True))
+    backend = loaded(CpuBackend(1, kv=kv), spec=spec)
+    assert backend.memory_needs().kv_bytes_per_token == SPEC.layers * 2 * head
+    assert backend.footprint(spec, []).kv_token == SPEC.layers * 2 * head
+
+
+@pytest.mark.parametrize(("kv", "dims"), [("int4", 16), ("int8:int4", 48), ("int4:int8", 40)])
+def test_a_head_that_4_bits_have_no_place_for_is_refused(kv: str, dims: int):
+    with pytest.raises(ConfigError, match=f"in {kv} is not possible .* multiple of 32 dimensions, .* have {dims}"):
+        loaded(CpuBackend(1, kv=kv), spec=replace(SPEC, attn=attention(2, 1, dims, interleaved=True)))
+
+
+def test_formats_that_a_cpu_has_not_are_refused_with_those_it_has():
+    with pytest.raises(ConfigError, match=r"unknown KV type 'int8:fp8' for a CPU: use auto, one of f16, f32, int8, "):
+        CpuBackend(1, kv="int8:fp8")
 
 
 # ---- malformed input ----

@@ -11,7 +11,8 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight
 from penstock.backend.ref import cases
-from penstock.backend.ref.ops import Matrix, RefCache, RefOps
+from penstock.backend.ref.kv_cache import RefCache
+from penstock.backend.ref.ops import Matrix, RefOps
 
 
 def ops_at(first: int, tokens: int) -> RefOps:

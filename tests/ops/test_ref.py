@@ -15,7 +15,8 @@ import pytest
 import penstock
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref import RefBackend, cases
-from penstock.backend.ref.ops import Matrix, RefCache, RefOps, rotate
+from penstock.backend.ref.kv_cache import RefCache
+from penstock.backend.ref.ops import Matrix, RefOps, rotate
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.model import rope
 from penstock.model.dequantize import dequantize

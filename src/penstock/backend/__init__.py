@@ -63,11 +63,9 @@ def open_backend(config: Config, packed: Sequence[PackedCache | None] = (), kv_f
     if device.kind == "ref":
         from penstock.backend.ref import RefBackend
 
-        if config.kv not in ("auto", "f32"):
-            raise ConfigError(f"the reference keeps its KV cache as f32; got {config.kv!r}: leave out --kv")
         if config.deterministic:
             raise ConfigError("the reference is not deterministic: NumPy's sums depend on shapes; use device cpu")
-        return RefBackend()
+        return RefBackend(config.kv)
     raise ConfigError(f"device {config.device!r} is not decided yet: resolve_defaults comes first")
 
 

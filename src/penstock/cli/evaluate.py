@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from penstock.cli import options
 from penstock.cli.command import Option, OptionGroup, UsageError
 from penstock.cli.terminal import counting, obtain, print_json
-from penstock.config import QUANTIZED_KV
 from penstock.errors import InvalidRequest
+from penstock.kv_types import is_kv_quantized
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -113,7 +113,7 @@ def diverge(config: Config, against: Path, words: str, context: int = 512, token
 
 def unquantized(config: Config, model: Path) -> Config:
     """Returns the config of a reference model: as that of the evaluated one, but nothing is quantized at load."""
-    kv = "auto" if config.kv in QUANTIZED_KV else config.kv
+    kv = "auto" if is_kv_quantized(config.kv) else config.kv
     return replace(config, model=str(model), quantize="", kv=kv)
 
 

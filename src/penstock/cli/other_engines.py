@@ -69,7 +69,7 @@ TOLD = {  # what to write instead
     "--gpu-memory-utilization": "write the bytes of the KV cache with --kv-memory, or of all models with --memory",
     "--mem-fraction-static": "write the bytes of the KV cache with --kv-memory, or of all models with --memory",
     "--lora": "write --adapter NAME=PATH",
-    "--cache-type-k": "write --kv int8 for both keys and values",
+    "--cache-type-k": "write --kv int8 for both keys and values, or --kv int8:int4 for each",
     "--mmproj": "images are not supported",
     "--enable-deterministic-inference": "write --deterministic",
 }

@@ -15,7 +15,6 @@ from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.backend.sharing import DeviceSharing
 from penstock.config import (
-    QUANTIZED_KV,
     Config,
     Device,
     available_memory,
@@ -40,6 +39,7 @@ from penstock.engine.kv_identity import kv_identity
 from penstock.engine.low_priority import run_yielding
 from penstock.engine.weights import WeightReader
 from penstock.errors import OutOfMemory, WeightsError
+from penstock.kv_types import is_kv_quantized
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
 from penstock.model.draft import group_of, open_draft
@@ -195,7 +195,7 @@ def _check_kv(
     config: Config, checkpoint: Checkpoint, model: PackedModel, backend: Backend, timer: StartupTimer
 ) -> None:
     """Refuses a quantized KV cache that changes the model's predictions too much."""
-    if config.kv in QUANTIZED_KV:
+    if is_kv_quantized(config.kv):
         from penstock.planning.kv_guard import check_kv  # with an evaluation, which most starts do without
 
         check_kv(config, checkpoint, model, backend, log_to_stderr)

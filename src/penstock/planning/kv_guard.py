@@ -21,8 +21,9 @@ from penstock import __version__
 from penstock.backend.base import Backend, Batch, CacheSize, Ints, Model
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.packed_cache import identity
-from penstock.config import ANY, AUTO, QUANTIZED_KV, Config, Device, packed_folder
+from penstock.config import ANY, AUTO, Config, Device, packed_folder
 from penstock.errors import ConfigError, KvLossTooLarge, ModelError
+from penstock.kv_types import is_kv_quantized
 from penstock.model.load import Checkpoint, text_of
 from penstock.planning.evaluation import compare, followers, summary
 
@@ -70,7 +71,7 @@ def check_kv(
 def is_measured(config: Config, checkpoint: Checkpoint) -> bool:
     """Returns whether a config has a cache that is measured at load."""
     spec = checkpoint.spec
-    return config.kv in QUANTIZED_KV and spec.generates and not spec.encoder and bool(spec.cached_attention)
+    return is_kv_quantized(config.kv) and spec.generates and not spec.encoder and bool(spec.cached_attention)
 
 
 def text_window(checkpoint: Checkpoint) -> Ints:

@@ -31,6 +31,7 @@ from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stor
 from penstock.backend.cpu.write_behind import WriteBehind
 from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
 from penstock.backend.kv_file import KvFile
+from penstock.backend.kv_formats import KvFormats
 from penstock.backend.packed_cache import PackedCache
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
@@ -43,19 +44,17 @@ from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
-KV_TYPES = ("f16", "f32", "int8")
-KV_BYTES = {"f16": 2, "f32": 4, "int8": 1}  # of each value
+KV_TYPES = ("f16", "f32", "int8", "int4")
 HIDDEN_BYTES = 2  # of each value of a hidden state
-KV_SCALES = {"f16": 0, "f32": 0, "int8": 8}  # bytes beside those of each head
 NO_WORDS = np.zeros((0, 0), np.int32)
 
 
 class CpuProgram:
     """Runs one loaded model: a native program with its own KV cache, recurrent states and last sampled tokens."""
 
-    def __init__(self, native: _native.Program, model: Model, token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, native: _native.Program, model: Model, token_ids: Sequence[int] = (), *, kv: KvFormats) -> None:
         self.native = native
-        self._answer, self._states = record(model, native)
+        self._answer, self._states = record(model, native, kv)
         if token_ids:
             native.read_tokens_as(list(token_ids))
         self._pools = Pools()
@@ -136,10 +135,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         supported = _native.isas()
         if isa not in ("auto", *supported):
             raise ConfigError(f"this CPU cannot run {isa!r} kernels: use auto or one of {', '.join(supported)}")
-        if kv not in ("auto", *KV_TYPES):
-            raise ConfigError(f"unknown KV type {kv!r} for a CPU: use auto or one of {', '.join(KV_TYPES)}")
-        self._kv_type = KV_TYPES[0] if kv == "auto" else kv
-        self._first = _native.Program(isa, threads or available_threads(), self._kv_type)
+        self._kv = KvFormats.parse(kv, KV_TYPES, "for a CPU")
+        self._first = _native.Program(isa, threads or available_threads(), self._kv.name)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs, self._first.hidden)
         self.states: BlockMemory = NativeStates(self._programs)
@@ -174,7 +171,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
             self._write_behind.add(unsaved)
         self._packing.log_growth()
         native = self._native_beside() if self._programs else self._first
-        self._programs[program] = CpuProgram(native, model, token_ids)
+        self._programs[program] = CpuProgram(native, model, token_ids, kv=self._kv)
         self._packing = self._new_packing()
 
     def _new_packing(self) -> Packing:
@@ -205,8 +202,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
             self._write_behind.resume()
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        values, scales = KV_BYTES[self._kv_type], KV_SCALES[self._kv_type]
-        kv_token = sum(values * a.kv_values + scales * (a.kv_heads + (a.index_dim > 0)) for a in spec.cached_attention)
+        kv_token = sum(map(self._kv.bytes_per_token, spec.cached_attention))
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)
         hidden = HIDDEN_BYTES * spec.hidden_values
         return Footprint.on_host(int(weights), kv_token, spec.state_bytes).with_hidden(hidden)
@@ -223,18 +219,20 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     def program_beside(self, model: Model) -> CpuProgram:
         """Returns a program of a model whose weights this backend has packed, without a KV cache."""
         self._packing.finish()
-        return CpuProgram(self._native_beside(), model)
+        return CpuProgram(self._native_beside(), model, kv=self._kv)
 
     def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:
-        program = CpuProgram(self._native_beside(KV_TYPES[0] if kv == "auto" else kv), model)
+        formats = KvFormats.parse(kv, KV_TYPES, "for a CPU")
+        program = CpuProgram(self._native_beside(formats), model, kv=formats)
         program.native.reserve_kv(size.blocks, size.block_size, size.states, [], None)
         self._first.hidden.reserve(size.blocks, size.block_size, None)  # all programs share it
         return np.concatenate([program.logits(batch) for batch in batches])
 
-    def _native_beside(self, kv: str = "") -> _native.Program:
-        """Returns a native program that shares the threads of the first, with a KV cache of this type or the same."""
+    def _native_beside(self, kv: KvFormats | None = None) -> _native.Program:
+        """Returns a native program that shares the threads of the first, with a KV cache in these formats or the
+        same."""
         first = self._first
-        return _native.Program(first.isa, first.threads, kv or self._kv_type, first)
+        return _native.Program(first.isa, first.threads, (kv or self._kv).name, first)
 
     def replace(self, program: CpuProgram) -> None:
         """Puts a program in the place of program 0, from which it takes over everything that steps have left."""

@@ -76,7 +76,7 @@ class NativeBlocks:
                 each.import_blocks([block], zeros[each.block_bytes])
 
     def fingerprint(self) -> str:
-        return "; ".join(["cpu 1", *(each.kv_layout for each in self._stored)])
+        return "; ".join(["cpu 2", *(each.kv_layout for each in self._stored)])
 
 
 class NativeStates:

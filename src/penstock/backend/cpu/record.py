@@ -11,6 +11,7 @@ from penstock.backend.base import Floats, Model
 from penstock.backend.cpu._native import Program as NativeProgram
 from penstock.backend.cpu._native import Weight
 from penstock.backend.cpu.weights import HeadWeights
+from penstock.backend.kv_formats import KvFormats
 from penstock.model import program
 from penstock.model.ops import (
     ConvWeights,
@@ -59,9 +60,13 @@ class Emitter:
         return self._angles[key]
 
 
-def record(model: Model, native: NativeProgram) -> tuple[Value, Value | None]:
-    """Adds the model's forward pass to the native program; returns its answer and what embeddings are pooled from."""
+def record(model: Model, native: NativeProgram, kv: KvFormats) -> tuple[Value, Value | None]:
+    """Adds the model's forward pass to the native program; returns its answer and what embeddings are pooled from.
+    Raises ConfigError if a layer has no place in a KV cache in these formats."""
     recorded = program.record(model, capabilities(native))
+    for node in recorded.nodes:
+        if node.op in ("attend", "attend_mla"):
+            kv.check(node.attributes["spec"])
     Emitter(native).emit(recorded)
     return recorded.answer, recorded.pooled
 

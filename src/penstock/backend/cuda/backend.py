@@ -52,7 +52,7 @@ from penstock.backend.cuda.lost_device import cannot_go_on
 from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import ActivationMemory, SharedMemory, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
-from penstock.backend.cuda.segments import plan_segments
+from penstock.backend.cuda.segments import check_kv, plan_segments
 from penstock.backend.cuda.sharing import CudaIpcMemory, CudaSharing, device_name
 from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
@@ -60,6 +60,7 @@ from penstock.backend.exchange import PackedWeight
 from penstock.backend.sharing import DeviceSharing
 from penstock.backend.synchronous import program_of, time_step
 from penstock.errors import ConfigError, OutOfMemory
+from penstock.kv_types import kv_parts
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
@@ -99,13 +100,15 @@ class CudaBackend:
         self._properties, on_gpu = properties or device_properties(self._device), self._device.type == "cuda"
         if quantize not in ("", "fp8", "int4"):
             raise ConfigError(f"weights can be quantized to fp8 or int4; got {quantize!r}")
-        if "fp8" in (quantize, kv) and not self._properties.has_fp8:
+        if "fp8" in (quantize, *kv_parts(kv)) and not self._properties.has_fp8:
             raise ConfigError("fp8 needs compute capability 8.9 or more: use int4 for weights, int8 for the KV cache")
         self.name = self._properties.name
         self.device = device
         self._dtype = dtype
         self._quantize = quantize
         self._kv_layout = layout_of(kv, dtype)
+        if deterministic:
+            check_kv(kv, apart=self._kv_layout.apart is not None)
         rows = step_rows(max_rows)
         self._sizes = StepSizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None

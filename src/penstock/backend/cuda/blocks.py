@@ -122,7 +122,7 @@ class CudaStates(CudaMemory):
 
 def parts_of(caches: Sequence[LayerCache]) -> list[Any]:
     """Returns the arrays that caches consist of."""
-    return [part for cache in caches for part in cache if part is not None]
+    return [part for cache in caches for part in cache.parts()]
 
 
 def shapes_of(caches: Sequence[LayerCache]) -> str:

@@ -1,4 +1,7 @@
-"""Keeps the KV cache of layers: in the type of activations, or in 8 bits with scales (kernels/kv.py says why)."""
+"""Keeps the KV cache of layers: in the type of activations, or in 8 or 4 bits with scales (kernels/kv8.py says why).
+
+Keys and values in one format, of 8 or 16 bits, lie in one tensor; else each has a tensor of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,29 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.backend.cuda.arena import Arena
+from penstock.backend.kv_formats import KV_FORMATS, KvFormats
 from penstock.errors import ConfigError
 from penstock.model.spec import AttentionSpec, KvGroup
 
-KINDS = {"bf16": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+KINDS = {"bf16": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 
 
 class LayerCache(NamedTuple):
     """Holds the keys and values of a layer, or of all layers that lie at the same place within blocks."""
 
-    lines: Any  # [blocks, 2, kv_heads, block_size, D]; for MLA [blocks, block_size, D]
-    scales: Any | None  # [blocks, 2, kv_heads, block_size] float32; for MLA [blocks, 2, block_size]
+    lines: Any  # [blocks, 2, kv_heads, block_size, D], or keys and values apart; for MLA [blocks, block_size, D]
+    scales: Any | None  # [blocks, 2, kv_heads, block_size] float32, or a pair; for MLA [blocks, 2, block_size]
     index_keys: Any | None = None  # [blocks, block_size, D] index keys, where positions are selected
 
     def by_block(self) -> Iterator[Any]:
         """Yields its arrays as bytes of each block: [blocks, bytes]. Torch does not index every type."""
-        for part in self:
-            if part is not None:
-                yield part.view(torch.uint8).reshape(len(part), -1)
+        for part in self.parts():
+            yield part.view(torch.uint8).reshape(len(part), -1)
+
+    def parts(self) -> list[Any]:
+        """Returns its arrays."""
+        sides = [part if isinstance(part, tuple) else (part,) for part in self]
+        return [part for pair in sides for part in pair if part is not None]
 
 
 class KvLayout(NamedTuple):
@@ -35,14 +43,36 @@ class KvLayout(NamedTuple):
     dtype: torch.dtype
     scaled: bool
     activations: torch.dtype  # the type of index keys, which have no scales
+    apart: KvFormats | None = None  # of keys and values that have tensors of their own
 
     def bytes_per_token(self, spec: AttentionSpec) -> int:
         """Returns the bytes of one token in one layer."""
+        if self.apart:
+            self.apart.check(spec)
+            return spec.kv_heads * sum(self._side_bytes(side, spec.head_dim) for side in self.apart)
         values, index = (spec.kv_values - spec.index_dim) * self.dtype.itemsize, self.activations.itemsize
         return int(values + spec.index_dim * index) + (8 * spec.kv_heads if self.scaled else 0)
 
+    def _side_bytes(self, side: str, dims: int) -> int:
+        return int(dims * self.activations.itemsize) if KINDS[side] is None else KV_FORMATS[side].bytes(dims)
+
+    def _reserve_sides(self, sides: KvFormats, spec: AttentionSpec, size: tuple[int, int], arena: Arena) -> LayerCache:
+        sides.check(spec)
+        lines, scales, rows = [], [], (size[0], spec.kv_heads, size[1])
+        for side in sides:
+            dtype, format = KINDS[side], KV_FORMATS[side]
+            width = spec.head_dim // 2 if format.group else spec.head_dim * (dtype or self.activations).itemsize
+            lines.append(arena.zeros((*rows, width), torch.uint8).view(dtype or self.activations))
+            if format.group:
+                scales.append(arena.zeros((*rows, spec.head_dim // format.group), torch.float16))
+            else:
+                scales.append(arena.zeros(rows) if dtype else None)
+        return LayerCache(tuple(lines), tuple(scales))
+
     def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, arena: Arena) -> LayerCache:
         """Makes an empty cache for layers of this shape."""
+        if self.apart:
+            return self._reserve_sides(self.apart, spec, (num_blocks, block_size), arena)
         size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)
         rows = (num_blocks, block_size) if spec.v_dim else size
         lines = arena.zeros((*rows, spec.head_dim * self.dtype.itemsize), torch.uint8)
@@ -55,10 +85,10 @@ class KvLayout(NamedTuple):
 
 def layout_of(kind: str, activations: torch.dtype) -> KvLayout:
     """Returns the layout that `--kv` names."""
-    if kind not in ("auto", *KINDS):
-        raise ConfigError(f"unknown KV type {kind!r} on CUDA: use auto or one of {', '.join(KINDS)}")
-    eight = None if kind == "auto" else KINDS[kind]
-    return KvLayout(eight or activations, eight is not None, activations)
+    formats = KvFormats.parse(kind, list(KINDS), "on CUDA")
+    keys = KINDS[formats.keys]
+    apart = formats.keys != formats.values or KV_FORMATS[formats.keys].group
+    return KvLayout(keys or activations, keys is not None, activations, formats if apart else None)
 
 
 class KvPlace(NamedTuple):
@@ -106,6 +136,11 @@ def reserve_caches(
         specs = {place: layers[layer] for layer, place in places.items()}
         planes = {place: layout.reserve(spec, *size, arena) for place, spec in specs.items()}
         return {layer: planes[place] for layer, place in places.items()}, list(planes.values())
+    if layout.apart:
+        raise ConfigError(
+            f"a KV cache in {layout.apart.name} is not possible on a GPU for a model whose layers have heads of "
+            "different sizes: leave out --kv, or use int8"
+        )
     return reserve_mixed(layout, layers, places, size, arena)
 
 

@@ -28,8 +28,10 @@ from penstock.backend.cuda.kernels.decode_attention import Rotation, SharedPlace
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens, scatter_rows
+from penstock.backend.cuda.kernels.kv_sides import is_apart
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile, tokens_per_tile
 from penstock.backend.cuda.kernels.rope import rope_and_store
+from penstock.backend.cuda.kernels.rope_sides import rope_and_store_sides
 from penstock.backend.cuda.kernels.segmented_attention import segmented_attention
 from penstock.backend.cuda.kernels.selective_scan import selective_scan as scan
 from penstock.backend.cuda.kernels.shared_prefix_attention import SharedTiles, shared_prefix_attention
@@ -230,8 +232,12 @@ def attend(
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     (cache, scales, _), rotation = context.memory.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
-    if len(step.tiles) or step.run or len(step.shared_splits):
-        rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
+    rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
+    if is_apart(cache):
+        stores, gain, width = not spec.shares_kv, options.get("q_gain"), out.shape[1]
+        rope_and_store_sides(qkv, *rope_options, step.positions, step.places, cache, scales, width, stores, gain)
+        options = options | {"q_gain": None}
+    elif len(step.tiles) or step.run or len(step.shared_splits):
         rope_and_store(qkv, *rope_options, step.positions, step.places, cache, scales, stores=not spec.shares_kv)
     else:
         rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)

@@ -22,7 +22,6 @@ SEGMENT = 512  # positions
 MOST_SPLITS = 128  # of a step with so many runs or fewer
 REFUSED = {  # ops whose sums depend on how a prompt was divided into steps, or on the rows beside it
     "attend_mla": "latent attention (MLA)",
-    "per_head_linear": "latent attention (MLA)",
     "select_positions": "sparse attention",
     "delta_net": "recurrent layers",
     "mamba2": "recurrent layers",
@@ -42,6 +41,14 @@ def check_ops(nodes: Iterable[OpNode]) -> None:
                 f"deterministic is not possible on a GPU for a model with {what}: leave it out, or use device cpu, "
                 "where answers never depend on the batch"
             )
+
+
+def check_kv(kv: str, *, apart: bool) -> None:
+    """Raises ConfigError for a KV cache whose keys and values lie apart, which the kernel does not read."""
+    if apart:
+        raise ConfigError(
+            f"deterministic is not possible on a GPU with --kv {kv}: leave out one of them, or give int8 or fp8"
+        )
 
 
 def plan_segments(batch: Batch, run: int, pad: Callable[[Shape], Shape]) -> AttentionPlan:

@@ -14,6 +14,7 @@ from penstock.backend.base import (
     Batch,
     Bitmasks,
     BlockMemory,
+    CacheSize,
     Floats,
     Footprint,
     Ints,
@@ -23,10 +24,12 @@ from penstock.backend.base import (
 )
 from penstock.backend.batches import greedy_batch
 from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
+from penstock.backend.kv_formats import KvFormats
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.adapters import LoadedAdapters, RefAdapters
 from penstock.backend.ref.hidden import RefHidden
-from penstock.backend.ref.ops import Matrix, RefCache, RefOps
+from penstock.backend.ref.kv_cache import RefCache
+from penstock.backend.ref.ops import Matrix, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.sampler_chain import chained_positions, with_chains
 from penstock.backend.synchronous import SynchronousBackend
@@ -37,14 +40,22 @@ from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
+KV_TYPES = ("f32", "f16", "int8", "int4")
+
+
+def kv_formats(kv: str) -> KvFormats:
+    """Returns the formats that `--kv` names. All take the memory of f32: keys and values are rounded alone."""
+    return KvFormats.parse(kv, KV_TYPES, "for the reference")
+
 
 class RefProgram:
     """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
 
     def __init__(
-        self, model: Model, adapters: LoadedAdapters, hidden: RefHidden, token_ids: Sequence[int] = ()
+        self, model: Model, adapters: LoadedAdapters, hidden: RefHidden, token_ids: Sequence[int] = (), *, kv: KvFormats
     ) -> None:
         self.model = model
+        self._kv = kv
         self._token_ids = token_ids
         self._adapters = adapters
         self._hidden = hidden
@@ -56,7 +67,7 @@ class RefProgram:
 
     def reserve(self, num_blocks: int, block_size: int, states: int, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves a cache by a pass over no tokens, which shows what layers keep in it, and how much."""
-        self.cache = RefCache(num_blocks, block_size, states, groups)
+        self.cache = RefCache(num_blocks, block_size, states, groups, self._kv)
         nothing = greedy_batch([])
         self.forward(replace(nothing, tables=nothing.tables.repeat(max(len(groups), 1), 0)))
 
@@ -91,9 +102,10 @@ class RefBackend(SynchronousBackend[RefProgram]):
     name = "NumPy"
     device = "ref"
 
-    def __init__(self) -> None:
+    def __init__(self, kv: str = "auto") -> None:
         super().__init__()
-        self.kv: BlockMemory = ArrayBlocks("ref", self._kv_arrays)
+        self._kv = kv_formats(kv)
+        self.kv: BlockMemory = ArrayBlocks(f"ref {self._kv.name}", self._kv_arrays)
         self.states: BlockMemory = ArrayBlocks("ref states", self._state_arrays)
         self._adapters = RefAdapters()
         self._hidden = RefHidden()
@@ -124,7 +136,7 @@ class RefBackend(SynchronousBackend[RefProgram]):
         return StoredAs("F32", 32)
 
     def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
-        self._programs[program] = RefProgram(model, self._adapters.slots, self._hidden, token_ids)
+        self._programs[program] = RefProgram(model, self._adapters.slots, self._hidden, token_ids, kv=self._kv)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         self._hidden.reserve(num_blocks, block_size)
@@ -142,6 +154,12 @@ class RefBackend(SynchronousBackend[RefProgram]):
     def logits(self, batch: Batch) -> Floats:
         """Returns what the forward pass gives for the sampled positions: [S, vocab]."""
         return self._program_of(batch).forward(batch)[0]
+
+    def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:
+        self._hidden.reserve(size.blocks, size.block_size)
+        program = RefProgram(model, self._adapters.slots, self._hidden, kv=kv_formats(kv))
+        program.reserve(*size)
+        return np.concatenate([program.forward(batch)[0] for batch in batches])
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         weights = sum(self.stored_as(tensor).bytes(tensor) for tensor in tensors)

@@ -17,6 +17,7 @@ from penstock.backend.ref.activations import ACTS, clamped, identity, relu, sigm
 from penstock.backend.ref.adapters import LoadedAdapters, adapted
 from penstock.backend.ref.delta import delta_rule
 from penstock.backend.ref.hidden import RefHidden
+from penstock.backend.ref.kv_cache import RefCache
 from penstock.backend.ref.mamba2 import selective_scan, time_steps
 from penstock.backend.ref.stream_ops import RefStreamOps, split
 from penstock.model.ops import (
@@ -31,7 +32,7 @@ from penstock.model.ops import (
     Vectors,
 )
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
-from penstock.model.spec import AttentionSpec, ExpertSpec, KvGroup, RopeSpec
+from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
 State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
 
@@ -40,48 +41,6 @@ State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
 class Matrix:
     weight: Floats  # [out, in]
     bias: Floats | None  # [out]
-
-
-class RefCache:
-    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D]; for MLA keys alone and, where positions are
-    selected, index keys. Layers of the same shape that have the same index within their KV groups share an array: a
-    block belongs to one group at a time."""
-
-    def __init__(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.layers: dict[tuple[int, int, int], tuple[Floats, ...]] = {}  # by index within a group, and by shape
-        self.states = states
-        self.recurrent: dict[int, tuple[Floats, ...]] = {}
-        self._places = {
-            layer: (number, index) for number, group in enumerate(groups) for index, layer in enumerate(group.layers)
-        }
-        self.hidden_group = next((number for number, group in enumerate(groups) if not group.window), 0)
-
-    def group(self, layer: int) -> int:
-        """Returns the number of the KV group that a layer is in."""
-        return self._places.get(layer, (0, layer))[0]
-
-    def layer(self, layer: int, spec: AttentionSpec) -> tuple[Floats, ...]:
-        """Returns the arrays that a layer's keys and values are in."""
-        key = self._places.get(layer, (0, layer))[1], spec.kv_heads, spec.head_dim
-        if key not in self.layers:
-            dims = [spec.head_dim] if spec.v_dim else [spec.head_dim] * 2
-            dims += [spec.index_dim] if spec.index_dim else []
-            shape = (self.num_blocks, self.block_size, spec.kv_heads)
-            self.layers[key] = tuple(np.zeros((*shape, each), np.float32) for each in dims)
-        return self.layers[key]
-
-    @property
-    def arrays(self) -> list[Floats]:
-        """Returns all arrays whose first axis is the block, in a fixed order."""
-        return [array for index in sorted(self.layers) for array in self.layers[index]]
-
-    def state(self, index: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Floats, ...]:
-        """Returns the arrays of a recurrent layer's states, [states, *shape] for each shape."""
-        if index not in self.recurrent:
-            self.recurrent[index] = tuple(np.full((self.states, *shape), np.nan, np.float32) for shape in shapes)
-        return self.recurrent[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +94,8 @@ class RefOps(RefStreamOps):
             positions = self.batch.positions[tokens]
             if not spec.shares_kv:
                 places = self._places(layer, row, positions)
-                keys[places] = k[tokens]
-                values[places] = v[tokens]
+                keys[places] = self.cache.kv.stored_keys(k[tokens])
+                values[places] = self.cache.kv.stored_values(v[tokens])
             first = max(int(positions[0]) - spec.reach + 1, 0) if spec.reach and spec.causal else 0
             places = self._places(layer, row, np.arange(first, positions[-1] + 1))
             out[tokens] = attention(q[tokens], keys[places], values[places], (positions, first), spec, vectors)
@@ -204,7 +163,7 @@ class RefOps(RefStreamOps):
         out = np.zeros((len(q), spec.heads, spec.v_dim), np.float32)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
-            keys[self._places(layer, row, positions)] = k[tokens]
+            keys[self._places(layer, row, positions)] = self.cache.kv.stored_mla(k[tokens], spec.v_dim)
             seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))]
             out[tokens] = attention(q[tokens], seen, seen[..., rotated:], (positions, 0), spec, {})
             if selected is None:
@@ -224,7 +183,7 @@ class RefOps(RefStreamOps):
         out = np.zeros((len(q), index.top_k), np.float32)
         for row, tokens in enumerate(self._row_tokens()):
             positions = self.batch.positions[tokens]
-            keys[self._places(layer, row, positions)] = k[tokens]
+            keys[self._places(layer, row, positions)] = self.cache.kv.stored_keys(k[tokens])
             seen = keys[self._places(layer, row, np.arange(positions[-1] + 1))][:, 0]  # [C, D]
             scores = np.einsum("th,thc->tc", weights[tokens], relu(np.einsum("thd,cd->thc", q[tokens], seen)))
             scores[~visible(positions, 0, len(seen), spec)] = -np.inf

@@ -45,10 +45,13 @@ void store_token(const Frame& frame, const Attention& a, int qkv, size_t token, 
   const float* keys = row + a.heads * a.dim;
   const float* values = keys + a.kv_heads * a.dim;
   for (size_t head = 0; head < a.kv_heads; ++head) {
+    std::byte* tile = frame.cache.tile(a.layer, head, table, place);
     frame.kernels.rotate(keys + head * a.dim, a.dim, rotation(frame, a, token), 1.0f, key);
-    frame.cache.kernels(frame.kernels)
-        .store(key, values + head * a.dim, a.dim, a.shape().padded(), place % TILE,
-               frame.cache.tile(a.layer, head, table, place));
+    if (frame.cache.transforms_keys()) frame.kernels.hadamard(key, a.dim);
+    frame.cache.key_kernels(frame.kernels).store_key(key, a.dim, place % TILE, tile);
+    frame.cache.value_kernels(frame.kernels)
+        .store_value(values + head * a.dim, a.dim, a.shape().padded(), place % TILE,
+                     tile + frame.cache.key_bytes(a.shape()));
   }
 }
 
@@ -75,7 +78,7 @@ struct Partial {
       const float most = std::max(highest[i], next.highest[i]);
       const float mine = std::exp(highest[i] - most), theirs = std::exp(next.highest[i] - most);
       kernels.scale(mixed + i * padded, padded, mine);
-      kernels.f32.mix(&theirs, 1, next.mixed + i * padded, 1, 0, padded, mixed + i * padded);
+      kernels.f32.mix(&theirs, 1, next.mixed + i * padded, 1, padded, mixed + i * padded);
       highest[i] = most;
       sums[i] = sums[i] * mine + next.sums[i] * theirs;
     }
@@ -106,6 +109,7 @@ class Queries {
                             a_.query_scale(position(i)), query);
       for (size_t d = 0; d < a_.q_gain.size(); ++d) query[d] *= a_.q_gain[d];
       if (a_.v_dim) pad_mla(a_, query);
+      else if (frame_.cache.transforms_keys()) frame_.kernels.hadamard(query, a_.dim);
     }
   }
 
@@ -172,19 +176,25 @@ class Queries {
 
   // Spans and tiles begin at fixed places of the sequence, so a query adds up in the same order in any chunking.
   void attend_span(size_t span, size_t first, size_t last, size_t end, const Partial& partial) const {
-    const auto& kernels = frame_.cache.kernels(frame_.kernels);
-    const auto& mla = frame_.cache.mla_kernels(frame_.kernels);
-    for (size_t place = first; place < last; place += TILE) {
-      float* scores = scores_ + (place - span);
-      if (a_.v_dim)
-        mla.score(queries_, count(), dim_, padded_, tile_at(place), scores);
-      else
-        kernels.score(queries_, count(), a_.dim, tile_at(place), tile_at(std::min(place + AHEAD, end)), scores);
-    }
+    for (size_t place = first; place < last; place += TILE)
+      score_tile(tile_at(place), tile_at(std::min(place + AHEAD, end)), scores_ + (place - span));
     for (size_t i = 0; i < count(); ++i) softmax(i, span, first, last, partial);
     for (size_t place = first; place < last; place += TILE)
-      (a_.v_dim ? mla.mix : kernels.mix)(scores_ + (place - span), count(), tile_at(place),
-                                            std::min(TILE, last - place), dim_, padded_, partial.mixed);
+      mix_tile(scores_ + (place - span), tile_at(place), std::min(TILE, last - place), partial.mixed);
+  }
+
+  void score_tile(const std::byte* tile, const std::byte* soon, float* scores) const {
+    const Cache& cache = frame_.cache;
+    if (a_.v_dim) return cache.mla_kernels(frame_.kernels).score(queries_, count(), dim_, padded_, tile, scores);
+    const size_t bytes = cache.kv_tile_bytes(a_.shape());
+    cache.key_kernels(frame_.kernels).score(queries_, count(), dim_, tile, soon, bytes, scores);
+  }
+
+  void mix_tile(const float* weights, const std::byte* tile, size_t n, float* out) const {
+    const Cache& cache = frame_.cache;
+    if (a_.v_dim) return cache.mla_kernels(frame_.kernels).mix(weights, count(), tile, n, dim_, padded_, out);
+    const std::byte* values = tile + cache.key_bytes(a_.shape());
+    cache.value_kernels(frame_.kernels).mix(weights, count(), values, n, padded_, out);
   }
 
   std::byte* tile_at(size_t place) const {
@@ -314,7 +324,7 @@ size_t Attention::head_groups() const {
 size_t Attention::partial_floats() const { return QUERY_TILE * group_heads() * (shape().padded() + 2); }
 
 size_t Attention::scratch_floats() const {
-  const size_t copies = top_k ? SPAN / TILE * (KV_SCALES + shape().tile_values()) : 0;
+  const size_t copies = top_k ? SPAN / TILE * (KV_SCALES + shape().mla_values()) : 0;
   return QUERY_TILE * group_heads() * (shape().dim + SPAN) + 2 * partial_floats() + copies;
 }
 

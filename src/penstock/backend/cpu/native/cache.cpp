@@ -17,22 +17,37 @@ constexpr double MAX_BYTES = 0x1p46;  // more than any machine maps
 
 }  // namespace
 
-Cache::Cache(const std::string& type) : type_(type_of(type)) {}
+Cache::Cache(const std::string& type)
+    : name_(type),
+      keys_(format_of(type.substr(0, type.find(':')))),
+      values_(format_of(type.substr(type.find(':') == std::string::npos ? 0 : type.find(':') + 1))) {}
 
-Cache::Type Cache::type_of(const std::string& name) {
-  constexpr Type TYPES[] = {
-      {"f16", 2, 0, &Kernels::f16, &Kernels::mla_f16},
-      {"f32", 4, 0, &Kernels::f32, &Kernels::mla_f32},
-      {"int8", 1, KV_SCALES * sizeof(float), &Kernels::int8, &Kernels::mla_int8}};
-  for (const Type& type : TYPES)
-    if (name == type.name) return type;
-  throw std::invalid_argument("a KV cache stores f16, f32 or int8; got " + name);
+const Cache::Format& Cache::format_of(const std::string& name) {
+  static constexpr Format FORMATS[] = {
+      {"f16", 16, 0, 0, &Kernels::f16, &Kernels::mla_f16},
+      {"f32", 32, 0, 0, &Kernels::f32, &Kernels::mla_f32},
+      {"int8", 8, sizeof(float), 0, &Kernels::int8, &Kernels::mla_int8},
+      {"int4", 4, sizeof(uint16_t), KV_GROUP, &Kernels::int4, nullptr}};
+  for (const Format& format : FORMATS)
+    if (name == format.name) return format;
+  throw std::invalid_argument("a KV cache stores f16, f32, int8 or int4; got " + name);
+}
+
+void Cache::check_shape(const KvShape& shape) const {
+  if (shape.v_dim)
+    require(keys_.mla && keys_.kernels == values_.kernels, "MLA stores keys and values together, as f16, f32 or int8");
+  else
+    for (const Format* format : {&keys_, &values_})
+      require(!format->group || shape.dim % format->group == 0,
+              "4-bit keys and values need heads of a multiple of " + std::to_string(KV_GROUP) + " dimensions; got " +
+                  std::to_string(shape.dim));
 }
 
 void Cache::add_layer(size_t layer, KvShape shape) {
   if (layer < shapes_.size() && shapes_[layer] == shape) return;
   require(layer == shapes_.size(),
           "layers attend in order: expected " + std::to_string(shapes_.size()) + ", got " + std::to_string(layer));
+  check_shape(shape);
   shapes_.push_back(shape);
 }
 
@@ -49,7 +64,7 @@ size_t Cache::block_bytes() const {
 }
 
 std::string Cache::layout() const {
-  std::string text = std::string(type_.name) + ", blocks of " + std::to_string(block_size_) + " positions, " +
+  std::string text = name_ + ", blocks of " + std::to_string(block_size_) + " positions, " +
                      std::to_string(groups_) + " groups of layers with heads x dim x v_dim x index_dim";
   const auto add = [&](const KvShape& shape) {
     text.append(" ").append(std::to_string(shape.heads)).append("x").append(std::to_string(shape.dim)).append("x")

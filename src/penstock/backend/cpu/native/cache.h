@@ -5,10 +5,11 @@
 // layer -> KV head -> tile. A plane has room for the largest layer, or for as many smaller ones as fit beside each other,
 // and each group fills planes from the first one on.
 //
-// A tile has keys [dim][16], then values [16][padded dim]. 8-bit tiles begin with the scales of keys and those of
-// values. Because keys are transposed, a query is scored against 16 positions without a sum across lanes. The values of
-// MLA are a part of its keys: a tile has keys [16][dim], and scales for the rotated part and for the values. Where an
-// index selects positions, its keys follow in a tile of their own, [index dim][16].
+// A tile has two sides, each in a format of its own: keys [dim][16], then values [16][padded dim]. A side of 8 or 4 bits
+// begins with its scales. Because keys are transposed, a query is scored against 16 positions without a sum across lanes.
+// Keys of 4 bits are stored after a Hadamard transform, which queries get too: it spreads the few large dimensions that
+// keys have over all. The values of MLA are a part of its keys: a tile has keys [16][dim], and scales for the rotated
+// part and for the values. Where an index selects positions, its keys follow in a side of their own, [index dim][16].
 //
 // A block whose size is not a multiple of 16 ends in unused places: `place` counts positions with those included.
 #pragma once
@@ -31,7 +32,7 @@ struct KvShape {
   size_t index_dim = 0;  // above 0: positions have an index key
 
   size_t padded() const { return ((v_dim ? v_dim : dim) + 15) / 16 * 16; }
-  size_t tile_values() const { return TILE * (v_dim ? dim : dim + padded()); }
+  size_t mla_values() const { return TILE * dim; }
   bool operator==(const KvShape&) const = default;
 };
 
@@ -40,7 +41,7 @@ using Blocks = std::span<const int64_t>;
 
 class Cache {
  public:
-  explicit Cache(const std::string& type);  // f32, f16 or int8
+  explicit Cache(const std::string& type);  // f32, f16, int8 or int4; or two of them, of keys and values: int8:int4
 
   void add_layer(size_t layer, KvShape shape);  // layers come in order; one that is there already is used again
   // No groups: all layers are one. No file: its memory is private.
@@ -60,15 +61,17 @@ class Cache {
   size_t bytes_per_token() const;  // in all layers
   size_t block_bytes() const;      // in the layers of one group
   std::string layout() const;      // two caches with equal layouts can exchange blocks
-  bool same_layers(const Cache& other) const { return type_.name == other.type_.name && shapes_ == other.shapes_; }
+  bool same_layers(const Cache& other) const { return name_ == other.name_ && shapes_ == other.shapes_; }
   size_t blocks() const { return blocks_; }
   size_t block_size() const { return block_size_; }
   size_t place(size_t position) const { return position / block_size_ * padded_size_ + position % block_size_; }
   size_t position(size_t place) const { return place / padded_size_ * block_size_ + place % padded_size_; }
   bool unused(size_t place) const { return place % padded_size_ >= block_size_; }
   bool has_unused() const { return padded_size_ != block_size_; }
-  const KvKernels& kernels(const Kernels& all) const { return all.*type_.kernels; }
-  const MlaKernels& mla_kernels(const Kernels& all) const { return all.*type_.mla; }
+  const KvKernels& key_kernels(const Kernels& all) const { return all.*keys_.kernels; }
+  const KvKernels& value_kernels(const Kernels& all) const { return all.*values_.kernels; }
+  const MlaKernels& mla_kernels(const Kernels& all) const { return all.*keys_.mla; }
+  bool transforms_keys() const { return keys_.group; }
 
   // The tile that holds `place` of a sequence with this block table.
   std::byte* tile(size_t layer, size_t head, const int32_t* table, size_t place) const {
@@ -79,9 +82,12 @@ class Cache {
     return base_[layer] + block * stride_[layer] + index * tile_bytes(shape);
   }
 
+  size_t key_bytes(const KvShape& shape) const { return keys_.side_bytes(shape.dim); }  // values follow after these
   size_t kv_tile_bytes(const KvShape& shape) const {  // without index keys
-    return type_.scale_bytes + shape.tile_values() * type_.value_bytes;
+    if (shape.v_dim) return 2 * TILE * keys_.scale_bytes + shape.mla_values() * keys_.bits / 8;
+    return key_bytes(shape) + values_.side_bytes(shape.padded());
   }
+  size_t index_bytes(size_t index_dim) const { return index_dim ? keys_.side_bytes(index_dim) : 0; }
 
   // The tile of index keys beside the tile that holds `place`.
   std::byte* index_tile(size_t layer, const int32_t* table, size_t place) const {
@@ -89,27 +95,31 @@ class Cache {
   }
 
  private:
-  struct Type {
+  struct Format {
     const char* name;
-    size_t value_bytes, scale_bytes;  // of a tile
+    size_t bits, scale_bytes;  // of a value; of a scale
+    size_t group;              // dimensions that have a scale together; 0: all of a head
     KvKernels Kernels::* kernels;
     MlaKernels Kernels::* mla;
+
+    size_t side_bytes(size_t dim) const {
+      return TILE * (dim * bits / 8 + scale_bytes * (group ? dim / group : 1));
+    }
   };
   // Where a layer lies within each block.
   struct Place {
     size_t plane;
     size_t offset;  // bytes for each tile of the block
   };
-  static Type type_of(const std::string& name);
+  static const Format& format_of(const std::string& name);
+  void check_shape(const KvShape& shape) const;  // throws if a format has no place for it
 
   std::vector<Place> places_of(const LayerGroups& groups) const;
-  size_t tile_bytes(const KvShape& shape) const {
-    const size_t index = shape.index_dim ? type_.scale_bytes + TILE * shape.index_dim * type_.value_bytes : 0;
-    return kv_tile_bytes(shape) + index;
-  }
+  size_t tile_bytes(const KvShape& shape) const { return kv_tile_bytes(shape) + index_bytes(shape.index_dim); }
   size_t layer_bytes(const KvShape& shape) const { return shape.heads * tile_bytes(shape); }  // of 16 positions
 
-  Type type_;
+  std::string name_;
+  Format keys_, values_;
   std::vector<KvShape> shapes_;   // of each layer
   std::vector<size_t> group_of_;  // of each layer
   std::vector<std::byte*> base_;  // of each layer: where it lies in the first block

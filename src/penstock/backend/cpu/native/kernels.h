@@ -41,16 +41,18 @@ struct Rotation {
   bool interleaved;
 };
 
-inline constexpr size_t KV_SCALES = 2 * TILE;  // floats before 8-bit keys and values: what they are multiples of
+inline constexpr size_t KV_SCALES = 2 * TILE;  // floats before an 8-bit tile of MLA: what its values are multiples of
+inline constexpr size_t KV_GROUP = 32;         // dimensions of a head with one scale, of 4-bit keys and values
 
-// KV of one head and 16 positions, a tile of cache.h.
+// Sides of a tile of cache.h: the keys of one head and 16 positions, or their values.
 struct KvKernels {
-  void (*store)(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile);
+  void (*store_key)(const float* key, size_t dim, size_t lane, void* side);
   // scores[q][0..16] = queries[q] . keys; rows of scores are SPAN apart. The tile `soon` is asked for meanwhile.
-  void (*score)(const float* queries, size_t count, size_t dim, const void* tile, const void* soon, float* scores);
+  void (*score)(const float* queries, size_t count, size_t dim, const void* side, const void* soon, size_t soon_bytes,
+                float* scores);
+  void (*store_value)(const float* value, size_t dim, size_t padded, size_t lane, void* side);
   // out[q] += sum over the first n positions of weights[q][j] * values[j]
-  void (*mix)(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out);
-  void (*store_key)(const float* key, size_t dim, size_t lane, void* tile);  // the key alone
+  void (*mix)(const float* weights, size_t count, const void* side, size_t n, size_t padded, float* out);
 };
 
 using Activation = void (*)(const float* x, size_t n, float* out);
@@ -167,7 +169,10 @@ struct Kernels {
   float (*highest)(const float* x, size_t n);
   // weights = e^((x - highest) / temperature), in the very steps that backend/sample.py defines
   void (*weigh)(const float* x, size_t n, float temperature, float highest, float* weights);
-  KvKernels f16, f32, int8;
+  KvKernels f16, f32, int8, int4;
+  // Multiplies each run of x by a Hadamard matrix, divided by its norm: a run is the largest power of two that divides
+  // dim. It changes no product of two vectors to which both it is done.
+  void (*hadamard)(float* x, size_t dim);
   // total = x (+ residual); out = (total - its mean) / its deviation * gain + bias
   void (*add_layer_norm)(const float* x, const float* residual, const float* gain, const float* bias, float eps,
                          size_t width, float* total, float* out);

@@ -190,133 +190,11 @@ void by_queries(size_t i, size_t count, Some some) {
   if constexpr (N > 1) by_queries<N - 1>(i, count, some);
 }
 
-// Where the parts of a tile lie, and what its values are multiples of.
-template <class T>
-struct Tile {
-  static constexpr bool SCALED = sizeof(T) == 1;
-  static constexpr size_t SCALES = SCALED ? KV_SCALES * sizeof(float) : 0;
-
-  static T* keys(void* tile) { return (T*)((std::byte*)tile + SCALES); }
-  static const T* keys(const void* tile) { return (const T*)((const std::byte*)tile + SCALES); }
-  static float& scale(void* tile, size_t which) { return ((float*)tile)[which]; }
-  static const float* scales(const void* tile) { return (const float*)tile; }
-};
-
-// A vector's values as they are stored, 16 at a time.
-template <class T>
-struct Narrow {
-  F highest = all(sizeof(T) == 2 ? 65504.0f : 3.4e38f), lowest = sub(zero(), highest);
-
-  Narrow(const float*, size_t, void*, size_t) {}
-  void operator()(F x, T* out) const { store(out, min(max(x, lowest), highest)); }
-};
-
-template <>
-struct Narrow<int8_t> {
-  F inverse;
-
-  Narrow(const float* x, size_t dim, void* tile, size_t which) {
-    F most = zero();
-    by_lanes(dim, [&](size_t i, size_t n) { most = max(most, min(abs(load_some(x + i, n)), all(3.4e38f))); });
-    const float largest = maximum(most);
-    Tile<int8_t>::scale(tile, which) = largest / 127.0f;
-    inverse = all(largest > 0 ? 127.0f / largest : 0.0f);
-  }
-  void operator()(F x, int8_t* out) const {
-    store_bytes(out, to_int(min(max(mul(x, inverse), all(-127.0f)), all(127.0f))));
-  }
-};
-
-template <class T>
-struct Kv {
-  static void store_key(const float* key, size_t dim, size_t lane, void* tile) {
-    const Narrow<T> narrow(key, dim, tile, lane);
-    T* keys = Tile<T>::keys(tile);
-    by_lanes(dim, [&](size_t i, size_t n) {
-      T sixteen[16];
-      narrow(load_some(key + i, n), sixteen);
-      for (size_t j = 0; j < n; ++j) keys[(i + j) * TILE + lane] = sixteen[j];
-    });
-  }
-
-  static void store(const float* key, const float* value, size_t dim, size_t padded, size_t lane, void* tile) {
-    store_key(key, dim, lane, tile);
-    const Narrow<T> narrow(value, dim, tile, TILE + lane);
-    T* values = Tile<T>::keys(tile) + dim * TILE + lane * padded;
-    by_lanes(dim, [&](size_t i, size_t n) { narrow(load_some(value + i, n), values + i); });
-  }
-
-  template <size_t N>
-  static void score_some(const float* queries, size_t dim, const void* tile, const void* soon, float* scores) {
-    const T *keys = Tile<T>::keys(tile), *next = Tile<T>::keys(soon);  // which values follow
-    F even[N], odd[N];
-    UNROLL for (size_t i = 0; i < N; ++i) even[i] = odd[i] = zero();
-    for (size_t d = 0; d + 2 <= dim; d += 2) {
-      __builtin_prefetch(next + d * TILE, 0, 2);
-      __builtin_prefetch(next + (dim + d) * TILE, 0, 2);
-      const F k0 = load(keys + d * TILE), k1 = load(keys + (d + 1) * TILE);
-      UNROLL for (size_t i = 0; i < N; ++i) {
-        even[i] = fma(k0, all(queries[i * dim + d]), even[i]);
-        odd[i] = fma(k1, all(queries[i * dim + d + 1]), odd[i]);
-      }
-    }
-    UNROLL for (size_t i = 0; i < N; ++i) {
-      F score = add(even[i], odd[i]);
-      if constexpr (Tile<T>::SCALED) score = mul(score, load(Tile<T>::scales(tile)));
-      penstock::store(scores + i * SPAN, score);
-    }
-  }
-
-  static void score(const float* queries, size_t count, size_t dim, const void* tile, const void* soon, float* scores) {
-    by_queries<QUERIES>(0, count, [=]<size_t N>(size_t i) {
-      score_some<N>(queries + i * dim, dim, tile, soon, scores + i * SPAN);
-    });
-  }
-
-  static float weight(float weight, const void* tile, size_t j) {
-    return Tile<T>::SCALED ? weight * Tile<T>::scales(tile)[TILE + j] : weight;
-  }
-
-  template <size_t N, size_t D>
-  static void mix_some(const float* weights, const void* tile, const T* values, size_t stride, size_t n, size_t padded,
-                       float* out) {
-    F sums[N][D], value[D];
-    UNROLL for (size_t i = 0; i < N; ++i)
-      UNROLL for (size_t d = 0; d < D; ++d) sums[i][d] = load(out + i * padded + d * 16);
-    for (size_t j = 0; j < n; ++j) {
-      UNROLL for (size_t d = 0; d < D; ++d) value[d] = load(values + j * stride + d * 16);
-      UNROLL for (size_t i = 0; i < N; ++i) {
-        const F share = all(weight(weights[i * SPAN + j], tile, j));
-        UNROLL for (size_t d = 0; d < D; ++d) sums[i][d] = fma(value[d], share, sums[i][d]);
-      }
-    }
-    UNROLL for (size_t i = 0; i < N; ++i)
-      UNROLL for (size_t d = 0; d < D; ++d) penstock::store(out + i * padded + d * 16, sums[i][d]);
-  }
-
-  static void mix(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t padded, float* out) {
-    mix_rows(weights, count, tile, Tile<T>::keys(tile) + dim * TILE, padded, n, padded, out);
-  }
-
-  // Of values that are `stride` apart.
-  static void mix_rows(const float* weights, size_t count, const void* tile, const T* values, size_t stride, size_t n,
-                       size_t padded, float* out) {
-    by_queries<MIXED>(0, count, [=]<size_t N>(size_t i) {
-      const float* mine = weights + i * SPAN;
-      float* to = out + i * padded;
-      size_t d = 0;
-      for (; d + WIDE * 16 <= padded; d += WIDE * 16)
-        mix_some<N, WIDE>(mine, tile, values + d, stride, n, padded, to + d);
-      for (; d < padded; d += 16) mix_some<N, 1>(mine, tile, values + d, stride, n, padded, to + d);
-    });
-  }
-
-  static constexpr KvKernels table() { return {store, score, mix, store_key}; }
-};
-
 }  // namespace
 }  // namespace penstock
 
+#include "kernels_kv.h"
+#include "kernels_kv4.h"
 #include "kernels_mla.h"
 #include "kernels_delta.h"
 #include "kernels_mamba.h"
@@ -347,6 +225,8 @@ constexpr Kernels table(Types<Q...>) {
       Kv<uint16_t>::table(),
       Kv<float>::table(),
       Kv<int8_t>::table(),
+      Kv4::table(),
+      hadamard,
       add_layer_norm,
       activate<silu>,
       activate<gelu>,

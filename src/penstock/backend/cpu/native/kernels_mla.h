@@ -50,7 +50,7 @@ struct MlaKv {
   }
 
   static void mix(const float* weights, size_t count, const void* tile, size_t n, size_t dim, size_t v_dim, float* out) {
-    Kv<T>::mix_rows(weights, count, tile, Tile<T>::keys(tile) + dim - v_dim, dim, n, v_dim, out);
+    Kv<T>::mix_rows(weights, count, Tile<T>::scales(tile) + TILE, Tile<T>::keys(tile) + dim - v_dim, dim, n, v_dim, out);
   }
 
   static void copy(const void* from, size_t from_lane, size_t dim, void* to, size_t to_lane) {

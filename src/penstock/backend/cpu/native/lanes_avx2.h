@@ -113,6 +113,21 @@ inline void store_bytes(int8_t* p, I x) {
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1)));
 }
 
+// 16 bytes of two numbers each: the low one is 8 too high, the high one has a sign.
+struct Nibbles {
+  F low, high;
+};
+inline __m256 low_nibbles(__m256i bytes) {
+  const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi32(15));
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(low, _mm256_set1_epi32(8)));
+}
+inline Nibbles load_nibbles(const int8_t* p) {
+  const I bytes = {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+                   _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+  return {{low_nibbles(bytes.a), low_nibbles(bytes.b)},
+          to_float(I{_mm256_srai_epi32(bytes.a, 4), _mm256_srai_epi32(bytes.b, 4)})};
+}
+
 // Codes of one group of 16 rows.
 using Codes = I;
 using Four = __m256i;

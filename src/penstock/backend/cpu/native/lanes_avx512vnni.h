@@ -61,6 +61,16 @@ inline I to_int(F a) { return _mm512_cvtps_epi32(a); }
 inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
 inline void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
 
+// 16 bytes of two numbers each: the low one is 8 too high, the high one has a sign.
+struct Nibbles {
+  F low, high;
+};
+inline Nibbles load_nibbles(const int8_t* p) {
+  const __m512i bytes = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return {_mm512_permutexvar_ps(bytes, table), to_float(_mm512_srai_epi32(bytes, 4))};
+}
+
 // Codes of one group of 16 rows. Unsigned bytes times signed bytes is what the instruction offers: numbers with a sign
 // are kept 128 too high.
 using Codes = __m512i;

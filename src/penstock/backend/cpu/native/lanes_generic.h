@@ -120,6 +120,14 @@ inline void store_bytes(int8_t* p, I x) {
   for (int i = 0; i < 16; ++i) p[i] = int8_t(x.v[i]);
 }
 
+// 16 bytes of two numbers each: the low one is 8 too high, the high one has a sign.
+struct Nibbles {
+  F low, high;
+};
+inline Nibbles load_nibbles(const int8_t* p) {
+  return {each<F>([=](int i) { return float((p[i] & 15) - 8); }), each<F>([=](int i) { return float(p[i] >> 4); })};
+}
+
 // Codes of one group of 16 rows.
 struct Codes {
   int8_t v[64];

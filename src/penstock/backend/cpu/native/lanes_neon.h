@@ -167,11 +167,20 @@ inline Codes lookup(Codes codes, const int8_t* table) {
 inline Codes centered(Codes codes, int zero) {
   return each<Codes>([&](int i) { return vsubq_u8(codes.v[i], vdupq_n_u8(uint8_t(zero))); });
 }
-inline F load(const int8_t* p) {
-  const int8x16_t bytes = vld1q_s8(p);
+inline F widened(int8x16_t bytes) {
   const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
   return to_float({{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)),
                     vmovl_s16(vget_high_s16(high))}});
+}
+inline F load(const int8_t* p) { return widened(vld1q_s8(p)); }
+// 16 bytes of two numbers each: the low one is 8 too high, the high one has a sign.
+struct Nibbles {
+  F low, high;
+};
+inline Nibbles load_nibbles(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int8x16_t low = vsubq_s8(vandq_s8(bytes, vdupq_n_s8(15)), vdupq_n_s8(8));
+  return {widened(low), widened(vshrq_n_s8(bytes, 4))};
 }
 inline Four spread(const int8_t* x, size_t group) { return {vld1q_s8(x + group / 4 * 16), group % 4}; }
 template <int LANE>

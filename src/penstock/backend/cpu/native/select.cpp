@@ -35,13 +35,14 @@ class TokenScores {
       frame_.kernels.rotate(q.row(token_) + head * index_.dim, index_.dim,
                             rotation(frame_, index_.angles, index_.interleaved, token_), 1.0f,
                             queries + head * index_.dim);
-    const KvKernels& kernels = frame_.cache.kernels(frame_.kernels);
+    const KvKernels& kernels = frame_.cache.key_kernels(frame_.kernels);
+    const size_t tile_bytes = frame_.cache.index_bytes(index_.dim);
     last = std::min(last, places_);
     for (size_t span = first; span < last; span += SPAN) {
       const size_t end = std::min(span + SPAN, (last + TILE - 1) / TILE * TILE);
       for (size_t place = span; place < end; place += TILE)
         kernels.score(queries, index_.heads, index_.dim, tile_at(place), tile_at(std::min(place + AHEAD, places_ - 1)),
-                      scores + (place - span));
+                      tile_bytes, scores + (place - span));
       frame_.kernels.index_scores(scores, weights.row(token_), index_.heads, end - span, out + span);
     }
   }
@@ -100,7 +101,7 @@ Phase store_index_phase(const Index& index, int k) {
       const int32_t* table = frame.table(index.layer, row_of(frame.batch, token));
       frame.kernels.rotate(frame.buffers[size_t(k)].row(token), index.dim,
                            rotation(frame, index.angles, index.interleaved, token), 1.0f, key);
-      frame.cache.kernels(frame.kernels)
+      frame.cache.key_kernels(frame.kernels)
           .store_key(key, index.dim, place % TILE, frame.cache.index_tile(index.layer, table, place));
     }
   };

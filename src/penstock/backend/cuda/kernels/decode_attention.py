@@ -15,11 +15,21 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.decode_attention_kv8 import QUERIES, attend_kv8, key_order, value_order
-from penstock.backend.cuda.kernels.kv8 import largest_of, quantize_kv, scale_of
+from penstock.backend.cuda.kernels.kv8 import quantize_kv, scale_of
+from penstock.backend.cuda.kernels.kv_sides import (
+    INT4,
+    KvKinds,
+    heads_of,
+    is_apart,
+    key_side,
+    kinds_of,
+    load_lines,
+    paged,
+    value_side,
+)
 from penstock.backend.cuda.kernels.kv_tile import (
     LOG2E,
     KvShape,
-    PagedKv,
     SplitKV,
     first_seen,
     leave_split,
@@ -28,7 +38,6 @@ from penstock.backend.cuda.kernels.kv_tile import (
     load_split,
     no_scores,
     sees,
-    shape_of,
     soft_capped,
     soften,
     store_mix,
@@ -82,7 +91,7 @@ class DecodeConfig(NamedTuple):
 
     shape: KvShape
     options: AttentionOptions
-    largest: float  # of the cache's type; 0: it has no scales
+    kinds: KvKinds
     rotated: int  # pairs of each head; -1: queries are rotated already
     interleaved: bool
     queries: int
@@ -145,7 +154,9 @@ def attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG:
     OPTIONS: tl.constexpr = CONFIG.options
     DIMS: tl.constexpr = SHAPE.dims
     TILE: tl.constexpr = CONFIG.tile
+    KINDS: tl.constexpr = CONFIG.kinds
     d = tl.arange(0, SHAPE.block_d)
+    key_lines, value_lines = key_side(kv, SHAPE, KINDS), value_side(kv, SHAPE, KINDS)
     if CONFIG.run > 1:
         lengths = lengths[:, None]
         if OPTIONS.temperature > 0:
@@ -158,11 +169,10 @@ def attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG:
         line = line_of(block, position, kv_head, SHAPE)
         block = load_blocks(table, position + TILE, end, SHAPE.block_size)
         inside = seen[:, None] & (d < DIMS)[None, :]
-        at = kv.lines + line[:, None] * DIMS + d[None, :]
-        keys = tl.load(at, inside, 0.0)  # [TILE, BLOCK_D]
+        keys = load_lines(key_lines, line, d, inside, SHAPE, KINDS.keys)  # [TILE, BLOCK_D]
         score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
-        if CONFIG.largest > 0:
-            score *= tl.load(kv.scales + line, seen, 0.0)[None, :]
+        if KINDS.keys > INT4:
+            score *= tl.load(key_lines[1] + line, seen, 0.0)[None, :]
         if OPTIONS.capped:
             score = soft_capped(score, cap)
         visible = seen[None, :]
@@ -170,9 +180,9 @@ def attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG:
             visible = visible & sees(position[None, :], lengths, OPTIONS)
         score = tl.where(visible, score, -float("inf"))
         highest, weight, shrink, total = soften(score, highest, total)
-        values = tl.load(at + SHAPE.apart * DIMS, inside, 0.0).to(q.dtype)
-        if CONFIG.largest > 0:
-            weight *= tl.load(kv.scales + line + SHAPE.apart, seen, 0.0)[None, :]
+        values = load_lines(value_lines, line, d, inside, SHAPE, KINDS.values).to(q.dtype)
+        if KINDS.values > INT4:
+            weight *= tl.load(value_lines[1] + line, seen, 0.0)[None, :]
         mix = tl.dot(weight.to(q.dtype), values, mix * shrink[:, None], input_precision="ieee")
     return highest, total, mix
 
@@ -260,7 +270,7 @@ def _decode_attention(
         STORES: tl.constexpr = SHAPE.row_heads > SHAPE.heads  # else another layer has stored this step's KV
         if STORES and end == length:
             newest = qkv + (token * SHAPE.row_heads + SHAPE.heads + kv_head) * DIMS
-            store_newest(newest, kv, rotation[1] + token, kv_head, d, (cos, sin, other), SHAPE, CONFIG.largest)
+            store_newest(newest, kv, rotation[1] + token, kv_head, d, (cos, sin, other), SHAPE, CONFIG.kinds.keys)
         tl.debug_barrier()
     if OPTIONS.q_gain:
         q = with_gain(q, q_gain, d, DIMS)
@@ -364,20 +374,21 @@ def decode_attention(
     header[0] is the width of tables. Without `rotation`, queries are rotated and keys stored already. With `shared`,
     splits begin where the prefixes end that other programs have attended to."""
     assert (run == 1 and not shared) or rotation is None, "all keys of a run are stored before it attends"
-    shape = shape_of(cache, qkv, out)
+    assert not is_apart(cache) or rotation is None, "another kernel stores keys and values apart"
+    shape = heads_of(cache, qkv, out)
     others = chunk, temperature, temperature_span
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, True, q_gain is not None, *others)
     # Activations of 32 bits want more than the float16 that is used over 8 bits.
-    kv8 = scales is not None and not soft_cap and qkv.element_size() == 2
+    kv8 = scales is not None and not soft_cap and qkv.element_size() == 2 and not is_apart(cache)
     tile, warps, stages = tiling
     rotated = rotation[3:] if rotation else (-1, False)
     sizes = sizes_of(shape, tile, warps, kv8, run)
     joined = tile // 4 if run == 1 else max(JOINED // queries_of(shape.group, run), 1)
     *places, together = shared or (splits, 0, 0)
-    config = DecodeConfig(shape, options, largest_of(cache, scales), *rotated, *sizes, run, joined, together)
+    config = DecodeConfig(shape, options, kinds_of(cache, scales), *rotated, *sizes, run, joined, together)
     _decode_attention[(shape.kv_heads, len(splits))](
         qkv,
-        PagedKv(cache, splits if scales is None else scales, tables, header),
+        paged(cache, scales, tables, header),
         splits,
         out,
         split_kv,

@@ -13,15 +13,23 @@ import triton.language as tl
 
 from penstock.backend.cuda.kernels.decode_attention import AttentionOptions, sink_of, temperature_of, with_gain
 from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling, has_all_of, hopper_attention
-from penstock.backend.cuda.kernels.kv8 import largest_of
+from penstock.backend.cuda.kernels.kv_sides import (
+    INT4,
+    KvKinds,
+    heads_of,
+    is_apart,
+    key_side,
+    kinds_of,
+    load_lines,
+    paged,
+    value_side,
+)
 from penstock.backend.cuda.kernels.kv_tile import (
     LOG2E,
     KvShape,
-    PagedKv,
     line_of,
     load_blocks,
     no_scores,
-    shape_of,
     soft_capped,
     soften,
     store_mix,
@@ -54,7 +62,7 @@ class PrefillConfig(NamedTuple):
 
     shape: KvShape
     options: AttentionOptions
-    largest: float  # of the cache's type; 0: it has no scales
+    kinds: KvKinds
     queries: int
     tile: int
     reach: int = 0  # above 0: scores get a bias by distance, the same for all beyond it
@@ -72,7 +80,7 @@ def _fold(q, keys, values, scales, visible, bias, scale, cap, softmax, MASKED: t
     """Takes a tile of keys and values into the running softmax (highest score, sum of weights, mix of values)."""
     highest, total, mix = softmax
     score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
-    if CONFIG.largest > 0:
+    if CONFIG.kinds.keys > INT4:
         score *= scales[0][None, :]
     if CONFIG.options.capped:
         score = soft_capped(score, cap)
@@ -81,27 +89,31 @@ def _fold(q, keys, values, scales, visible, bias, scale, cap, softmax, MASKED: t
     if MASKED:
         score = tl.where(visible, score, -float("inf"))
     peak, weight, shrink, total = soften(score, highest, total)
-    if CONFIG.largest > 0:
+    if CONFIG.kinds.values > INT4:
         weight *= scales[1][None, :]
     mix = tl.dot(weight.to(q.dtype), values.to(q.dtype), mix * shrink[:, None], input_precision="ieee")
     return peak, total, mix
 
 
 @triton.jit
-def load_kv(kv, line, d, scale, inside, seen, SHAPE: tl.constexpr, LARGEST: tl.constexpr):
-    """Returns the keys and values of lines [TILE], and both their scales where the cache has 8 bits."""
-    at = kv.lines + line[:, None] * SHAPE.dims + d[None, :]
-    keys = tl.load(at, inside, 0.0)  # [TILE, BLOCK_D]
-    values = tl.load(at + SHAPE.apart * SHAPE.dims, inside, 0.0)
-    key_scales, value_scales = scale, scale
-    if LARGEST > 0:
-        if seen is None:
-            key_scales = tl.load(kv.scales + line)
-            value_scales = tl.load(kv.scales + line + SHAPE.apart)
-        else:
-            key_scales = tl.load(kv.scales + line, seen, 0.0)
-            value_scales = tl.load(kv.scales + line + SHAPE.apart, seen, 0.0)
-    return keys, values, (key_scales, value_scales)
+def load_scales(side, line, seen, otherwise, LARGEST: tl.constexpr):
+    """Returns the scales of lines [TILE] where they have 8 bits."""
+    if LARGEST > INT4:
+        return tl.load(side[1] + line) if seen is None else tl.load(side[1] + line, seen, 0.0)
+    else:
+        return otherwise
+
+
+@triton.jit
+def load_kv(kv, line, d, scale, inside, seen, CONFIG: tl.constexpr):
+    """Returns the keys and values of lines [TILE], and both their scales where they have 8 bits."""
+    SHAPE: tl.constexpr = CONFIG.shape
+    KINDS: tl.constexpr = CONFIG.kinds
+    key_lines, value_lines = key_side(kv, SHAPE, KINDS), value_side(kv, SHAPE, KINDS)
+    keys = load_lines(key_lines, line, d, inside, SHAPE, KINDS.keys)  # [TILE, BLOCK_D]
+    values = load_lines(value_lines, line, d, inside, SHAPE, KINDS.values)
+    key_scales = load_scales(key_lines, line, seen, scale, KINDS.keys)
+    return keys, values, (key_scales, load_scales(value_lines, line, seen, scale, KINDS.values))
 
 
 @triton.jit
@@ -154,7 +166,7 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, biases, scale, cap, C
         position = start + tl.arange(0, TILE)
         line = line_of(block, position, kv_head, SHAPE)
         block = load_blocks(table, position + TILE, end, SHAPE.block_size)
-        keys, values, scales = load_kv(kv, line, d, scale, (d < SHAPE.dims)[None, :], None, SHAPE, CONFIG.largest)
+        keys, values, scales = load_kv(kv, line, d, scale, (d < SHAPE.dims)[None, :], None, CONFIG)
         bias = bias_of(biases, head, position[None, :] - own[:, None], CONFIG.reach) if CONFIG.reach else scale
         softmax = _fold(q, keys, values, scales, True, bias, scale, cap, softmax, False, CONFIG)
     for start in tl.range(whole, end, TILE):
@@ -167,7 +179,7 @@ def _prefill_attention(qkv, kv, tiles, out, sinks, q_gain, biases, scale, cap, C
         line = line_of(block, position, kv_head, SHAPE)
         block = load_blocks(table, position + TILE, end, SHAPE.block_size)
         inside = seen[:, None] & (d < SHAPE.dims)[None, :]
-        keys, values, scales = load_kv(kv, line, d, scale, inside, seen, SHAPE, CONFIG.largest)
+        keys, values, scales = load_kv(kv, line, d, scale, inside, seen, CONFIG)
         distance = own[:, None] - position[None, :]
         visible = distance >= 0
         if not OPTIONS.causal:
@@ -212,11 +224,11 @@ def prefill_attention(
     """Attends with runs of tokens: on Hopper, if `hopper` is a tiling, by its own kernel where that has all that is
     asked for. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens, how many positions
     their row has reached; header[0] is the width of tables. distance_bias is [heads, 2 * reach + 1]."""
-    shape = shape_of(cache, qkv, out)
-    kv = PagedKv(cache, tiles if scales is None else scales, tables, header)
+    shape = heads_of(cache, qkv, out)
+    kv = paged(cache, scales, tables, header)
     others = chunk, temperature, temperature_span
     options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None, *others)
-    if hopper and distance_bias is None and has_all_of(cache, qkv, shape, options):
+    if hopper and distance_bias is None and not is_apart(cache) and has_all_of(cache, qkv, shape, options):
         places = tiles, tables, header, out
         return hopper_attention(qkv, cache, *places, scale, window, soft_cap, sinks, tiling=hopper)
     tile, warps, stages = tiling
@@ -225,6 +237,6 @@ def prefill_attention(
         *(qkv, kv, tiles, out),
         *(tiles if vector is None else vector for vector in (sinks, q_gain, distance_bias)),
         *(scale * LOG2E, soft_cap * LOG2E),
-        CONFIG=PrefillConfig(shape, options, largest_of(cache, scales), queries_per_tile(shape.group), tile, reach),
+        CONFIG=PrefillConfig(shape, options, kinds_of(cache, scales), queries_per_tile(shape.group), tile, reach),
         **launch_options(warps, 1 if reach else stages),  # biases that are loaded ahead take much shared memory
     )

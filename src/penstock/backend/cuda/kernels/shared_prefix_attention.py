@@ -18,8 +18,8 @@ from penstock.backend.cuda.kernels.decode_attention import (
     attend_split,
     queries_of,
 )
-from penstock.backend.cuda.kernels.kv8 import largest_of
-from penstock.backend.cuda.kernels.kv_tile import LOG2E, PagedKv, SplitKV, leave_split, load_split, shape_of, table_of
+from penstock.backend.cuda.kernels.kv_sides import heads_of, kinds_of, paged
+from penstock.backend.cuda.kernels.kv_tile import LOG2E, SplitKV, leave_split, load_split, table_of
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
 
@@ -76,14 +76,14 @@ def shared_prefix_attention(
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with tiles of tokens, whose queries are rotated, and leaves what they find where `places` says."""
-    shape = shape_of(cache, qkv, out)
+    shape = heads_of(cache, qkv, out)
     tile, warps, stages = tiling
     queries = queries_of(shape.group, places.tile_tokens)
     options = AttentionOptions(0, soft_cap > 0)
     sizes = queries, tile, warps, 0, 1, 1, places.tile_tokens
-    config = DecodeConfig(shape, options, largest_of(cache, scales), -1, False, *sizes)
+    config = DecodeConfig(shape, options, kinds_of(cache, scales), -1, False, *sizes)
     _shared_prefix_attention[(shape.kv_heads, len(tiles.splits))](
-        *(qkv, PagedKv(cache, tiles.splits if scales is None else scales, tables, header), *tiles),
+        *(qkv, paged(cache, scales, tables, header), *tiles),
         *(split_kv, places.base, scale * LOG2E, soft_cap * LOG2E),
         CONFIG=config,
         **launch_options(warps, stages),

@@ -1,0 +1,29 @@
+"""Reads what `--kv` takes: the format of a KV cache, or those of its keys and of its values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.errors import ConfigError
+
+QUANTIZED_KV = ("int8", "fp8", "int4")  # formats with fewer than 16 bits
+
+
+def read_kv(value: Any) -> str:
+    """Returns what `--kv` takes: a format, or those of keys and values with a colon between them. A device knows which
+    there are. Raises ConfigError for anything else."""
+    parts = value.split(":") if isinstance(value, str) else []
+    if len(parts) not in (1, 2) or not all(parts):
+        raise ConfigError(f"kv is one format, or two, KEYS:VALUES, as in int8:int4; got {value!r}")
+    return parts[0] if len(set(parts)) == 1 else str(value)
+
+
+def kv_parts(kv: str) -> tuple[str, str]:
+    """Returns the formats of keys and values, given what `read_kv` returned."""
+    keys, _, values = kv.partition(":")
+    return keys, values or keys
+
+
+def is_kv_quantized(kv: str) -> bool:
+    """Returns True if keys or values of a cache have fewer than 16 bits."""
+    return not set(kv_parts(kv)).isdisjoint(QUANTIZED_KV)
