@@ -322,6 +322,7 @@ struct Kv {
 #include "kernels_mamba.h"
 #include "kernels_mamba2.h"
 #include "kernels_streams.h"
+#include "kernels_trellis.h"
 
 namespace penstock {
 namespace {
@@ -361,6 +362,7 @@ constexpr Kernels table(Types<Q...>) {
       activate<relu2>,
       index_scores,
       Streams::table(),
+      trellis_table(),
   };
 }
 
