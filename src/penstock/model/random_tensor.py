@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from penstock.model.dequantize import layout_of
-from penstock.model.formats.trellis import MCG, NAME, TILE, Trellis
+from penstock.model.formats.trellis import MCG, NAME, TILE, Trellis, trellis_bits
 from penstock.model.tensor import FORMATS, Format, Tensor
 
 
@@ -37,8 +37,8 @@ def random_tensor(rng: np.random.Generator, format: str, *shape: int) -> Tensor:
 
 def random_trellis(rng: np.random.Generator, format: str, rows: int, width: int) -> Tensor:
     """Returns an EXL3 weight of random bits."""
-    _, bits, code_book = f"{format}-{MCG}".split("-")[:3]
-    tiles = rng.integers(-(1 << 15), 1 << 15, (width // TILE, rows // TILE, TILE * int(bits)), np.int16)
+    code_book = format.split("-")[2] if format.count("-") == 2 else MCG
+    tiles = rng.integers(-(1 << 15), 1 << 15, (width // TILE, rows // TILE, TILE * trellis_bits(format)), np.int16)
     svh, suh = (rng.choice([-1, 1], size) * rng.uniform(0.05, 0.15, size) for size in (rows, width))
     made = Trellis(tiles, code_book, svh.astype(np.float32), suh.astype(np.float32))
     return Tensor(f"random {format}", Format(NAME, 1, 4), (rows, width), made)

@@ -159,7 +159,7 @@ def tiles_of(part: Tensor) -> Tensor:
     """Returns an EXL3 weight as its tiles, in a format that says how they are read."""
     trellis = trellis_of(part)
     assert trellis is not None
-    format = Format(f"EXL3-{trellis.bits}-{trellis.code_book}", TILE, 2 * trellis.bits)
+    format = Format(f"{trellis.name}-{trellis.code_book}", TILE, 2 * trellis.bits)
     return replace(part, format=format, source=Tiles(trellis))
 
 
@@ -168,7 +168,7 @@ def stored_as(tensor: Tensor) -> StoredAs:
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
     if trellis := trellis_of(tensor):
-        return StoredAs(f"EXL3-{trellis.bits}", trellis.bits_with_vectors)
+        return StoredAs(trellis.name, trellis.bits_with_vectors)
     name = (as_near_blocks(tensor) or tensor).format.name
     stored = name if name in NATIVE else "BF16"
     return StoredAs(stored, packed_bits(stored))

@@ -45,6 +45,11 @@ class Trellis:
         return int(self.tiles.shape[2]) // TILE
 
     @property
+    def name(self) -> str:
+        """Returns the format's name with its bits."""
+        return f"{NAME}-{self.bits}"
+
+    @property
     def bits_with_vectors(self) -> float:
         """Returns the bits that one value takes in memory, its share of both vectors in float32 included."""
         return self.bits + 32 * (len(self.svh) + len(self.suh)) / (len(self.svh) * len(self.suh))
@@ -62,6 +67,11 @@ class Trellis:
         found *= self.svh[start:end, None]
         found *= self.suh
         return found[first - start : last - start].reshape(-1).view(np.uint8)
+
+
+def trellis_bits(format: str) -> int:
+    """Returns the bits of one number in a format that names them, as in "EXL3-3"."""
+    return int(format.split("-")[1])
 
 
 def trellis_of(tensor: Tensor) -> Trellis | None:
