@@ -24,6 +24,8 @@ COUNTS = {  # cases in the sample, of a test or of an op; of all others one
     "test_a_pair_by_itself_and_in_a_block_give_the_same": 3,
     "test_few_rows": 2,
     "test_one_row": 2,
+    "test_parts_have_bits_and_factors_of_their_own": 2,
+    "test_values_are_those_of_the_definition": 3,
     "test_whole_prompt": 5,
 }
 LAST = "test_every_kernel_was_launched"

@@ -28,6 +28,7 @@ from penstock.model.formats.checkpoint import weights_of
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.load import load_model, open_checkpoint, read_safetensors_shards
 from penstock.model.open_files import read_json
+from penstock.model.random_tensor import random_tensor
 from penstock.model.safetensors import read_safetensors
 from penstock.model.tensor import FORMATS, FP8, INTEGERS, Tensor, factor_of, some_rows
 from tests.models.conftest import write_safetensors
@@ -82,6 +83,16 @@ def test_rows_are_made_alone(kind: str) -> None:
     values = dequantize(tensor)
     for first, last in [(0, 64), (5, 41), (63, 64)]:
         assert np.array_equal(dequantize(some_rows(tensor, first, last)), values[first:last])
+
+
+def test_rows_of_exl3_between_hadamard_matrices_keep_their_bits() -> None:
+    """What fused tensors are split with, if their parts are multiples of 128."""
+    tensor = random_tensor(np.random.default_rng(0), "EXL3-3", 384, 128)
+    values = dequantize(tensor)
+    for first, last, stored in [(0, 128, "EXL3-3"), (128, 384, "EXL3-3"), (64, 128, "BF16"), (0, 100, "BF16")]:
+        part = some_rows(tensor, first, last)
+        assert np.array_equal(dequantize(part), values[first:last])
+        assert stored_as(part).kind == stored
 
 
 # What becomes of them in memory

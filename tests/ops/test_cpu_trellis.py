@@ -24,13 +24,17 @@ ROUNDING = 5e-4  # kernels do not round numbers to float16
 
 
 class Product:
-    """Multiplies the rows of a table with a weight."""
+    """Multiplies the rows of a table with a weight: all of them, or those that are sampled."""
 
-    def __init__(self, backend: Any, table: Tensor, parts: list[Tensor], bias: list[Tensor | None]) -> None:
+    def __init__(self, backend: Any, table: Tensor, parts: list[Tensor], bias: list[Tensor | None], head: bool) -> None:
         self.table, self.weight = backend.pack_matrix([table], [None]), backend.pack_matrix(parts, bias)
+        self._head = head
 
     def forward(self, ops: Any) -> Any:
-        return ops.take_sampled(ops.linear(ops.embed(self.table), self.weight))
+        rows = ops.embed(self.table)
+        if self._head:
+            return ops.linear(ops.take_sampled(rows), self.weight)
+        return ops.take_sampled(ops.linear(rows, self.weight))
 
 
 def loaded(isa: str, bits: int) -> tuple[CpuBackend, Product, Floats]:
@@ -40,7 +44,7 @@ def loaded(isa: str, bits: int) -> tuple[CpuBackend, Product, Floats]:
     parts = [random_tensor(rng, f"EXL3-{bits}-{book}", 128 * (1 + i), WIDTH) for i, book in enumerate(BOOKS)]
     bias = [None, random_tensor(rng, "F32", 256), None]
     backend = CpuBackend(2, isa=isa)
-    model = Product(backend, table, parts, bias)
+    model = Product(backend, table, parts, bias, head=bits % 2 == 0)
     backend.load(model)
     backend.reserve_kv(TOKENS // 16 + 1, 16)
     wanted = dequantize(table) @ np.concatenate([dequantize(part) for part in parts]).T

@@ -10,7 +10,7 @@ what they are made of from `trellis_of`, and multiply with the numbers as they a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -67,6 +67,12 @@ class Trellis:
         found *= self.svh[start:end, None]
         found *= self.suh
         return found[first - start : last - start].reshape(-1).view(np.uint8)
+
+    def cut(self, first: int, last: int) -> Trellis | None:
+        """Returns rows `first` to `last`; None if a Hadamard matrix has others beside them."""
+        if first % HADAMARD_SIZE or last % HADAMARD_SIZE:
+            return None
+        return replace(self, tiles=self.tiles[:, first // TILE : last // TILE], svh=self.svh[first:last])
 
 
 def trellis_bits(format: str) -> int:

@@ -1,8 +1,8 @@
 """Products with EXL3 weights (model/formats/trellis.py), whose numbers are decoded where they are multiplied.
 
-Few rows are rotated, multiplied with the numbers, and rotated back: y = svh * (H @ (numbers @ (H @ (suh * x)))). For many
-rows the whole weight is written out once. Numbers are exact in float16. A rotation is a product with a matrix of ones
-and minus ones, of float32 values in three terms, so it rounds nothing that matters.
+Few rows are rotated, multiplied with the numbers, and rotated back: y = svh * (H @ (numbers @ (H @ (suh * x)))). For
+many rows the whole weight is written out once. Numbers are exact in float16. A rotation is a product of float32 values,
+in three terms of TF32 each, with a matrix of ones and minus ones.
 """
 
 from __future__ import annotations
@@ -203,7 +203,9 @@ def rotate_inputs(x: Any, weight: TrellisWeight, out: Any) -> None:
     _rotate_inputs[grid](x, weight.suh, out, count, width, x.stride(0), RUNS=RUNS, **launch_options(4))
 
 
-def trellis_gemm(x: Any, weight: TrellisWeight, bias: Any | None, out: Any, tiling: Tiling, scratch: SplitKScratch) -> None:
+def trellis_gemm(
+    x: Any, weight: TrellisWeight, bias: Any | None, out: Any, tiling: Tiling, scratch: SplitKScratch
+) -> None:
     """Computes out [T, rows] = x @ weight.T (+ bias) of rotated x."""
     count, rows, partials = len(x), weight.rows, scratch.partials
     grid = (triton.cdiv(rows, tiling.rows), triton.cdiv(count, tiling.items), tiling.split)
