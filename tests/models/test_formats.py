@@ -16,11 +16,13 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from penstock.backend.batches import greedy_batch
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.weights import stored_as
+from penstock.backend.quantize_at_load import quantized
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.random_steps import blocks_for, random_steps
+from penstock.config import Config
 from penstock.errors import MalformedFile, ModelError, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
@@ -129,6 +131,20 @@ KEPT = {  # their matrices, in storage blocks that kernels know
 def test_what_loses_nothing_stays_quantized(kind: str) -> None:
     tensors = open_checkpoint(FOLDER / kind).tensors
     assert {tensor.format.name for name, tensor in tensors.items() if name[-2:] in (".q", ".k", ".o")} == KEPT[kind]
+
+
+def test_exl3_keeps_its_bits_beside_plain_weights_that_are_quantized() -> None:
+    notes: list[str] = []
+    config = Config(model=str(FOLDER / "exl3"), device="cpu", quantize="q8_0")
+    checkpoint = quantized(open_checkpoint(FOLDER / "exl3"), config, notes.append)
+    assert notes == ["weights in EXL3 stay as they are: Q8_0 is for plain ones"]
+    kinds = {name: stored_as(tensor).kind for name, tensor in checkpoint.tensors.items()}
+    assert (kinds["embed"], kinds["layers.0.q"], kinds["layers.0.k"]) == ("Q8_0", "EXL3-2", "EXL3-3")
+    backend, file = CpuBackend(2, kv="f32"), expected("exl3")
+    backend.load(load_model(checkpoint, backend))
+    backend.reserve_kv(1, 32)
+    got = backend.logits(greedy_batch([Chunk(file["tokens"].tolist(), 0, [0])]))
+    assert np.linalg.norm(got - file["logits"]) < 0.06 * np.linalg.norm(file["logits"])
 
 
 def test_a_factor_of_all_values_is_of_rows_too() -> None:

@@ -27,6 +27,16 @@ INLINE void stored(T* p, V x) {
   __builtin_memcpy(p, &x, sizeof x);
 }
 
+// Values of both vectors in another order. GCC has clang's way since version 12, clang has none of GCC's.
+template <class Mask, int... AT, class V>
+INLINE V shuffled(V a, V b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, AT...);
+#else
+  return __builtin_shuffle(a, b, Mask{AT...});
+#endif
+}
+
 // Two numbers, again and again.
 INLINE F alternate(const float* two) {
   using Pairs = uint64_t __attribute__((vector_size(WORDS * 4)));
@@ -83,15 +93,15 @@ INLINE LaneWords next_lanes(const uint16_t* p) {
   using Sixteen = uint16_t __attribute__((vector_size(32)));
   if constexpr (WORDS == 16) {
     const Sixteen all = loaded<Sixteen>(p);
-    return __builtin_bit_cast(
-        LaneWords, __builtin_shufflevector(all, all, 15, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14));
+    return __builtin_bit_cast(LaneWords,
+                              shuffled<Sixteen, 15, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14>(all, all));
   }
   struct {
     Eight low, high;
   } next;
   const Eight low = loaded<Eight>(p), high = loaded<Eight>(p + 8);
-  next.low = __builtin_shufflevector(high, low, 7, 8, 9, 10, 11, 12, 13, 14);
-  next.high = __builtin_shufflevector(low, high, 7, 8, 9, 10, 11, 12, 13, 14);
+  next.low = shuffled<Eight, 7, 8, 9, 10, 11, 12, 13, 14>(high, low);
+  next.high = shuffled<Eight, 7, 8, 9, 10, 11, 12, 13, 14>(low, high);
   return __builtin_bit_cast(LaneWords, next);
 }
 
@@ -211,7 +221,7 @@ struct TrellisRows {
 // Sums and differences of values that lie STEP lanes apart.
 template <int STEP, size_t... I>
 INLINE Floats crossed(Floats x, std::index_sequence<I...>) {
-  return __builtin_shufflevector(x, x, (int(I) ^ STEP)...) + x * Floats{(I & size_t(STEP) ? -1.0f : 1.0f)...};
+  return shuffled<SignedWords, (int(I) ^ STEP)...>(x, x) + x * Floats{(I & size_t(STEP) ? -1.0f : 1.0f)...};
 }
 
 INLINE void hadamard(float (&values)[128]) {
