@@ -1,5 +1,4 @@
 // Products with EXL3 weights against numbers that are decoded one by one, as the format is described.
-#include <array>
 #include <bit>
 
 #include "check.h"
@@ -71,7 +70,8 @@ std::vector<double> wanted(const Case& made, const std::vector<double>& numbers,
   return found;
 }
 
-std::vector<float> product(const Kernels& kernels, const Weight& weight, const float* x, size_t items, const float* bias) {
+std::vector<float> product(const Kernels& kernels, const Weight& weight, const float* x, size_t items,
+                           const float* bias) {
   const Part& part = weight.parts()[0];
   std::vector<float> rotated(items * WIDTH), y(items * ROWS);
   for (size_t item = 0; item < items; ++item)

@@ -19,10 +19,10 @@ struct TrellisLinear {
   size_t chunks(const Frame& frame) const { return divide_up(weight->panels(), step(frame)) * bands(frame); }
 
   void run(const Frame& frame, size_t chunk) const {
-    const size_t row = chunk % bands(frame) * BAND, last = std::min((chunk / bands(frame) + 1) * step(frame), weight->panels());
-    for (size_t panel = chunk / bands(frame) * step(frame); panel < last;) {
+    const size_t first = chunk / bands(frame) * step(frame), last = std::min(first + step(frame), weight->panels());
+    for (size_t panel = first; panel < last;) {
       const Run run = weight->panels(panel, last - panel);
-      multiply(frame, run, row);
+      multiply(frame, run, chunk % bands(frame) * BAND);
       panel += run.panels;
     }
   }
@@ -51,9 +51,10 @@ struct TrellisLinear {
 void Program::trellis_linear(int x, std::shared_ptr<const Weight> weight, int out) {
   const int rotated = rotated_buffer(at(x).symbol, weight->parts().size() * weight->width());
   each_row(rotated, [=](const Frame& frame, size_t r) {
+    const float* row = frame.buffers[size_t(x)].row(r);
     float* to = frame.buffers[size_t(rotated)].row(r);
     for (const Part& part : weight->parts()) {
-      frame.kernels.trellis.rotate_inputs(frame.buffers[size_t(x)].row(r), part.trellis->inputs.data(), weight->width(), to);
+      frame.kernels.trellis.rotate_inputs(row, part.trellis->inputs.data(), weight->width(), to);
       to += weight->width();
     }
   });
