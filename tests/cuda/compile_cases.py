@@ -63,10 +63,13 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
+from penstock.backend.cuda.kernels.trellis import TrellisWeight, code_book_of, dequantize_trellis
 from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.mla_expansion import BLOCK, MlaDims
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
+from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.shared_prefixes import tile_tokens
+from penstock.backend.cuda.trellis_weights import TrellisMatrix
 from penstock.model.ops import DeltaInputs, DeltaWeights, Mamba2Weights, ScanWeights
 from penstock.model.recurrence import CHUNK, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
@@ -257,6 +260,16 @@ def a_dequantized_matrix(tilings: Tilings, name: str) -> None:
     weight = quantized(name, DIM, DIM)
     dequantize_matrix(weight, empty(DIM, DIM))
     dequantize_rows(weight, ints(4), empty(4, DIM))
+
+
+@case(halves=("mcg", 3), bytes=("mul1", 7))
+def an_exl3_matrix(tilings: Tilings, kind: str, bits: int) -> None:
+    vector = empty(DIM, dtype=F32)
+    weight = TrellisWeight(code_book_of(kind, bits), ints(16), vector, vector)
+    matrix = TrellisMatrix((weight,), vector, Workspace(scratch(), 64, tilings))
+    for count in (1, 64):
+        matrix.product(empty(count, DIM), empty(count, DIM))
+    dequantize_trellis(weight, empty(DIM, DIM))
 
 
 @case(**{name: (name,) for name in ("BF16", *FORMATS)})

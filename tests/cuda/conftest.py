@@ -25,6 +25,8 @@ COUNTS = {  # cases in the sample, of a test or of an op; of all others one
     "test_contexts_are_expanded_in_pieces": 2,
     "test_few_rows": 2,
     "test_one_row": 2,
+    "test_parts_have_bits_and_factors_of_their_own": 2,
+    "test_values_are_those_of_the_definition": 3,
     "test_whole_prompt": 5,
 }
 LAST = "test_every_kernel_was_launched"

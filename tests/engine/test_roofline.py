@@ -152,7 +152,7 @@ def test_a_machine_is_measured_once_and_added_to() -> None:
     assert profile.layer >= 0
     assert min(profile.cache, profile.scores, *profile.matmuls["Q8_0"].seconds) > 0
     assert profile.matmuls["Q8_0"].rows == (1, 4, 64)
-    more = calibration.measure(config, ["F16"], profile, told.append)
-    assert told[3:] == ["products with F16"]
-    assert more.matmuls.keys() == {"Q8_0", "F16"}
+    more = calibration.measure(config, ["F16", "EXL3-3"], profile, told.append)
+    assert told[3:] == ["products with F16", "products with EXL3-3"]
+    assert more.matmuls.keys() == {"Q8_0", "F16", "EXL3-3"}
     assert more._replace(matmuls={}) == profile._replace(matmuls={})

@@ -16,11 +16,13 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from penstock.backend.batches import greedy_batch
+from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.weights import stored_as
+from penstock.backend.quantize_at_load import quantized
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.random_steps import blocks_for, random_steps
+from penstock.config import Config
 from penstock.errors import MalformedFile, ModelError, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
@@ -28,6 +30,7 @@ from penstock.model.formats.checkpoint import weights_of
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.load import load_model, open_checkpoint, read_safetensors_shards
 from penstock.model.open_files import read_json
+from penstock.model.random_tensor import random_tensor
 from penstock.model.safetensors import read_safetensors
 from penstock.model.tensor import FORMATS, FP8, INTEGERS, Tensor, factor_of, some_rows
 from tests.models.conftest import write_safetensors
@@ -84,6 +87,16 @@ def test_rows_are_made_alone(kind: str) -> None:
         assert np.array_equal(dequantize(some_rows(tensor, first, last)), values[first:last])
 
 
+def test_rows_of_exl3_between_hadamard_matrices_keep_their_bits() -> None:
+    """What fused tensors are split with, if their parts are multiples of 128."""
+    tensor = random_tensor(np.random.default_rng(0), "EXL3-3", 384, 128)
+    values = dequantize(tensor)
+    for first, last, stored in [(0, 128, "EXL3-3"), (128, 384, "EXL3-3"), (64, 128, "BF16"), (0, 100, "BF16")]:
+        part = some_rows(tensor, first, last)
+        assert np.array_equal(dequantize(part), values[first:last])
+        assert stored_as(part).kind == stored
+
+
 # What becomes of them in memory
 
 KEPT = {  # their matrices, in storage blocks that kernels know
@@ -118,6 +131,20 @@ KEPT = {  # their matrices, in storage blocks that kernels know
 def test_what_loses_nothing_stays_quantized(kind: str) -> None:
     tensors = open_checkpoint(FOLDER / kind).tensors
     assert {tensor.format.name for name, tensor in tensors.items() if name[-2:] in (".q", ".k", ".o")} == KEPT[kind]
+
+
+def test_exl3_keeps_its_bits_beside_plain_weights_that_are_quantized() -> None:
+    notes: list[str] = []
+    config = Config(model=str(FOLDER / "exl3"), device="cpu", quantize="q8_0")
+    checkpoint = quantized(open_checkpoint(FOLDER / "exl3"), config, notes.append)
+    assert notes == ["weights in EXL3 stay as they are: Q8_0 is for plain ones"]
+    kinds = {name: stored_as(tensor).kind for name, tensor in checkpoint.tensors.items()}
+    assert (kinds["embed"], kinds["layers.0.q"], kinds["layers.0.k"]) == ("Q8_0", "EXL3-2", "EXL3-3")
+    backend, file = CpuBackend(2, kv="f32"), expected("exl3")
+    backend.load(load_model(checkpoint, backend))
+    backend.reserve_kv(1, 32)
+    got = backend.logits(greedy_batch([Chunk(file["tokens"].tolist(), 0, [0])]))
+    assert np.linalg.norm(got - file["logits"]) < 0.06 * np.linalg.norm(file["logits"])
 
 
 def test_a_factor_of_all_values_is_of_rows_too() -> None:

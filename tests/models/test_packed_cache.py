@@ -77,6 +77,7 @@ CASES = [
     *[(GOLDENS / "untied", to) for to in ("q8_0", "q4_k", "int4")],
     (GOLDENS / "mixtral", "q8_0"),
     (MODELS / "float8" / "block", ""),
+    (MODELS / "formats" / "exl3", ""),
     (MODELS / "encoders" / "bert", ""),
 ]
 

@@ -47,6 +47,7 @@ inline const Kernels& generic() { return *choose("generic").kernels; }
 void test_chain_hash();
 void test_crc32();
 void test_products(const Isa& isa);
+void test_trellis(const Isa& isa);
 void test_rows(const Isa& isa);
 void test_delta(const Isa& isa);
 void test_attention(const Isa& isa);

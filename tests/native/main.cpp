@@ -31,6 +31,7 @@ int main(int count, char** arguments) {
     test::test_delta(isa);
     test::test_attention(isa);
     test::test_products(isa);
+    test::test_trellis(isa);
     std::printf("%s: %zu checks\n", isa.name.c_str(), test::checks - before);
   }
   std::printf("%zu failed\n", test::failures);

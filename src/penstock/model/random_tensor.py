@@ -7,11 +7,15 @@ from math import prod
 import numpy as np
 
 from penstock.model.dequantize import layout_of
-from penstock.model.tensor import STORAGE, Tensor
+from penstock.model.formats.trellis import MCG, NAME, TILE, Trellis, trellis_bits
+from penstock.model.tensor import STORAGE, Format, Tensor
 
 
 def random_tensor(rng: np.random.Generator, format: str, *shape: int) -> Tensor:
-    """Returns a tensor of random bytes, with scales that keep its values small."""
+    """Returns a tensor of random bytes, with scales that keep its values small. The format may be EXL3, as in "EXL3-3"
+    or "EXL3-3-mul1": its bits and code book."""
+    if format.startswith(NAME):
+        return random_trellis(rng, format, *shape)
     count = prod(shape) // STORAGE[format].values
     blocks = np.frombuffer(rng.bytes(count * STORAGE[format].bytes), layout_of(format)).copy()
     for field in blocks.dtype.names or ():
@@ -31,3 +35,12 @@ def random_tensor(rng: np.random.Generator, format: str, *shape: int) -> Tensor:
     if format == "BF16":
         blocks["x"] = rng.normal(size=count).astype(np.float32).view(np.uint32) >> 16
     return Tensor(f"random {format}", STORAGE[format], shape, blocks.view(np.uint8))
+
+
+def random_trellis(rng: np.random.Generator, format: str, rows: int, width: int) -> Tensor:
+    """Returns an EXL3 weight of random bits."""
+    code_book = format.split("-")[2] if format.count("-") == 2 else MCG
+    tiles = rng.integers(-(1 << 15), 1 << 15, (width // TILE, rows // TILE, TILE * trellis_bits(format)), np.int16)
+    svh, suh = (rng.choice([-1, 1], size) * rng.uniform(0.05, 0.15, size) for size in (rows, width))
+    made = Trellis(tiles, code_book, svh.astype(np.float32), suh.astype(np.float32))
+    return Tensor(f"random {format}", Format(NAME, 1, 4), (rows, width), made)

@@ -169,14 +169,16 @@ def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
     _, *width = tensor.shape
     row_bytes = prod(width) // tensor.format.values * tensor.format.bytes
     source, scales = tensor.source, tensor.scales
-    if callable(source):
-        make = source
-        source = lambda start, end: make(first + start, first + end)  # noqa: E731
-    else:
-        source = source[first * row_bytes : last * row_bytes]
+    source = made_rows(source, first, last) if callable(source) else source[first * row_bytes : last * row_bytes]
     if scales is not None:
         scales = Scales(scales.values[np.arange(first, last) // scales.rows], 1, scales.columns)
     return replace(tensor, shape=(last - first, *width), source=source, scales=scales)
+
+
+def made_rows(make: Callable[[int, int], Bytes], first: int, last: int) -> Callable[[int, int], Bytes]:
+    """Returns what makes some rows of those that `make` does: a part of it, if it can be cut there."""
+    cut: Callable[[int, int], Bytes] | None = make.cut(first, last) if hasattr(make, "cut") else None
+    return cut or (lambda start, end: make(first + start, first + end))
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from penstock.backend.base import Backend, Batch
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.config import Config, Device
 from penstock.model import rope
+from penstock.model.formats.trellis import NAME as EXL3
+from penstock.model.formats.trellis import trellis_bits
 from penstock.model.load import Checkpoint, load_model
 from penstock.model.random_tensor import random_tensor
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
@@ -110,10 +112,10 @@ def attention_rates(config: Config, sizes: CalibrationSizes) -> tuple[float, flo
 def matmul_times(config: Config, sizes: CalibrationSizes, kind: str, profile: MachineProfile) -> MatmulTimes:
     """Measures products with weights of one format."""
     shape, format = sizes.large, kind
-    if kind not in STORAGE:
+    if kind not in STORAGE and not kind.startswith(EXL3):
         config, format = replace(config, quantize=kind), "BF16"
     values = sum(prod(size) for size in matrices(shape).values())
-    size = values * STORAGE[format].bytes / STORAGE[format].values
+    size = values * bits_of(format) / 8
     layers = max(ceil(sizes.bytes / size), 2)
     scores = sizes.tokens**2 * shape.heads * shape.head_dim * layers / profile.scores
     with opened(config, shape, format, layers) as backend:
@@ -123,6 +125,11 @@ def matmul_times(config: Config, sizes: CalibrationSizes, kind: str, profile: Ma
     return MatmulTimes(
         (*sizes.rows, sizes.tokens), tuple(above_zero(time - fixed) / (layers * values) for time in times)
     )
+
+
+def bits_of(format: str) -> float:
+    """Returns the bits of one value in a format of random weights."""
+    return STORAGE[format].bytes * 8 / STORAGE[format].values if format in STORAGE else trellis_bits(format)
 
 
 def above_zero(seconds: float) -> float:

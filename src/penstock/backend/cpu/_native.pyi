@@ -57,6 +57,8 @@ class Weight:
     def set_bias(self, bias: NDArray[np.float32]) -> None: ...
     def set_factor(self, part: int, factor: float) -> None:
         """What all values of a part are multiplied with; only formats with a table have one."""
+    def set_trellis(self, part: int, inputs: NDArray[np.float32], outputs: NDArray[np.float32]) -> None:
+        """The factors of columns and rows of an EXL3 part."""
     def exchange(self, other: Weight) -> None:
         """Swaps the values, scales and biases of two weights that have the same layout."""
     @property

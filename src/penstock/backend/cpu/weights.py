@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from penstock.backend.cpu._native import Weight, fill_parts, packed_bits
 from penstock.backend.cpu.packed_file import LEAST_BYTES, PackedFile
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.near_blocks import as_near_blocks
+from penstock.model.formats.trellis import TILE, Trellis, trellis_of
 from penstock.model.ops import ExpertWeights
 from penstock.model.tensor import FORMATS, FP8, STORAGE, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
@@ -54,13 +55,16 @@ class Packing:
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
         """Packs a matrix made of parts, one below the other."""
-        parts = [self._readable(part) for part in parts]
+        in_trellis = all(map(trellis_of, parts))
+        parts = [tiles_of(part) if in_trellis else self._readable(part) for part in parts]
         weight = Weight(parts[0].shape[1], [(part.format.name, part.shape[0]) for part in parts])
         if any(bias):
             weight.set_bias(np.concatenate([bias_of(part, tensor) for part, tensor in zip(parts, bias, strict=True)]))
         if self._file:
             self._file.add(weight, parts)
         for index, part in enumerate(parts):
+            if isinstance(part.source, Tiles):
+                weight.set_trellis(index, part.source.trellis.suh, part.source.trellis.svh)
             if part.scales is not None:
                 weight.set_factor(index, factor_of(part) or 0)
             self._values[part.format] = self._values.get(part.format, 0) + prod(part.shape)
@@ -139,10 +143,31 @@ class Packing:
         self._waiting, self._bytes = [], 0
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Returns the tiles of an EXL3 weight in the order of its rows: 16 rows are one after the other in the input."""
+
+    trellis: Trellis
+
+    def __call__(self, first: int, last: int) -> Bytes:
+        some = self.trellis.tiles[:, first // TILE : last // TILE]
+        return np.ascontiguousarray(some.swapaxes(0, 1)).reshape(-1).view(np.uint8)
+
+
+def tiles_of(part: Tensor) -> Tensor:
+    """Returns an EXL3 weight as its tiles, in a format that says how they are read."""
+    trellis = trellis_of(part)
+    assert trellis is not None
+    format = Format(f"{trellis.name}-{trellis.code_book}", TILE, 2 * trellis.bits)
+    return replace(part, format=format, source=Tiles(trellis))
+
+
 def stored_as(tensor: Tensor) -> StoredAs:
     """Returns the format that `Packing` stores the tensor in."""
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
+    if trellis := trellis_of(tensor):
+        return StoredAs(trellis.name, trellis.bits_with_vectors)
     name = (as_near_blocks(tensor) or tensor).format.name
     stored = name if name in STORAGE else "BF16"
     return StoredAs(stored, packed_bits(stored))

@@ -40,7 +40,7 @@ from penstock.backend.cuda.devices import checked_device, device_properties
 from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling, Unconstrained
-from penstock.backend.cuda.footprint import STORED_BITS, stored_as, weight_bytes, workspace_bytes
+from penstock.backend.cuda.footprint import expands, stored_as, weight_bytes, workspace_bytes
 from penstock.backend.cuda.graphs import common_shapes, draft_shapes, in_segments, padded, step_rows, verified_sizes
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
@@ -186,7 +186,7 @@ class CudaBackend:
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         listed = list(tensors)
         weights = weight_bytes(listed, self._quantize, self._properties.has_fp8)
-        unpacks = self._quantize == "int4" or any(tensor.format.name in STORED_BITS for tensor in listed)
+        unpacks = self._quantize == "int4" or any(map(expands, listed))
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
         costs = sum(map(self._kv_layout.bytes_per_token, spec.cached_attention)), spec.state_bytes
         hidden = spec.hidden_values * self._dtype.itemsize

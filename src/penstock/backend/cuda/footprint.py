@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from penstock.backend.base import StoredAs
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.near_blocks import as_near_blocks
+from penstock.model.formats.trellis import trellis_of
 from penstock.model.roles import MLA
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import AFFINE, PLAIN, Tensor, factor_of
@@ -39,6 +40,8 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     (`has_fp8`), FP8 weights become 16 bits."""
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
+    if trellis := trellis_of(tensor):
+        return StoredAs(trellis.name, trellis.bits_with_vectors)
     tensor = as_near_blocks(tensor) or tensor
     name = tensor.format.name
     widened = tensor.role in MLA or (name == "F8_E4M3" and not has_fp8)
@@ -51,6 +54,11 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     if quantize and name in PLAIN and may_quantize(tensor, quantize, "cuda"):
         return StoredAs(quantize, QUANTIZED_BITS[quantize])
     return StoredAs("BF16", 16)
+
+
+def expands(tensor: Tensor) -> bool:
+    """Returns whether large products with this matrix first expand it to 16 bits."""
+    return tensor.format.name in STORED_BITS or trellis_of(tensor) is not None
 
 
 def workspace_bytes(spec: ModelSpec, tokens: int, rows: int, unpacks: bool) -> int:

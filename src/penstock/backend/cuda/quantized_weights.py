@@ -38,14 +38,18 @@ class Workspace:
         self._tokens = tokens
         self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.partials.device)
 
-    def reserve_values(self, rows: int, width: int) -> None:
-        """Reserves room for a matrix in bfloat16, if steps are long enough to need it and tilings are not fixed."""
-        if self._tokens > QUANT_GEMM_ROWS and not self.tilings.fixed:
+    def reserve_values(self, rows: int, width: int, unless: int = QUANT_GEMM_ROWS) -> None:
+        """Reserves room for a matrix in bfloat16, if steps are longer than `unless` and tilings are not fixed."""
+        if self._tokens > unless and not self.tilings.fixed:
             self._reserve(2 * rows * width)
 
     def reserve_activations(self, width: int) -> None:
         """Reserves room for FP8 activations of the longest step."""
         self._reserve(2 * self._tokens * width)
+
+    def reserve_rotated(self, width: int, most: int) -> None:
+        """Reserves room for rows that EXL3 weights multiply: those of the longest step, or `most`."""
+        self._reserve(2 * min(self._tokens, most) * width)
 
     def values(self, rows: int, width: int) -> Any:
         """Returns the shared memory as bfloat16: [rows, width]."""

@@ -33,9 +33,11 @@ from penstock.backend.cuda.quant_blocks import COLUMNS
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace, stack
 from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL
 from penstock.backend.cuda.transfer import Transfer
+from penstock.backend.cuda.trellis_weights import pack_trellis
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.near_blocks import as_near_blocks
+from penstock.model.formats.trellis import trellis_of
 from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)
@@ -154,6 +156,7 @@ def pack(
     bits), or 16 bits if it says nothing or their roles forbid it."""
     parts = [as_near_blocks(part) or part for part in parts]
     formats = {part.format.name for part in parts}
+    in_trellis = [found for found in map(trellis_of, parts) if found]
     vector = stacked_bias(parts, bias, device)
     quantize = quantize if all(may_quantize(part, quantize, "cuda") for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
@@ -161,6 +164,8 @@ def pack(
     if dtype.itemsize == 2 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
         log_growth(parts, workspace)
         return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
+    if dtype.itemsize == 2 and len(in_trellis) == len(parts):
+        return pack_trellis(in_trellis, vector, workspace)
     reads_fp8 = dtype.itemsize == 2 and workspace.tilings.device.has_fp8
     if reads_fp8 and formats == {"F8_E4M3"} and (weight := pack_fp8(parts, vector, workspace)):
         return weight

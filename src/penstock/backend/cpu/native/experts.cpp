@@ -87,6 +87,8 @@ void Routing::route(const float* logits, float* scratch, uint32_t* experts, floa
 
 void ExpertWeights::check() const {
   require(!up.empty() && up.size() == down.size(), "experts need as many up weights as down weights");
+  for (const auto& weights : {up, down})
+    for (const auto& weight : weights) require_panels(*weight);
   for (size_t i = 0; i < up.size(); ++i)
     require(up[i]->width() == width() && up[i]->rows() == (gated() ? 2 : 1) * hidden() &&
                 down[i]->width() == hidden() && down[i]->rows() == width(),

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "formats.h"
+#include "trellis.h"
 
 namespace penstock {
 
@@ -185,6 +186,7 @@ struct Kernels {
   // out[i] = sum over heads of weights[head] * relu(scores[head][i]); rows of scores are SPAN apart, n is whole tiles
   void (*index_scores)(const float* scores, const float* weights, size_t heads, size_t n, float* out);
   StreamKernels streams;
+  TrellisKernels trellis;
 };
 
 }  // namespace penstock

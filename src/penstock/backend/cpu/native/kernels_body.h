@@ -200,6 +200,7 @@ void by_queries(size_t i, size_t count, Some some) {
 #include "kernels_mamba.h"
 #include "kernels_mamba2.h"
 #include "kernels_streams.h"
+#include "kernels_trellis.h"
 
 namespace penstock {
 namespace {
@@ -241,6 +242,7 @@ constexpr Kernels table(Types<Q...>) {
       activate<relu2>,
       index_scores,
       Streams::table(),
+      trellis_table(),
   };
 }
 

@@ -61,6 +61,7 @@ void Program::activate(int x, int out, const std::string& act) {
 
 void Program::embed_positions(std::shared_ptr<const Weight> table, int out) {
   at(out, Symbol::T, table->width());
+  require_panels(*table);
   positions_ = positions_ ? std::min(positions_, table->rows()) : table->rows();
   each_row(out, [table, out](const Frame& frame, size_t r) {
     table->read_row(size_t(frame.batch.positions[r]), frame.buffers[size_t(out)].row(r));

@@ -337,6 +337,11 @@ NB_MODULE(_native, m) {
       .def("set_bias", [](Weight& weight, Array<const float, 1> bias) { weight.set_bias(copied(bias)); },
            "bias"_a.noconvert())
       .def("set_factor", &Weight::set_factor, "part"_a, "factor"_a)
+      .def("set_trellis",
+           [](Weight& weight, size_t part, Array<const float, 1> inputs, Array<const float, 1> outputs) {
+             weight.set_trellis(part, copied(inputs), copied(outputs));
+           },
+           "part"_a, "inputs"_a.noconvert(), "outputs"_a.noconvert())
       .def("exchange", &Weight::exchange, "other"_a)
       .def_prop_ro("width", &Weight::width)
       .def_prop_ro("rows", [](const Weight& weight) { return weight.rows(); })

@@ -123,6 +123,7 @@ int Program::angles(std::vector<double> inv_freq, double scale) {
 
 void Program::embed(std::shared_ptr<const Weight> table, int out, bool partial) {
   at(out, Symbol::T, table->width());
+  require_panels(*table);
   if (!partial) vocab_ = vocab_ ? std::min(vocab_, table->rows()) : table->rows();
   each_row(out, [table, out](const Frame& frame, size_t r) {
     const auto token = size_t(frame.batch.tokens[r]);
@@ -164,6 +165,7 @@ void Program::linear(int x, std::shared_ptr<const Weight> weight, int out, bool 
   at(out, from.symbol, gated ? weight->rows() / 2 : weight->rows());
   take_rows(x, *weight);
   adaptable_.push_back(weight.get());
+  if (weight->trellis()) return trellis_linear(x, std::move(weight), out);
   if (gated) return gated_linear(x, std::move(weight), out);
   const Weight* key = weight.get();
   phases_.push_back(linear_phase(x, std::move(weight), out, false));
@@ -238,6 +240,7 @@ void Program::add_attention(const Attention& a, int q, int keys, int out) {
 
 void Program::per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out) {
   const Buffer& from = at(x);
+  require_panels(*weight);
   require(heads >= 1 && weight->rows() % heads == 0, "every head needs as many rows of the weight as the others");
   const size_t width = weight->width(), rows = weight->rows() / heads;
   at(x, from.symbol, heads * (width + passthrough));

@@ -160,7 +160,9 @@ class Program {
   void find_states(const Step& step);
   void add_updates(int x, const Weight* weight, int out);
   void gated_linear(int x, std::shared_ptr<const Weight> weight, int out);
+  void trellis_linear(int x, std::shared_ptr<const Weight> weight, int out);
   int wide_buffer(Symbol symbol, size_t width);
+  int rotated_buffer(Symbol symbol, size_t width);
   void find_adapters(const Step& step);
   static void add_run(std::vector<AdapterRun>& runs, const Adapter* adapter, size_t first, size_t last);
   void grow(size_t tokens, size_t sampled);
@@ -175,6 +177,7 @@ class Program {
   std::vector<std::shared_ptr<const Adapter>> adapters_;  // by slot
   std::vector<const Weight*> adaptable_;                  // weights that products have
   std::vector<int> wide_;  // buffers of gated products that adapters change
+  int rotated_[2] = {-1, -1};  // buffers of rows that EXL3 weights multiply, by symbol
   std::vector<int32_t> chosen_;
   std::vector<Buffer> buffers_;
   std::vector<Phase> phases_;

@@ -185,32 +185,45 @@ Format format_of(const std::string& name) {
 
 const Packing& packing_of(Format format) { return PACKINGS[size_t(format)]; }
 
+// A part without its place among the others.
+Part part_of(const std::string& name, size_t rows, size_t width) {
+  const size_t panels = round_up(rows, LANES) / LANES;
+  if (auto trellis = trellis_named(name)) {
+    if (width % HADAMARD_VALUES || rows % HADAMARD_VALUES)
+      throw std::invalid_argument("EXL3 weights have multiples of 128 rows and columns");
+    return {TRELLIS, rows, 0, panels, width * trellis->steps.bits * LANES / 8, nullptr, nullptr, 1, {},
+            std::move(trellis)};
+  }
+  const Format format = format_of(name);
+  const Packing& packing = packing_of(format);
+  if (width % packing.values)
+    throw std::invalid_argument(name + " rows hold a multiple of " + std::to_string(packing.values) + " values; got " +
+                                std::to_string(width));
+  const bool apart = format == Format::F32 || format == Format::F16;  // kernels take these one by one
+  const size_t panel_bytes = (apart ? width : round_up(width, BLOCK)) / packing.values * packing.packed;
+  return {format, rows, 0, panels, panel_bytes, nullptr, packing.table, packing.factor, packing.grouping};
+}
+
 }  // namespace
 
 double packed_bits(const std::string& format) {
+  if (const auto trellis = trellis_named(format)) return double(trellis->steps.bits);
   const Packing& packing = packing_of(format_of(format));
   return double(packing.packed) / double(LANES * packing.values) * 8;
 }
 
 Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& parts) : width_(width) {
   for (const auto& [name, rows] : parts) {
-    const Format format = format_of(name);
-    const Packing& packing = packing_of(format);
     if (width == 0 || rows == 0 || width > INT32_MAX || rows > INT32_MAX - rows_)
       throw std::invalid_argument("a weight needs rows and columns, fewer than 2^31 of each");
-    if (width % packing.values)
-      throw std::invalid_argument(name + " rows hold a multiple of " + std::to_string(packing.values) +
-                                  " values; got " + std::to_string(width));
-    const size_t panels = round_up(rows, LANES) / LANES;
-    const bool apart = format == Format::F32 || format == Format::F16;  // kernels take these one by one
-    const size_t panel_bytes = (apart ? width : round_up(width, BLOCK)) / packing.values * packing.packed;
-    parts_.push_back({format, rows, rows_, panels, panel_bytes, nullptr, packing.table, packing.factor,
-                      packing.grouping});
-    coded_ |= format >= Format::QUANTIZED;
-    bfloat_ |= format == Format::BF16;
+    Part& part = parts_.emplace_back(part_of(name, rows, width));
+    part.column = rows_;
+    coded_ |= part.format >= Format::QUANTIZED && part.format != TRELLIS;
+    bfloat_ |= part.format == Format::BF16;
     rows_ += rows;
-    panels_ += panels;
-    bytes_ += round_up(panels * panel_bytes, 64);
+    panels_ += part.panels;
+    bytes_ += round_up(part.panels * part.panel_bytes, 64);
+    require(trellis() == (part.format == TRELLIS), "a weight has EXL3 parts alone, or none");
   }
   if (parts_.empty()) throw std::invalid_argument("a weight needs at least one part");
   std::byte* next;
@@ -223,6 +236,7 @@ Weight::Weight(size_t width, const std::vector<std::pair<std::string, size_t>>& 
 
 size_t Weight::row_bytes(size_t part) const {
   if (part >= parts_.size()) throw std::invalid_argument("the weight has no such part");
+  if (trellis()) return parts_[part].panel_bytes / LANES;
   const Packing& packing = packing_of(parts_[part].format);
   return width_ / packing.values * packing.bytes;
 }
@@ -231,6 +245,7 @@ void Weight::check(size_t part, size_t row, size_t rows, size_t size) const {
   const size_t stride = row_bytes(part);
   const Part& target = parts_[part];
   if (row > target.rows || rows > target.rows - row) throw std::invalid_argument("rows outside the part");
+  require(!trellis() || (row % LANES == 0 && rows % LANES == 0), "EXL3 weights are packed in whole tiles");
   if (size != rows * stride)
     throw std::invalid_argument(std::to_string(rows) + " rows take " + std::to_string(rows * stride) + " bytes; got " +
                                 std::to_string(size));
@@ -240,6 +255,9 @@ void Weight::fill(size_t part, size_t row, size_t rows, const uint8_t* bytes, si
   check(part, row, rows, size);
   const size_t stride = row_bytes(part);
   const Part& target = parts_[part];
+  if (trellis())
+    return pack_tiles(target.trellis->steps.bits, bytes, rows / LANES * (width_ / LANES),
+                      target.data + row / LANES * target.panel_bytes);
   const auto pack = packing_of(target.format).pack;
   for (size_t i = row; i < row + rows; ++i)
     pack(bytes + (i - row) * stride, width_, target.data + i / LANES * target.panel_bytes, i % LANES);
@@ -282,10 +300,24 @@ void Weight::set_factor(size_t part, float factor) {
   parts_[part].factor = packing_of(parts_[part].format).factor * factor;
 }
 
+void Weight::set_trellis(size_t part, std::vector<float> inputs, std::vector<float> outputs) {
+  require(part < parts_.size() && trellis(), "the weight has no such EXL3 part");
+  require(inputs.size() == width_ && outputs.size() == parts_[part].rows, "EXL3 has a factor for each row and column");
+  parts_[part].trellis->inputs = std::move(inputs);
+  parts_[part].trellis->outputs = std::move(outputs);
+}
+
 bool Weight::same_layout(const Weight& other) const {
-  const auto same = [](const Part& one, const Part& two) { return one.format == two.format && one.rows == two.rows; };
+  const auto same = [](const Part& one, const Part& two) {
+    return one.format == two.format && one.rows == two.rows &&
+           (one.format != TRELLIS || trellis_name(*one.trellis) == trellis_name(*two.trellis));
+  };
   return width_ == other.width_ && bias_.size() == other.bias_.size() &&
          std::equal(parts_.begin(), parts_.end(), other.parts_.begin(), other.parts_.end(), same);
+}
+
+void require_panels(const Weight& weight) {
+  require(!weight.trellis(), "only a product of whole rows takes an EXL3 weight");
 }
 
 void Weight::exchange(Weight& other) {

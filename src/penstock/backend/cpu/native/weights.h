@@ -2,7 +2,8 @@
 //
 // Rows are taken in panels of 16, so that one vector register holds the same place of 16 rows and a product needs no
 // sum across a register. A panel of F32 or F16 is values [width][16], of BF16 pairs of values [width / 2][16][2], with
-// zeros up to a whole block of 32; formats.h says what other panels hold.
+// zeros up to a whole block of 32; formats.h says what other panels hold, and
+// trellis.h what those of EXL3 do.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,11 @@
 
 #include "formats.h"
 #include "memory.h"
+#include "trellis.h"
 
 namespace penstock {
+
+inline constexpr Format TRELLIS = Format(FORMATS);  // no format of a PanelProduct
 
 struct Part {
   Format format;
@@ -26,6 +30,7 @@ struct Part {
   const int8_t* table;  // and what follows: see PanelProduct
   float factor;
   Grouping grouping;
+  std::optional<Trellis> trellis = {};
 };
 
 // Consecutive panels of one part.
@@ -46,6 +51,7 @@ class Weight {
   void check(size_t part, size_t row, size_t rows, size_t size) const;  // throws where fill would
   void set_bias(std::vector<float> bias);
   void set_factor(size_t part, float factor);  // what all its values are multiplied with, in formats with a table
+  void set_trellis(size_t part, std::vector<float> inputs, std::vector<float> outputs);  // factors, of EXL3
   void exchange(Weight& other);  // swaps the values, scales and biases of two weights with equal layouts
 
   size_t row_bytes(size_t part) const;  // in a checkpoint
@@ -58,6 +64,8 @@ class Weight {
   bool coded() const { return coded_; }  // some part is multiplied with quantized activations
   bool bfloat() const { return bfloat_; }  // some part is BF16
   bool precise() const;                    // all parts are F32
+  bool trellis() const { return parts_[0].format == TRELLIS; }  // all parts are EXL3
+  const std::vector<Part>& parts() const { return parts_; }
   bool gateable() const;                 // two halves of which each panel of one has a partner in the other
   Run panels(size_t first, size_t most) const;  // those from `first` on that lie in one part
   const float* bias(size_t column) const { return bias_.empty() ? nullptr : bias_.data() + column; }
@@ -72,6 +80,9 @@ class Weight {
   std::vector<float> bias_;
   std::shared_ptr<const Memory> slab_;
 };
+
+// Throws for an EXL3 weight, which only plain products take.
+void require_panels(const Weight& weight);
 
 double packed_bits(const std::string& format);  // that a value takes, its share of scales included
 
