@@ -223,8 +223,8 @@ async def throughput(model: str, seconds: float) -> None:
 
 
 async def itl(model: str, seconds: float) -> None:
-    """Looks at the time between tokens of four streams while prompts of 4,000 tokens come, with a target and
-    without."""
+    """Looks at the time between tokens of four streams while prompts of 4,000 tokens come, with the usual target and
+    with another."""
     for options in ([], ["--itl-target", "50"]):
         async with Server(model, [*options, "--max-len", "8192"]) as server:
             await server.ask("b", 1500, 64)
@@ -240,7 +240,7 @@ async def itl(model: str, seconds: float) -> None:
             pairs = [pair for sent in streams for pair in zip(sent.tokens[1:], sent.tokens, strict=False)]
             gaps = [one - other for one, other in pairs if one > began]
             p50, p99 = percentile(gaps, 0.5) * 1e3, percentile(gaps, 0.99) * 1e3
-            name = " ".join(options) or "no target"
+            name = " ".join(options) or "the usual target"
             print(f"itl, {name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms, most {max(gaps) * 1e3:.1f} ms; ", end="")
             print(f"TTFT of the prompts {percentile(first, 0.5):.2f} s", flush=True)
 
