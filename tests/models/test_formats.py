@@ -244,6 +244,23 @@ def weights(**change: Any) -> Change:
     return {"config_groups": {"a": {"weights": known | change}}}
 
 
+@pytest.mark.parametrize(("factor", "stored"), [(0, "EXL3-2"), (0x83DCD12D, "EXL3-2"), (1, ""), (0xCBAC1FED, "")])
+def test_the_code_book_of_exl3_is_one_that_is_known(factor: int, stored: str, changed: Any) -> None:
+    """It is 0 in a file of which only the header was fetched, to plan its memory."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        old = tensors["model.layers.0.mlp.down_proj.mul1"]
+        made = replace(old, source=np.array([factor], np.uint32).view(np.uint8))
+        tensors["model.layers.0.mlp.down_proj.mul1"] = made
+
+    folder = changed("exl3", {}, edit)
+    if stored:
+        assert stored_as(open_checkpoint(folder).tensors["layers.0.down"]).kind == stored
+    else:
+        with pytest.raises(UnsupportedModel, match="unknown code book; supported: 3inst, mcg, mul1"):
+            open_checkpoint(folder)
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "error", "message"),
     [

@@ -22,6 +22,7 @@ KEYS = {  # those that matter are said again beside each weight
     "tensor_storage",
     "version",
 }
+NOT_FETCHED = 0  # the factor in a file of which only the header is here, to plan its memory
 
 
 def weight(module: str, tensors: ModuleTensors) -> Tensor:
@@ -44,10 +45,8 @@ def read_kind(module: str, tensors: ModuleTensors) -> str:
     """Returns the kind of the code book; those other than the default have their factor as a tensor."""
     kinds = [kind for kind in (MCG, MUL1) if kind in tensors]
     for kind in kinds:
-        if (
-            integers(tensors[kind], "I32", "U32").reshape(-1).view(np.uint32).tolist() != [FACTORS[kind]]
-            or len(kinds) > 1
-        ):
+        factor = integers(tensors[kind], "I32", "U32").reshape(-1).view(np.uint32).tolist()
+        if factor not in ([FACTORS[kind]], [NOT_FETCHED]) or len(kinds) > 1:
             raise UnsupportedModel(f"{module!r} has an unknown code book; supported: {', '.join(FACTORS)}")
     return kinds[0] if kinds else PLAIN
 
