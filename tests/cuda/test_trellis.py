@@ -32,12 +32,14 @@ EXACT = 2e-3  # rows are rounded to float16
 BOOKS = ["3inst", "mcg", "mul1"]
 
 
-def packed(formats: Sequence[str], rows: Sequence[int], width: int, bias: bool = False) -> tuple[Any, torch.Tensor]:
+def packed(
+    formats: Sequence[str], rows: Sequence[int], width: int, bias: bool = False, deterministic: bool = False
+) -> tuple[Any, torch.Tensor]:
     """A weight of several parts, and its values."""
     rng = np.random.default_rng(0)
     parts = [random_tensor(rng, format, count, width) for format, count in zip(formats, rows, strict=True)]
     biases = [random_tensor(rng, "F32", count) if bias else None for count in rows]
-    backend = CudaBackend(128, 64, device=DEVICE, dtype=HALF)
+    backend = CudaBackend(128, 64, device=DEVICE, dtype=HALF, deterministic=deterministic)
     weight = backend.pack_matrix(parts, biases)
     backend._workspace.transfer.finish()
     return weight, torch.from_numpy(np.concatenate([dequantize(part) for part in parts])).to(DEVICE)
@@ -70,6 +72,21 @@ def test_parts_have_bits_and_factors_of_their_own(count: int) -> None:
     x = normal(count, 256, seed=1).to(HALF)
     wanted = x.double() @ values.double().T + weight.bias
     assert difference(product(weight, x), wanted) < (EXACT if count <= 64 else 5e-3)
+
+
+def test_a_deterministic_product_has_one_tiling_at_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, values = packed(["EXL3-3"], [256], 512, deterministic=True)
+    tilings = set()
+
+    def recorded(rows: Any, part: Any, bias: Any, out: Any, tiling: Tiling, scratch: Any) -> None:
+        tilings.add(tiling)
+        trellis_gemm(rows, part, bias, out, tiling, scratch)
+
+    monkeypatch.setattr("penstock.backend.cuda.trellis_weights.trellis_gemm", recorded)
+    for count in (1, 20, 65):
+        x = normal(count, 512, seed=1).to(HALF)
+        assert difference(product(weight, x), x.double() @ values.double().T) < EXACT
+    assert len(tilings) == 1
 
 
 @pytest.mark.parametrize("code_book", BOOKS)
