@@ -38,7 +38,7 @@ class Workspace:
         self._tokens = tokens
         self._bytes = torch.empty(0, dtype=torch.uint8, device=scratch.partials.device)
 
-    def reserve_values(self, rows: int, width: int, unless: int = QUANT_GEMM_ROWS) -> None:
+    def reserve_values(self, rows: int, width: int, unless: int) -> None:
         """Reserves room for a matrix in bfloat16, if steps are longer than `unless` and tilings are not fixed."""
         if self._tokens > unless and not self.tilings.fixed:
             self._reserve(2 * rows * width)
@@ -76,7 +76,7 @@ class QuantizedMatrix:
 
     def __post_init__(self) -> None:
         for part in self.parts:
-            self.workspace.reserve_values(part.rows, part.width)
+            self.workspace.reserve_values(part.rows, part.width, QUANT_GEMM_ROWS)
 
     @property
     def rows(self) -> int:
