@@ -99,7 +99,7 @@ def test_what_a_user_sets_is_checked() -> None:
         ({"block_size": 2000}, "block_size must be from 1 to 1024; got 2000"),
         ({"step_tokens": -1}, "step_tokens must be 0 or more; got -1"),
         ({"step_tokens": "512"}, "step_tokens takes a whole number; got '512'"),
-        ({"kv": 8}, "kv takes a text; got 8"),
+        ({"kv": 8}, "kv is one format, or two, .*; got 8"),
         *(
             ({"speculation": wrong}, f"speculation is auto, off, or the most tokens .*; got {wrong!r}")
             for wrong in ("fast", -1, "-1", 2.5, True, None)
