@@ -74,7 +74,7 @@ class Bench:
         return self._backend
 
     def but_deterministic(self) -> Bench:
-        """The same model where answers do not depend on the batch. This one leaves the device to it."""
+        """Returns the same model where answers do not depend on the batch. This one leaves the device to it."""
         self.release()
         return Bench(self._layers, self._kind, deterministic=True)
 

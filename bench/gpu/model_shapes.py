@@ -37,12 +37,37 @@ class Shape(Protocol):
         ...
 
 
+def decoder(kind: str, model_type: str, shape: Any, **others: Any) -> Config:
+    """Returns what config.json says of any decoder, and the others."""
+    return {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": model_type,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": False,
+        **others,
+    }
+
+
 def norm(name: str, size: int, gguf_name: str = "") -> Piece:
     return Piece(f"{name}.weight", (size,), ONES, gguf_name)
 
 
 def matrix(name: str, *shape: int, gguf_name: str = "") -> Piece:
     return Piece(f"{name}.weight", shape, "BF16", gguf_name)
+
+
+def attention(name: str, dim: int, q: int, kv: int) -> Iterator[Piece]:
+    """Yields the matrices of attention with queries and keys of so many values."""
+    yield matrix(f"{name}.q_proj", q, dim)
+    yield matrix(f"{name}.k_proj", kv, dim)
+    yield matrix(f"{name}.v_proj", kv, dim)
+    yield matrix(f"{name}.o_proj", dim, q)
 
 
 def mlp(name: str, hidden: int, dim: int) -> Iterator[Piece]:
@@ -77,23 +102,16 @@ class Llama:
     context: int = 131072
 
     def config(self) -> Config:
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "torch_dtype": "bfloat16",
-            "hidden_act": "silu",
-            "hidden_size": self.dim,
-            "intermediate_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.context,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-        }
+        return decoder(
+            "Llama",
+            "llama",
+            self,
+            intermediate_size=self.hidden,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+        )
 
     def pieces(self) -> Iterator[Piece]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -129,40 +147,30 @@ class Qwen3Moe:
     context: int = 40960
 
     def config(self) -> Config:
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "torch_dtype": "bfloat16",
-            "attention_bias": False,
-            "decoder_sparse_step": 1,
-            "hidden_act": "silu",
-            "hidden_size": self.dim,
-            "intermediate_size": 8 * self.hidden,
-            "moe_intermediate_size": self.hidden,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.chosen,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.context,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "tie_word_embeddings": False,
-        }
+        return decoder(
+            "Qwen3Moe",
+            "qwen3_moe",
+            self,
+            attention_bias=False,
+            decoder_sparse_step=1,
+            intermediate_size=8 * self.hidden,
+            moe_intermediate_size=self.hidden,
+            mlp_only_layers=[],
+            norm_topk_prob=True,
+            num_experts=self.experts,
+            num_experts_per_tok=self.chosen,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=1e-6,
+            rope_theta=1000000.0,
+        )
 
     def pieces(self) -> Iterator[Piece]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         for i in range(self.layers):
             layer = f"model.layers.{i}"
             yield norm(f"{layer}.input_layernorm", self.dim)
-            yield matrix(f"{layer}.self_attn.q_proj", q, self.dim)
-            yield matrix(f"{layer}.self_attn.k_proj", kv, self.dim)
-            yield matrix(f"{layer}.self_attn.v_proj", kv, self.dim)
-            yield matrix(f"{layer}.self_attn.o_proj", self.dim, q)
+            yield from attention(f"{layer}.self_attn", self.dim, q, kv)
             yield norm(f"{layer}.self_attn.q_norm", self.head_dim)
             yield norm(f"{layer}.self_attn.k_norm", self.head_dim)
             yield norm(f"{layer}.post_attention_layernorm", self.dim)
@@ -191,38 +199,31 @@ class Qwen3Next:
     interval: int = 4  # every so many layers, one has attention
 
     def config(self) -> Config:
-        return {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "torch_dtype": "bfloat16",
-            "attention_bias": False,
-            "decoder_sparse_step": 1,
-            "full_attention_interval": self.interval,
-            "hidden_act": "silu",
-            "hidden_size": self.dim,
-            "intermediate_size": 10 * self.hidden,
-            "linear_conv_kernel_dim": self.kernel,
-            "linear_key_head_dim": self.delta_dim,
-            "linear_value_head_dim": self.delta_dim,
-            "linear_num_key_heads": self.delta_k_heads,
-            "linear_num_value_heads": self.delta_v_heads,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": self.hidden,
-            "shared_expert_intermediate_size": self.hidden,
-            "norm_topk_prob": True,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.chosen,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "partial_rotary_factor": 0.25,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.context,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000000.0,
-            "tie_word_embeddings": False,
-        }
+        return decoder(
+            "Qwen3Next",
+            "qwen3_next",
+            self,
+            attention_bias=False,
+            decoder_sparse_step=1,
+            full_attention_interval=self.interval,
+            intermediate_size=10 * self.hidden,
+            linear_conv_kernel_dim=self.kernel,
+            linear_key_head_dim=self.delta_dim,
+            linear_value_head_dim=self.delta_dim,
+            linear_num_key_heads=self.delta_k_heads,
+            linear_num_value_heads=self.delta_v_heads,
+            mlp_only_layers=[],
+            moe_intermediate_size=self.hidden,
+            shared_expert_intermediate_size=self.hidden,
+            norm_topk_prob=True,
+            num_experts=self.experts,
+            num_experts_per_tok=self.chosen,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            partial_rotary_factor=0.25,
+            rms_norm_eps=1e-6,
+            rope_theta=10000000.0,
+        )
 
     def pieces(self) -> Iterator[Piece]:
         for i in range(self.layers):
@@ -273,39 +274,33 @@ class DeepSeekV2:
     context: int = 163840
 
     def config(self) -> Config:
-        return {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
-            "torch_dtype": "bfloat16",
-            "attention_bias": False,
-            "first_k_dense_replace": 1,
-            "hidden_act": "silu",
-            "hidden_size": self.dim,
-            "intermediate_size": self.dense_hidden,
-            "kv_lora_rank": self.rank,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": self.nope,
-            "qk_rope_head_dim": self.rope,
-            "v_head_dim": self.nope,
-            "moe_intermediate_size": self.hidden,
-            "moe_layer_freq": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "n_routed_experts": self.experts,
-            "n_shared_experts": 2,
-            "norm_topk_prob": False,
-            "num_experts_per_tok": self.chosen,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.heads,
-            "routed_scaling_factor": 1.0,
-            "scoring_func": "softmax",
-            "topk_method": "greedy",
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.context,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "rope_scaling": {
+        return decoder(
+            "DeepseekV2",
+            "deepseek_v2",
+            self,
+            attention_bias=False,
+            first_k_dense_replace=1,
+            intermediate_size=self.dense_hidden,
+            kv_lora_rank=self.rank,
+            q_lora_rank=None,
+            qk_nope_head_dim=self.nope,
+            qk_rope_head_dim=self.rope,
+            v_head_dim=self.nope,
+            moe_intermediate_size=self.hidden,
+            moe_layer_freq=1,
+            n_group=1,
+            topk_group=1,
+            n_routed_experts=self.experts,
+            n_shared_experts=2,
+            norm_topk_prob=False,
+            num_experts_per_tok=self.chosen,
+            num_key_value_heads=self.heads,
+            routed_scaling_factor=1.0,
+            scoring_func="softmax",
+            topk_method="greedy",
+            rms_norm_eps=1e-6,
+            rope_theta=10000.0,
+            rope_scaling={
                 "type": "yarn",
                 "factor": 40,
                 "beta_fast": 32,
@@ -314,8 +309,7 @@ class DeepSeekV2:
                 "mscale_all_dim": 0.707,
                 "original_max_position_embeddings": 4096,
             },
-            "tie_word_embeddings": False,
-        }
+        )
 
     def pieces(self) -> Iterator[Piece]:
         for i in range(self.layers):
@@ -352,32 +346,26 @@ class GptOss:
 
     def config(self) -> Config:
         kept = [f"model.layers.*.{name}" for name in ("self_attn", "mlp.router")]
-        return {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "torch_dtype": "bfloat16",
-            "attention_bias": True,
-            "hidden_act": "silu",
-            "hidden_size": self.dim,
-            "intermediate_size": self.hidden,
-            "num_local_experts": self.experts,
-            "num_experts_per_tok": self.chosen,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(self.layers)],
-            "sliding_window": 128,
-            "swiglu_limit": 7.0,
-            "quantization_config": {
+        return decoder(
+            "GptOss",
+            "gpt_oss",
+            self,
+            attention_bias=True,
+            intermediate_size=self.hidden,
+            num_local_experts=self.experts,
+            num_experts_per_tok=self.chosen,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            layer_types=[("sliding_attention", "full_attention")[i % 2] for i in range(self.layers)],
+            sliding_window=128,
+            swiglu_limit=7.0,
+            quantization_config={
                 "quant_method": "mxfp4",
                 "modules_to_not_convert": [*kept, "model.embed_tokens", "lm_head"],
             },
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.context,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150000,
-            "rope_scaling": {
+            rms_norm_eps=1e-5,
+            rope_theta=150000,
+            rope_scaling={
                 "rope_type": "yarn",
                 "factor": 32.0,
                 "beta_fast": 32.0,
@@ -385,8 +373,7 @@ class GptOss:
                 "original_max_position_embeddings": 4096,
                 "truncate": False,
             },
-            "tie_word_embeddings": False,
-        }
+        )
 
     def pieces(self) -> Iterator[Piece]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim

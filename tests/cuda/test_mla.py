@@ -29,13 +29,13 @@ def cuda_backend(tokens: int, rows: int = 8, kv: str = "auto") -> CudaBackend:
 
 
 def steps_of(trial: Trial, *steps: list[Chunk]) -> Trial:
-    """The same weights over other steps."""
+    """Returns a trial of the same weights over other steps."""
     blocks = 1 + max(max(chunk.table) for chunks in steps for chunk in chunks)
     return trial._replace(steps=[greedy_batch(chunks, i) for i, chunks in enumerate(steps)], num_blocks=blocks)
 
 
 def forms_of(backend: CudaBackend, trial: Trial) -> list[tuple[int, int, int]]:
-    """Of each step, the blocks of contexts that are expanded, the splits and the tiles."""
+    """Returns of each step the blocks of contexts that are expanded, the splits and the tiles."""
     program = backend._programs[0]
     plans = [backend._plan(program, batch) for batch in trial.steps]
     return [(len(plan.contexts.blocks), len(plan.splits), len(plan.tiles)) for plan in plans]
@@ -43,7 +43,7 @@ def forms_of(backend: CudaBackend, trial: Trial) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("kv", TOLERANCES)
 def test_contexts_are_expanded_in_pieces(kv: str) -> None:
-    """Of 128 positions: one row's chunk continues what lies in a piece before it, and another's begins within one."""
+    """Pieces have 128 positions: one row's chunk continues what lies in a piece before it, another's begins in one."""
     trial = steps_of(
         attend_mla(np.random.default_rng(3), spec=TWO_HEADS, lengths=(230, 10)),
         [Chunk(range(120), 0, range(15))],

@@ -108,7 +108,7 @@ def first_groups(stored: dict[str, Tensor], columns: tuple[str, ...], rows: tupl
 
 
 def of_64(said: Any) -> Any:
-    """The same config with groups of 64."""
+    """Returns the same config with groups of 64."""
     if isinstance(said, dict):
         return {key: 64 if key == "group_size" else of_64(value) for key, value in said.items()}
     return said

@@ -66,6 +66,15 @@ class Workspace:
             self._bytes = self.arena.empty((size,), torch.uint8, kept=False)
 
 
+def each_part(parts: Sequence[Any], bias: Any | None, out: Any) -> Iterator[tuple[Any, Any | None, Any]]:
+    """Yields the parts of a weight that lie below each other, each with its part of the bias and its columns of out."""
+    first = 0
+    for part in parts:
+        last = first + part.rows
+        yield part, None if bias is None else bias[first:last], out[:, first:last]
+        first = last
+
+
 @dataclass(slots=True)
 class QuantizedMatrix:
     """Holds codes of a file's format. Parts in different formats lie below each other and are multiplied one by one."""
@@ -91,11 +100,8 @@ class QuantizedMatrix:
 
     def product(self, x: Any, out: Any) -> None:
         x = x.bfloat16()
-        first = 0
-        for part in self.parts:
-            last = first + part.rows
-            self._scaled(x, part, None if self.bias is None else self.bias[first:last], out[:, first:last])
-            first = last
+        for part, bias, columns in each_part(self.parts, self.bias, out):
+            self._scaled(x, part, bias, columns)
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         part = self.parts[0]

@@ -23,7 +23,7 @@ from penstock.backend.cuda.kernels.trellis import (
     trellis_gemm,
 )
 from penstock.backend.cuda.quantized_tilings import split_of
-from penstock.backend.cuda.quantized_weights import Workspace
+from penstock.backend.cuda.quantized_weights import Workspace, each_part
 from penstock.model.formats.trellis import Trellis
 
 GEMM_ROWS = 64  # rows up to which a weight's values are not written out
@@ -55,11 +55,8 @@ class TrellisMatrix:
         return False
 
     def product(self, x: Any, out: Any) -> None:
-        first = 0
-        for part in self.parts:
-            last = first + part.rows
-            self._multiply(x, part, None if self.bias is None else self.bias[first:last], out[:, first:last])
-            first = last
+        for part, bias, columns in each_part(self.parts, self.bias, out):
+            self._multiply(x, part, bias, columns)
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         self.product(x, scratch)
@@ -69,7 +66,7 @@ class TrellisMatrix:
         return False
 
     def gather(self, tokens: Any, out: Any) -> None:
-        raise NotImplementedError("tables of embeddings are no EXL3 weights on a GPU")
+        raise AssertionError("trellis_of leaves out tables, of which rows are gathered")
 
     def _multiply(self, x: Any, part: TrellisWeight, bias: Any | None, out: Any) -> None:
         if len(x) > GEMM_ROWS and not self.workspace.tilings.fixed:

@@ -52,6 +52,9 @@ struct Attention {
   size_t partial_floats() const;    // the partial result of a tile of queries
 };
 
+// The longer of two windows; 0: one of them sees everything.
+inline size_t longer_window(size_t one, size_t other) { return one && other ? std::max(one, other) : 0; }
+
 // Throws for an option that it does not know: ignoring one would give wrong answers without a word.
 Attention attention_of(size_t layer, int angles, Numbers numbers, Vectors vectors);
 
