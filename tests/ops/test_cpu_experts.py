@@ -11,7 +11,10 @@ import pytest
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
-from penstock.backend.ref.cases import BIASED_GROUPS, CLAMPED, OneOp, moe, pack
+from penstock.backend.ref import RefBackend
+from penstock.backend.ref.cases import BIASED_GROUPS, CLAMPED, OneOp, difference, moe, pack
+from penstock.model.random_tensor import random_tensor
+from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
 
 TOKENS = 250
@@ -32,16 +35,56 @@ def loaded(threads: int, isa: str, **trial: Any) -> CpuBackend:
         (CLAMPED, "Q4_0", True),
         (ExpertSpec(3, 2, 48), "BF16", False),
         (ExpertSpec(20, 4, 32), "F32", False),
+        (replace(CLAMPED, hidden=128), "EXL3-3", True),
     ],
-    ids=["Q8_0", "Q4_0", "BF16", "F32"],
+    ids=["Q8_0", "Q4_0", "BF16", "F32", "EXL3"],
 )
 def test_a_token_is_bitwise_the_same_in_any_batch(spec: ExpertSpec, format: str, bias: bool, isa: str):
-    alone = loaded(1, isa, spec=spec, format=format, bias=bias)
+    width = 128 if format.startswith("EXL3") else 64
+    trial = {"spec": spec, "format": format, "bias": bias, "width": width}
+    alone = loaded(1, isa, **trial)
     wanted = np.concatenate([alone.logits(greedy_batch([Chunk([token], 0, [0])])) for token in range(TOKENS)])
     for threads in (1, 2, 5):
-        backend = loaded(threads, isa, spec=spec, format=format, bias=bias)
+        backend = loaded(threads, isa, **trial)
         for tokens in (range(TOKENS), range(17, 40), range(TOKENS - 1, -1, -1), [5] * 7):
             assert np.array_equal(backend.logits(greedy_batch([Chunk(tokens, 0, [0])])), wanted[list(tokens)])
+
+
+EXL3 = {  # trials of experts in EXL3
+    "gated": {"spec": ExpertSpec(5, 2, 256), "format": "EXL3-2-mul1"},
+    "with biases": {"spec": replace(CLAMPED, hidden=128), "format": "EXL3-4", "bias": True},
+    "weighed before": {"spec": replace(ExpertSpec(4, 2, 128), weigh_inputs=True), "format": "EXL3-3"},
+    "not gated": {"spec": ExpertSpec(3, 1, 384, gated=False, act="relu2"), "format": "EXL3-3-3inst"},
+}
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("trial", EXL3.values(), ids=EXL3)
+def test_experts_in_exl3_follow_the_definition(trial: dict[str, Any], isa: str, caplog: pytest.LogCaptureFixture):
+    made = moe(np.random.default_rng(4), tokens=TOKENS, width=128, **trial)
+    reference, backend = RefBackend(), CpuBackend(2, isa=isa)
+    for each in (reference, backend):
+        each.load(OneOp(made.forward, [pack(weight, each) for weight in made.weights]))
+    assert difference(*(each.logits(made.steps[0]) for each in (backend, reference))) < 2e-3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_experts_of_which_some_are_exl3_are_widened(side: int, caplog: pytest.LogCaptureFixture):
+    made = moe(np.random.default_rng(4), tokens=3, width=128, spec=ExpertSpec(3, 2, 128), format="EXL3-3")
+    plain = moe(np.random.default_rng(5), tokens=3, width=128, spec=ExpertSpec(3, 2, 128))
+    made.weights[2][side][1] = plain.weights[2][side][1]
+    reference, backend = RefBackend(), CpuBackend(2)
+    for each in (reference, backend):
+        each.load(OneOp(made.forward, [pack(weight, each) for weight in made.weights]))
+    assert difference(*(each.logits(made.steps[0]) for each in (backend, reference))) < 2e-2
+    assert len(caplog.messages) == 1
+    assert "EXL3 weights become BF16" in caplog.text
+
+
+def test_planned_experts_in_exl3_take_their_bits():
+    tensor = replace(random_tensor(np.random.default_rng(0), "EXL3-3", 256, 128), role=Role.EXPERT_IN)
+    assert CpuBackend(1).stored_as(tensor).kind == "EXL3-3"
 
 
 def test_layers_of_several_shapes_take_turns():
@@ -101,6 +144,7 @@ def weights(width: int, rows: int, count: int = 4, format: str = "F32") -> list[
         ({"up": weights(8, 12, 3) + weights(8, 14, 1)}, "one shape"),
         ({"down": weights(6, 9)}, "one shape"),
         ({"up": weights(32, 12, format="Q8_0"), "down": weights(6, 32)}, "8 wide where 32 is needed"),
+        ({"up": weights(128, 256, 3) + weights(128, 256, 1, "EXL3-3-mcg")}, "or none is"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str):

@@ -10,7 +10,7 @@ from penstock.model.gguf.iquants import LAYOUTS
 from penstock.model.random_tensor import random_tensor
 from penstock.model.tensor import STORAGE
 
-WIDER = {"Q2_K", "NVFP4", *LAYOUTS}
+WIDER = {"Q2_K", *LAYOUTS}
 
 
 @pytest.mark.parametrize("format", STORAGE)

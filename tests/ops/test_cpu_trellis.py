@@ -97,7 +97,7 @@ def test_weights_take_the_bits_of_their_file_and_two_vectors(bits: int) -> None:
     assert packed_bits(f"EXL3-{bits}-mcg") == bits
 
 
-@pytest.mark.parametrize("role", [Role.EXPERT_IN, Role.MLA_KV_B, Role.EMBEDDING])
+@pytest.mark.parametrize("role", [Role.MLA_KV_B, Role.EMBEDDING])
 def test_what_no_plain_product_has_is_widened(role: Role) -> None:
     backend, tensor = CpuBackend(1), random_tensor(np.random.default_rng(0), "EXL3-3", 128, 128)
     tensor = tensor.with_role(role)

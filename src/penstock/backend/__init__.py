@@ -107,8 +107,6 @@ def open_cuda(config: Config, device: Device) -> Backend:
     """Returns the CUDA backend on the GPU with the device's index; raises ConfigError if that cannot be used."""
     if find_spec("torch") is None or find_spec("triton") is None:
         raise ConfigError(f"device {device} needs torch and triton: pip install 'penstock[cuda]'")
-    if config.deterministic and config.adapter:
-        raise ConfigError("adapters are not deterministic on a GPU: leave out --deterministic or use --device cpu")
     from penstock.backend.cuda import CudaBackend
 
     return CudaBackend(

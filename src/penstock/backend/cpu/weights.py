@@ -55,7 +55,9 @@ class Packing:
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
         """Packs a matrix made of parts, one below the other."""
-        in_trellis = all(map(trellis_of, parts))
+        return self._matrix(parts, bias, all(map(trellis_of, parts)))
+
+    def _matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None], in_trellis: bool) -> Weight:
         parts = [tiles_of(part) if in_trellis else self._readable(part) for part in parts]
         weight = Weight(parts[0].shape[1], [(part.format.name, part.shape[0]) for part in parts])
         if any(bias):
@@ -77,7 +79,11 @@ class Packing:
     def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
         """Packs the matrices of all experts of a layer."""
         bias = np.zeros(0, np.float32) if choice_bias is None else pack_vector(choice_bias)
-        return ExpertWeights([self.matrix(*stack) for stack in up], [self.matrix(*stack) for stack in down], bias)
+        return ExpertWeights(self._experts(up), self._experts(down), bias)
+
+    def _experts(self, stacks: Sequence[Stack]) -> list[Weight]:
+        in_trellis = all(trellis_of(part) for stack in stacks for part in stack.parts)
+        return [self._matrix(*stack, in_trellis) for stack in stacks]
 
     def heads(self, tensor: Tensor) -> HeadWeights:
         """Packs a matrix for each head."""

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.roles import EXPERTS, MLA, Role
+from penstock.model.roles import MLA, Role
 from penstock.model.tensor import Bytes, Tensor
 
 TILE, HADAMARD_SIZE = 16, 128
 PLAIN, MCG, MUL1 = "3inst", "mcg", "mul1"
 FACTORS = {PLAIN: 89226354, MCG: 0xCBAC1FED, MUL1: 0x83DCD12D}
 NAME = "EXL3"
-WIDENED = EXPERTS | MLA | {Role.EMBEDDING, Role.PER_LAYER_EMBEDDING, Role.POSITIONS}  # no plain product of a matrix
+WIDENED = MLA | {Role.EMBEDDING, Role.PER_LAYER_EMBEDDING, Role.POSITIONS}  # no plain product of a matrix
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -81,8 +81,8 @@ def trellis_bits(format: str) -> int:
 
 
 def trellis_of(tensor: Tensor) -> Trellis | None:
-    """Returns what the tensor is made of, if it is a whole EXL3 weight that rows are multiplied by. Experts, the heads
-    of MLA and tables, of which single rows are read, have no such kernel."""
+    """Returns what the tensor is made of, if it is a whole EXL3 weight that rows are multiplied by. The heads of MLA
+    and tables, of which single rows are read, have no such kernel."""
     source = tensor.source
     return source if isinstance(source, Trellis) and tensor.role not in WIDENED else None
 

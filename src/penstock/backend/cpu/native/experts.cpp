@@ -88,7 +88,10 @@ void Routing::route(const float* logits, float* scratch, uint32_t* experts, floa
 void ExpertWeights::check() const {
   require(!up.empty() && up.size() == down.size(), "experts need as many up weights as down weights");
   for (const auto& weights : {up, down})
-    for (const auto& weight : weights) require_panels(*weight);
+    for (const auto& weight : weights)
+      require(weight->trellis() == weights.front()->trellis() &&
+                  (!weight->trellis() || weight->parts().size() == weights.front()->parts().size()),
+              "the weights of all experts are EXL3, with as many parts, or none is");
   for (size_t i = 0; i < up.size(); ++i)
     require(up[i]->width() == width() && up[i]->rows() == (gated() ? 2 : 1) * hidden() &&
                 down[i]->width() == hidden() && down[i]->rows() == width(),
@@ -101,6 +104,10 @@ bool ExpertWeights::gateable() const {
 
 namespace {
 
+Buffer plain_rows(size_t width) { return {.symbol = Symbol::T, .width = width, .prepared = false}; }
+
+Buffer rotated_rows(const Weight& weight) { return plain_rows(weight.parts().size() * weight.width()); }
+
 Buffer rows_for(const std::vector<std::shared_ptr<const Weight>>& weights, const Kernels& kernels) {
   Buffer buffer = {.symbol = Symbol::T, .width = weights.front()->width(), .prepared = true};
   for (const auto& weight : weights) {
@@ -110,25 +117,24 @@ Buffer rows_for(const std::vector<std::shared_ptr<const Weight>>& weights, const
   return buffer;
 }
 
-Buffer plain_rows(size_t width) { return {.symbol = Symbol::T, .width = width, .prepared = false}; }
-
 }  // namespace
 
 ExpertPermutation::ExpertPermutation(const Routing& routing, const ExpertWeights& experts, const Kernels& kernels)
     : count(routing.count),
       top_k(routing.top_k),
       ends(routing.count),
-      inputs(rows_for(experts.up, kernels)),
+      inputs(experts.trellis_up() ? rotated_rows(*experts.up.front()) : rows_for(experts.up, kernels)),
       ungated(plain_rows(experts.up.front()->rows())),
       hidden(rows_for(experts.down, kernels)),
-      outputs(plain_rows(experts.width())) {}
+      outputs(plain_rows(experts.width())),
+      rotated(experts.trellis_down() ? rotated_rows(*experts.down.front()) : plain_rows(0)) {}
 
 bool ExpertPermutation::same_shape(const ExpertPermutation& other) const {
   const auto same = [](const Buffer& a, const Buffer& b) {
     return a.width == b.width && a.coded == b.coded && a.bfloat == b.bfloat;
   };
   return count == other.count && top_k == other.top_k && same(inputs, other.inputs) && same(hidden, other.hidden) &&
-         same(ungated, other.ungated);
+         same(ungated, other.ungated) && same(rotated, other.rotated);
 }
 
 void ExpertPermutation::grow(size_t wanted) {
@@ -137,7 +143,7 @@ void ExpertPermutation::grow(size_t wanted) {
   for (auto* numbers : {&experts, &places}) numbers->resize(room);
   weights.resize(room);
   bands.reserve(room / BAND + std::min(room, count));
-  for (Buffer* buffer : {&inputs, &ungated, &hidden, &outputs}) buffer->make_room(room);
+  for (Buffer* buffer : {&inputs, &ungated, &hidden, &outputs, &rotated}) buffer->make_room(room);
 }
 
 void ExpertPermutation::permute(size_t step_tokens) {
@@ -230,18 +236,35 @@ std::vector<Phase> expert_phases(const std::shared_ptr<const Moe>& m) {
   phases.push_back(in_chunks(pairs, [m, &permutation, codes_alone](const Frame& frame, size_t pair, unsigned) {
     const Buffer& x = frame.buffers[size_t(m->x)];
     const size_t token = pair / permutation.top_k, place = permutation.places[pair];
-    if (m->routing.weigh_inputs)
+    if (m->weights.trellis_up()) {
+      rotate_inputs(frame.kernels, *m->weights.up[permutation.experts[pair]], x.row(token), permutation.inputs.row(place));
+      if (m->routing.weigh_inputs)
+        frame.kernels.scale(permutation.inputs.row(place), permutation.inputs.width, permutation.weights[pair]);
+    } else if (m->routing.weigh_inputs) {
       copy_weighted_row(frame.kernels, x, token, permutation.weights[pair], permutation.inputs, place);
-    else
+    } else {
       copy_row(x, token, codes_alone, permutation.inputs, place);
+    }
   }));
   const Buffer& products_up = m->gate ? permutation.ungated : permutation.hidden;
   phases.push_back(products(m, m->weights.up, !m->gate, permutation.inputs, products_up));
-  phases.push_back(in_chunks(pairs, [m, &permutation](const Frame& frame, size_t place, unsigned) {
-    if (m->gate) m->gate(permutation.ungated.row(place), permutation.hidden.width, permutation.hidden.row(place));
+  phases.push_back(in_chunks(pairs, [m, &permutation](const Frame& frame, size_t pair, unsigned) {
+    const size_t place = permutation.places[pair], expert = permutation.experts[pair];
+    float *ungated = permutation.ungated.row(place), *hidden = permutation.hidden.row(place);
+    if (m->weights.trellis_up()) rotate_outputs(frame.kernels, *m->weights.up[expert], ungated);
+    if (m->gate) m->gate(ungated, permutation.hidden.width, hidden);
     permutation.hidden.prepare(frame.kernels, place);
+    if (m->weights.trellis_down())
+      rotate_inputs(frame.kernels, *m->weights.down[expert], hidden, permutation.rotated.row(place));
   }));
-  phases.push_back(products(m, m->weights.down, false, permutation.hidden, permutation.outputs));
+  const bool rotates = m->weights.trellis_down();
+  phases.push_back(products(m, m->weights.down, false, rotates ? permutation.rotated : permutation.hidden,
+                            permutation.outputs));
+  if (rotates)
+    phases.push_back(in_chunks(pairs, [m, &permutation](const Frame& frame, size_t pair, unsigned) {
+      rotate_outputs(frame.kernels, *m->weights.down[permutation.experts[pair]],
+                     permutation.outputs.row(permutation.places[pair]));
+    }));
   return phases;
 }
 

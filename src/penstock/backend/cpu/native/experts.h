@@ -45,6 +45,8 @@ struct ExpertWeights {
   size_t hidden() const { return down.front()->width(); }
   bool gated() const { return up.front()->rows() != hidden(); }
   bool gateable() const;
+  bool trellis_up() const { return up.front()->trellis(); }  // EXL3; of one side all are, or none
+  bool trellis_down() const { return down.front()->trellis(); }
 };
 
 // Up to BAND pairs of one expert.
@@ -66,6 +68,7 @@ struct ExpertPermutation {
   std::vector<uint32_t> ends;             // the place after the last pair of each expert
   std::vector<Band> bands;
   Buffer inputs, ungated, hidden, outputs;  // a row for each place
+  Buffer rotated;                           // of what EXL3 weights multiply after the gate
 };
 
 struct Moe {

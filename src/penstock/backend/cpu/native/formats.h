@@ -4,7 +4,8 @@
 // checkpoint holds and how its parts combine; packing and every kernel follow from it.
 //   value = scale * number + minimum, where
 //   number = code - ZERO, or TABLE[code] times a FACTOR for all of them; a code has LOW + HIGH bits
-//   scale = d, or d * its own byte; minimum = 0, m, m * its own byte, or m * scale; GROUPS of each in a block
+//   scale = d, d * its own byte, or its own byte as a float; minimum = 0, m, m * its own byte, or m * scale; GROUPS of
+//   each in a block
 // What kernels must know of a format is its Kind. Formats of one kind share them: a table is data, and so is a Grouping.
 #pragma once
 
@@ -30,7 +31,6 @@ static_assert(sizeof(CodeBlock) == 64);
 // What a storage block holds, taken apart. Unused parts are zero.
 struct Parts {
   uint16_t d, m;
-  uint16_t wide[4];  // instead of d, where groups have a d of their own
   int8_t scales[16], minima[16];
   uint8_t codes[256];
 };
@@ -64,7 +64,7 @@ inline uint16_t negative(uint16_t half) { return half ^ 0x8000; }
 
 }  // namespace read
 
-enum class Scale : uint8_t { HALF, BFLOAT, HALF_TIMES_BYTE, GROUPED };
+enum class Scale : uint8_t { HALF, E4M3, E8M0, HALF_TIMES_BYTE, GROUPED };
 
 // What kernels of GROUPED scales learn when they run.
 struct Grouping {
@@ -243,18 +243,25 @@ struct IQ4_XS : Tabled<256, 136, 4, 0, Scale::HALF_TIMES_BYTE, IQ4_TABLE> {
   }
 };
 
-struct MXFP4 : Tabled<32, 17, 4, 0, Scale::BFLOAT, FP4_TABLE> {
+struct MXFP4 : Tabled<32, 17, 4, 0, Scale::E8M0, FP4_TABLE> {
   static constexpr const char* NAME = "MXFP4";
+  static constexpr float FACTOR = 0.5f;
   static void take(const uint8_t* p, Parts& parts) {
-    parts.d = p[0] > 1 ? uint16_t((p[0] - 1) << 7) : uint16_t(0x20 << p[0]);  // 2 ** (p[0] - 128), halving the table
+    parts.scales[0] = int8_t(p[0]);
     read::fields(p + 1, 16, 4, parts.codes);
   }
 };
 
-// A scale of 8 bits with an exponent, for every 16 values.
-struct NVFP4 : Tabled<64, 36, 4, 0, Scale::HALF, FP4_TABLE, 2> {
+// A scale for every 16 values. Kernels read its 256th (see half.h), and the table is doubled.
+struct NVFP4 : Tabled<64, 36, 4, 0, Scale::E4M3, FP4_TABLE, 2> {
   static constexpr const char* NAME = "NVFP4";
-  static void take(const uint8_t* p, Parts& parts);
+  static constexpr float FACTOR = 128;
+  static void take(const uint8_t* p, Parts& parts) {
+    for (size_t i = 0; i < 4; ++i) {
+      parts.scales[i] = int8_t(p[i] == 0x7F ? 0 : p[i] & 0x7F);
+      read::fields(p + 4 + i * 8, 8, 4, parts.codes + i * 16);
+    }
+  }
 };
 
 // A float32 scale for 32 values, and 16 numbers that are no whole ones: both are rounded, scales to 16 bits and numbers to
@@ -366,27 +373,34 @@ inline constexpr size_t FORMATS = size_t(Format::QUANTIZED) + QuantizedFormats::
 // the codes' low bits, their high bits, the scales [GROUPS][16], the minima [GROUPS][16]. Codes come in groups of 4
 // consecutive values of a row, which an 8-bit dot product instruction takes per lane. `bits` bits of the 8 groups fill
 // `bits` vectors [16][4 bytes]: group g lies in vector g % bits, g / bits * bits bits up. GROUPED blocks have codes
-// alone, and their head (d, m [16]) follows the last block that shares it.
+// alone, and their head (d, m [16]) follows the last block that shares it. SMALL scales [GROUPS][16], floats of 8 bits,
+// are a block's head, too. As many heads as fill a vector come before their blocks, so that codes begin where cache
+// lines do.
 template <class Q>
 struct Packed {
   static constexpr bool GROUPED = Q::SCALE == Scale::GROUPED;
+  static constexpr bool SMALL = Q::SCALE == Scale::E4M3 || Q::SCALE == Scale::E8M0;
   static constexpr size_t VECTOR = LANES * 4;
   static constexpr size_t BLOCKS = Q::VALUES / BLOCK;
-  static constexpr size_t SCALE = GROUPED ? 0 : Q::SCALE == Scale::HALF_TIMES_BYTE ? 1 : 2;  // bytes
+  static constexpr size_t SCALE = GROUPED || SMALL ? 0 : Q::SCALE == Scale::HALF_TIMES_BYTE ? 1 : 2;  // bytes
   static constexpr size_t HIGH = size_t(Q::LOW) * VECTOR;
   static constexpr size_t SCALES = HIGH + size_t(Q::HIGH) * VECTOR;
   static constexpr size_t MINIMA = SCALES + Q::GROUPS * LANES * SCALE;
   static constexpr size_t BLOCK_BYTES = MINIMA + (Q::MINIMA ? Q::GROUPS * LANES * SCALE : 0);
-  static constexpr size_t HEAD = SCALE == 2 ? 0 : LANES * 2 * (Q::MINIMA ? 2 : 1);
-  static constexpr size_t BYTES = HEAD + BLOCKS * BLOCK_BYTES;
+  static constexpr size_t HEAD = SMALL ? Q::GROUPS * LANES : SCALE == 2 ? 0 : LANES * 2 * (Q::MINIMA ? 2 : 1);
+  static constexpr size_t BYTES = BLOCKS * BLOCK_BYTES + (SMALL ? BLOCKS : 1) * HEAD;
+  static constexpr size_t ALIGNMENT = SMALL ? VECTOR : 1;        // of panels
+  static constexpr size_t RUN = SMALL ? VECTOR / HEAD : BLOCKS;  // blocks after a head, or after a vector of heads
+  static constexpr size_t HEADS = SMALL ? VECTOR : HEAD;         // bytes before them
 
   static constexpr size_t head(size_t block, Grouping grouping) {
     const size_t group = block >> grouping.shift;
-    return GROUPED ? ((group + 1) << grouping.shift) * BLOCK_BYTES + group * HEAD : block / BLOCKS * BYTES;
+    if (GROUPED) return ((group + 1) << grouping.shift) * BLOCK_BYTES + group * HEAD;
+    return block / RUN * (HEADS + RUN * BLOCK_BYTES) + (SMALL ? block % RUN * HEAD : 0);
   }
   static constexpr size_t at(size_t block, Grouping grouping) {
     if (GROUPED) return block * BLOCK_BYTES + (block >> grouping.shift) * HEAD;
-    return head(block, grouping) + HEAD + block % BLOCKS * BLOCK_BYTES;
+    return block / RUN * (HEADS + RUN * BLOCK_BYTES) + HEADS + block % RUN * BLOCK_BYTES;
   }
 };
 

@@ -29,6 +29,13 @@ inline uint16_t to_half(float value) {
   return uint16_t(sign | ((rounded - (112u << 23)) >> 13));
 }
 
+// The 256th of a float of 8 bits, 4 of them exponent and 3 mantissa, without a sign (e4m3). A half float with the same
+// bits has the exponent's bias of 15 instead of 7.
+inline float from_e4m3(uint8_t code) { return from_half(uint16_t(code << 7)); }
+
+// A power of two, of which the 8 bits are the exponent (e8m0), with a bias of 127. The lowest is subnormal.
+inline float from_e8m0(uint8_t code) { return std::bit_cast<float>(code ? uint32_t(code) << 23 : 0x400000u); }
+
 inline float from_bfloat(uint16_t value) { return std::bit_cast<float>(uint32_t(value) << 16); }
 
 inline uint16_t to_bfloat(float value) {

@@ -148,16 +148,6 @@ void TQ2_0::take(const uint8_t* p, Parts& parts) {
   read::fields_of_runs(p, 2, 32, 2, parts.codes);
 }
 
-// Scales have 4 bits of exponent and 3 of mantissa; they halve the table.
-void NVFP4::take(const uint8_t* p, Parts& parts) {
-  for (size_t i = 0; i < 4; ++i) {
-    const int exponent = p[i] >> 3 & 15, mantissa = p[i] & 7;
-    const float scale = exponent ? float(8 + mantissa) * float(1 << exponent) : 2 * float(mantissa);
-    parts.wide[i] = p[i] == 0x7F ? 0 : to_half(scale / 2048);
-    read::fields(p + 4 + i * 8, 8, 4, parts.codes + i * 16);
-  }
-}
-
 void NF4::take(const uint8_t* p, Parts& parts) {
   parts.d = to_half(std::bit_cast<float>(word(p)));
   read::fields(p + 4, 16, 4, parts.codes);

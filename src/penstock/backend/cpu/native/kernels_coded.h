@@ -51,8 +51,9 @@ INLINE F factor(const std::byte* head, const std::byte* own, size_t group) {
   if constexpr (Q::SCALE == Scale::HALF_TIMES_BYTE)
     return mul(load((const uint16_t*)head), load((const int8_t*)own + group * LANES));
   if constexpr (Q::SCALE == Scale::GROUPED) return load((const uint16_t*)head);
-  const uint16_t* bits = (const uint16_t*)own + group * LANES;
-  return Q::SCALE == Scale::HALF ? load(bits) : load_bfloat(bits);
+  if constexpr (Q::SCALE == Scale::E4M3) return load_e4m3((const uint8_t*)head + group * LANES);
+  if constexpr (Q::SCALE == Scale::E8M0) return load_e8m0((const uint8_t*)head + group * LANES);
+  return load((const uint16_t*)own + group * LANES);
 }
 
 // What is added to scale * number.
@@ -143,7 +144,7 @@ struct CodedTile {
   // those of x from being read. One row does nothing but read in order, which the CPU foresees better by itself.
   template <int GROUP>
   INLINE void fetch(const std::byte* block) const {
-    constexpr size_t AHEAD = 8192, LINES = (P::BLOCK_BYTES + (P::GROUPED ? P::HEAD : 0) + 63) / 64;
+    constexpr size_t AHEAD = 8192, LINES = (P::BLOCK_BYTES + (P::SCALE ? 0 : P::HEAD) + 63) / 64;
     if constexpr (N > 1)
       UNROLL for (size_t line = GROUP; line < LINES; line += 8) __builtin_prefetch(block + AHEAD + line * 64, 0, 2);
   }

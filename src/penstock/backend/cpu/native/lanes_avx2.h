@@ -31,10 +31,6 @@ inline F load(const uint16_t* half) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)half)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(half + 8)))};
 }
-inline __m256 widen_bfloat(const uint16_t* p) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
-}
-inline F load_bfloat(const uint16_t* p) { return {widen_bfloat(p), widen_bfloat(p + 8)}; }
 inline __m256 even_of(const uint16_t* pairs) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)pairs), 16));
 }
@@ -44,6 +40,16 @@ inline __m256 odd_of(const uint16_t* pairs) {
 }
 inline F even_bfloats(const uint16_t* pairs) { return {even_of(pairs), even_of(pairs + 16)}; }
 inline F odd_bfloats(const uint16_t* pairs) { return {odd_of(pairs), odd_of(pairs + 16)}; }
+// 16 floats of 8 bits: see from_e4m3 and from_e8m0.
+inline F load_e4m3(const uint8_t* p) {
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
+inline __m256 widen_e8m0(const uint8_t* p) {
+  const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
+  return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x400000)));
+}
+inline F load_e8m0(const uint8_t* p) { return {widen_e8m0(p), widen_e8m0(p + 8)}; }
 inline F load_some(const float* p, size_t n) {
   return {_mm256_maskload_ps(p, first(n, 0)), _mm256_maskload_ps(p + 8, first(n, 8))};
 }

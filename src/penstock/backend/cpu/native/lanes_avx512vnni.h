@@ -22,14 +22,19 @@ inline F zero() { return _mm512_setzero_ps(); }
 inline F all(float x) { return _mm512_set1_ps(x); }
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline F load(const uint16_t* half) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)half)); }
-inline F load_bfloat(const uint16_t* p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
-}
 inline F even_bfloats(const uint16_t* pairs) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
 }
 inline F odd_bfloats(const uint16_t* pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32(int(0xffff0000))));
+}
+// 16 floats of 8 bits: see from_e4m3 and from_e8m0.
+inline F load_e4m3(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 7));
+}
+inline F load_e8m0(const uint8_t* p) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
+  return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x400000)));
 }
 inline F load_some(const float* p, size_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }

@@ -40,8 +40,12 @@ inline F load(const float* p) {
 inline F load(const uint16_t* half) {
   return each<F>([=](int i) { return from_half(half[i]); });
 }
-inline F load_bfloat(const uint16_t* p) {
-  return each<F>([=](int i) { return from_bfloat(p[i]); });
+// 16 floats of 8 bits: see from_e4m3 and from_e8m0.
+inline F load_e4m3(const uint8_t* p) {
+  return each<F>([=](int i) { return from_e4m3(p[i]); });
+}
+inline F load_e8m0(const uint8_t* p) {
+  return each<F>([=](int i) { return from_e8m0(p[i]); });
 }
 inline F even_bfloats(const uint16_t* pairs) {
   return each<F>([=](int i) { return from_bfloat(pairs[2 * i]); });

@@ -35,9 +35,6 @@ inline F load(const float* p) {
 inline F load(const uint16_t* half) {
   return each<F>([=](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(half + i * 4))); });
 }
-inline F load_bfloat(const uint16_t* p) {
-  return each<F>([=](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + i * 4), 16)); });
-}
 inline F even_bfloats(const uint16_t* pairs) {
   return each<F>([=](int i) {
     return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u16(vld1q_u16(pairs + i * 8)), 16));
@@ -47,6 +44,23 @@ inline F odd_bfloats(const uint16_t* pairs) {
   const uint32x4_t mask = vdupq_n_u32(0xffff0000);
   return each<F>([=](int i) {
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u16(vld1q_u16(pairs + i * 8)), mask));
+  });
+}
+// 16 floats of 8 bits: see from_e4m3 and from_e8m0.
+inline F load_e4m3(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t halves[2] = {vshll_n_u8(vget_low_u8(bytes), 7), vshll_n_u8(vget_high_u8(bytes), 7)};
+  return each<F>([&](int i) {
+    const uint16x4_t four = i % 2 ? vget_high_u16(halves[i / 2]) : vget_low_u16(halves[i / 2]);
+    return vcvt_f32_f16(vreinterpret_f16_u16(four));
+  });
+}
+inline F load_e8m0(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t halves[2] = {vshll_n_u8(vget_low_u8(bytes), 7), vshll_n_u8(vget_high_u8(bytes), 7)};
+  return each<F>([&](int i) {
+    const uint16x4_t four = i % 2 ? vget_high_u16(halves[i / 2]) : vget_low_u16(halves[i / 2]);
+    return vreinterpretq_f32_u32(vmaxq_u32(vshll_n_u16(four, 16), vdupq_n_u32(0x400000)));
   });
 }
 inline F load_some(const float* p, size_t n) {

@@ -33,6 +33,45 @@ struct Product {
   }
 };
 
+void multiply_panels(const Kernels& kernels, const Buffer& x, size_t row, size_t rows, const Weight& weight,
+                     const Run& run, const std::byte* partners, const Buffer& out) {
+  const Rows from = rows_for(kernels, x, run.part->format, row);
+  kernels.product[size_t(run.part->format)]({
+      .panels = run.data,
+      .partners = partners,
+      .panel_bytes = run.part->panel_bytes,
+      .width = weight.width(),
+      .x = static_cast<const std::byte*>(from.data),
+      .x_stride = from.stride,
+      .rows = rows,
+      .middles = x.middles(),
+      .bias = weight.bias(run.column),
+      .y = out.row(row) + run.column,
+      .y_stride = out.width,
+      .columns = run.columns,
+      .table = run.part->table,
+      .factor = run.part->factor,
+      .grouping = run.part->grouping,
+  });
+}
+
+void multiply_trellis(const Kernels& kernels, const Buffer& x, size_t row, size_t rows, const Weight& weight,
+                      const Run& run, const Buffer& out) {
+  const auto part = size_t(run.part - weight.parts().data());
+  kernels.trellis.product[size_t(run.part->trellis->code_book)]({
+      .panels = run.data,
+      .panel_bytes = run.part->panel_bytes,
+      .count = run.panels,
+      .steps = &run.part->trellis->steps,
+      .width = weight.width(),
+      .x = x.row(row) + part * weight.width(),
+      .x_stride = x.width,
+      .rows = rows,
+      .y = out.row(row) + run.column,
+      .y_stride = out.width,
+  });
+}
+
 // The rows' values from a place on.
 Rows after(Rows rows, Format format, bool bfloats, size_t place) {
   const size_t bytes = format >= Format::QUANTIZED ? place / BLOCK * sizeof(CodeBlock) : place * (bfloats ? 2 : 4);
@@ -111,26 +150,26 @@ void multiply(const Kernels& kernels, const Buffer& x, size_t row, size_t rows, 
               size_t first_panel, size_t last_panel, const Buffer& out) {
   for (size_t panel = first_panel; panel < last_panel;) {
     const Run run = weight.panels(panel, last_panel - panel);
-    const Rows from = rows_for(kernels, x, run.part->format, row);
-    kernels.product[size_t(run.part->format)]({
-        .panels = run.data,
-        .partners = gated ? weight.panels(panel + panels_of(weight, gated), 1).data : nullptr,
-        .panel_bytes = run.part->panel_bytes,
-        .width = weight.width(),
-        .x = static_cast<const std::byte*>(from.data),
-        .x_stride = from.stride,
-        .rows = rows,
-        .middles = x.middles(),
-        .bias = weight.bias(run.column),
-        .y = out.row(row) + run.column,
-        .y_stride = out.width,
-        .columns = run.columns,
-        .table = run.part->table,
-        .factor = run.part->factor,
-        .grouping = run.part->grouping,
-    });
+    if (weight.trellis())
+      multiply_trellis(kernels, x, row, rows, weight, run, out);
+    else
+      multiply_panels(kernels, x, row, rows, weight, run,
+                      gated ? weight.panels(panel + panels_of(weight, gated), 1).data : nullptr, out);
     panel += run.panels;
   }
+}
+
+void rotate_inputs(const Kernels& kernels, const Weight& weight, const float* row, float* out) {
+  for (const Part& part : weight.parts()) {
+    kernels.trellis.rotate_inputs(row, part.trellis->inputs.data(), weight.width(), out);
+    out += weight.width();
+  }
+}
+
+void rotate_outputs(const Kernels& kernels, const Weight& weight, float* row) {
+  for (const Part& part : weight.parts())
+    kernels.trellis.rotate_outputs(part.trellis->outputs.data(), weight.bias(part.column), part.rows,
+                                   row + part.column);
 }
 
 Phase linear_phase(int x, std::shared_ptr<const Weight> weight, int out, bool gated) {

@@ -10,6 +10,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+#include <thread>
+
 #include "block_table.h"
 #include "chain_hash.h"
 #include "crc32.h"
@@ -47,26 +50,45 @@ Vectors copied_vectors(const VectorArrays& arrays) {
   return vectors;
 }
 
+// Lets other threads run Python meanwhile. A thread that comes back while the interpreter ends waits for the end of the
+// process: Python would end the thread by unwinding its stack. No destructor lets that through: the process would abort.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+  ~WithoutGil() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
 void fill(Weight& weight, size_t part, size_t row, size_t rows, Array<const uint8_t, 1> bytes) {
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   weight.fill(part, row, rows, bytes.data(), bytes.size());
 }
 
 void fill_all(std::vector<std::tuple<Weight*, size_t, Array<const uint8_t, 1>>> parts, unsigned threads) {
   std::vector<Source> sources;
   for (const auto& [weight, part, bytes] : parts) sources.push_back({weight, part, bytes.data(), bytes.size()});
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   fill_parts(sources, threads);
 }
 
 bool read_packed_weights(int file, uint64_t offset, const std::vector<Weight*>& weights, uint64_t expected,
                          unsigned threads) {
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   return read_packed(file, offset, weights, expected, threads);
 }
 
 uint64_t checksum_of(Array<const uint8_t, 1> bytes) {
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   return checksum(std::as_bytes(flat(bytes)));
 }
 
@@ -80,7 +102,7 @@ nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_bytes(const Weight& we
 
 bool quantize_values(const std::string& from, Array<const uint8_t, 1> values, const std::string& to,
                      Array<uint8_t, 1> out, unsigned threads, const std::string& isa) {
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   return quantize(from, flat(values), to, flat(out), threads, isa);
 }
 
@@ -99,7 +121,7 @@ Step step(const IntArray& tokens, const IntArray& positions, const IntArray& row
 void run(Program& program, IntArray tokens, IntArray positions, IntArray row_start, IntArray slots,
          Array<const int32_t, 3> tables, IntArray sampled, Array<float, 2> out) {
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   program.run(arrays, flat(out));
 }
 
@@ -112,7 +134,7 @@ std::pair<std::vector<int32_t>, std::vector<Scored>> sample(
   const Step arrays = step(tokens, positions, row_start, slots, tables, sampled);
   const Draws draws = {flat(target), flat(temperature), flat(top_p),   flat(top_k),
                        flat(min_p),  flat(seed),        flat(logprobs)};
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   const EditArrays changes = std::apply([](const auto&... array) { return EditArrays{flat(array)...}; }, edits);
   Answers answers = program.sample(arrays, draws, edits_of(changes, {flat(constrained), flat(words), words.shape(1)}));
   std::vector<Scored> scored;
@@ -212,7 +234,7 @@ class BytesView {
 
 uint32_t crc32_of(nb::handle data, uint32_t start) {
   const BytesView view(data);
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   return crc32(view.bytes(), start);
 }
 
@@ -222,7 +244,7 @@ nb::bytes filled_bytes(size_t size, Fill fill) {
   auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
   if (!data.is_valid()) throw nb::python_error();
   const std::span out(reinterpret_cast<std::byte*>(PyBytes_AsString(data.ptr())), size);
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   fill(out);
   return data;
 }
@@ -233,7 +255,7 @@ nb::bytes export_states(Program& program, const std::vector<int64_t>& states) {
 
 void import_states(Program& program, const std::vector<int64_t>& states, nb::handle data) {
   const BytesView view(data);
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   program.import_states(states, view.bytes());
 }
 
@@ -246,7 +268,7 @@ nb::bytes export_blocks(Stored& stored, const std::vector<int64_t>& blocks) {
 template <class Stored>
 void import_blocks(Stored& stored, const std::vector<int64_t>& blocks, nb::handle data) {
   const BytesView view(data);
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   stored.import_blocks(blocks, view.bytes());
 }
 
@@ -263,7 +285,7 @@ std::vector<uint32_t> copy_rows(Stored& stored, const std::vector<int64_t>& bloc
     require(place < count, "place " + std::to_string(place) + " is not among " + std::to_string(count));
     rows.begin.push_back(data + place * row_bytes + offset);
   }
-  nb::gil_scoped_release release;
+  const WithoutGil release;
   stored.copy_rows(blocks, rows, way);
   return std::move(rows.crcs);
 }

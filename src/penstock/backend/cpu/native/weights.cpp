@@ -84,35 +84,31 @@ struct QuantizedRow {
   static constexpr Grouping GROUPING = Q::GROUPING;
 
   static void pack(const uint8_t* row, size_t width, std::byte* panel, size_t lane) {
-    for (size_t i = 0; i < width / Q::VALUES; ++i) pack_storage(row + i * Q::BYTES, panel + i * P::BYTES, lane);
+    for (size_t first = 0; first < width / BLOCK; first += P::BLOCKS, row += Q::BYTES) {
+      Parts parts = {};
+      Q::take(row, parts);
+      for (size_t b = 0; b < P::BLOCKS; ++b)
+        pack_block(parts, b, panel + P::head(first + b, GROUPING), panel + P::at(first + b, GROUPING), lane);
+    }
   }
 
-  static void pack_storage(const uint8_t* storage, std::byte* packed, size_t lane) {
-    Parts parts = {};
-    Q::take(storage, parts);
-    std::byte* d = packed + (HEADED ? P::head(0, GROUPING) : P::SCALES);
-    std::byte* m = HEADED ? d + LANES * 2 : packed + P::MINIMA;
-    std::memcpy(d + lane * 2, &parts.d, 2);
-    if (Q::MINIMA) std::memcpy(m + lane * 2, &parts.m, 2);
-    for (size_t b = 0; b < P::BLOCKS; ++b) pack_block(parts, b, packed + P::at(b, GROUPING), lane);
-  }
-
-  static void pack_block(const Parts& parts, size_t b, std::byte* block, size_t lane) {
+  static void pack_block(const Parts& parts, size_t b, std::byte* head, std::byte* block, size_t lane) {
     pack_bits(parts.codes + b * BLOCK, Q::LOW, 0, block + lane * 4);
     if constexpr (Q::HIGH) pack_bits(parts.codes + b * BLOCK, Q::HIGH, Q::LOW, block + P::HIGH + lane * 4);
-    if constexpr (!HEADED && Q::GROUPS > 1)
-      for (size_t g = 0; g < Q::GROUPS; ++g)
-        std::memcpy(block + P::SCALES + (g * LANES + lane) * 2, &parts.wide[b * Q::GROUPS + g], 2);
-    if constexpr (BYTE_SCALES)
+    if constexpr (!P::SMALL) {
+      std::memcpy((HEADED ? head : block + P::SCALES) + lane * 2, &parts.d, 2);
+      if (Q::MINIMA) std::memcpy((HEADED ? head + LANES * 2 : block + P::MINIMA) + lane * 2, &parts.m, 2);
+    }
+    if constexpr (P::SMALL || BYTE_SCALES)
       for (size_t g = 0; g < Q::GROUPS; ++g) {
-        block[P::SCALES + g * LANES + lane] = std::byte(parts.scales[b * Q::GROUPS + g]);
+        (P::SMALL ? head : block + P::SCALES)[g * LANES + lane] = std::byte(parts.scales[b * Q::GROUPS + g]);
         if (Q::MINIMA) block[P::MINIMA + g * LANES + lane] = std::byte(parts.minima[b * Q::GROUPS + g]);
       }
   }
 
   static void unpack(const std::byte* panel, size_t width, size_t lane, float* out) {
     for (size_t b = 0; b < width / BLOCK; ++b)
-      unpack_block(panel + P::head(b, GROUPING) + lane * 2, panel + P::at(b, GROUPING), lane, out + b * BLOCK);
+      unpack_block(panel + P::head(b, GROUPING), panel + P::at(b, GROUPING), lane, out + b * BLOCK);
   }
 
   static void unpack_block(const std::byte* head, const std::byte* block, size_t lane, float* out) {
@@ -128,10 +124,11 @@ struct QuantizedRow {
   }
 
   static float factor(const std::byte* head, const std::byte* own, size_t at) {
-    if constexpr (BYTE_SCALES) return from_half(word16(head)) * float(int8_t(own[at]));
-    if constexpr (P::GROUPED) return from_half(word16(head));
-    const uint16_t bits = word16(own + at * 2);
-    return Q::SCALE == Scale::HALF ? from_half(bits) : from_bfloat(bits);
+    if constexpr (Q::SCALE == Scale::E4M3) return from_e4m3(uint8_t(head[at]));
+    if constexpr (Q::SCALE == Scale::E8M0) return from_e8m0(uint8_t(head[at]));
+    if constexpr (BYTE_SCALES) return from_half(word16(head + at % LANES * 2)) * float(int8_t(own[at]));
+    if constexpr (P::GROUPED) return from_half(word16(head + at % LANES * 2));
+    return from_half(word16(own + at * 2));
   }
 
   static uint16_t word16(const std::byte* p) {
@@ -154,6 +151,7 @@ struct Packing {
   const char* name;
   size_t values, bytes;  // of a storage block in a checkpoint
   size_t packed;         // bytes of 16 packed ones
+  size_t alignment;      // of panels, in bytes
   const int8_t* table;
   float factor;
   Grouping grouping;
@@ -163,7 +161,7 @@ struct Packing {
 
 template <class T, auto from, size_t RUN = 1>
 constexpr Packing plain(const char* name) {
-  return {name, 1, sizeof(T), LANES * sizeof(T), nullptr, 1, {}, PlainRow<T, from, RUN>::pack,
+  return {name, 1, sizeof(T), LANES * sizeof(T), 1, nullptr, 1, {}, PlainRow<T, from, RUN>::pack,
           PlainRow<T, from, RUN>::unpack};
 }
 
@@ -171,8 +169,8 @@ template <class... Q>
 constexpr std::array<Packing, FORMATS> packings(Types<Q...>) {
   return {plain<float, [](float value) { return value; }>("F32"), plain<uint16_t, from_half>("F16"),
           plain<uint16_t, from_bfloat, 2>("BF16"),
-          Packing{Q::NAME, Q::VALUES, Q::BYTES, Packed<Q>::BYTES, Q::TABLE, Q::FACTOR, Q::GROUPING,
-                  QuantizedRow<Q>::pack, QuantizedRow<Q>::unpack}...};
+          Packing{Q::NAME, Q::VALUES, Q::BYTES, Packed<Q>::BYTES, Packed<Q>::ALIGNMENT, Q::TABLE, Q::FACTOR,
+                  Q::GROUPING, QuantizedRow<Q>::pack, QuantizedRow<Q>::unpack}...};
 }
 
 constexpr auto PACKINGS = packings(QuantizedFormats{});
@@ -200,8 +198,8 @@ Part part_of(const std::string& name, size_t rows, size_t width) {
     throw std::invalid_argument(name + " rows hold a multiple of " + std::to_string(packing.values) + " values; got " +
                                 std::to_string(width));
   const bool apart = format == Format::F32 || format == Format::F16;  // kernels take these one by one
-  const size_t panel_bytes = (apart ? width : round_up(width, BLOCK)) / packing.values * packing.packed;
-  return {format, rows, 0, panels, panel_bytes, nullptr, packing.table, packing.factor, packing.grouping};
+  const size_t bytes = (apart ? width : round_up(width, BLOCK)) / packing.values * packing.packed;
+  return {format, rows, 0, panels, round_up(bytes, packing.alignment), nullptr, packing.table, packing.factor, packing.grouping};
 }
 
 }  // namespace
