@@ -10,11 +10,12 @@ Every cell reports its figures, or its traceback, in one JSON file and as lines 
 
 - `long`: over HTTP, 16 clients with 16,000 tokens each, and 64 with 4,096 in common
 - `shared`: decode steps of rows with a prefix in common
-- `host_tier`: a prompt that comes back from host memory
+- `host_tier`: a prompt that comes back from host memory, and tokens a second while blocks leave for it
 - `saturated`: over HTTP, 1,024 clients (128/128), 512 (1,000/1,000) and 256 (2,048/2,048)
 - `library_attention`: prefill attention beside FlashAttention-3's, FlashInfer's and torch's
 - `delta`: the delta rule over prompts of 2,048 and 16,384 tokens, token by token and in chunks
 - `mla`: MLA of DeepSeek-V2-Lite's shape, prompts absorbed and expanded, and decode steps beside memory speed
+- `kv8_prefill`: prompts over a KV cache of 8 bits, as it is and as a copy in 16 that Hopper's kernel reads
 - `deterministic`: what `--deterministic` costs, and whether its bits are equal
 - `tune`: the fastest tilings, which backend/cuda/tilings.py then names
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the CUDA code on a machine without a GPU: a sample of the tests in Triton's interpreter that launches every
-# kernel once, and the compiler alone for each architecture that Triton can build for.
+# Runs the CUDA code on a machine without a GPU: a sample of the tests that launches every kernel once, in Triton's
+# interpreter and in ours of Gluon (tests/cuda/gluon), and the compiler alone for each architecture that Triton can
+# build for.
 #   scripts/test_cuda.sh [what pytest is told]
 set -euo pipefail
 cd "$(dirname "$0")/.."

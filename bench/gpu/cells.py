@@ -16,6 +16,7 @@ import torch
 from delta_cells import DELTA_CELLS
 from http_cells import HTTP_CELLS, Subject
 from kernel_cells import KERNEL_CELLS, say, seconds
+from kv_expansion_cells import kv8_prefill
 from library_attention import library_attention
 from mla_cells import mla
 from model_shapes import SHAPES
@@ -292,7 +293,20 @@ def host_tier(bench: Bench) -> Figures:
     figures = {name: min(values) for name, values in found.items()}
     stats = engine.stats()
     say(f"host tier, first token in ms: {figures}; {stats.host_blocks} of {stats.host_places} places, all {found}")
-    return {**figures, "all": found}
+    return {**figures, "all": found, "beside steps": leaving_beside_steps(bench, limits)}
+
+
+def leaving_beside_steps(bench: Bench, limits: Limits) -> Figures:
+    """Tokens a second of requests whose blocks push others out of the device, which are forgotten, or go to host
+    memory: in turn, three times each. Copies that cost steps nothing leave them alike."""
+    found: dict[str, list[float]] = {"forgotten": [], "to host memory": []}
+    for _ in range(3):
+        for name, places in (("forgotten", 0), ("to host memory", limits.host_places)):
+            engine = Engine(bench.backend, limits._replace(host_places=places), depth=bench.backend.depth)
+            found[name].append(generate(engine, bench.requests(32, 2048, 128))["tok/s"])
+            engine._host.release()
+    say(f"host tier, tok/s while blocks leave: {found}")
+    return {**found, "ratio": statistics.median(found["to host memory"]) / statistics.median(found["forgotten"])}
 
 
 def deterministic(bench: Bench) -> Figures:
@@ -463,6 +477,7 @@ CELLS: dict[str, Callable[[Bench], Figures]] = {
     "library_attention": library_attention,
     **DELTA_CELLS,
     "mla": mla,
+    "kv8_prefill": kv8_prefill,
     "step": step,
     "shared": shared,
     "host_tier": host_tier,

@@ -14,6 +14,8 @@ import torch
 from products import seconds
 from random_weights import random_codes
 
+from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.devices import device_properties
 from penstock.backend.cuda.experts import DenseExperts, ExpertMatrices, QuantizedExperts, compute_experts
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
@@ -28,7 +30,8 @@ BANDWIDTH = 4.2e12
 
 def matrices(kind: str, rows: int, width: int) -> ExpertMatrices:
     if kind == "bf16":
-        return DenseExperts(torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02), None)
+        values = torch.empty(rows, width, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02)
+        return DenseExperts(values, None, Tilings.of(device_properties(DEVICE)))
     return QuantizedExperts(random_codes(kind, rows, width), None)
 
 

@@ -278,10 +278,12 @@ class Context:
         cache: torch.Tensor,
         tiling: tuple[int, int, int] | None = None,
         hopper: HopperAttentionTiling | None = None,
+        tiles: torch.Tensor | None = None,
     ) -> None:
         queries = prefill_attention.queries_per_tile(self.group)
         tiling = tiling or self.tilings.prefill_attention(queries, self.dims, self.qkv.element_size())
-        inputs = self.qkv, cache, self.tiles, self.tables, self.header, self.out
+        tiles = self.tiles if tiles is None else tiles
+        inputs = self.qkv, cache, tiles, self.tables, self.header, self.out
         prefill_attention.prefill_attention(*inputs, self.dims**-0.5, 0, tiling=tiling, hopper=hopper)
 
     def error(self) -> float:
@@ -351,6 +353,8 @@ def attention(_: Any) -> Figures:
             trials[name_of] = [partial(context.prefill, cache, (tile, warps, stages)) for cache in context.caches[:8]]
         if hopper:
             trials["hopper"] = [partial(context.prefill, cache, hopper=hopper) for cache in context.caches[:8]]
+            how = {"hopper": hopper, "tiles": context.tiles.flip(0)}
+            trials["hopper, shortest first"] = [partial(context.prefill, cache, **how) for cache in context.caches[:8]]
         found[f"prefill {name}"] = times = fastest(f"prefill {name}", trials, flops, best=6, threads=1)
         good = [t for t in times.values() if isinstance(t, float)]
         say(f"prefill {name}: best {flops / min(good) / 1e6:.0f} TFLOP/s" if good else "none ran")

@@ -3,6 +3,7 @@ DeepSeek V2 Lite (16) and V3 (128)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from kernel_cells import Figures, attempt, bf16, error, fastest, measure, on_dev
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
+from penstock.backend.cuda.contexts import BLOCK, CONTEXT_COLUMNS, PromptSizes
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import device_properties
 from penstock.backend.cuda.kernels.kv_tile import SplitKV
@@ -20,7 +22,7 @@ from penstock.backend.cuda.kernels.mla_attention import MlaTiling, mla_decode
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.launch_mla import MlaLayer, MlaScratch, attend_absorbed, attend_expanded
-from penstock.backend.cuda.mla_expansion import BLOCK, CONTEXT_COLUMNS, MlaDims, MlaExpansion
+from penstock.backend.cuda.mla_expansion import MlaDims, MlaExpansion
 from penstock.backend.cuda.tilings import MLA_PREFILL_TILINGS
 from penstock.model.ops import MlaWeights
 from penstock.model.spec import AttentionSpec, RopeSpec
@@ -61,7 +63,7 @@ class MlaContext:
         """What a plan of the batch in this form has on the device."""
         how = tokens_per_tile(self.dims.heads), lambda shape: shape
         plan = inputs.plan_attention(self.batch, *how)
-        step = SimpleNamespace(splits=on_device(plan.splits), tiles=on_device(plan.tiles))
+        step = SimpleNamespace(splits=on_device(plan.splits), tiles=on_device(plan.tiles), run=0)
         step.tables = on_device(self.batch.tables.ravel())
         step.header = on_device(np.array([self.batch.tables.shape[2]] * 4))
         if expanded:
@@ -78,6 +80,12 @@ class MlaContext:
 
     def expanded(self, step: Any) -> None:
         attend_expanded(self.context, step, self.layer, self.q, self.out, self.scratch)
+
+    def expanded_plain(self, step: Any) -> None:
+        """Attends in the expanded form with the kernel that runs on every GPU."""
+        plain = Tilings(replace(self.tilings.device, capability=(8, 9)))
+        context: Any = SimpleNamespace(tilings=plain, memory=self.context.memory)
+        attend_expanded(context, step, self.layer, self.q, self.out, self.scratch)
 
 
 def mla(_: Any) -> Figures:
@@ -97,13 +105,14 @@ def prompt(name: str, heads: int, chunk: tuple[int, int]) -> Figures:
     """Times both forms of one prompt, with the projections that belong to each."""
     context = MlaContext(heads, [chunk])
     count, start = chunk
-    pays = context.expansion.pays(np.array([count]), np.array([count + start]))
+    pays = context.expansion.pays(PromptSizes(np.array([count]), np.array([count + start])))
     pairs, projection = count * start + count * (count + 1) / 2, 512 * 256
-    macs = {"absorbed": count * projection + pairs * 1088, "expanded": (count + start) * projection + pairs * 320}
+    expanded = (count + start) * projection + pairs * 320
+    macs = {"absorbed": count * projection + pairs * 1088, "expanded": expanded, "expanded_plain": expanded}
     found: Figures = {"expanded is chosen": pays}
     results = {}
     for form in macs if pays else ("absorbed",):
-        run = partial(getattr(context, form), context.step(form == "expanded"))
+        run = partial(getattr(context, form), context.step(form != "absorbed"))
         run()
         results[form] = context.out.clone()
         found[f"{form} us"] = measure([run] * 4) * 1e6

@@ -1,12 +1,14 @@
-"""Reads what `--kv` takes: the format of a KV cache, or those of its keys and of its values."""
+"""Reads what `--kv` takes, the format of a KV cache or those of its keys and of its values, and what it may cost."""
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from penstock.errors import ConfigError
 
 QUANTIZED_KV = ("int8", "fp8", "int4")  # formats with fewer than 16 bits
+ANY = "any"  # the value of kv_loss that refuses nothing
 
 
 def read_kv(value: Any) -> str:
@@ -16,6 +18,17 @@ def read_kv(value: Any) -> str:
     if len(parts) not in (1, 2) or not all(parts):
         raise ConfigError(f"kv is one format, or two, KEYS:VALUES, as in int8:int4; got {value!r}")
     return parts[0] if len(set(parts)) == 1 else str(value)
+
+
+def read_kv_loss(value: Any) -> str:
+    """Returns what `--kv-loss` takes as text: any, or a number of nats; raises ConfigError for anything else."""
+    text = value if isinstance(value, str) else repr(value)
+    try:
+        if text == ANY or (not isinstance(value, bool) and 0 <= float(text) < inf):
+            return text
+    except ValueError:
+        pass
+    raise ConfigError(f"kv_loss is {ANY}, or a number of nats, 0 or more; got {value!r}")
 
 
 def kv_parts(kv: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.arena import Arena
+from penstock.backend.cuda.contexts import BLOCK
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.inputs import run_sizes_of
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv, streams
@@ -26,6 +27,7 @@ from penstock.backend.cuda.kernels.decode_attention import (
 )
 from penstock.backend.cuda.kernels.delta_net import DeltaScratch, delta_net, sigmoid_mul
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
+from penstock.backend.cuda.kernels.expand_kv import expand_kv
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
     expert_gemm,
@@ -34,7 +36,7 @@ from penstock.backend.cuda.kernels.expert_gemm import (
     quant_expert_gemv,
 )
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation, combine_experts, permute_pairs, route
-from penstock.backend.cuda.kernels.fixed_gemm import fixed_gemm
+from penstock.backend.cuda.kernels.fixed_gemm import fixed_gemm, fixed_heads_gemm
 from penstock.backend.cuda.kernels.fp8 import empty_fp8, fp8_gemm_small, gather_fp8
 from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.fp8_blocks import Fp8BlockWeight, fp8_block_gemm, gather_fp8_blocks
@@ -44,6 +46,7 @@ from penstock.backend.cuda.kernels.gemv import gemv
 from penstock.backend.cuda.kernels.hopper_attention import hopper_attention
 from penstock.backend.cuda.kernels.hopper_gemm import hopper_gemm
 from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates, shrink_few
+from penstock.backend.cuda.kernels.hopper_mla import hopper_mla
 from penstock.backend.cuda.kernels.low_rank import AdaptedWeight, RowTiles, expand, shrink
 from penstock.backend.cuda.kernels.mamba2 import Mamba2Scratch, mamba2
 from penstock.backend.cuda.kernels.mla_attention import mla_decode, mla_prefill, mla_selected, store_mla_kv
@@ -56,6 +59,7 @@ from penstock.backend.cuda.kernels.rope_sides import rope_and_store_sides
 from penstock.backend.cuda.kernels.sample_tokens import find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
 from penstock.backend.cuda.kernels.segmented_attention import segmented_attention
+from penstock.backend.cuda.kernels.segmented_mla import segmented_mla
 from penstock.backend.cuda.kernels.select_positions import select_positions, store_index
 from penstock.backend.cuda.kernels.selective_scan import selective_scan
 from penstock.backend.cuda.kernels.shared_prefix_attention import SharedTiles, shared_prefix_attention
@@ -65,7 +69,7 @@ from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
 from penstock.backend.cuda.kernels.trellis import TrellisWeight, code_book_of, dequantize_trellis
 from penstock.backend.cuda.kv_cache import layout_of
-from penstock.backend.cuda.mla_expansion import BLOCK, MlaDims
+from penstock.backend.cuda.mla_expansion import MlaDims
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.shared_prefixes import tile_tokens
@@ -178,6 +182,8 @@ def plain_gemv(tilings: Tilings, rows: int, gated: bool) -> None:
 def products_of_any_number_of_rows(tilings: Tilings) -> None:
     tiling, out = tilings.fixed_gemm(DIM, DIM, 2), empty(100, DIM)
     fixed_gemm(empty(100, DIM), empty(DIM, DIM), empty(DIM, dtype=F32), out, tiling, scratch())
+    heads = empty(100, 16, 192)[..., :128], empty(16, 512, 128), empty(100, 16, 576)[..., 64:]
+    fixed_heads_gemm(*heads, tilings.fixed_heads_gemm(512, 128, 2))
 
 
 @case(few=(4, DIM, False), more=(32, DIM, False), gated=(16, 2 * HIDDEN, True))
@@ -280,7 +286,8 @@ def experts_by_pairs_and_by_blocks(tilings: Tilings, name: str) -> None:
     for gated in (False, True):
         out = empty(64, rows // 2 if gated else rows)
         if name == "BF16":
-            expert_gemv(ExpertRows(empty(8, DIM), experts, 8), empty(64 * rows, DIM), None, out, gated)
+            tiling = tilings.expert_gemv(2, out.shape[1], DIM, gated)
+            expert_gemv(ExpertRows(empty(8, DIM), experts, 8), empty(64 * rows, DIM), None, out, gated, tiling=tiling)
         else:
             weight = quantized(name, 64 * rows, DIM)
             quant_expert_gemv(ExpertRows(empty(8, DIM), experts, 8), weight, None, out, gated, factors)
@@ -300,7 +307,8 @@ def fp8_experts(tilings: Tilings, scaled: tuple[int, ...]) -> None:
     permutation = ExpertPermutation.on(HOST, EXPERTS, 64)
     few, many = ExpertRows(empty(8, DIM), ints(8, 8), 8), ExpertRows(empty(64, DIM), ints(64, 8), 8)
     for gated in (False, True):
-        expert_gemv(few, weight, None, empty(64, rows // 2 if gated else rows), gated, scales)
+        tiling = tilings.expert_gemv(1, rows, DIM, gated)
+        expert_gemv(few, weight, None, empty(64, rows // 2 if gated else rows), gated, scales, tiling=tiling)
     for size in (16, 128):
         expert_gemm(many, permutation, size, weight, None, empty(512, rows), tilings.device, scales)
 
@@ -385,6 +393,12 @@ def attention(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, abou
     decode_attention(qkv[:1], cache, ints(65, 8), *alone, *about, **others, tiling=one)
 
 
+@case(int8=(torch.int8, 128), fp8=(FP8, 64))
+def copy_of_contexts(tilings: Tilings, dtype: torch.dtype, dims: int) -> None:
+    cache, scales = empty(4, 2, 8, 16, dims, dtype=dtype), empty(4, 2, 8, 16, dtype=F32)
+    expand_kv(cache, scales, ints(16, 3), ints(64), ints(4), empty(128, 2, 8, 16, dims), ints(64))
+
+
 @case(int4=("int4", 128), mixed=("int8:int4", 64))
 def attention_over_two_sides(tilings: Tilings, kv: str, dims: int) -> None:
     spec, heads = AttentionSpec(8, 2, dims, RopeSpec((1.0,), False)), 8
@@ -402,6 +416,8 @@ def attention_over_two_sides(tilings: Tilings, kv: str, dims: int) -> None:
     shared_prefix_attention(qkv, lines, tiles, *common, places, 0.1, scales, tiling=tiling)
     tiling = tilings.decode_attention(8, dims, 2)
     decode_attention(qkv, lines, ints(72, 8), *common, None, 0.1, 0, scales, tiling=tiling)
+    tiling = tilings.segmented_attention(dims, 2, queries_of(4, 16))
+    segmented_attention(qkv, lines, ints(128, 8), ints(8), *common, 0.1, 0, scales, run=16, tiling=tiling)
 
 
 @case(
@@ -410,6 +426,8 @@ def attention_over_two_sides(tilings: Tilings, kv: str, dims: int) -> None:
     sinks=(BF16, 64, 8, {"window": 128}),
     int8=(torch.int8, 128, 4, {}),
     fp8=(FP8, 128, 4, {}),
+    encoder=(BF16, 64, 1, {"causal": False}),
+    biases=(BF16, 64, 1, {"causal": False, "distance_bias": empty(2 * 257, dtype=F32)}),
 )
 def attention_in_segments(tilings: Tilings, dtype: torch.dtype, dims: int, shared: int, about: dict[str, Any]) -> None:
     kv_heads, run = 2, run_sizes_of(shared)[-1]
@@ -418,7 +436,7 @@ def attention_in_segments(tilings: Tilings, dtype: torch.dtype, dims: int, share
     vectors = {"sinks": empty(heads, dtype=F32), "q_gain": empty(dims, dtype=F32)} if how["window"] else {}
     qkv, cache = empty(8, (heads + 2 * kv_heads) * dims), empty(4, 2, kv_heads, 16, dims, dtype=dtype)
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
-    places = ints(128, 8), ints(64), ints(4), empty(8, heads * dims), split_kv
+    places = ints(128, 8), ints(8), ints(64), ints(4), empty(8, heads * dims), split_kv
     tiling = tilings.segmented_attention(dims, 2, queries_of(shared, run))
     segmented_attention(qkv, cache, *places, 0.1, **how, **vectors, run=run, tiling=tiling)
 
@@ -436,6 +454,8 @@ def multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype, heads: int
     split_kv = SplitKV(empty(1 << 16, dtype=F32), empty(1 << 12, dtype=F32), ints(64))
     about, selected = (ints(64), ints(4), out), empty(8, 2048, dtype=F32)
     mla_decode(q, cache, ints(72, 8), *about, split_kv, v_dim, 0.1, scales, tiling=answers)
+    how = {"run": run_sizes_of(heads)[-1], "tiling": tilings.segmented_mla(dims, 2)}
+    segmented_mla(q, cache, ints(72, 8), *about, split_kv, v_dim, 0.1, scales, **how)
     for work, tokens in (ints(4, 5), 8), (ints(72, 8), 1):
         mla_selected(q, cache, work, *about, v_dim, 0.1, scales, selected, tokens, tiling=answers)
 
@@ -451,6 +471,15 @@ def expanded_multi_head_latent_attention(tilings: Tilings, dtype: torch.dtype) -
     carry = Carry.within(empty(8 * 128 * 130, dtype=F32), dims, 8)
     work, tiling = (ints(4, 5), ints(4), empty(8, 128 * 128), carry, room), tilings.mla_expanded(128, 64, 128, 2)
     mla_expanded(empty(8, 128 * 192), expanded, *work, 0.1, tiling=tiling)
+
+
+@case(hopper=True, bf16=(BF16,), f16=(torch.float16,))
+def hopper_expanded_attention(tilings: Tilings, dtype: torch.dtype) -> None:
+    dims, room = MlaDims(heads=128, nope=128, rope=64, rank=512, v_dim=128), 2 * BLOCK
+    expanded = ExpandedKv.within(empty(room * (128 * 256 + 64), dtype=dtype), dims, room)
+    carry, out = Carry.within(empty(8 * 128 * 130, dtype=F32), dims, 8), empty(8, 128 * 128, dtype=dtype)
+    work = ints(4, 5), ints(4), out, carry, room
+    hopper_mla(empty(8, 128 * 192, dtype=dtype), expanded, *work, 0.1, tiling=tilings.hopper_mla(128, 64, 128))
 
 
 @case()
@@ -475,7 +504,8 @@ def delta_nets(tilings: Tilings, spec: DeltaSpec) -> None:
     widths = spec.width, spec.v_width, CHUNK * spec.v_heads, CHUNK * spec.v_heads
     scratch = DeltaScratch(*(empty(8, width, dtype=F32) for width in widths))
     inputs = DeltaInputs(qkvz, qkvz, ba, ba)
-    delta_net(inputs, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width))
+    for how in {}, {"prompts": False, "fixed": True}:
+        delta_net(inputs, weights, spec, 1e-5, states, rows, scratch, empty(8, spec.v_width), **how)
 
 
 @case(biased=(True, True), plain=(False, False))
@@ -494,7 +524,8 @@ def mamba2_layers(tilings: Tilings, norm_groups: int, state_dim: int) -> None:
     weights = Mamba2Weights(*(empty(size, dtype=F32) for size in sizes), gain)
     states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8), ints(4, 2))
     scratch = Mamba2Scratch(empty(8, spec.width, dtype=F32), empty(8, spec.inner, dtype=F32))
-    mamba2(empty(8, spec.in_width), weights, spec, states, rows, scratch, empty(8, spec.inner))
+    for how in {}, {"prompts": False, "fixed": True}:
+        mamba2(empty(8, spec.in_width), weights, spec, states, rows, scratch, empty(8, spec.inner), **how)
 
 
 @case()
@@ -512,7 +543,8 @@ def selective_scans(tilings: Tilings) -> None:
     x, dt, b, c, gate = empty(8, 512), empty(8, 512), empty(8, 16), empty(8, 16), empty(8, 1024)
     weights = ScanWeights(empty(spec.state_floats, dtype=F32), empty(512, dtype=F32))
     states, rows = empty(4, spec.state_floats, dtype=F32), StateRows(ints(4, 8), ints(8), ints(4, 2))
-    selective_scan(x, dt, b, c, gate, weights, spec, states, rows, empty(8, 512))
+    for fixed in (False, True):
+        selective_scan(x, dt, b, c, gate, weights, spec, states, rows, empty(8, 512), fixed=fixed)
 
 
 @case(decode=(16, BF16), prompts=(64, BF16), fp8=(16, FP8))

@@ -1,7 +1,8 @@
 """Compiles kernels for a GPU that is not there, and prints what each one takes: `python -m tests.cuda.compile_kernels`.
 
 Triton's wheel brings its own ptxas, so a machine without a GPU can check that every kernel compiles for an
-architecture and fits its shared memory. The interpreter has to be off: it is chosen when kernels are defined.
+architecture, fits its shared memory, and keeps what its loops need in registers. The interpreter has to be off: it is
+chosen when kernels are defined.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ os.environ.pop("TRITON_INTERPRET", None)
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from tests.cuda.machine_code import spilled
+
 # bytes that one program may have, by compute capability
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+MOST_SPILLED = 0.25  # of the instructions in a loop (machine_code.py): a kernel that spends more on spills is a fault
 
 
 class AbsentGpu:
@@ -53,7 +57,8 @@ def compile_case(name: str, capability: int) -> list[dict[str, Any]]:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found.append({"kernel": self._fn_name, "shared": kernel.metadata.shared, "ptx": kernel.asm["ptx"]})
+        about = {"kernel": self._fn_name, "shared": kernel.metadata.shared, "ptx": kernel.asm["ptx"]}
+        found.append(about | {"spilled": spilled(kernel.asm["cubin"])})
         return kernel
 
     JITFunction.run = compile_only
@@ -99,6 +104,7 @@ def told_of(name: str, capability: int, ptx: Path | None) -> dict[str, Any]:
         "seconds": round(time.monotonic() - start, 1),
         "shared": [kernel["shared"] for kernel in found],
         "over": [kernel["kernel"] for kernel in found if kernel["shared"] > SHARED_MEMORY[capability]],
+        "spills": {kernel["kernel"]: kernel["spilled"] for kernel in found if kernel["spilled"] > MOST_SPILLED},
         "error": error,
     }
 
@@ -114,7 +120,7 @@ def main() -> int:
     for capability in options.capability or SHARED_MEMORY:
         for name in options.case or chosen(capability, options.sample):
             told = told_of(name, capability, options.ptx)
-            failed = failed or bool(told["error"] or told["over"])
+            failed = failed or bool(told["error"] or told["over"] or told["spills"])
             print(json.dumps(told), flush=True)
     return 1 if failed else 0
 

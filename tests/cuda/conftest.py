@@ -1,4 +1,4 @@
-"""These tests run on a GPU where there is one, else in Triton's interpreter, else not at all.
+"""These tests run on a GPU where there is one, else in Triton's interpreter and our own of Gluon, else not at all.
 
 The interpreter is slow, so there a sample of the cases is run that launches every kernel at least once; all of them run
 with PENSTOCK_CUDA_TESTS=all. On a GPU all run.
@@ -18,15 +18,23 @@ from tests.cuda.missing import MISSING
 FOLDER = Path(__file__).parent
 WITHOUT_TRITON = "test_here.py"  # says why the others do not run
 collect_ignore = [path.name for path in FOLDER.glob("test_*.py") if MISSING and path.name != WITHOUT_TRITON]
-WHOLE = {"test_compiles.py", "test_tilings.py"}  # files that interpret no kernels, or hardly any
+WHOLE = {"test_compiles.py", "test_gluon.py", "test_tilings.py"}  # files that interpret no kernels, or hardly any
 COUNTS = {  # cases in the sample, of a test or of an op; of all others one
     "attend_mla": 5,
     "test_a_pair_by_itself_and_in_a_block_give_the_same": 3,
+    "test_chunks_splits_and_company_change_no_bit": 4,
     "test_contexts_are_expanded_in_pieces": 2,
+    "test_copies_beside_steps_move_what_they_would_alone": 8,
+    "test_every_kind_of_prompt": 7,
     "test_few_rows": 2,
+    "test_launches_are_the_same_at_every_number_of_rows": 7,
     "test_one_row": 2,
     "test_parts_have_bits_and_factors_of_their_own": 2,
+    "test_pieces_of_contexts": 3,
+    "test_updates_are_added": 4,
     "test_values_are_those_of_the_definition": 3,
+    "test_values_of_16_bits": 3,
+    "test_values_of_8_bits": 2,
     "test_whole_prompt": 5,
 }
 LAST = "test_every_kernel_was_launched"
@@ -74,6 +82,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [*others, *kept]
 
 
+@pytest.fixture
+def ordered_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the interpreter add up every element of a product in one order, as tensor cores do. What BLAS does depends
+    on where in a matrix an element is."""
+    import numpy as np
+
+    from tests.cuda.device import DEVICE
+
+    def product(a: Any, b: Any, dtype: Any) -> Any:
+        return np.add.reduce(a.astype(dtype)[..., :, :, None] * b.astype(dtype)[..., None, :, :], axis=-2)
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(np, "matmul", product)
+
+
 @pytest.fixture(scope="session")
 def launched() -> set[str]:
     """The names of the kernels that were launched in this session."""
@@ -89,12 +112,18 @@ def count_launches() -> Iterator[None]:
     if MISSING:
         yield
         return
+    from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.runtime import JITFunction
     from triton.runtime.interpreter import InterpretedFunction
+
+    from tests.cuda.device import DEVICE
+    from tests.cuda.gluon.launch import run
 
     with pytest.MonkeyPatch.context() as patch:
         for kind in (JITFunction, InterpretedFunction):
             patch.setattr(kind, "run", noted(kind.run))
+        if DEVICE == "cpu":
+            patch.setattr(GluonJITFunction, "run", noted(run))
         yield
 
 

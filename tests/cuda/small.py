@@ -18,6 +18,7 @@ from penstock.model.tensor import FORMATS, Tensor
 from penstock.model.weights import Packer
 
 SMALL = ModelSpec("llama", 1, 64, 64, 40, 512, 1e-5, attention(4, 2, 16, interleaved=False))
+LARGE_HEADS = ModelSpec("llama", 1, 64, 64, 40, 512, 1e-5, attention(4, 2, 32, interleaved=False))  # for KV of 4 bits
 WIDE = ModelSpec("llama", 1, 256, 256, 40, 512, 1e-5, attention(4, 1, 64, interleaved=False))  # for K-quants
 MINIMA = {"Q4_1": -7.5, "Q4_K": 7.5, "Q5_K": 15.5}  # over scales: what makes the mean 0
 
@@ -26,9 +27,9 @@ def spec_for(format: str) -> ModelSpec:
     return WIDE if format.endswith("_K") else SMALL
 
 
-def load_small(backend: Any, format: str, seed: int = 0, program: int = 0) -> Any:
+def load_small(backend: Any, format: str, seed: int = 0, program: int = 0, spec: ModelSpec | None = None) -> Any:
     """The same model for every backend."""
-    spec = spec_for(format)
+    spec = spec or spec_for(format)
     rng = np.random.default_rng(seed)
     backend.load(build(spec, Packer(tensors(rng, spec, format), backend)), program)
     return backend

@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not here, and fit their shared memory: sm_80, sm_89, sm_90 and sm_100.
+"""Kernels compile for GPUs that are not here, fit their shared memory and need few spills: sm_80, 89, 90 and 100.
 
 Kernels are compiled in another process, since this one may interpret them. A sample of the launches is compiled; all of
 them with PENSTOCK_CUDA_TESTS=all.
@@ -27,6 +27,6 @@ def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.cuda.compile_kernels", "--capability", str(capability), *amount]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     cases = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [case for case in cases if case["error"] or case["over"]] == []
+    assert [case for case in cases if case["error"] or case["over"] or case["spills"]] == []
     assert done.returncode == 0, done.stderr[-2000:]
     assert sum(case["kernels"] for case in cases) > 20

@@ -224,7 +224,7 @@ def test_experts_with_a_factor_each_stay_quantized(caplog: pytest.LogCaptureFixt
     ]
     matrices = packed(scaled)
     assert isinstance(matrices, QuantizedExperts)
-    assert stored_as(scaled[0].parts[0], "") == ("NVFP4", 5)
+    assert stored_as(scaled[0].parts[0], "") == ("NVFP4", 4.5)
     assert "become" not in caplog.text
     check_products(matrices, scaled, 32, 256, 5e-3)
 

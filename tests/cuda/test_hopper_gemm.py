@@ -1,4 +1,4 @@
-"""The product that only Hopper can run, against float64. Triton's interpreter does not know its language."""
+"""The product that only Hopper can run, against float64."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.hopper_gemm import Tiling, hopper_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
-from tests.cuda.device import DEVICE, TILINGS, normal
+from tests.cuda.device import DEVICE, HOPPER, normal
 
-pytestmark = pytest.mark.skipif(not TILINGS.device.has_hopper_gemm, reason="needs a Hopper GPU")
-SHAPES = [(6144, 4096, False), (1024, 14336, False), (2048, 4096, True), (1000, 320, False), (448, 576, True)]
+pytestmark = pytest.mark.skipif(not HOPPER.device.has_hopper_gemm, reason="needs a Hopper GPU")
+SHAPES = [(1000, 320, False), (448, 576, True), (256, 1024, False)]
+if DEVICE == "cuda":  # in the interpreter they take minutes
+    SHAPES += [(6144, 4096, False), (1024, 14336, False), (2048, 4096, True)]
 
 
 def gated_or_not(y: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -32,7 +34,7 @@ def test_values_of_16_bits(rows: int, width: int, gated: bool, count: int) -> No
     wanted = gated_or_not(x.double() @ weight.double().t() + bias, gated)
     scratch = SplitKScratch.on(torch.device(DEVICE))
     split = 4 if -(-width // 64) % 4 == 0 else 1
-    chosen = TILINGS.hopper_gemm(count, int(wanted.shape[1]), width, 2, gated)
+    chosen = HOPPER.hopper_gemm(count, int(wanted.shape[1]), width, 2, gated)
     for tiling in {chosen, Tiling(1, 3, 3), Tiling(split, 1, 3)}:
         out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
         hopper_gemm(x, weight, bias, out, tiling, scratch, gated=gated)
@@ -50,7 +52,7 @@ def test_values_of_8_bits(rows: int, width: int, gated: bool, count: int) -> Non
     values = weight.values.double() * weight.scales[:, None]
     wanted = gated_or_not((codes.values.double() * codes.scales[:, None]) @ values.t(), gated)
     out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    tiling = TILINGS.hopper_gemm(count, out.shape[1], width, 1, gated)
+    tiling = HOPPER.hopper_gemm(count, out.shape[1], width, 1, gated)
     scales = {"scales": weight.scales, "item_scales": codes.scales}
     hopper_gemm(
         codes.values, weight.values, None, out, tiling, SplitKScratch.on(torch.device(DEVICE)), gated=gated, **scales

@@ -17,11 +17,11 @@ from penstock.backend.cuda.kernels.low_rank import RANKS, RECORD, SPLIT, Adapted
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_low_rank import UpdateSizes, pack_update
 from penstock.model.low_rank import LowRankPart, LowRankUpdate
-from tests.cuda.device import DEVICE, TILINGS, normal
+from tests.cuda.device import DEVICE, HOPPER, normal
 from tests.cuda.test_adapters import step_of
-from tests.cuda.test_hopper_gemm import difference, gated_or_not
+from tests.cuda.test_hopper_gemm import SHAPES, difference, gated_or_not
 
-pytestmark = pytest.mark.skipif(not TILINGS.device.has_hopper_gemm, reason="needs a Hopper GPU")
+pytestmark = pytest.mark.skipif(not HOPPER.device.has_hopper_gemm, reason="needs a Hopper GPU")
 WEIGHTS, NUMBER = 3, 1  # other weights have records too
 
 
@@ -88,7 +88,6 @@ class Updates:
 
 
 SLOTS = {"one": lambda i: 0, "some": lambda i: i % 9 - 1, "all": lambda i: i}
-SHAPES = [(6144, 4096, False), (1024, 14336, False), (2048, 4096, True), (1000, 320, False), (448, 576, True)]
 
 
 @pytest.mark.parametrize("who", SLOTS)
@@ -111,7 +110,7 @@ def test_updates_are_added(rows: int, width: int, gated: bool, count: int, who: 
     plain = seen @ exact.t() + bias
     wanted = gated_or_not(plain + updates.added(seen, slots), gated)
     scratch = SplitKScratch.on(torch.device(DEVICE))
-    tiling = TILINGS.hopper_gemm(count, int(wanted.shape[1]), width, 1 if fp8 else 2, gated, True)
+    tiling = HOPPER.hopper_gemm(count, int(wanted.shape[1]), width, 1 if fp8 else 2, gated, True)
     values = inputs.values if isinstance(inputs, Fp8Activations) else inputs
     for _ in range(2):  # the first leaves all counters as it found them
         out = torch.full(wanted.shape, torch.nan, dtype=torch.bfloat16, device=DEVICE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
+from random import Random
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from penstock.engine.host_blocks import HostBlocks, HostMemory
 from penstock.model.load import load_model, open_checkpoint
 from penstock.types import BlockCopy, Limits, StepPlan
 from tests.cuda.device import DEVICE
+from tests.cuda.lazy_streams import lazy_gpu
 from tests.cuda.small import load_small
 from tests.cuda.test_backend import GOLDENS
 
@@ -89,40 +90,60 @@ def test_a_saved_state_comes_back_and_the_answer_goes_on_from_it() -> None:
     backend.close()
 
 
-class FakeEvent:
-    """Stands in for an event of a GPU, which is not needed where copies are done at once."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return 2.0
-
-
-def test_rows_pass_through_staging_memory_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered = list[int]()
-    library = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: registered.append(address) or 0,
-        cudaHostUnregister=registered.remove,
-    )
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
-    for staged in (0, 40, 1 << 20):  # rows of 20 bytes pass one at a time, two at a time, and all at once
-        parts = [torch.randint(256, (6, size), dtype=torch.uint8) for size in (12, 8)]
-        before = [part.clone() for part in parts]
+@pytest.mark.parametrize("staged", [0, 80, 1 << 20], ids=["one", "two", "all"])  # rows of 20 bytes in each buffer
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_beside_steps_move_what_they_would_alone(seed: int, staged: int) -> None:
+    """Steps write blocks, blocks leave and come back, the host reads and writes places; all in any order that streams
+    may have."""
+    random = Random(seed)
+    parts = [torch.zeros((6, size), dtype=torch.uint8) for size in (12, 8)]
+    blocks, places = np.zeros((6, 20), np.uint8), np.zeros((5, 20), np.uint8)  # as they should be
+    with lazy_gpu(random) as gpu:
         room = PinnedRoom(parts, 5, nullcontext, staged)
-        assert room.copy_out([4, 0, 2], [1, 3, 0]) == 2e-3
-        assert room.array[3].tolist() == torch.cat([part[0] for part in parts]).tolist()
-        for part in parts:
-            part.zero_()
-        room.copy_in([4, 0, 2], [1, 3, 0])
-        for part, was in zip(parts, before, strict=True):
-            assert torch.equal(part[[4, 0, 2]], was[[4, 0, 2]])
-            assert not part[[1, 3, 5]].any()
-        assert len(registered) == 1
+        room.array[:] = 0
+        for value in range(1, 60):
+            count = random.randint(1, 4)
+            some, chosen = random.sample(range(6), count), random.sample(range(5), count)
+            match random.choice(["step", "step", "out", "in", "host"]):
+                case "step":
+                    for part in parts:
+                        part[some[0]].fill_(value)
+                    blocks[some[0]] = value
+                case "out":
+                    room.copy_out(some, chosen)
+                    places[chosen] = blocks[some]
+                case "in":
+                    room.copy_in(some, chosen)
+                    blocks[some] = places[chosen]
+                case "host":
+                    room.finish()
+                    assert np.array_equal(room.array, places)
+                    room.array[chosen] = places[chosen] = value
+            gpu.run_some()
+        room.finish()
+        told = room.timings()
+        assert room.timings() == []
+        assert all(timing.seconds == 2e-3 and 0 < timing.blocks <= 4 for timing in told)
+        assert {timing.direction for timing in told} == {"in", "out"}
         room.close()
-        assert not registered
+        gpu.steps.synchronize()
+    assert np.array_equal(torch.cat(parts, dim=1).numpy(), blocks)
+
+
+def test_blocks_leave_beside_the_steps_that_follow() -> None:
+    """The host waits for nothing, and a step waits for blocks to leave only while all buffers are on their way."""
+    with lazy_gpu(Random(0)) as gpu:
+        part = torch.ones((4, 8), dtype=torch.uint8)
+        room = PinnedRoom([part], 4, nullcontext, staged=0)
+        room.copy_out([0, 1], [0, 1])
+        assert room.timings() == []
+        part[0].fill_(7)
+        gpu.run_alone(gpu.steps)
+        assert not gpu.steps.queue
+        room.copy_out([2], [2])
+        gpu.run_alone(gpu.steps)
+        assert gpu.steps.queue
+        room.finish()
+        assert room.array[:3].tolist() == [[1] * 8] * 3
+        assert [timing.blocks for timing in room.timings()] == [1, 1, 1]
+        room.close()

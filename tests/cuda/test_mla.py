@@ -8,10 +8,11 @@ import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, inputs
+from penstock.backend.cuda.contexts import BLOCK, MOST_BLOCKS, PromptSizes
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels.kv_tile import SplitKV
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling, mla_decode
-from penstock.backend.cuda.mla_expansion import BLOCK, MOST_BLOCKS, MlaDims, MlaExpansion
+from penstock.backend.cuda.mla_expansion import MlaDims, MlaExpansion
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import CASES, Trial, difference, run
 from penstock.backend.ref.mla_cases import attend_mla, mla
@@ -119,7 +120,7 @@ def test_selected_positions_are_never_expanded() -> None:
     ],
 )
 def test_what_takes_less_arithmetic_is_done(count: int, context: int, pays: bool) -> None:
-    assert DEEPSEEK.pays(np.array([count], np.int32), np.array([context], np.int32)) == pays
+    assert DEEPSEEK.pays(PromptSizes(np.array([count]), np.array([context]))) == pays
 
 
 def test_contexts_lie_one_behind_the_other() -> None:

@@ -21,6 +21,7 @@ from penstock.model.dequantize import dequantize
 from penstock.model.random_tensor import random_tensor
 from penstock.model.tensor import AFFINE, FORMATS, STORAGE, Tensor
 from tests.cuda.device import DEVICE, TILINGS, ints, normal
+from tests.small_scales import CODES, weight_of_every_scale
 
 FILE_FORMATS = [name for name in CODINGS if name in FORMATS | AFFINE]
 ROWS, WIDTH = 40, 512  # three rows of tiles, of eight each
@@ -195,6 +196,33 @@ def test_the_library_multiplies_many_rows(monkeypatch: pytest.MonkeyPatch) -> No
     out = empty(40, 64).bfloat16()
     QuantizedMatrix((weight,), normal(64), Workspace(scratch(), 40, TILINGS)).product(items(40, 256), out)
     assert difference(out, items(40, 256).double() @ values.double().T + normal(64)) < 2 * HALF
+
+
+@pytest.mark.parametrize("format", CODES)
+def test_every_scale_of_8_bits_is_read_as_defined(format: str) -> None:
+    tensor = weight_of_every_scale(format)
+    weight = pack(tensor.data, format, *tensor.shape, Transfer(torch.device(DEVICE)))
+    assert np.array_equal(expanded(weight).cpu(), dequantize(tensor))
+
+
+@pytest.mark.parametrize("count", [1, 3, 20, 40])
+def test_a_factor_multiplies_products_before_they_are_rounded(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float16 would not hold products without it."""
+    monkeypatch.setattr("penstock.backend.cuda.quantized_weights.QUANT_GEMM_ROWS", 32)
+    blocks = np.random.default_rng(0).integers(0, 255, (32 * 256 // 64, 36), np.uint8)
+    blocks[:, :4] = 0x7E  # 448, the largest
+    tensor = Tensor("", STORAGE["NVFP4"], (32, 256), blocks.reshape(-1))
+    weight = pack(tensor.data, "NVFP4", 32, 256, Transfer(torch.device(DEVICE)), factor=3e-4)
+    bias, x, out, gated = normal(32), 20 * items(count, 256), empty(count, 32).half(), empty(count, 16)
+    matrix = QuantizedMatrix((weight,), bias, Workspace(scratch(), 40, TILINGS))
+    matrix.product(x, out)
+    unscaled = torch.from_numpy(x.double().cpu().numpy() @ dequantize(tensor).astype(np.float64).T)
+    wanted = unscaled * 3e-4 + bias.cpu()
+    assert unscaled.abs().max() > 65504
+    assert difference(out.cpu(), wanted) < HALF
+    matrix.gated(x, gated, empty(count, 32))
+    left, right = wanted.chunk(2, 1)
+    assert difference(gated.cpu(), torch.nn.functional.silu(left) * right) < HALF
 
 
 def test_int4_is_as_close_as_four_bits_allow() -> None:

@@ -135,6 +135,7 @@ def test_what_no_plain_product_has_is_widened() -> None:
     assert isinstance(packer.pack_matrix([tensor], [None]), DenseMatrix)
     assert stored_as(tensor, "").kind == "BF16"
     assert not expands(tensor)
+    assert stored_as(tensor.with_role(Role.EXPERT_IN), "").kind == "BF16"
 
 
 def test_weights_of_one_layout_are_exchanged() -> None:

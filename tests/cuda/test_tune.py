@@ -9,9 +9,9 @@ import torch
 
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.kernels.skinny_gemm import SplitKScratch
-from penstock.backend.cuda.tune import SHAPES, Bench, Call, candidates, measure, products
+from penstock.backend.cuda.tune import CHOSEN, SHAPES, Bench, Call, call_of, candidates, matrix, measure, products
 from penstock.backend.cuda.tuned_tilings import Product
-from tests.cuda.device import DEVICE
+from tests.cuda.device import DEVICE, normal
 from tests.cuda.test_tilings import stage_bytes
 from tests.engine.test_device_properties import A100, GPUS, RTX_4090
 
@@ -21,7 +21,7 @@ def test_candidates_fit_shared_memory(device: DeviceProperties) -> None:
     for product in products(device, SHAPES):
         tilings = candidates(device, product)
         assert len(tilings) > 2, product
-        if product.kernel not in ("gemv", "small_gemm"):
+        if product.kernel not in ("gemv", "expert_gemv", "small_gemm"):
             arguments = product.count, product.rows, product.width, 2, False
             sizes = [tiling.stages * stage_bytes(product.kernel, arguments, tiling) for tiling in tilings]
             assert max(sizes) <= device.shared_memory
@@ -50,6 +50,21 @@ def test_the_fastest_candidate_that_runs_is_kept(monkeypatch: pytest.MonkeyPatch
     product = Product("gemv", "16 bits", 1, 32, 64)
     assert measure(bench, [(32, 64)], lines.append) == [(product, tuple(candidates(A100, product)[2]))]
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "fp8"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_are_measured_with_the_matrices_of_all_that_are_chosen(kind: str, gated: bool) -> None:
+    device, product = torch.device(DEVICE), Product("expert_gemv", kind, 1, 16, 512, gated)
+    bench = Bench(device, RTX_4090, SplitKScratch.on(device), lambda calls: calls[0]() or 1.0)
+    weight, tiling = matrix(bench, product), candidates(RTX_4090, product)[0]
+    values = weight.values.float() * weight.scales[:, None] if kind == "fp8" else weight.float()
+    x, out = normal(1, 512, dtype=torch.bfloat16), torch.empty(CHOSEN, 16, device=DEVICE, dtype=torch.bfloat16)
+    call_of(product, x, weight, out, tiling, bench.scratch)()
+    wanted = (values @ x[0].float()).view(CHOSEN, -1)
+    if gated:
+        wanted = torch.nn.functional.silu(wanted[:, :16]) * wanted[:, 16:]
+    torch.testing.assert_close(out.float(), wanted, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes minutes in the interpreter")

@@ -199,7 +199,7 @@ def test_another_layout_has_another_number() -> None:
         weight.fill(0, 0, 24, data[:cut])
         weight.fill(1, 0, 16, data[cut:])
         sums.append(checksum(weight.packed))
-    assert (packed_cache.LAYOUT, checksum(np.array(sums, np.uint64).view(np.uint8))) == (1, 2840636104751817890)
+    assert (packed_cache.LAYOUT, checksum(np.array(sums, np.uint64).view(np.uint8))) == (2, 3480125004884322368)
 
 
 # ---- room ----
@@ -387,7 +387,7 @@ def test_a_store_that_cannot_be_written_is_no_error(
 
 
 def test_processes_at_once_share_one_file(smollm2: Path) -> None:
-    patient = "import penstock.cli, penstock.backend.cpu.write_behind as w; w.LAST_SECONDS = 60; penstock.cli.app()"
+    patient = "import penstock.cli, penstock.backend.cpu.write_behind as w; w.LAST_SECONDS = 60; penstock.cli.main()"
     command = [sys.executable, "-c", patient, "run", str(smollm2), "The capital of France is", "--raw"]
     command += ["--max-tokens", "8", "--temperature", "0"]
 

@@ -350,16 +350,31 @@ class Tuner(Protocol):
         launches it. To be called while no step is in flight."""
 
 
+class CopyTiming(NamedTuple):
+    """Says how long blocks took to be copied in or out, by themselves."""
+
+    direction: str  # "in" or "out", as that of a BlockCopy
+    blocks: int
+    seconds: float
+
+
 class HostRoom(Protocol):
-    """Is host memory with places for blocks that have left the device."""
+    """Is host memory with places for blocks that have left the device. Copies happen in the order in which they are
+    asked for, after all launched steps and before those that are launched next; they may do so later than the call."""
 
     array: NDArray[np.uint8]  # [places, bytes of a block]; empty once it is closed
 
-    def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> float:
-        """Copies blocks to places; returns how many seconds that took by itself."""
+    def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> None:
+        """Has blocks copied to places."""
 
-    def copy_in(self, blocks: Sequence[int], places: Sequence[int]) -> float:
-        """Copies what is in places to blocks; returns how many seconds that took by itself."""
+    def copy_in(self, blocks: Sequence[int], places: Sequence[int]) -> None:
+        """Has what is in places copied to blocks."""
+
+    def finish(self) -> None:
+        """Waits until the host may read and write all places."""
+
+    def timings(self) -> list[CopyTiming]:
+        """Returns how long copies took that have ended and were not told before."""
 
     def close(self) -> None:
         """Gives the memory back."""

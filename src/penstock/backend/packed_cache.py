@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.file_locks import try_lock
 from penstock.model.load import Checkpoint
 
-LAYOUT = 1  # of packed weights: a change of what any weight is packed into needs another number
+LAYOUT = 2  # of packed weights: a change of what any weight is packed into needs another number
 SUFFIX = ".packed"
 FREE = 1 << 30  # bytes that are left free on the disk
 

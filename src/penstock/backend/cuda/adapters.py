@@ -74,8 +74,8 @@ class WeightSizes:
 
 class CudaAdapters:
     """Keeps adapters in slots: see AdapterSlots. `sizes` are the most rows and the most tokens of a step; `on_stream`
-    makes the stream that steps run on the current one. `refused`: none are taken, because answers may not depend on the
-    batch."""
+    makes the stream that steps run on the current one. `fixed`: a row's update does not depend on its batch, nor on
+    which other adapters there are."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class CudaAdapters:
         sizes: tuple[int, int],
         on_stream: Callable[[], AbstractContextManager[Any]],
         *,
-        refused: bool = False,
+        fixed: bool = False,
     ) -> None:
         self._device = device
-        self._refused = refused
+        self._fixed = fixed
         self._dtype = dtype
         self._sizes = sizes
         self._on_stream = on_stream
@@ -103,8 +103,6 @@ class CudaAdapters:
     # -- in any thread -------------------------------------------------------------------------------------------
 
     def pack(self, updates: Sequence[LowRankUpdate]) -> CudaAdapter:
-        if self._refused:
-            raise AdapterError("adapters are not deterministic on a GPU: leave out --deterministic or use --device cpu")
         packed = {self._number(update): update for update in updates}
         sent = self._sent({number: self._packed(update, number) for number, update in packed.items()})
         if self._lane is not None and not self._compiled:
@@ -118,9 +116,11 @@ class CudaAdapters:
         order = torch.zeros(1, dtype=torch.int32, device=self._device)
         nowhere, room = torch.full((1, 4), -1, dtype=torch.int32, device=self._device), self._empty(1, 1).float()
         sampled = RowTiles(nowhere[0, :1], None, DECODE_ROWS)
-        tokens = [RowTiles(nowhere, order, size) for size in (DECODE_ROWS, PROMPT_ROWS)]
+        sizes = (DECODE_ROWS,) if self._fixed else (DECODE_ROWS, PROMPT_ROWS)
+        tokens = [RowTiles(nowhere, order, size) for size in sizes]
         for known in self._known:
-            weight, x = AdaptedWeight(records, 0, 1, 1, True, self._dtype), self._empty(1, known.weight.width)
+            weight = AdaptedWeight(records, 0, 1, 1, not self._fixed, self._dtype)
+            x = self._empty(1, known.weight.width)
             y = self._empty(1, known.weight.rows).to(torch.float32 if known.sampled else self._dtype)
             for rows in [sampled] if known.sampled else tokens:
                 shrink(x, rows, weight, room)
@@ -224,7 +224,9 @@ class CudaAdapters:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.forget_graphs()
-        needed = values_needed(*self._sizes, max(known.chunks for known in self._known))
+        rows, tokens = self._sizes
+        chunks = max(known.chunks for known in self._known)
+        needed = values_needed(tokens if self._fixed else rows, tokens, chunks)
         with self._on_stream():
             if self._low_rank is None or len(self._low_rank) < needed:
                 self._low_rank = torch.empty(needed, device=self._device)
@@ -241,13 +243,14 @@ class CudaAdapters:
         """Returns what adds adapters to products with a weight: of all tokens, or of the sampled ones."""
         number = self._weights.setdefault(id(weight), len(self._known))
         if number == len(self._known):
-            self._known.append(WeightSizes(weight, gated, sampled))
+            self._known.append(WeightSizes(weight, gated and not self._fixed, sampled))
         return AdaptedProduct(self, number, sampled)
 
     def weight(self, number: int) -> AdaptedWeight:
         """Says where the updates of a weight are; it has none if it has no chunks."""
         known = self._known[number]
-        return AdaptedWeight(self._records, number, known.chunks, known.blocks, known.aligned, self._dtype)
+        aligned = known.aligned and not self._fixed  # which depends on other adapters, and compiles another kernel
+        return AdaptedWeight(self._records, number, known.chunks, known.blocks, aligned, self._dtype)
 
     def takes_few(self, number: int) -> bool:
         """Returns whether the kernels that only Hopper runs take few rows of a product with a weight."""
@@ -258,7 +261,7 @@ class CudaAdapters:
     def updates(self, number: int, step: DeviceInputs) -> ProductUpdates | None:
         """Returns the updates of a weight for a product that adds them itself, after `shrink`; None if none can."""
         known = self._known[number]
-        if not known.tiled or len(step.tiles):
+        if not known.tiled or len(step.tiles) or self._fixed:
             return None
         rows, records = (step.adapter_tiles, step.adapter_slots), self._records[:, number:]
         return ProductUpdates(*rows, records, self._low_rank, len(self._known), known.chunks, known.depth)

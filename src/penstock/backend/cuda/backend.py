@@ -47,12 +47,13 @@ from penstock.backend.cuda.input_buffer import InputBuffer
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import layout_of
+from penstock.backend.cuda.kv_expansion import VALUE_BYTES, kv_expansion_of
 from penstock.backend.cuda.loaded_program import LoadedProgram
 from penstock.backend.cuda.lost_device import cannot_go_on
 from penstock.backend.cuda.precompile import Compiler
 from penstock.backend.cuda.program import ActivationMemory, SharedMemory, StepSizes
 from penstock.backend.cuda.quantized_weights import Workspace
-from penstock.backend.cuda.segments import check_kv, plan_segments
+from penstock.backend.cuda.segments import plan_segments
 from penstock.backend.cuda.sharing import CudaIpcMemory, CudaSharing, device_name
 from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
@@ -107,8 +108,6 @@ class CudaBackend:
         self._dtype = dtype
         self._quantize = quantize
         self._kv_layout = layout_of(kv, dtype)
-        if deterministic:
-            check_kv(kv, apart=self._kv_layout.apart is not None)
         rows = step_rows(max_rows)
         self._sizes = StepSizes(max(max_tokens, rows), rows)
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
@@ -122,13 +121,14 @@ class CudaBackend:
         self._workspace = Workspace(SplitKScratch.on(self._device), self._sizes.tokens, self._tilings, self._arena)
         tokens = torch.zeros(self._sizes.tokens, dtype=torch.int32, device=self._device)
         self._hidden = HiddenStates(dtype, self._arena)
-        about = self._tilings, self._arena, tokens, ActivationMemory(self._arena), self._hidden
+        about = self._tilings, self._arena, tokens, ActivationMemory(self._arena), self._hidden, self._expands_kv
         self._shared = SharedMemory(self._device, dtype, self._sizes, *about)
         self._inputs = InputBuffer(self._device, self._sizes, self._event)
         self._programs: dict[int, LoadedProgram] = {}
-        self._blocks = CudaBlocks(self._programs, self._hidden, self._device, self._on_stream, deterministic)
+        where = self._device, self._on_stream
+        self._blocks = CudaBlocks(self._programs, self._hidden, *where, fixed=deterministic)
         self.kv: BlockMemory = self._blocks
-        self.states: BlockMemory = CudaStates(self._programs, self._device, self._on_stream)
+        self.states: BlockMemory = CudaStates(self._programs, *where, fixed=deterministic)
         self._adapters = self._new_adapters()
         self.adapters: AdapterSlots = self._adapters
         self._flights: dict[Ticket, Flight] = {}
@@ -174,7 +174,7 @@ class CudaBackend:
 
     def _new_adapters(self) -> CudaAdapters:
         sizes = self._sizes.rows, self._sizes.tokens
-        return CudaAdapters(self._device, self._dtype, sizes, self._on_stream, refused=self._tilings.fixed)
+        return CudaAdapters(self._device, self._dtype, sizes, self._on_stream, fixed=self._tilings.fixed)
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
         packer = HostPacker(self._dtype, self._tilings, self._quantize)
@@ -188,12 +188,20 @@ class CudaBackend:
         weights = weight_bytes(listed, self._quantize, self._properties.has_fp8)
         unpacks = self._quantize == "int4" or any(map(expands, listed))
         workspace = workspace_bytes(spec, self._sizes.tokens, self._sizes.rows, unpacks)
+        if self._expands_kv:
+            copies = kv_expansion_of(spec.cached_attention, self._sizes.tokens, self._tilings)
+            workspace += copies.bytes if copies else 0
         costs = sum(map(self._kv_layout.bytes_per_token, spec.cached_attention)), spec.state_bytes
         hidden = spec.hidden_values * self._dtype.itemsize
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs).with_hidden(hidden)
         free, total = torch.cuda.mem_get_info(self._device)
         return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs).with_hidden(hidden)
+
+    @property
+    def _expands_kv(self) -> bool:
+        """Returns whether prompts may attend to copies in 16 bits of what the cache holds in 8."""
+        return self._kv_layout.is_kv8 and self._dtype.itemsize == VALUE_BYTES
 
     def memory_needs(self) -> MemoryNeeds:
         programs = self._programs.values()
@@ -410,7 +418,8 @@ class CudaBackend:
     def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
         sizes = self._sizes.rows, program.program.run_sizes
         if self._tilings.fixed:
-            return plan_segments(batch, program.program.run_sizes[-1], self._pad)
+            run, whole_rows = program.program.run_sizes[-1], program.program.sees_whole_rows
+            return plan_segments(batch, run, self._pad, whole_rows=whole_rows)
         return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes, program.sharing, program.expansion)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:

@@ -19,7 +19,8 @@ from penstock.backend.host_room import PlainRoom
 
 
 class CudaMemory(ABC):
-    """Implements BlockMemory over arrays on the device: a block has a row in each of them."""
+    """Implements BlockMemory over arrays on the device: a block has a row in each of them. `fixed`: blocks hold what
+    does not depend on the batch that they were computed in."""
 
     STAGED = STAGED  # bytes on the device that blocks pass through on their way to host memory
 
@@ -28,17 +29,24 @@ class CudaMemory(ABC):
         programs: Mapping[int, LoadedProgram],
         device: torch.device,
         on_stream: Callable[[], AbstractContextManager[Any]],
+        *,
+        fixed: bool = False,
     ) -> None:
         self._programs = programs
         self._device = device
         self._on_stream = on_stream  # the stream that steps are queued on
+        self._fixed = fixed
+
+    def fingerprint(self) -> str:
+        return f"cuda 1, {'; '.join([*self._layouts(), *(['deterministic'] if self._fixed else [])])}"
 
     @abstractmethod
     def _caches(self) -> list[LayerCache]:
         """Returns what blocks consist of, once they are reserved."""
 
     @abstractmethod
-    def fingerprint(self) -> str: ...
+    def _layouts(self) -> list[str]:
+        """Says in words what blocks consist of."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         with self._on_stream():
@@ -82,24 +90,23 @@ class CudaBlocks(CudaMemory):
         hidden: HiddenStates,
         device: torch.device,
         on_stream: Callable[[], AbstractContextManager[Any]],
+        *,
         fixed: bool = False,
     ) -> None:
-        super().__init__(programs, device, on_stream)
+        super().__init__(programs, device, on_stream, fixed=fixed)
         self._hidden = hidden
-        self._fixed = fixed  # blocks hold what does not depend on the batch that they were computed in
 
     def rows(self) -> KvRows:
         """Returns whole blocks, once they are reserved."""
         return KvRows(self._by_block(), self._device, self._on_stream)
 
-    def fingerprint(self) -> str:
+    def _layouts(self) -> list[str]:
         layouts = [
             f"{program.groups} groups, blocks of {shapes_of(program.memory.planes)}"
             for program in self._programs.values()
         ]
         hidden = [f"hidden states of {shapes_of(planes)}"] if (planes := self._hidden.planes) else []
-        fixed = ["deterministic"] if self._fixed else []
-        return f"cuda 1, {'; '.join([*layouts, *hidden, *fixed])}"
+        return [*layouts, *hidden]
 
     def _caches(self) -> list[LayerCache]:
         """Returns what blocks consist of, program by program, and then hidden states."""
@@ -112,8 +119,8 @@ class CudaStates(CudaMemory):
 
     STAGED = 0  # one at a time: a state is large, and few travel
 
-    def fingerprint(self) -> str:
-        return f"cuda 1, states of {shapes_of(self._caches())}"
+    def _layouts(self) -> list[str]:
+        return [f"states of {shapes_of(self._caches())}"]
 
     def _caches(self) -> list[LayerCache]:
         layers = [each for program in self._programs.values() for each in program.memory.states.layers.values()]

@@ -73,6 +73,12 @@ class Tilings:
         return GemvTiling(*found) if found else tilings.gemv_tiling(rows, width)
 
     @remembered
+    def expert_gemv(self, itemsize: int, rows: int, width: int, gated: bool) -> GemvTiling:
+        kind = "fp8" if itemsize == 1 else f"{8 * itemsize} bits"
+        found = self._tuned.find(Product("expert_gemv", kind, 1, rows, width, gated))
+        return GemvTiling(*found) if found else tilings.expert_gemv_tiling(width, itemsize, gated)
+
+    @remembered
     def skinny(self, count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> SkinnyTiling | None:
         """Returns None where cuBLAS is faster."""
         usual = tilings.skinny_tiling(self.device, count, rows, width, itemsize, gated)
@@ -101,6 +107,11 @@ class Tilings:
     @remembered
     def fixed_gemm(self, rows: int, width: int, itemsize: int) -> FixedGemmTiling:
         return tilings.fixed_gemm_tiling(self.device, rows, width, itemsize)
+
+    @remembered
+    def fixed_heads_gemm(self, rows: int, width: int, itemsize: int) -> FixedGemmTiling:
+        """Returns the tiling of products with a matrix for each head, whose columns are not split."""
+        return tilings.fixed_gemm_tiling(self.device, rows, width, itemsize)._replace(split=1)
 
     @remembered
     def quant_gemm(self, count: int, rows: int, width: int) -> QuantGemmTiling:
@@ -151,6 +162,15 @@ class Tilings:
     @remembered
     def mla_decode(self, heads: int, dims: int, itemsize: int) -> MlaTiling:
         return tilings.mla_decode_tiling(self.device, heads, dims, itemsize)
+
+    @remembered
+    def segmented_mla(self, dims: int, itemsize: int) -> MlaTiling:
+        return tilings.segmented_mla_tiling(self.device, dims, itemsize)
+
+    @remembered
+    def hopper_mla(self, nope: int, rope: int, values: int) -> HopperAttentionTiling | None:
+        """Returns None where only the kernel for every GPU runs."""
+        return tilings.hopper_mla_tiling(self.device, nope, rope, values)
 
     @remembered
     def mla_expanded(self, nope: int, rope: int, values: int, itemsize: int) -> AttentionTiling:

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from penstock.backend.cuda.activations import ACTIVATIONS
-from penstock.backend.cuda.device_properties import INTERPRETER, DeviceProperties
+from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.fp8_weights import scales_of, send_codes
 from penstock.backend.cuda.kernels.expert_gemm import (
     ExpertRows,
@@ -59,13 +59,14 @@ class DenseExperts:
 
     weight: Any  # [experts * rows, width]
     bias: Any | None  # [experts * rows] float32
-    device: DeviceProperties = INTERPRETER
+    tilings: Tilings
 
     def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
-        expert_gemv(rows, self.weight, self.bias, out, gated)
+        tiling = self.tilings.expert_gemv(self.weight.element_size(), out.shape[1], self.weight.shape[1], gated)
+        expert_gemv(rows, self.weight, self.bias, out, gated, tiling=tiling)
 
     def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
-        expert_gemm(rows, permutation, size, self.weight, self.bias, out, self.device)
+        expert_gemm(rows, permutation, size, self.weight, self.bias, out, self.tilings.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,14 @@ class Fp8Experts:
     weight: Any  # [experts * rows, width] float8_e4m3fn
     scales: Any  # [experts * rows] or [width / 128, experts * rows] float32
     bias: Any | None  # [experts * rows] float32
-    device: DeviceProperties = INTERPRETER
+    tilings: Tilings
 
     def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
-        expert_gemv(rows, self.weight, self.bias, out, gated, self.scales)
+        tiling = self.tilings.expert_gemv(1, out.shape[1], self.weight.shape[1], gated)
+        expert_gemv(rows, self.weight, self.bias, out, gated, self.scales, tiling=tiling)
 
     def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
-        expert_gemm(rows, permutation, size, self.weight, self.bias, out, self.device, self.scales)
+        expert_gemm(rows, permutation, size, self.weight, self.bias, out, self.tilings.device, self.scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +185,12 @@ def pack_matrices(
     if not quantizes:
         if quantize:
             log_once(workspace, f"experts in {names(formats)} do not become {quantize}: they stay as they are")
-        return DenseExperts(values, bias, workspace.tilings.device)
+        return DenseExperts(values, bias, workspace.tilings)
     workspace.transfer.finish()
     if quantize == "int4":
         return QuantizedExperts(quantize_int4(values), bias)
     made = quantize_fp8(values)
-    return Fp8Experts(made.values, made.scales, bias, workspace.tilings.device)
+    return Fp8Experts(made.values, made.scales, bias, workspace.tilings)
 
 
 def pack_quantized_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> QuantizedExperts:
@@ -204,11 +206,11 @@ def pack_quantized_experts(parts: Sequence[Tensor], bias: Any | None, workspace:
 
 def pack_fp8_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> Fp8Experts | None:
     """Packs parts in F8_E4M3; returns None if the device does not read FP8, or no kernel takes their scales."""
-    device = workspace.tilings.device
-    scales = scales_of(parts) if device.has_fp8 else None
+    tilings = workspace.tilings
+    scales = scales_of(parts) if tilings.device.has_fp8 else None
     if scales is None:
         return None
     rows = sum(part.shape[0] for part in parts)
     values = workspace.arena.empty((rows, parts[0].shape[1]), torch.float8_e4m3fn)
     send_codes(parts, values, workspace.transfer)
-    return Fp8Experts(values, scales.to(workspace.arena.device), bias, device)
+    return Fp8Experts(values, scales.to(workspace.arena.device), bias, tilings)

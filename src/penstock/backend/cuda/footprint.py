@@ -8,14 +8,14 @@ from penstock.backend.base import StoredAs
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.formats.trellis import trellis_of
-from penstock.model.roles import MLA
+from penstock.model.roles import EXPERTS, MLA
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import AFFINE, PLAIN, Tensor, factor_of
 
 # Bits of one value, its share of scales included, in formats that stay quantized on a GPU.
 STORED_BITS = {
     "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q2_K": 5.125, "Q3_K": 4.5625, "Q4_K": 4.625,
-    "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.5, "NVFP4": 5.0, "NF4": 4.5,
+    "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.25, "NVFP4": 4.5, "NF4": 4.5,
     "IQ1_S": 4.3125, "IQ1_M": 4.5625, "IQ2_XXS": 4.3125, "IQ2_XS": 4.5625, "IQ2_S": 4.5625, "IQ3_XXS": 4.3125,
     "IQ3_S": 4.3125, "TQ1_0": 4.3125, "TQ2_0": 4.3125, "F8_E4M3": 8.0,
     **{name: affine.bits + 32 / affine.values for name, affine in AFFINE.items()},
@@ -40,7 +40,7 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     (`has_fp8`), FP8 weights become 16 bits."""
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
-    if trellis := trellis_of(tensor):
+    if tensor.role not in EXPERTS and (trellis := trellis_of(tensor)):
         return StoredAs(trellis.name, trellis.bits_with_vectors)
     tensor = as_near_blocks(tensor) or tensor
     name = tensor.format.name

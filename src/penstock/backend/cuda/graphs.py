@@ -73,7 +73,8 @@ def padded_segments(shape: Shape) -> Shape:
         tokens = rows = bucket_decode_rows(shape.tokens)
     if tokens > MAX_TOKENS:
         return shape
-    return Shape(tokens, rows, rows, most_splits(tokens, rows, shape.run), 0, run=shape.run, segmented=True)
+    splits, adapters = most_splits(tokens, rows, shape.run), bucket_adapter_tiles(shape.adapter_tiles, tokens)
+    return Shape(tokens, rows, rows, splits, 0, adapters, run=shape.run, segmented=True)
 
 
 def in_segments(shape: Shape, run: int) -> Shape:

@@ -10,10 +10,10 @@ import torch
 
 from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda import inputs
+from penstock.backend.cuda.contexts import MOST_BLOCKS
 from penstock.backend.cuda.flight import IN_FLIGHT
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
 from penstock.backend.cuda.launch_context import Memory
-from penstock.backend.cuda.mla_expansion import MOST_BLOCKS
 from penstock.backend.cuda.program import StepSizes
 from penstock.backend.cuda.recurrent_states import words
 from penstock.backend.cuda.segments import most_splits
@@ -70,7 +70,7 @@ class InputBuffer:
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
         splits = max(r + inputs.SPARE_SPLITS, most_splits(t, r, 1))
-        expanded = 2 * MOST_BLOCKS  # pieces are rounded up to a power of two
+        expanded = 2 * MOST_BLOCKS  # they are rounded up to a power of two
         largest = Shape(t, t, r, splits, t + SPARE_TILES, t, shared=SHARED_SPLITS, expanded=expanded)
         count = inputs.words(largest, self._groups) + self._table_words
         pinned = {"dtype": torch.int32, "pin_memory": self._device.type == "cuda"}

@@ -19,13 +19,9 @@ import numpy as np
 
 from penstock.backend.base import Batch, Floats, Ints
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, AdapterTiles, adapter_tiles
-from penstock.backend.cuda.mla_expansion import (
-    CONTEXT_COLUMNS,
-    NO_CONTEXTS,
-    TILE_TOKENS,
-    ExpandedContexts,
-    MlaExpansion,
-)
+from penstock.backend.cuda.contexts import CONTEXT_COLUMNS, NO_CONTEXTS, ExpandedContexts
+from penstock.backend.cuda.kv_expansion import KvExpansion
+from penstock.backend.cuda.mla_expansion import MlaExpansion
 from penstock.backend.cuda.shared_prefixes import (
     MOST_TOKENS,
     SharedPrefixes,
@@ -59,7 +55,7 @@ class Shape(NamedTuple):
     adapter_tiles: int = 0  # runs of tokens with one adapter; 0: no row has one
     run: int = 0  # tokens of a row that attend together, at most; 0: no row has several but in tiles
     shared: int = 0  # pieces that prefixes are split into which several rows have in common
-    expanded: int = 0  # blocks of contexts that MLA expands for the tokens of tiles; 0: it does not
+    expanded: int = 0  # blocks of contexts that are expanded for the tokens of tiles; 0: none are
     segmented: bool = False  # all rows attend in runs, whatever they are for: see segments.py; `decodes` counts rows
 
 
@@ -89,7 +85,7 @@ class DeviceInputs:
     shared_splits: Any  # [U, 8] see shared_prefix_attention
     shared_tokens: Any  # [decodes], or [0] without shared prefixes
     shared_places: Any  # [T, 4] see `shared_places`, or [0, 4]
-    expanded: Any  # [B, 3] see mla_expansion, or [0, 3]
+    expanded: Any  # [B, 3] see contexts, or [0, 3]
     tile_contexts: Any  # [Q] where the context of each tile begins among those that are expanded, or [0]
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
@@ -181,13 +177,13 @@ def plan_attention(
     most_decodes: int = 0,
     run_sizes: Sequence[int] = (1,),
     sharing: Sharing | None = None,
-    expansion: MlaExpansion | None = None,
+    expansion: MlaExpansion | KvExpansion | None = None,
 ) -> AttentionPlan:
     """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
     the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, they
     attend in runs of one of the `run_sizes`. With `sharing`, rows that decode attend together to prefixes that they
-    have in common. With `expansion`, MLA may expand the contexts of prompts, if these come after all other rows; heads
-    have keys of their own then, and `tile_tokens` does not count."""
+    have in common. With `expansion`, contexts of prompts may be expanded. For MLA these must come after all other rows;
+    heads have keys of their own then, and `tile_tokens` does not count."""
     counts = np.diff(batch.row_start)
     verifies = only_verifies(batch, counts, most_decodes)
     rows = np.flatnonzero((counts > 0) if verifies else counts == 1).astype(np.int32)
@@ -199,8 +195,12 @@ def plan_attention(
     pieces = NO_SPLITS if shared is None else split_shared(shared, rows)
     prompts = np.flatnonzero((counts > 1) & (not verifies)).astype(np.int32)
     come_last = not len(first) or first[-1] < len(first)
-    contexts = expansion.place(batch, prompts) if expansion and len(prompts) and come_last else NO_CONTEXTS
-    tiles = tiles_of(batch, prompts.tolist(), TILE_TOKENS if contexts.room else tile_tokens)
+    contexts = NO_CONTEXTS
+    if expansion and len(prompts) and (come_last or not expansion.prompts_last):
+        contexts = expansion.place(batch, prompts)
+    if expansion and contexts.room:
+        tile_tokens = expansion.tile_tokens or tile_tokens
+    tiles = tiles_of(batch, prompts.tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
     total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
     shape = pad(Shape(*total, run, len(pieces), contexts.room))

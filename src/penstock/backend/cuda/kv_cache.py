@@ -45,6 +45,11 @@ class KvLayout(NamedTuple):
     activations: torch.dtype  # the type of index keys, which have no scales
     apart: KvFormats | None = None  # of keys and values that have tensors of their own
 
+    @property
+    def is_kv8(self) -> bool:
+        """Returns whether keys and values have 8 bits, in one tensor."""
+        return self.scaled and self.apart is None
+
     def bytes_per_token(self, spec: AttentionSpec) -> int:
         """Returns the bytes of one token in one layer."""
         if self.apart:

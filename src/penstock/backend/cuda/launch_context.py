@@ -12,6 +12,7 @@ from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kv_cache import LayerCache
+from penstock.backend.cuda.kv_expansion import KvCopies, KvExpansion
 from penstock.backend.cuda.mla_expansion import MlaExpansion
 from penstock.model.spec import ExpertSpec, RopeSpec
 
@@ -28,7 +29,8 @@ class Memory:
     split_kv: Any = None  # partial results of decode attention over long contexts
     caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
     planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them
-    expansion: MlaExpansion | None = None  # how MLA expands contexts of prompts; None: it does not
+    expansion: MlaExpansion | KvExpansion | None = None  # how contexts of prompts are expanded; None: they are not
+    copies: KvCopies | None = None  # where, if a cache of 8 bits is
     index_scores: Any = None  # see kernels/select_positions.py
     groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
     states: Any = None  # see recurrent_states

@@ -6,16 +6,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.inputs import DeviceInputs
+from penstock.backend.cuda.kernels.fixed_gemm import fixed_heads_gemm
+from penstock.backend.cuda.kernels.hopper_mla import hopper_mla
 from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
 from penstock.backend.cuda.kernels.mla_expanded import Carry, ExpandedKv, expand_latents, mla_expanded
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
+from penstock.backend.cuda.kernels.segmented_mla import segmented_mla
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.launch_context import Context
-from penstock.backend.cuda.mla_expansion import MlaDims
+from penstock.backend.cuda.mla_expansion import MlaDims, MlaExpansion
 from penstock.model.ops import MlaWeights
 from penstock.model.program import Buffer, OpNode
 from penstock.model.spec import AttentionSpec
+
+HOPPER_BYTES = 2  # of values that hopper_mla.py reads
 
 
 class MlaScratch(NamedTuple):
@@ -82,21 +88,24 @@ def attend_absorbed(
     weights, spec, cache = layer
     absorbed = scratch.absorbed[: len(q)]
     found = scratch.found.view(-1)[: len(q) * spec.heads * spec.v_dim].view(len(q), -1)
-    multiply_heads(q, weights.k_b, absorbed, spec.head_dim - spec.v_dim)
+    multiply_heads(context.tilings, q, weights.k_b, absorbed, spec.head_dim - spec.v_dim)
     tables, how = (step.tables, step.header, found), (spec.v_dim, spec.scale, cache.scales)
     top_k = ALL if selected is None else selected.shape[1]
     sizes = cache.lines.shape[2], q.element_size()
-    tiling = context.tilings.mla_decode(spec.heads, *sizes)
+    tiling, run = context.tilings.mla_decode(spec.heads, *sizes), max(step.run, 1)
     if len(tiles):
         of_prompts = context.tilings.mla_prefill(*sizes)
         mla_prefill(absorbed, cache.lines, tiles, *tables, *how, top_k, tiling=of_prompts)
-    if len(step.splits):
-        split_kv = context.memory.split_kv
-        mla_decode(absorbed, cache.lines, step.splits, *tables, split_kv, *how, top_k, tiling=tiling)
-    for work, tokens in ((tiles, tokens_per_tile(spec.heads)), (step.splits, 1)) if selected is not None else ():
+    where = cache.lines, step.splits, *tables, context.memory.split_kv
+    if len(step.splits) and context.tilings.fixed:
+        segmented = context.tilings.segmented_mla(*sizes)
+        segmented_mla(absorbed, *where, *how, top_k, run=run, tiling=segmented)
+    elif len(step.splits):
+        mla_decode(absorbed, *where, *how, top_k, tiling=tiling)
+    for work, tokens in ((tiles, tokens_per_tile(spec.heads)), (step.splits, run)) if selected is not None else ():
         if len(work):
             mla_selected(absorbed, cache.lines, work, *tables, *how, selected, tokens, tiling=tiling)
-    multiply_heads(found, weights.v_b, out)
+    multiply_heads(context.tilings, found, weights.v_b, out)
 
 
 def attend_expanded(
@@ -104,25 +113,34 @@ def attend_expanded(
 ) -> None:
     """Attends with prompts, to one piece of their contexts after the other."""
     (weights, spec, cache), expansion = layer, context.memory.expansion
-    assert expansion is not None
+    assert isinstance(expansion, MlaExpansion)
     dims, room = expansion.dims, expansion.room
     expanded = ExpandedKv.within(scratch.absorbed.view(-1), dims, room)
     carry = Carry.within(scratch.found.view(-1).view(torch.float32), dims, len(q))
     itemsize = q.element_size()
     stages = context.tilings.expand_latents(dims.nope, dims.v_dim, itemsize)
+    hopper = context.tilings.hopper_mla(dims.nope, dims.rope, dims.v_dim) if itemsize == HOPPER_BYTES else None
     tiling = context.tilings.mla_expanded(dims.nope, dims.rope, dims.v_dim, itemsize)
     for piece, blocks in enumerate(step.expanded.split(expansion.piece_blocks)):
         places = blocks, step.tables, step.header
         expand_latents(cache.lines, *places, weights.k_b, weights.v_b, expanded, cache.scales, stages=stages)
         work = step.tiles, step.tile_contexts, out, carry, piece * room
-        mla_expanded(q, expanded, *work, spec.scale, tiling=tiling)
+        if hopper:
+            hopper_mla(q, expanded, *work, spec.scale, tiling=hopper)
+        else:
+            mla_expanded(q, expanded, *work, spec.scale, tiling=tiling)
 
 
-def multiply_heads(x: Any, weight: Any, out: Any, passthrough: int = 0) -> None:
+def multiply_heads(tilings: Tilings, x: Any, weight: Any, out: Any, passthrough: int = 0) -> None:
     """Multiplies each head of x by a matrix of its own, weight [heads, b, a]. Per head the input is [a, passthrough]
     and the output is [passthrough, b]: the last values pass through and move to the front."""
     heads, rows, width = weight.shape
     each, to = x.view(len(x), heads, width + passthrough), out.view(len(out), heads, passthrough + rows)
-    torch.bmm(each[..., :width].transpose(0, 1), weight.mT, out=to[..., passthrough:].transpose(0, 1))
+    if tilings.fixed:
+        fixed_heads_gemm(
+            each[..., :width], weight, to[..., passthrough:], tilings.fixed_heads_gemm(rows, width, x.element_size())
+        )
+    else:
+        torch.bmm(each[..., :width].transpose(0, 1), weight.mT, out=to[..., passthrough:].transpose(0, 1))
     if passthrough:
         to[..., :passthrough].copy_(each[..., width:])

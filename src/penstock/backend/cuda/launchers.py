@@ -25,6 +25,7 @@ from penstock.backend.cuda.kernels import select_positions as select
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, store_conv_state
 from penstock.backend.cuda.kernels.causal_conv import causal_conv as convolve
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SharedPlaces, decode_attention, queries_of
+from penstock.backend.cuda.kernels.expand_kv import expand_kv
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.gather_rows import MAX_TOKEN, gather_rows, resolve_tokens, scatter_rows
@@ -195,6 +196,10 @@ def gated_linear(
     if not adapted.shrink(step, rows):
         weight.gated(rows, out, product, fp8_out)
         return
+    if context.tilings.fixed:  # rows without an adapter are computed as in a step without adapters
+        weight.product(rows, product)
+        adapted.expand(step, weight.width, product)
+        return act_and_mul_kernel(product, out, fp8_out)
     gated = product.view(-1)[: out.numel()].view(out.shape) if fp8_out else out
     if (updates := adapted.updates(step)) and weight.updated(rows, gated, updates, gated=True):
         if fp8_out:
@@ -242,15 +247,16 @@ def attend(
     else:
         rotation = Rotation(frequencies, step.places, rope.scale, len(rope.inv_freq), rope.interleaved)
     if len(step.tiles):
-        places = step.tiles, step.tables, step.header
         tiling = tilings.prefill_attention(queries_per_tile(spec.heads // spec.kv_heads), *sizes)
-        hopper = tilings.hopper_attention(spec.head_dim)
-        how = {"scales": scales, "tiling": tiling, "hopper": hopper, **options, **whole_rows}
-        prefill_attention(qkv, cache, *places, out, spec.scale, **how)
+        kv, kv_scales, tables = prompt_kv(context, step, cache, scales)
+        places, hopper = (step.tiles, tables, step.header), tilings.hopper_attention(spec.head_dim)
+        how = {"scales": kv_scales, "tiling": tiling, "hopper": hopper, **options, **whole_rows}
+        prefill_attention(qkv, kv, *places, out, spec.scale, **how)
     if len(step.splits) and tilings.fixed:
         tiling = tilings.segmented_attention(*sizes, queries_of(spec.heads // spec.kv_heads, step.run))
-        places, how = (step.splits, step.tables, step.header), {"scales": scales, "tiling": tiling, **options}
-        segmented_attention(qkv, cache, *places, out, context.memory.split_kv, spec.scale, run=step.run, **how)
+        where = step.splits, step.positions, step.tables, step.header
+        how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
+        segmented_attention(qkv, cache, *where, out, context.memory.split_kv, spec.scale, run=step.run, **how)
     elif len(step.splits):
         places = step.splits, step.tables, step.header
         run = max(step.run, 1)
@@ -259,6 +265,16 @@ def attend(
         shared = attend_shared(context, step, qkv, out, spec, (cache, scales)) if len(step.shared_splits) else None
         how = {"scales": scales, "tiling": tiling, "run": run, "shared": shared, **options}
         decode_attention(qkv, cache, *places, out, context.memory.split_kv, rotation, spec.scale, **how)
+
+
+def prompt_kv(context: Context, step: DeviceInputs, cache: Any, scales: Any | None) -> tuple[Any, Any | None, Any]:
+    """Returns the cache that prompts attend to, its scales and its tables. Where the step expands contexts, that is a
+    copy of them in 16 bits."""
+    copies = context.memory.copies
+    if copies is None or not len(step.expanded):
+        return cache, scales, step.tables
+    expand_kv(cache, scales, step.expanded, step.tables, step.header, *copies)
+    return copies.lines, None, copies.tables
 
 
 def attend_shared(
@@ -292,7 +308,7 @@ def select_positions(
     rope, step = spec.index.rope, step.of(context.memory.groups[layer])
     cache, scores = context.memory.caches[layer].index_keys, context.memory.index_scores
     select.store_index(q, k, frequencies, len(rope.inv_freq), rope.scale, rope.interleaved, step, cache)
-    for work, tokens in (step.tiles, tokens_per_tile(spec.heads)), (step.splits, 1):
+    for work, tokens in (step.tiles, tokens_per_tile(spec.heads)), (step.splits, max(step.run, 1)):
         if len(work):
             select.select_positions(q, weights, cache, work, step.tables, step.header, tokens, scores, out)
 
@@ -405,8 +421,8 @@ def delta_net(
 ) -> None:
     states = context.memory.states
     rows, buffers = states.rows_of(step), delta_net_kernel.DeltaScratch(*scratch)
-    inputs, prompts = DeltaInputs(qkv, z, beta, alpha), len(step.tiles) > 0
-    delta_net_kernel.delta_net(inputs, weights, spec, eps, states.layers[layer], rows, buffers, out, prompts)
+    inputs, how = DeltaInputs(qkv, z, beta, alpha), (len(step.tiles) > 0, context.tilings.fixed)
+    delta_net_kernel.delta_net(inputs, weights, spec, eps, states.layers[layer], rows, buffers, out, *how)
 
 
 def causal_conv(
@@ -433,7 +449,7 @@ def selective_scan(
     spec: ScanSpec,
 ) -> None:
     states, rows = context.memory.states.layers[layer], context.memory.states.rows_of(step)
-    scan(x, dt, b, c, gate, weights, spec, states, rows, out)
+    scan(x, dt, b, c, gate, weights, spec, states, rows, out, fixed=context.tilings.fixed)
 
 
 def mamba2(
@@ -448,8 +464,8 @@ def mamba2(
 ) -> None:
     states = context.memory.states
     rows, buffers = states.rows_of(step), mamba2_kernel.Mamba2Scratch(*scratch)
-    prompts = len(step.tiles) > 0
-    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out, prompts)
+    how = len(step.tiles) > 0, context.tilings.fixed
+    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out, *how)
 
 
 LAUNCHERS: dict[str, Callable[..., None]] = {

@@ -16,6 +16,7 @@ from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
+from penstock.backend.cuda.kv_expansion import BLOCK_SIZE, KvExpansion
 from penstock.backend.cuda.launch_context import Memory
 from penstock.backend.cuda.mla_expansion import MlaExpansion
 from penstock.backend.cuda.pooling import PoolingSums
@@ -54,7 +55,9 @@ class LoadedProgram:
         self.groups = 1  # KV layer groups
         layers = self.program.layers.values()
         self.sharing: Sharing | None = None  # once a cache is reserved, if rows may attend together to what they share
-        self.expansion: MlaExpansion | None = None  # the same, if prompts may have their contexts expanded
+        self.expansion: MlaExpansion | KvExpansion | None = (
+            None  # the same, if prompts may have their contexts expanded
+        )
         self.tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
         self._rows, self._fixed = sizes.rows, shared.tilings.fixed
         self._sampled = SampledTokens(sizes.tokens, device)
@@ -83,7 +86,8 @@ class LoadedProgram:
             memory.index_scores = memory.arena.zeros((max(LINES, self.tile_tokens), size[0] * size[1]))
         may_share = len(groups) < 2 and not self._fixed
         self.sharing = sharing_of(layers.values(), size[1]) if may_share else None
-        self.expansion = memory.expansion if may_share else None
+        readable = not isinstance(memory.expansion, KvExpansion) or (layout.is_kv8 and size[1] == BLOCK_SIZE)
+        self.expansion = memory.expansion if may_share and readable else None
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
         memory.reserve_arrivals((self._rows + SPARE_SPLITS) * heads)
         memory.states.reserve(states, memory.arena)
@@ -105,10 +109,10 @@ class LoadedProgram:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def usual(self, shape: Shape) -> Shape:
-        """Returns the shape that most steps have which are otherwise like this one: prompts expand one piece."""
+        """Returns the shape that most steps have which are otherwise like this one."""
         if self.expansion is None or not shape.tiles:
             return shape
-        return shape._replace(expanded=self.expansion.piece_blocks)
+        return shape._replace(expanded=self.expansion.usual_blocks(shape.tokens))
 
     def rehearse(self, shape: Shape, step: DeviceInputs, *, graph: bool, sampling: bool) -> None:
         """Runs a step that only pads, as a graph or not, and what samples its rows."""

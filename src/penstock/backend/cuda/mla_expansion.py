@@ -9,17 +9,20 @@ on from piece to piece. The room is memory that the absorbed form has anyway, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
+from typing import ClassVar, NamedTuple
 
 from penstock.backend.base import Batch, Ints
+from penstock.backend.cuda.contexts import (
+    BLOCK,
+    MOST_BLOCKS,
+    NO_CONTEXTS,
+    ExpandedContexts,
+    PromptSizes,
+    place_contexts,
+)
 from penstock.model.program import OpNode, Program
 
-BLOCK = 128  # positions that a program expands
 TILE_TOKENS = 128  # of a row that attend together, in a program for each head
-MOST_BLOCKS = 4096  # of all contexts of a step; longer ones are attended to in the absorbed form
-CONTEXT_COLUMNS = 3  # of a block: row of tables, first position, how many positions
 
 
 class MlaDims(NamedTuple):
@@ -49,21 +52,12 @@ class MlaDims(NamedTuple):
         return 2 * self.heads * max(-(-self.rank // 2), self.v_dim + 2)
 
 
-class ExpandedContexts(NamedTuple):
-    """Says which contexts a step expands."""
-
-    blocks: Ints  # [B, CONTEXT_COLUMNS]
-    starts: Ints  # [rows] where the context of each row begins; 0 for rows without prompts
-    room: int  # blocks of whole pieces
-
-
-NO_CONTEXTS = ExpandedContexts(np.zeros((0, CONTEXT_COLUMNS), np.int32), np.zeros(0, np.int32), 0)
-
-
 @dataclass(frozen=True, slots=True)
 class MlaExpansion:
     """Decides which steps expand their contexts, and where."""
 
+    prompts_last: ClassVar[bool] = True  # what pads the tokens before them is written over their results
+    tile_tokens: ClassVar[int] = TILE_TOKENS
     dims: MlaDims
     room: int  # positions that are expanded at a time, a multiple of BLOCK
 
@@ -72,34 +66,29 @@ class MlaExpansion:
         """Returns how many blocks a piece has."""
         return self.room // BLOCK
 
-    def pays(self, counts: Ints, lengths: Ints) -> bool:
-        """Returns whether the expanded form takes less arithmetic for rows of so many tokens that reach so many
-        positions. For each head, the absorbed form projects every token and has long dot products; the expanded one
-        projects every position of the context. With the heads of DeepSeek V3 that is a row of 171 tokens behind a very
-        long context, of fewer behind a short one, and every whole prompt."""
-        d, counts, lengths = self.dims, counts.astype(np.int64), lengths.astype(np.int64)
-        pairs = int((counts * (lengths - counts) + counts * (counts + 1) // 2).sum())
+    def usual_blocks(self, tokens: int) -> int:
+        """Returns how many blocks most steps with prompts have room for: those of one piece."""
+        return self.piece_blocks
+
+    def pays(self, sizes: PromptSizes) -> bool:
+        """Returns whether the expanded form takes less arithmetic for rows of these sizes. For each head, the absorbed
+        form projects every token and has long dot products; the expanded one projects every position of the context.
+        With the heads of DeepSeek V3 that is a row of 171 tokens behind a very long context, of fewer behind a short
+        one, and every whole prompt."""
+        d, pairs = self.dims, sizes.pairs
         projection = d.rank * (d.nope + d.v_dim)
-        absorbed = int(counts.sum()) * projection + pairs * (d.rope + 2 * d.rank)
-        return int(lengths.sum()) * projection + pairs * (d.nope + d.rope + d.v_dim) < absorbed
+        absorbed = int(sizes.counts.sum()) * projection + pairs * (d.rope + 2 * d.rank)
+        return int(sizes.lengths.sum()) * projection + pairs * (d.nope + d.rope + d.v_dim) < absorbed
 
     def place(self, batch: Batch, rows: Ints) -> ExpandedContexts:
-        """Returns where the contexts of these rows with prompts are expanded: nowhere if the absorbed form is better.
-        The number of pieces is a power of two, so that graphs are few."""
-        counts = np.diff(batch.row_start)[rows]
-        lengths = batch.positions[batch.row_start[rows + 1] - 1] + 1
-        blocks = -(-lengths // BLOCK)
-        total = int(blocks.sum())
-        if total > MOST_BLOCKS or not self.pays(counts, lengths):
+        """Returns where the contexts of these rows with prompts are expanded: nowhere if the absorbed form is better,
+        or if they are too long. The number of pieces is a power of two, so that graphs are few."""
+        sizes = PromptSizes.of(batch, rows)
+        total = int(sizes.blocks.sum())
+        if total > MOST_BLOCKS or not self.pays(sizes):
             return NO_CONTEXTS
-        first = np.cumsum(blocks) - blocks
-        starts = np.zeros(len(batch.row_start) - 1, np.int32)
-        starts[rows] = first * BLOCK
-        owner = np.repeat(np.arange(len(rows)), blocks)
-        begin = (np.arange(total) - first[owner]) * BLOCK
-        columns = rows[owner], begin, np.minimum(lengths[owner] - begin, BLOCK)
         pieces = 1 << (-(-total // self.piece_blocks) - 1).bit_length()
-        return ExpandedContexts(np.stack(columns, axis=1).astype(np.int32), starts, pieces * self.piece_blocks)
+        return place_contexts(batch, rows, sizes, pieces * self.piece_blocks)
 
 
 def expansion_of(program: Program, tokens: int) -> MlaExpansion | None:

@@ -6,7 +6,8 @@ a warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + 
             8 * side + 4 * half + 16 * e on, or 16 * side + 8 * half + 4 * e if a table has their values.
             Codes of 8 bits have 8 words (c, side) of bytes (half, e), in two runs of 4.
     high    a word for each lane with the fifth bits, or two words with the fifth and sixth bits, in the same order
-    scales  for each g: (group of columns, half, scale or minimum), 16 bits each, or bytes that `supers` multiply
+    scales  for each g: (group of columns, half, scale or minimum), 16 bits each, or bytes: floats, or numbers that
+            `supers` multiply
     supers  for each g: (half, scale or minimum), float16 for every 256 columns
 Nothing is rounded: kernels read exactly what a format stores.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from math import log2
 
 import numpy as np
 import torch
@@ -58,8 +58,8 @@ CODINGS = {
     "Q3_K": Coding(4, 16, False, 4, bytes=True),
     "IQ4_NL": Coding(4, 32, False, 0, table=IQ4_TABLE),
     "IQ4_XS": Coding(4, 32, False, 0, bytes=True, table=IQ4_TABLE),
-    "MXFP4": Coding(4, 32, False, 0, bfloat=True, table=FP4_TABLE),
-    "NVFP4": Coding(4, 16, False, 0, bfloat=True, table=FP4_TABLE),
+    "MXFP4": Coding(4, 32, False, 0, e8m0=True, table=FP4_TABLE, factor=1 / 2),  # the table is doubled
+    "NVFP4": Coding(4, 16, False, 0, e4m3=True, table=FP4_TABLE, factor=256 / 2),
     "NF4": Coding(4, 32, False, 0, table=NF4_TABLE),
     "INT4": Coding(4, 64, True, 0),
     **{name: Coding(one.bits, one.values, True, 0, scaled_minima=one.zeros) for name, one in AFFINE.items()},
@@ -77,7 +77,7 @@ class QuantizedWeight:
     high: Array | None
     scales: Array
     supers: Array | None
-    factor: float = 1.0  # multiplies all values, and so all products
+    factor: float = 1.0  # multiplies all values, besides that of the coding
 
     @property
     def tiles(self) -> int:
@@ -93,19 +93,15 @@ class QuantizedWeight:
 def pack(
     data: NDArray[np.uint8], format_name: str, rows: int, width: int, transfer: Transfer, factor: float = 1.0
 ) -> QuantizedWeight:
-    """Moves a checkpoint's bytes to the device and packs them there, some rows at a time. Scales in bfloat16, which
-    have the range for it, take the power of two of the factor, so that products come out in their final range."""
-    coding = CODINGS[format_name]
-    power = 2.0 ** round(log2(factor)) if coding.bfloat and factor > 0 else 1.0
+    """Moves a checkpoint's bytes to the device and packs them there, some rows at a time."""
     format = STORAGE[format_name]
     lines = data.reshape(rows, width // format.values * format.bytes)
 
     def split(first: int, last: int) -> QuantBlocks:
         blocks = transfer.fetch(lines[first:last].reshape(-1))
-        found = SPLIT[format_name](blocks.view(last - first, -1, format.bytes))
-        return found if power == 1 else found._replace(scales=found.scales * power)
+        return SPLIT[format_name](blocks.view(last - first, -1, format.bytes))
 
-    return replace(pack_blocks(split, coding, rows, width), factor=factor / power)
+    return replace(pack_blocks(split, CODINGS[format_name], rows, width), factor=factor)
 
 
 def quantize_int4(values: Array) -> QuantizedWeight:
@@ -195,18 +191,14 @@ def split_iq4_xs(blocks: Array) -> QuantBlocks:
 
 
 def split_mxfp4(blocks: Array) -> QuantBlocks:
-    """Splits MXFP4. Scales are powers of two, subnormal for the lowest exponents. The table is doubled: they halve."""
-    exponents = blocks[..., :1].to(torch.int16)
-    words = torch.where(exponents > 1, exponents - 1 << 7, 32 << exponents)
-    return QuantBlocks(line(fields(blocks[..., 1:], 4)), words.to(torch.int16).view(torch.bfloat16))
+    """Splits MXFP4, whose scales are powers of two."""
+    return QuantBlocks(line(fields(blocks[..., 1:], 4)), blocks[..., :1])
 
 
 def split_nvfp4(blocks: Array) -> QuantBlocks:
-    """Splits NVFP4. Scales have 4 exponent bits and 3 mantissa bits; the table is doubled, so they halve."""
-    exponents, mantissas = blocks[..., :4] >> 3 & 15, (blocks[..., :4] & 7).float()
-    scales = torch.where(exponents > 0, 8 + mantissas, 2 * mantissas) * torch.exp2(exponents.float() - 11)
-    scales = torch.where(blocks[..., :4] == 0x7F, 0, scales)
-    return QuantBlocks(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales.bfloat16()))
+    """Splits NVFP4, whose scales have no sign, and stand for 0 where e4m3 has no number."""
+    scales = torch.where(blocks[..., :4] == 0x7F, 0, blocks[..., :4] & 0x7F)
+    return QuantBlocks(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales))
 
 
 def split_nf4(blocks: Array) -> QuantBlocks:

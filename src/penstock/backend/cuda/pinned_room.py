@@ -1,26 +1,67 @@
-"""Keeps copies of KV blocks, or of recurrent states, in host memory that the GPU reads and writes by itself."""
+"""Keeps copies of KV blocks, or of recurrent states, in host memory that the GPU reads and writes by itself.
+
+Blocks lie in many places on the device and in one on the host. On the stream of steps they are gathered into a buffer
+on the device, or scattered from one. Between the buffer and the host they cross the bus whole, on a stream of their
+own, so that blocks leave beside the steps that follow. Those steps wait for blocks that come in, and for a buffer only
+while all are on their way.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import cycle
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.backend.base import CopyTiming
+
 log = logging.getLogger(__name__)
-STAGED = 128 << 20  # bytes on the device that blocks pass through, if nobody says how many: whole ones cross the bus
+STAGED = 128 << 20  # bytes of the buffers on the device, if nobody says how many
+BUFFERS = 2  # one is filled while the other crosses the bus
 SEGMENT = 256 << 20  # bytes that are pinned at a time
 PATIENCE = 5.0  # seconds that a copy waits for its places to be pinned
 
 
+class TransitBuffer:
+    """Holds rows of bytes that are on their way. What uses it next, on any stream, waits for what used it last."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+        self._used: Any | None = None  # an event
+
+    def take(self, stream: Any) -> None:
+        """Has a stream wait until the buffer is free."""
+        if self._used is not None:
+            stream.wait_event(self._used)
+
+    def leave(self, stream: Any) -> None:
+        """Says that the buffer is free after all that a stream does until now."""
+        self._used = stream.record_event()
+
+    def finish(self) -> None:
+        """Waits until the buffer is free."""
+        if self._used is not None:
+            self._used.synchronize()
+
+
+class Crossing(NamedTuple):
+    """Is the way of some blocks across the bus, between two events."""
+
+    direction: str
+    blocks: int
+    began: Any
+    ended: Any
+
+
 class PinnedRoom:
-    """Implements HostRoom. Blocks lie in many places on the device and in one on the host: they are gathered and
-    scattered on the device, as many as `staged` bytes hold but one at least, and cross the bus whole. A thread pins the
+    """Implements HostRoom. The buffers hold `staged` bytes together, but one block each at least. A thread pins the
     memory, which takes a second for several GB; copies wait until it has come to their places."""
 
     def __init__(
@@ -32,60 +73,88 @@ class PinnedRoom:
     ) -> None:
         self._parts = parts  # [blocks, bytes] each
         self._sizes = [part.shape[1] for part in parts]
-        self._on_stream = on_stream
+        self._device = parts[0].device
+        self._on_stream = on_stream  # the stream of steps
+        self._bus = torch.cuda.Stream(self._device)
         size = sum(self._sizes)
         self.array: NDArray[np.uint8] = np.empty((places, size), np.uint8)
         self._host: Any = torch.from_numpy(self.array)
-        self._staged = torch.empty((max(staged // size, 1), size), dtype=torch.uint8, device=parts[0].device)
+        self._most = max(staged // BUFFERS // size, 1)  # blocks in a buffer
+        shape = {"size": (self._most, size), "dtype": torch.uint8, "device": self._device}
+        self._buffers = [TransitBuffer(torch.empty(**shape)) for _ in range(BUFFERS)]
+        self._next_buffer = cycle(self._buffers)
+        self._crossings: deque[Crossing] = deque()  # that were not told yet
         self._closing = False
         self._pinned: list[int] = []  # addresses
         self._more = Condition()  # is pinned
         self._thread = Thread(target=self._pin, name="pin KV", daemon=True)
         self._thread.start()
 
-    def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> float:
-        def move(staged: Any, index: Any, some: Sequence[int]) -> None:
-            for part, columns in zip(self._parts, staged.split(self._sizes, dim=1), strict=True):
-                columns.copy_(part[index])
-            for row, place in zip(staged, some, strict=True):
-                self._host[place].copy_(row, non_blocking=True)
+    def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> None:
+        with self._on_stream():
+            steps = torch.cuda.current_stream(self._device)
+            for buffer, index, some in self._passes(blocks, places):
+                rows = buffer.rows[: len(some)]
+                buffer.take(steps)
+                for part, columns in zip(self._parts, rows.split(self._sizes, dim=1), strict=True):
+                    columns.copy_(part[index])
+                self._bus.wait_event(steps.record_event())
+                self._cross("out", [(self._host[place], row) for place, row in zip(some, rows, strict=True)])
+                buffer.leave(self._bus)
 
-        return self._timed(move, blocks, places)
+    def copy_in(self, blocks: Sequence[int], places: Sequence[int]) -> None:
+        with self._on_stream():
+            steps = torch.cuda.current_stream(self._device)
+            for buffer, index, some in self._passes(blocks, places):
+                rows = buffer.rows[: len(some)]
+                buffer.take(self._bus)
+                self._cross("in", [(row, self._host[place]) for place, row in zip(some, rows, strict=True)])
+                steps.wait_event(self._bus.record_event())
+                for part, columns in zip(self._parts, rows.split(self._sizes, dim=1), strict=True):
+                    part.index_copy_(0, index, columns)
+                buffer.leave(steps)
 
-    def copy_in(self, blocks: Sequence[int], places: Sequence[int]) -> float:
-        def move(staged: Any, index: Any, some: Sequence[int]) -> None:
-            for row, place in zip(staged, some, strict=True):
-                row.copy_(self._host[place], non_blocking=True)
-            for part, columns in zip(self._parts, staged.split(self._sizes, dim=1), strict=True):
-                part.index_copy_(0, index, columns)
+    def finish(self) -> None:
+        self._bus.synchronize()
 
-        return self._timed(move, blocks, places)
+    def timings(self) -> list[CopyTiming]:
+        timed = []
+        while self._crossings and self._crossings[0].ended.query():
+            direction, blocks, began, ended = self._crossings.popleft()
+            timed.append(CopyTiming(direction, blocks, float(began.elapsed_time(ended)) / 1e3))
+        return timed
 
     def close(self) -> None:
         self._closing = True
         self._thread.join()
+        self.finish()
+        for buffer in self._buffers:
+            buffer.finish()
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
-        self._host = self._staged = None
+        self._buffers.clear()
+        del self._next_buffer
+        self._host = None
         self.array = np.empty((0, 0), np.uint8)
 
-    def _timed(
-        self, move: Callable[[Any, Any, Sequence[int]], None], blocks: Sequence[int], places: Sequence[int]
-    ) -> float:
-        """Moves some blocks at a time, waits for the last of them and returns the device's seconds: steps that were
-        launched before do not count."""
+    def _passes(self, blocks: Sequence[int], places: Sequence[int]) -> Any:
+        """Yields what one buffer takes at a time: the buffer, the blocks' numbers on the device, and the places."""
         self._wait_for(max(places))
-        with self._on_stream():
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        index = torch.tensor(blocks).pin_memory().to(self._device, non_blocking=True)  # else it waits for steps
+        for at in range(0, len(blocks), self._most):
+            some = places[at : at + self._most]
+            yield next(self._next_buffer), index[at : at + len(some)], some
+
+    def _cross(self, direction: str, copies: Sequence[tuple[Any, Any]]) -> None:
+        """Has rows (target, source) cross the bus after all that its stream waits for so far, and times that alone."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._bus):
             began.record()
-            index = torch.tensor(blocks, device=self._staged.device)
-            for at in range(0, len(blocks), len(self._staged)):
-                some = places[at : at + len(self._staged)]
-                move(self._staged[: len(some)], index[at : at + len(some)], some)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
             ended.record()
-            ended.synchronize()
-            return float(began.elapsed_time(ended)) / 1e3
+        self._crossings.append(Crossing(direction, len(copies), began, ended))
 
     def _wait_for(self, place: int) -> None:
         """Waits until a place and all before it are pinned, or nothing more will be."""

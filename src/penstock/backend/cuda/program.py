@@ -19,11 +19,12 @@ from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.hidden_states import HiddenPlaces, HiddenStates
 from penstock.backend.cuda.inputs import RUN_QUERIES, DeviceInputs, run_sizes_of, split_lines
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
+from penstock.backend.cuda.kv_expansion import TABLE_WORDS, KvExpansion, kv_expansion_of
 from penstock.backend.cuda.launch_context import Context, Memory
 from penstock.backend.cuda.launchers import CAPABILITIES, bind
 from penstock.backend.cuda.mla_expansion import expansion_of
 from penstock.backend.cuda.recurrent_states import RecurrentStates
-from penstock.backend.cuda.segments import MOST_SPLITS, check_ops
+from penstock.backend.cuda.segments import MOST_SPLITS
 from penstock.model.program import record
 
 Launch = tuple[Callable[..., None], tuple[int, ...]]  # a launcher and the buffers it is called with
@@ -70,6 +71,7 @@ class SharedMemory:
     tokens: Any  # [T] the step's tokens, all known
     activations: ActivationMemory
     hidden: HiddenStates
+    expands_kv: bool = False  # the cache has 8 bits, and Hopper's kernel may attend to copies of contexts in 16
 
 
 class CudaProgram:
@@ -78,31 +80,37 @@ class CudaProgram:
     def __init__(self, model: Model, memory: Memory, shared: SharedMemory) -> None:
         device, sizes = shared.device, shared.sizes
         self.recorded = record(model, CAPABILITIES)
-        if shared.tilings.fixed:
-            check_ops(self.recorded.nodes)
         self.answer = self.recorded.answer
         self.layers = self.recorded.attention_layers
+        self.sees_whole_rows = not all(spec.causal for spec in self.layers.values())
         memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
         shared.hidden.declare(self.recorded.hidden_widths)
         memory.hidden, memory.hidden_places = shared.hidden, HiddenPlaces(self.recorded, sizes.tokens, device)
         memory.expansion = expansion_of(self.recorded, sizes.tokens)
+        if shared.expands_kv:
+            memory.expansion = memory.expansion or kv_expansion_of(self.layers.values(), sizes.tokens, shared.tilings)
         self._sampling = self.recorded.first_sampled
         memory.arena.adopt([node.attributes for node in self.recorded.nodes])
         context = Context(memory, device, shared.tilings)
         launches = [bind(node, context) for node in self.recorded.nodes]
         self._launches: list[Launch] = list(zip(launches, self.recorded.places, strict=True))
-        self._buffers = shared.activations.buffers(
-            [
-                (
-                    (sizes.rows if buffer.symbol == "S" else sizes.tokens, buffer.width),
-                    torch.float32 if buffer.precision == "float32" else shared.dtype,
-                )
-                for buffer in self.recorded.buffers
-            ]
-        )
+        wanted = [
+            (
+                (sizes.rows if buffer.symbol == "S" else sizes.tokens, buffer.width),
+                torch.float32 if buffer.precision == "float32" else shared.dtype,
+            )
+            for buffer in self.recorded.buffers
+        ]
+        if isinstance(memory.expansion, KvExpansion):
+            wanted.append(((memory.expansion.room, memory.expansion.width), shared.dtype))
+        self._buffers = shared.activations.buffers(wanted)
+        if isinstance(memory.expansion, KvExpansion):
+            tables = torch.zeros(TABLE_WORDS, dtype=torch.int32, device=device)
+            memory.copies = memory.expansion.copies_within(self._buffers.pop(), tables)
         heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
-        groups = [RUN_QUERIES if spec.v_dim else spec.heads // spec.kv_heads for spec in self.layers.values()]
-        self.run_sizes = run_sizes_of(max(groups, default=1))  # MLA attends token by token
+        alone = not shared.tilings.fixed  # MLA attends token by token, but for segments
+        groups = [RUN_QUERIES if spec.v_dim and alone else spec.heads // spec.kv_heads for spec in self.layers.values()]
+        self.run_sizes = run_sizes_of(max(groups, default=1))
         lines = split_lines(sizes.rows, self.run_sizes)
         if shared.tilings.fixed:
             lines = MOST_SPLITS * self.run_sizes[-1]

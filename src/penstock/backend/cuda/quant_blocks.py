@@ -19,9 +19,11 @@ class Coding(NamedTuple):
     minima: bool
     zero: float
     bytes: bool = False  # scales and minima are signed bytes, which a float16 for every 256 columns multiplies
-    bfloat: bool = False  # scales of 16 bits are bfloat16 instead of float16
+    e4m3: bool = False  # scales are floats of 8 bits without a sign, of which kernels read the 256th
+    e8m0: bool = False  # scales are powers of two of 8 bits
     table: tuple[float, ...] = ()  # for codes of 4 bits: up to 16 numbers, each exact in bfloat16
     scaled_minima: bool = False  # minima are zero points with their sign changed, which scales multiply
+    factor: float = 1.0  # multiplies all values
 
     @property
     def shift(self) -> int:
@@ -38,7 +40,7 @@ class QuantBlocks(NamedTuple):
     """Holds rows that are split into codes and scales. Minima, if there are any, stand beside the scales."""
 
     codes: Array  # [rows, width] uint8
-    scales: Array  # [rows, groups, 1 or 2] float16, bfloat16 or int8
+    scales: Array  # [rows, groups, 1 or 2] float16, int8 or uint8
     supers: Array | None = None  # [rows, width / 256, 1 or 2] float16
 
 

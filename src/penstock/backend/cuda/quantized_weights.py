@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import frexp
 from typing import Any
 
 import torch
@@ -101,12 +102,12 @@ class QuantizedMatrix:
     def product(self, x: Any, out: Any) -> None:
         x = x.bfloat16()
         for part, bias, columns in each_part(self.parts, self.bias, out):
-            self._scaled(x, part, bias, columns)
+            self._multiply(x, part, bias, columns)
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         part = self.parts[0]
         fits = len(self.parts) == 1 and len(x) <= SMALL_GEMM_ROWS and out.shape[1] % ROWS == 0
-        if not fp8_out and fits and part.factor == 1 and not self.workspace.tilings.fixed:
+        if not fp8_out and fits and not self.workspace.tilings.fixed:
             quant_gemm_few_rows(x.bfloat16(), part, self.bias, out, self.workspace.tilings, gated=True)
         else:
             self.product(x, scratch)
@@ -117,16 +118,6 @@ class QuantizedMatrix:
 
     def gather(self, tokens: Any, out: Any) -> None:
         dequantize_rows(self.parts[0], tokens, out)
-        if self.parts[0].factor != 1:
-            out.mul_(self.parts[0].factor)
-
-    def _scaled(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
-        if part.factor == 1:
-            return self._multiply(x, part, bias, out)
-        self._multiply(x, part, None, out)
-        out.mul_(part.factor)
-        if bias is not None:
-            out.add_(bias)
 
     def _multiply(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
         count, width = x.shape
@@ -138,9 +129,19 @@ class QuantizedMatrix:
             tiling = self.workspace.tilings.quant_gemm(count, part.rows, width)
             quant_gemm.quant_gemm(x, part, bias, out, tiling, self.workspace.scratch)
         else:
-            values = self.workspace.values(part.rows, width)
-            dequantize_matrix(part, values)
-            cublas_gemm(x, values, bias, out)
+            self._expanded_gemm(x, part, bias, out)
+
+    def _expanded_gemm(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
+        """Expands a part to bfloat16, which holds its values times a power of two exactly, and multiplies with that."""
+        power = 2.0 ** (frexp(part.factor)[1] - 1)
+        rest = part.factor / power
+        values = self.workspace.values(part.rows, part.width)
+        dequantize_matrix(replace(part, factor=power), values)
+        cublas_gemm(x, values, bias if rest == 1 else None, out)
+        if rest != 1:
+            out.mul_(rest)
+            if bias is not None:
+                out.add_(bias)
 
     def _fixed_gemm(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
         tiling = self.workspace.tilings.quant_gemm(len(x), part.rows, part.width)

@@ -8,57 +8,30 @@ of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
 from penstock.backend.base import Batch, Ints
-from penstock.backend.cuda.adapter_tiles import NO_TILES
+from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, adapter_tiles
 from penstock.backend.cuda.inputs import NO_SPLITS, AttentionPlan, Shape, runs_of
-from penstock.errors import ConfigError
-from penstock.model.program import OpNode
 
 SEGMENT = 512  # positions
 MOST_SPLITS = 128  # of a step with so many runs or fewer
-REFUSED = {  # ops whose sums depend on how a prompt was divided into steps, or on the rows beside it
-    "attend_mla": "latent attention (MLA)",
-    "select_positions": "sparse attention",
-    "delta_net": "recurrent layers",
-    "mamba2": "recurrent layers",
-    "selective_scan": "recurrent layers",
-    "causal_conv": "recurrent layers",
-}
 
 
-def check_ops(nodes: Iterable[OpNode]) -> None:
-    """Raises ConfigError for a model with an op that is not computed alike in every step."""
-    for node in nodes:
-        what = REFUSED.get(node.op, "")
-        if node.op == "attend" and not node.attributes["spec"].causal:
-            what = "attention that is not causal (an encoder)"
-        if what:
-            raise ConfigError(
-                f"deterministic is not possible on a GPU for a model with {what}: leave it out, or use device cpu, "
-                "where answers never depend on the batch"
-            )
-
-
-def check_kv(kv: str, *, apart: bool) -> None:
-    """Raises ConfigError for a KV cache whose keys and values lie apart, which the kernel does not read."""
-    if apart:
-        raise ConfigError(
-            f"deterministic is not possible on a GPU with --kv {kv}: leave out one of them, or give int8 or fp8"
-        )
-
-
-def plan_segments(batch: Batch, run: int, pad: Callable[[Shape], Shape]) -> AttentionPlan:
+def plan_segments(batch: Batch, run: int, pad: Callable[[Shape], Shape], *, whole_rows: bool = False) -> AttentionPlan:
     """Divides all rows of a batch, whether they are prompts, answers or drafts, into runs of at most `run` tokens, and
-    their contexts into splits. `pad` makes the step's shape of the batch's own."""
+    their contexts into splits. A token's context ends with its run, or with its row if tokens see `whole_rows`. `pad`
+    makes the step's shape of the batch's own."""
     rows = np.flatnonzero(np.diff(batch.row_start) > 0).astype(np.int32)
     first, owners, sizes = runs_of(batch, rows, run)
-    splits = split_at_segments(first, owners, batch.positions[first + sizes - 1] + 1, sizes)
-    shape = Shape(len(batch.tokens), len(batch.sampled), len(rows), len(splits), 0, run=run, segmented=True)
-    return AttentionPlan(pad(shape), splits, np.zeros((0, 5), np.int32), NO_TILES, None, NO_SPLITS)
+    ends = batch.row_start[owners + 1] if whole_rows else first + sizes
+    splits = split_at_segments(first, owners, batch.positions[ends - 1] + 1, sizes)
+    adapters = adapter_tiles(batch, DECODE_ROWS)
+    total = len(batch.tokens), len(batch.sampled), len(rows), len(splits), 0, len(adapters.tiles)
+    shape = pad(Shape(*total, run=run, segmented=True))
+    return AttentionPlan(shape, splits, np.zeros((0, 5), np.int32), adapters, None, NO_SPLITS)
 
 
 def split_at_segments(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints) -> Ints:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.backend.cuda.contexts import BLOCK
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.kernels import fixed_gemm, gemv, hopper_gemm, skinny_gemm
 from penstock.backend.cuda.kernels.decode_attention import FEWEST_QUERIES
@@ -14,7 +15,7 @@ from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.mla_attention import MlaTiling
 from penstock.backend.cuda.kernels.mla_expanded import WIDTH
 from penstock.backend.cuda.kernels.split_k import MAX_SPLIT
-from penstock.backend.cuda.mla_expansion import BLOCK, TILE_TOKENS
+from penstock.backend.cuda.mla_expansion import TILE_TOKENS
 from penstock.backend.cuda.quantized_tilings import FIXED_ROWS, split_of
 
 SKINNY_ROWS = 32  # rows beyond which the library's product is the faster one
@@ -32,6 +33,16 @@ def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
     """Returns the tiling of a product with one row, which uses no shared memory but for its sums."""
     lines, warps = (4, 4) if rows <= 4096 else (1, 4) if rows <= 8192 else (2, 2)
     return gemv.Tiling(lines, min(1024, 1 << (width - 1).bit_length()), warps)
+
+
+def expert_gemv_tiling(width: int, itemsize: int, gated: bool) -> gemv.Tiling:
+    """Returns the tiling of products with experts' matrices, one row each. A warp's lanes have 16 bytes each of a row
+    of the matrix at a time: so the values of x that they need are their own, and cross no shared memory. Of the numbers
+    of warps that leave the fewest lanes idle, it is the largest. It was measured nowhere."""
+    lanes = 32 * 16 // itemsize
+    widths = {warps * lanes: warps for warps in (1, 2, 4)}
+    best = min(widths, key=lambda each: (-(-width // each) * each, -each))
+    return gemv.Tiling(4 if gated else 8, best, widths[best])
 
 
 def skinny_tiling(
@@ -98,6 +109,7 @@ HOPPER_ATTENTION_TILINGS = {  # by dimensions of a head; registers hold fewer sc
     128: HopperAttentionTiling(128, 3),
     256: HopperAttentionTiling(64, 2),
 }
+HOPPER_MLA_TILINGS = {(128, 64, 128): HopperAttentionTiling(128, 2)}  # by dimensions of a head; measured nowhere
 MLA_PREFILL_TILINGS = (  # the fastest first
     MlaTiling(64, 32, 8, 2),
     MlaTiling(32, 32, 8, 2),
@@ -152,6 +164,12 @@ def mla_decode_tiling(device: DeviceProperties, heads: int, dims: int, itemsize:
     return first_fitting(device, tilings, dims, itemsize)
 
 
+def segmented_mla_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:
+    """Returns the tiling of MLA in segments: its programs keep two mixes of values in registers, so that they have half
+    as many queries as others."""
+    return first_fitting(device, MLA_PREFILL_TILINGS[1:], dims, itemsize)
+
+
 def first_fitting(device: DeviceProperties, tilings: Sequence[MlaTiling], dims: int, itemsize: int) -> MlaTiling:
     """Returns the first tiling whose queries and keys fit shared memory, else the last; keys hold the values."""
     for tiling in tilings:
@@ -166,6 +184,11 @@ def mla_expanded_tiling(device: DeviceProperties, nope: int, rope: int, values: 
     was measured nowhere."""
     query, position = padded(nope) + padded(rope), padded(nope) + padded(rope) + padded(values)
     return shrunk(device, AttentionTiling(64, 8, 3), TILE_TOKENS * query * itemsize, position * itemsize)
+
+
+def hopper_mla_tiling(device: DeviceProperties, nope: int, rope: int, values: int) -> HopperAttentionTiling | None:
+    """Returns the tiling of hopper_mla.py for heads of these dimensions; None where it does not run."""
+    return HOPPER_MLA_TILINGS.get((nope, rope, values)) if device.has_hopper_attention else None
 
 
 def expand_latents_stages(device: DeviceProperties, nope: int, values: int, itemsize: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.devices import checked_device, device_properties
 from penstock.backend.cuda.kernels import gemv, quant_gemm, quant_gemm_small, skinny_gemm
+from penstock.backend.cuda.kernels.expert_gemm import ExpertRows, expert_gemv
 from penstock.backend.cuda.kernels.fp8 import fp8_gemm_small, quantize_fp8
 from penstock.backend.cuda.kernels.fp8_activations import fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
@@ -32,8 +33,14 @@ SHAPES = (  # rows and width of the matrices of models with 1 and with 8 billion
     *((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
     *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
 )
+EXPERT_SHAPES = (  # rows and width of an expert's matrices, and whether they are gated, as up and gate are
+    *((768, 2048, True), (2048, 768, False), (1408, 2048, True), (2048, 1408, False)),
+    *((2048, 4096, True), (4096, 2048, False), (14336, 4096, True), (4096, 14336, False)),
+)
+CHOSEN = 8  # experts of the one token that they are measured with
 COUNTS = {
     "gemv": (1,),
+    "expert_gemv": (1,),
     "skinny": (4, 16, 32),
     "small_gemm": (4, 8, 16),
     "quant_gemm": (32, 64, 128, 256),
@@ -41,6 +48,7 @@ COUNTS = {
 }
 KINDS = {  # of the matrices that each kernel multiplies
     "gemv": ("16 bits",),
+    "expert_gemv": ("16 bits", "fp8"),
     "skinny": ("16 bits",),
     "small_gemm": ("4 bits", "more bits", "fp8"),
     "quant_gemm": ("4 bits",),
@@ -91,19 +99,20 @@ def products(device: DeviceProperties, shapes: Sequence[tuple[int, int]]) -> Ite
         for kind in kinds:
             if kind == "fp8" and not device.has_fp8:
                 continue
-            for rows, width in shapes:
+            for shape in EXPERT_SHAPES if kernel == "expert_gemv" else shapes:
                 for count in COUNTS[kernel]:
-                    yield Product(kernel, kind, count, rows, width)
+                    yield Product(kernel, kind, count, *shape)
 
 
 def timed(bench: Bench, product: Product) -> Iterator[tuple[float, Any]]:
     """Yields seconds and tiling of every candidate that runs on this GPU."""
     first = matrix(bench, product)
-    size = product.rows * product.width * (1 if product.kind != "16 bits" else 2)
+    size = lines_of(product) * product.width * (1 if product.kind != "16 bits" else 2)
     more = MANY_BYTES * bench.properties.l2_bytes // size if bench.device.type == "cuda" else 0
     weights = [first, *(matrix(bench, product) for _ in range(more))]
     x = torch.randn(product.count, product.width, device=bench.device).bfloat16()
-    out = torch.empty(product.count, product.rows, device=bench.device, dtype=torch.bfloat16)
+    results = CHOSEN if product.kernel == "expert_gemv" else product.count
+    out = torch.empty(results, product.rows, device=bench.device, dtype=torch.bfloat16)
     for tiling in candidates(bench.properties, product):
         calls = [call_of(product, x, weight, out, tiling, bench.scratch) for weight in weights]
         try:
@@ -112,12 +121,18 @@ def timed(bench: Bench, product: Product) -> Iterator[tuple[float, Any]]:
             log.debug("%s with %s does not run: %s", product, tiling, error)
 
 
+def lines_of(product: Product) -> int:
+    """Returns how many lines a product's matrix has: that of experts has those of all that are chosen."""
+    return product.rows * (2 if product.gated else 1) * (CHOSEN if product.kernel == "expert_gemv" else 1)
+
+
 def matrix(bench: Bench, product: Product) -> Any:
     """Returns a random matrix of the product's kind."""
     if product.kind == "more bits":
         tensor = random_tensor(np.random.default_rng(0), "Q8_0", product.rows, product.width)
         return pack(tensor.data, "Q8_0", product.rows, product.width, Transfer(bench.device))
-    values = torch.empty(product.rows, product.width, device=bench.device, dtype=torch.bfloat16).normal_(0, 0.02)
+    shape = lines_of(product), product.width
+    values = torch.empty(shape, device=bench.device, dtype=torch.bfloat16).normal_(0, 0.02)
     return {"16 bits": lambda v: v, "4 bits": quantize_int4, "fp8": quantize_fp8}[product.kind](values)
 
 
@@ -127,6 +142,9 @@ def candidates(device: DeviceProperties, product: Product) -> list[Any]:
     if product.kernel == "gemv":
         lanes = min(1024, 1 << (width - 1).bit_length())
         return [gemv.Tiling(lines, lanes, warps) for lines in (1, 2, 4, 8) for warps in (2, 4, 8)]
+    if product.kernel == "expert_gemv":
+        lanes = 256 if product.kind == "16 bits" else 512
+        return [gemv.Tiling(lines, warps * lanes, warps) for lines in (1, 2, 4, 8, 16) for warps in (1, 2, 4)]
     if product.kernel == "small_gemm":
         sizes = [(warps, steps, tiles) for warps in (2, 4, 8, 16) for steps in (1, 2, 4) for tiles in (1, 2, 4)]
         some = [quant_gemm_small.Tiling(*size) for size in sizes if size[1] * size[2] <= 4 and size[0] * size[1] >= 4]
@@ -159,6 +177,10 @@ def call_of(product: Product, x: Any, weight: Any, out: Any, tiling: Any, scratc
     """Returns a call that computes the product with one tiling."""
     if product.kernel == "gemv":
         return lambda: gemv.gemv(x, weight, None, out, tiling=tiling)
+    if product.kernel == "expert_gemv":
+        rows = ExpertRows(x, torch.arange(CHOSEN, dtype=torch.int32, device=x.device), CHOSEN)
+        values, scales = (weight.values, weight.scales) if product.kind == "fp8" else (weight, None)
+        return lambda: expert_gemv(rows, values, None, out, product.gated, scales, tiling=tiling)
     if product.kernel == "skinny":
         return lambda: skinny_gemm.skinny_gemm(x, weight, None, out, tiling, scratch)
     if product.kernel == "small_gemm":

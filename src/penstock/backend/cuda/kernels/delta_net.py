@@ -118,9 +118,10 @@ def delta_net(
     scratch: DeltaScratch,
     out: Any,
     prompts: bool = True,
+    fixed: bool = False,
 ) -> None:
     """Computes a gated delta net: -> [T, v]; `states` is [states, state_floats] float32. `prompts`: rows may have many
-    tokens."""
+    tokens, which are computed in chunks. `fixed`: see delta_rule.py."""
     qkv, z = x.qkv, x.z[:, -spec.v_width :]
     sizes, options, stride = HeadSizes.of(spec), launch_options(1), states.stride(0)
     _short_conv[(len(out), 2 * spec.k_heads + spec.v_heads)](
@@ -132,7 +133,7 @@ def delta_net(
     )
     gates = Gates(x.beta, x.alpha[:, -spec.decay_width :], weights.decay, weights.dt_bias)
     chunked = prompts and computes_chunks(spec) and len(rows.chunks) > 0
-    delta_rule(scratch.mixed, gates, sizes, states, rows, scratch.raw, leave_chunks=chunked)
+    delta_rule(scratch.mixed, gates, sizes, states, rows, scratch.raw, leave_chunks=chunked, fixed=fixed)
     if chunked:
         delta_chunks(scratch.mixed, gates, sizes, states, rows, scratch.inverses, scratch.scores, scratch.raw)
     conv = ConvSizes.of(spec.conv_width, spec.width, qkv.stride(0), spec.k_dim * spec.v_width)

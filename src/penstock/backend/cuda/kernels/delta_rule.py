@@ -129,9 +129,18 @@ def _delta_rule(
 
 
 def delta_rule(
-    mixed: Any, gates: Gates, sizes: HeadSizes, states: Any, rows: StateRows, out: Any, *, leave_chunks: bool
+    mixed: Any,
+    gates: Gates,
+    sizes: HeadSizes,
+    states: Any,
+    rows: StateRows,
+    out: Any,
+    *,
+    leave_chunks: bool,
+    fixed: bool = False,
 ) -> None:
-    """Takes states through the tokens of rows; with `leave_chunks`, only of rows that are not divided into chunks."""
+    """Takes states through the tokens of rows; with `leave_chunks`, only of rows that are not divided into chunks.
+    `fixed`: products and sums are not contracted, which the compiler might do in some turns of its loop alone."""
     columns = min(COLUMNS, triton.next_power_of_2(sizes.v_dim))
     _delta_rule[(len(rows.numbers), sizes.v_heads, triton.cdiv(sizes.v_dim, columns))](
         *(mixed, *gates, states, rows.numbers, out),
@@ -140,5 +149,6 @@ def delta_rule(
         KEYS=triton.next_power_of_2(sizes.k_dim),
         COLUMNS=columns,
         LEAVE_CHUNKS=leave_chunks,
+        enable_fp_fusion=not fixed,
         **launch_options(1),
     )

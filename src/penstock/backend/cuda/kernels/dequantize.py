@@ -19,7 +19,7 @@ def _dequantize_matrix(matrix, out, FORMAT: tl.constexpr, R: tl.constexpr, T: tl
     first = tl.program_id(0) * T
     row = tl.minimum(tl.program_id(1) * R + axis(R, 2), tl.cdiv(rows, 16) - 1)
     tiles = load_tiles(matrix, row, first, R, T, 0, False, FORMAT)
-    values = values_of(tiles, matrix.base, R, T, FORMAT)
+    values = values_of(tiles, matrix.base, R, T, FORMAT) * matrix.factor
     line = tl.program_id(1) * (16 * R) + tl.arange(0, 16 * R)[:, None]
     column = first * 64 + tl.arange(0, 64 * T)[None, :]
     wait_for_previous(PDL)
@@ -38,7 +38,7 @@ def _dequantize_rows(tokens, matrix, out, FORMAT: tl.constexpr, T: tl.constexpr,
     token = tl.load(tokens + item)
     row = token // 16 + axis(1, 2)
     tiles = load_tiles(matrix, row, first, 1, T, 0, False, FORMAT)
-    values = values_of(tiles, matrix.base, 1, T, FORMAT)
+    values = values_of(tiles, matrix.base, 1, T, FORMAT) * matrix.factor
     mine = tl.arange(0, 16)[:, None] == token % 16
     line = tl.sum(tl.where(mine, values, 0.0), 0)
     column = first * 64 + tl.arange(0, 64 * T)

@@ -33,8 +33,7 @@ from penstock.backend.cuda.kernels.quant_gemm_small import (
 )
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 
-LINES, WIDTH = 8, 512  # of a plain matrix, for one row
-SCALED_LINES = 16  # of one with scales for every 128 columns, which are then the width
+BLOCK_SCALED = GemvTiling(16, COLUMNS, 4)  # for scales of every 128 columns, which are then the width
 ROW_SCALES, BLOCK_SCALES = tl.constexpr(1), tl.constexpr(2)  # what scales there are: their number of dimensions
 SCALED_COLUMNS = tl.constexpr(COLUMNS)
 WARPS, STEPS, TILES = 4, 2, 1  # of a quantized one: see quant_gemm_small.py
@@ -127,13 +126,20 @@ def _expert_gemv(
 
 
 def expert_gemv(
-    rows: ExpertRows, weight: Any, bias: Any | None, out: Any, gated: bool, scales: Any | None = None
+    rows: ExpertRows,
+    weight: Any,
+    bias: Any | None,
+    out: Any,
+    gated: bool,
+    scales: Any | None = None,
+    *,
+    tiling: GemvTiling,
 ) -> None:
     """Computes out [pairs, rows of an expert] from weight [experts * rows, width]. Gated: silu of the first half of an
     expert's rows times the second, so out is half as wide. FP8 has scales: see ScaledMatrix."""
     lines, width, kind = out.shape[1], weight.shape[1], scale_kind(scales)
-    tall, wide = (SCALED_LINES, COLUMNS) if kind == BLOCK_SCALES.value else (LINES, WIDTH)
-    _expert_gemv[(triton.cdiv(lines, tall), len(out))](
+    tiling = BLOCK_SCALED if kind == BLOCK_SCALES.value else tiling
+    _expert_gemv[(triton.cdiv(lines, tiling.rows), len(out))](
         rows.x,
         scaled_matrix(weight, scales),
         weight if bias is None else bias,
@@ -143,9 +149,9 @@ def expert_gemv(
         lines,
         width,
         EPILOGUE=Epilogue(gated, bias is not None),
-        TILING=GemvTiling(tall, min(wide, triton.next_power_of_2(width)), 4),
+        TILING=tiling,
         SCALES=kind,
-        **launch_options(4),
+        **launch_options(tiling.warps),
     )
 
 
@@ -186,7 +192,7 @@ def _quant_expert_gemv(
         items = load_rows(x, width, column, 1, width, TILING, 4, CONFIG.even)
         total = add_tiles(total, tiles, items, matrix.base, FORMAT, TILING, 4)
     out += pair.to(tl.int64) * (rows // 2 if CONFIG.epilogue.gated else rows)
-    y = tl.sum(total, 0)
+    y = tl.sum(total, 0) * matrix.factor
     if SCALED:
         y = times_factors(y, factors, expert, lines_of(rows, TILING.tiles, CONFIG.epilogue.gated), rows)
     finish(y, bias + expert.to(tl.int64) * rows, out, 1, rows, 0, 4, CONFIG)
@@ -347,6 +353,7 @@ def _quant_expert_gemm(
         items = tl.load(x + token[:, None] * width + (tile * 64 + column)[None, :], inside, 0.0)
         total = dot_bfloat16(values_of(loaded, matrix.base, R, 1, FORMAT), tl.trans(items), total)
     line = first * (16 * R) + tl.arange(0, 16 * R)
+    total *= matrix.factor
     if SCALED:
         total = times_factors(total, factors, expert, line, rows)
     store_block(total, line, expert, pair, there, rows, bias, out, CONFIG.epilogue.bias)

@@ -129,7 +129,7 @@ def _produce(lines, table, span, buffers, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _await_turn(WHICH: gl.constexpr):
+def await_turn(WHICH: gl.constexpr):
     """Waits until the other warpgroup has started its products. Triton numbers its own barriers from 0 on."""
     if WHICH == 0:
         gl.inline_asm_elementwise("bar.sync 14, 256; mov.u32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
@@ -138,7 +138,7 @@ def _await_turn(WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _give_turn(WHICH: gl.constexpr):
+def give_turn(WHICH: gl.constexpr):
     """Lets the other warpgroup start its products."""
     if WHICH == 0:
         gl.inline_asm_elementwise("bar.arrive 15, 256; mov.u32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
@@ -147,7 +147,7 @@ def _give_turn(WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _packed(weight, KIND: gl.constexpr):
+def packed_pairs(weight, KIND: gl.constexpr):
     """Returns float32 weights as pairs of 16-bit values. A loop that carries single values of 16 bits takes them apart
     and puts them together in every turn."""
     low, high = gl.split(gl.reshape(weight, [weight.shape[0], weight.shape[1] // 2, 2]))
@@ -158,7 +158,7 @@ def _packed(weight, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _unpacked(weight, KIND: gl.constexpr, DIMS: gl.constexpr):
+def unpacked_pairs(weight, KIND: gl.constexpr, DIMS: gl.constexpr):
     """Returns the weights of pairs as the product with values takes them."""
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
     kinds: gl.constexpr = (gl.int16, gl.int16)
@@ -169,7 +169,7 @@ def _unpacked(weight, KIND: gl.constexpr, DIMS: gl.constexpr):
 
 
 @gluon.jit
-def _soften(score, highest, total, own, start, scale, cap, MASKED: gl.constexpr, CONFIG: gl.constexpr):
+def take_scores(score, highest, total, own, start, scale, cap, MASKED: gl.constexpr, CONFIG: gl.constexpr):
     """Takes scores into a running softmax; returns its highest score, their weights, what the mix so far shrinks by,
     and the sum of weights."""
     if CONFIG.capped:
@@ -202,18 +202,18 @@ def _turns(
         stage = turn % CONFIG.stages
         before = (turn - 1) % CONFIG.stages
         mbarrier.wait(buffers.keys_ready.index(stage), turn // CONFIG.stages & 1)
-        _await_turn(WHICH)
+        await_turn(WHICH)
         keys = buffers.key_tiles.index(stage).permute((1, 0))
         score = warpgroup_mma(buffers.queries.index(WHICH), keys, zeros, use_acc=False, is_async=True)
         mbarrier.wait(buffers.values_ready.index(before), (turn - 1) // CONFIG.stages & 1)
-        weights = _unpacked(weight, KIND, CONFIG.shape.dims)
+        weights = unpacked_pairs(weight, KIND, CONFIG.shape.dims)
         mix = warpgroup_mma(weights, buffers.value_tiles.index(before), mix, is_async=True)
-        _give_turn(WHICH)
+        give_turn(WHICH)
         score = warpgroup_mma_wait(1, deps=[score])
         mbarrier.arrive(buffers.keys_free.index(stage))
         start = (span.last - turn) * CONFIG.tile
-        highest, fresh, shrink, total = _soften(score, highest, total, own, start, scale, cap, MASKED, CONFIG)
-        weight = _packed(fresh, KIND)
+        highest, fresh, shrink, total = take_scores(score, highest, total, own, start, scale, cap, MASKED, CONFIG)
+        weight = packed_pairs(fresh, KIND)
         mix, weights = warpgroup_mma_wait(0, deps=[mix, weights])
         mbarrier.arrive(buffers.values_free.index(before))
         mix = mix * gl.convert_layout(shrink, gl.SliceLayout(1, MIX))[:, None]
@@ -249,21 +249,21 @@ def _first_turn(buffers, span, own, scale, cap, WHICH: gl.constexpr, CONFIG: gl.
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.shape.dims, 16])
     queries, keys = buffers.queries.index(WHICH), buffers.key_tiles.index(0).permute((1, 0))
     if WHICH == 1:
-        _give_turn(WHICH)
+        give_turn(WHICH)
     mbarrier.wait(buffers.keys_ready.index(0), 0)
-    _await_turn(WHICH)
+    await_turn(WHICH)
     score = gl.zeros([QUERIES, TILE], gl.float32, SCORES)
     score = warpgroup_mma(queries, keys, score, use_acc=False, is_async=True)
-    _give_turn(WHICH)
+    give_turn(WHICH)
     score = warpgroup_mma_wait(0, deps=[score])
     mbarrier.arrive(buffers.keys_free.index(0))
     highest = gl.full([QUERIES], -1e30, gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(1, SCORES))
     start = span.last * CONFIG.tile
-    highest, weight, _shrink, total = _soften(score, highest, total, own, start, scale, cap, True, CONFIG)
+    highest, weight, _shrink, total = take_scores(score, highest, total, own, start, scale, cap, True, CONFIG)
     mbarrier.wait(buffers.values_ready.index(0), 0)
     _clear_tail(buffers, span, CONFIG)
-    return highest, total, gl.zeros([QUERIES, DIMS], gl.float32, MIX), _packed(weight, queries.dtype)
+    return highest, total, gl.zeros([QUERIES, DIMS], gl.float32, MIX), packed_pairs(weight, queries.dtype)
 
 
 @gluon.jit
@@ -301,11 +301,11 @@ def _consume(qkv, out, sinks, span, buffers, scale, cap, WHICH: gl.constexpr, CO
     highest, total, mix, weight = state
     stage = (turns - 1) % CONFIG.stages
     mbarrier.wait(buffers.values_ready.index(stage), (turns - 1) // CONFIG.stages & 1)
-    weights = _unpacked(weight, queries.dtype, DIMS)
+    weights = unpacked_pairs(weight, queries.dtype, DIMS)
     mix = warpgroup_mma(weights, buffers.value_tiles.index(stage), mix, is_async=True)
     mix, weights = warpgroup_mma_wait(0, deps=[mix, weights])
     if WHICH == 0:
-        _await_turn(WHICH)  # the other one gave one turn more than it took
+        await_turn(WHICH)  # the other one gave one turn more than it took
 
     if CONFIG.sinks:
         sink = gl.load(sinks + span.kv_head * GROUP + pair % GROUP) * 1.4426950408889634
@@ -333,7 +333,7 @@ def _second_half(qkv, out, sinks, span, buffers, scale, cap, CONFIG: gl.constexp
 @gluon.jit
 def _task_of(header, count, CONFIG: gl.constexpr):
     """Returns the KV head and the tile of a program. As many heads as the L2 cache holds the context of go together,
-    and of these the last tiles first: they see most."""
+    and of these the first tiles first: they see most (see `tiles_of`), so that none of them is left for the end."""
     SHAPE: gl.constexpr = CONFIG.shape
     HEADS: gl.constexpr = SHAPE.kv_heads
     LINES: gl.constexpr = RESIDENT // (4 * SHAPE.dims)
@@ -342,7 +342,7 @@ def _task_of(header, count, CONFIG: gl.constexpr):
     begin = program // (together * count) * together
     heads = gl.minimum(together, HEADS - begin)
     rest = program - begin * count
-    return begin + rest % heads, count - 1 - rest // heads
+    return begin + rest % heads, rest // heads
 
 
 @gluon.jit

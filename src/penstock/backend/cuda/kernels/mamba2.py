@@ -21,9 +21,10 @@ from penstock.model.ops import Mamba2Weights
 from penstock.model.recurrence import Mamba2Spec
 
 COLUMNS = 16  # of a state, in one program
-CHUNK = 32  # tokens
+CHUNK = 64  # tokens
 CHUNK_COLUMNS = 32
-LARGE_STATE = 128
+PART = 64  # rows of a state that are multiplied together
+TF32 = tl.constexpr("tf32x3")  # float32 in three terms, on the tensor cores
 LEAST_CHUNKED = 16  # tokens of a row that is computed in chunks
 MAX_TOKENS = 2**31 - 1
 
@@ -113,18 +114,78 @@ def _selective_scan(
 
 
 @triton.jit
-def _chunk(x, b, c, steps, rate, state):
-    """Returns what the tokens of a chunk read from the state and from each other, and the state after them."""
-    at = tl.cumsum(steps * rate, 0)  # how much a state from before the chunk has decayed after each token, as exponents
-    whole = tl.sum(steps * rate, 0)
-    i = tl.arange(0, steps.shape[0])
+def _state_part(part, column, head, SIZES: tl.constexpr, PART: tl.constexpr):
+    """Returns where a part of a head's state is, and what of it there is."""
+    i = part * PART + tl.arange(0, PART)[:, None]
+    place = head * SIZES.state_dim * SIZES.head_dim + i * SIZES.head_dim + column
+    return place, (i < SIZES.state_dim) & (column < SIZES.head_dim)
+
+
+@triton.jit
+def _load_state(state, there, column, head, SIZES: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
+    """Returns some columns of a head's state in parts; zeros if it is not `there`."""
+    parts = ()
+    for part in tl.static_range(PARTS):
+        place, inside = _state_part(part, column, head, SIZES, PART)
+        parts += (tl.load(state + place, inside & there, 0.0),)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def _store_state(to, state, column, head, SIZES: tl.constexpr, PART: tl.constexpr):
+    for part in tl.static_range(len(state)):
+        place, inside = _state_part(part, column, head, SIZES, PART)
+        tl.store(to + place, state[part], inside)
+
+
+@triton.jit
+def _decays(delays, count, bias, rate, scaling, SIZES: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns the time steps of a chunk's tokens, and how much a state from before the chunk has decayed after each of
+    them and after all, as exponents. Tokens that the chunk does not have take no time."""
+    scale, least, most = scaling
+    STRIDE: tl.constexpr = 2 * SIZES.heads * SIZES.head_dim + 2 * SIZES.groups * SIZES.state_dim + SIZES.heads
+    i = tl.arange(0, CHUNK)
+    raw = tl.load(delays + i * STRIDE, i < count, 0.0).to(tl.float32)
+    steps = tl.where(i < count, _time_step(raw * scale + bias, least, most), 0.0)
+    return steps, tl.cumsum(steps * rate, 0), tl.sum(steps * rate, 0)
+
+
+@triton.jit
+def _load_keys(keys, count, part, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns columns of what a chunk's tokens have at `keys`: PART of them, from those of the parts before on."""
+    WIDTH: tl.constexpr = SIZES.heads * SIZES.head_dim + 2 * SIZES.groups * SIZES.state_dim
+    i, k = tl.arange(0, CHUNK)[:, None], part * PART + tl.arange(0, PART)[None, :]
+    return tl.load(keys + i * WIDTH + k, (i < count) & (k < SIZES.state_dim), 0.0)
+
+
+@triton.jit
+def _read_chunk(x, keys, count, decays, state, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns what the tokens of a chunk read from the state and from each other. The state is in parts of PART rows,
+    since the operands of all together would not fit into registers."""
+    steps, at, _ = decays
+    READS: tl.constexpr = SIZES.groups * SIZES.state_dim  # where C is, after B
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    read = tl.zeros([CHUNK, x.shape[1]], tl.float32)
+    for part in tl.static_range(len(state)):
+        c = _load_keys(keys + READS, count, part, SIZES, PART, CHUNK)
+        read = tl.dot(c, state[part], read, input_precision=TF32)
+        scores = tl.dot(c, tl.trans(_load_keys(keys, count, part, SIZES, PART, CHUNK)), scores, input_precision=TF32)
+    i = tl.arange(0, CHUNK)
     earlier = i[:, None] >= i[None, :]
     since = tl.exp(tl.where(earlier, at[:, None] - at[None, :], 0.0))
-    scores = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.where(earlier, since * steps[None, :], 0.0)
-    read = tl.dot(c, state, input_precision="ieee") * tl.exp(at)[:, None]
-    read = tl.dot(scores, x, read, input_precision="ieee")
-    kept = b * (tl.exp(whole - at) * steps)[:, None]
-    return read, tl.dot(tl.trans(kept), x, state * tl.exp(whole), input_precision="ieee")
+    scores *= tl.where(earlier, since * steps[None, :], 0.0)
+    return tl.dot(scores, x, read * tl.exp(at)[:, None], input_precision=TF32)
+
+
+@triton.jit
+def _move_on(x, keys, count, decays, state, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
+    """Returns the state after a chunk."""
+    steps, at, whole = decays
+    after = ()
+    for part in tl.static_range(len(state)):
+        b = _load_keys(keys, count, part, SIZES, PART, CHUNK) * (tl.exp(whole - at) * steps)[:, None]
+        after += (tl.dot(tl.trans(b), x, state[part] * tl.exp(whole), input_precision=TF32),)  # type: ignore[assignment]
+    return after
 
 
 @triton.jit
@@ -142,7 +203,8 @@ def _chunked_scan(
     dt_min,
     dt_max,
     SIZES: tl.constexpr,
-    STATE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     LEAST: tl.constexpr,
@@ -152,9 +214,8 @@ def _chunked_scan(
     let_next_start(PDL)
     wait_for_previous(PDL)
     HEAD_DIM: tl.constexpr = SIZES.head_dim
-    STATE_DIM: tl.constexpr = SIZES.state_dim
     INNER: tl.constexpr = SIZES.heads * HEAD_DIM
-    WIDTH: tl.constexpr = INNER + 2 * SIZES.groups * STATE_DIM
+    WIDTH: tl.constexpr = INNER + 2 * SIZES.groups * SIZES.state_dim
     STRIDE: tl.constexpr = INNER + WIDTH + SIZES.heads
     row = rows + tl.program_id(0) * SIZES.fields
     count = tl.load(row + 1)
@@ -163,30 +224,26 @@ def _chunked_scan(
         own, begin = tl.load(row + 2).to(tl.int64), tl.load(row + 3).to(tl.int64)
         save, head = tl.load(row + 4).to(tl.int64), tl.program_id(1)
         after = tl.where(save >= 0, tl.load(row + 5), count)
-        i = tl.arange(0, STATE)[None, :]
         column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        inside = tl.trans(i < STATE_DIM) & (column < HEAD_DIM)
-        place = head * STATE_DIM * HEAD_DIM + tl.trans(i) * HEAD_DIM + column
-        state = tl.load(states + begin * state_stride + place, inside & (begin >= 0), 0.0)
+        state = _load_state(states + begin * state_stride, begin >= 0, column, head, SIZES, PARTS, PART)
         rate, bias = tl.load(rates + head), tl.load(dt_bias + head)
-        keys = mixed + INNER + head // (SIZES.heads // SIZES.groups) * STATE_DIM + i
+        key = INNER + head // (SIZES.heads // SIZES.groups) * SIZES.state_dim
         before = tl.cdiv(after, CHUNK)  # chunks up to where the state is saved, which ends one
-        for chunk in range(before + tl.cdiv(count - after, CHUNK)):
-            start = tl.where(chunk < before, chunk * CHUNK, after + (chunk - before) * CHUNK)
-            end = tl.minimum(start + CHUNK, tl.where(chunk < before, after, count))
-            index = start + tl.arange(0, CHUNK)
-            token, known = (first + index)[:, None], (index < end)[:, None]
-            x = tl.load(mixed + token * WIDTH + head * HEAD_DIM + column, known & (column < HEAD_DIM), 0.0)
-            b = tl.load(keys + token * WIDTH, known & (i < STATE_DIM), 0.0)
-            c = tl.load(keys + token * WIDTH + SIZES.groups * STATE_DIM, known & (i < STATE_DIM), 0.0)
-            raw = tl.load(zxbcdt + (first + index) * STRIDE + INNER + WIDTH + head, index < end, 0.0).to(tl.float32)
-            steps = tl.where(index < end, _time_step(raw * dt_scale + bias, dt_min, dt_max), 0.0)
-            read, state = _chunk(x, b, c, steps, rate, state)
-            read += tl.load(skip + head) * x
-            tl.store(out + token * INNER + head * HEAD_DIM + column, read, known & (column < HEAD_DIM))
+        for number in range(before + tl.cdiv(count - after, CHUNK)):
+            start = tl.where(number < before, number * CHUNK, after + (number - before) * CHUNK)
+            end = tl.minimum(start + CHUNK, tl.where(number < before, after, count))
+            known = end - start
+            delays, tokens = zxbcdt + (first + start) * STRIDE + INNER + WIDTH + head, mixed + (first + start) * WIDTH
+            decays = _decays(delays, known, bias, rate, (dt_scale, dt_min, dt_max), SIZES, CHUNK)
+            i = tl.arange(0, CHUNK)[:, None]
+            inside, place = (i < known) & (column < HEAD_DIM), head * HEAD_DIM + column
+            x = tl.load(tokens + i * WIDTH + place, inside, 0.0)
+            read = _read_chunk(x, tokens + key, known, decays, state, SIZES, PART, CHUNK)
+            tl.store(out + (first + start) * INNER + i * INNER + place, read + tl.load(skip + head) * x, inside)
+            state = _move_on(x, tokens + key, known, decays, state, SIZES, PART, CHUNK)
             if (end == after) & (save >= 0):
-                tl.store(states + save * state_stride + place, state, inside)
-        tl.store(states + own * state_stride + place, state, inside)
+                _store_state(states + save * state_stride, state, column, head, SIZES, PART)
+        _store_state(states + own * state_stride, state, column, head, SIZES, PART)
 
 
 @triton.jit
@@ -228,9 +285,10 @@ def mamba2(
     scratch: Mamba2Scratch,
     out: Any,
     prompts: bool = True,
+    fixed: bool = False,
 ) -> None:
     """Computes Mamba2: [T, z + x + B + C + dt] -> [T, x]; `states` is [states, state_floats] float32. `prompts`: rows
-    may have many tokens."""
+    may have many tokens, which are computed in chunks. `fixed`: see delta_rule.py."""
     conv = ConvSizes.of(spec.conv_width, spec.width, spec.in_width, spec.state_dim * spec.inner, column=spec.inner)
     causal_conv(zxbcdt, weights.conv, weights.conv_bias, conv, states, rows, scratch.mixed)
     inputs = (
@@ -241,13 +299,15 @@ def mamba2(
     padded = triton.next_power_of_2(spec.state_dim)
     columns = min(COLUMNS, triton.next_power_of_2(spec.head_dim))
     most = LEAST_CHUNKED - 1 if prompts else MAX_TOKENS
+    scan = {"SIZES": sizes, "STATE": padded, "COLUMNS": columns, "MOST": most, "enable_fp_fusion": not fixed}
     _selective_scan[(len(rows.numbers), spec.heads, triton.cdiv(spec.head_dim, columns))](
-        *inputs, SIZES=sizes, STATE=padded, COLUMNS=columns, MOST=most, **launch_options(1)
+        *inputs, **scan, **launch_options(1)
     )
     if prompts:
         grid = (len(rows.numbers), spec.heads, triton.cdiv(spec.head_dim, CHUNK_COLUMNS))
-        chunk = CHUNK if padded <= LARGE_STATE else CHUNK // 2  # B and C of a chunk must fit into shared memory
-        tiles = {"STATE": max(padded, 16), "COLUMNS": CHUNK_COLUMNS, "CHUNK": chunk, "LEAST": LEAST_CHUNKED}
+        part = max(min(padded, PART), 16)
+        parts = {"PARTS": triton.cdiv(padded, part), "PART": part}
+        tiles = {"COLUMNS": CHUNK_COLUMNS, "CHUNK": CHUNK, "LEAST": LEAST_CHUNKED, **parts}
         _chunked_scan[grid](*inputs, SIZES=sizes, **tiles, **launch_options(4, num_stages=1))
     store_conv_state(zxbcdt, conv, states, rows)
     gate_and_norm(zxbcdt, weights, spec, scratch.raw, out)

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from penstock.backend.cuda.contexts import BLOCK, CONTEXT_COLUMNS
 from penstock.backend.cuda.kernels.kv8 import largest_of
 from penstock.backend.cuda.kernels.kv_tile import LOG2E, PagedKv, no_scores, soften, store_mix, table_of
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
-from penstock.backend.cuda.mla_expansion import BLOCK, CONTEXT_COLUMNS, TILE_TOKENS, MlaDims
+from penstock.backend.cuda.mla_expansion import TILE_TOKENS, MlaDims
 
 WIDTH = 64  # of latents that are projected at a time
 

@@ -29,11 +29,13 @@ class QuantFormat(NamedTuple):
     groups: int  # of columns in a tile, each with a scale
     minima: bool
     supers: bool  # scales are bytes that float16 multiply
-    bfloat: bool  # scales of 16 bits are bfloat16
+    e4m3: bool  # scales are floats of 8 bits
+    e8m0: bool  # scales are powers of two of 8 bits
     zero: float  # of codes as they come: see codes_of
     added: bool  # something is added to scale * code
     scaled_minima: bool  # scales multiply minima
     table: int  # see lookup.py; 0: none
+    words: int  # that hold the scales and minima of a row of a tile and of the row 8 below
 
 
 class QuantMatrix(NamedTuple):
@@ -48,14 +50,27 @@ class QuantMatrix(NamedTuple):
     tiles: int  # in a row of tiles
     width: int
     base: int
+    factor: float  # multiplies all products
 
 
 def format_of(weight: QuantizedWeight) -> QuantFormat:
     """Returns the constants of a weight's coding."""
     coding = weight.coding
     zero = coding.zero + coding.shift
-    layout = coding.bits - 4, coding.groups, coding.minima, coding.bytes, coding.bfloat
-    return QuantFormat(*layout, zero, coding.minima or zero != 0, coding.scaled_minima, table_of(coding))
+    numbers = coding.groups * (2 if coding.minima else 1)
+    return QuantFormat(
+        high=coding.bits - 4,
+        groups=coding.groups,
+        minima=coding.minima,
+        supers=coding.bytes,
+        e4m3=coding.e4m3,
+        e8m0=coding.e8m0,
+        zero=zero,
+        added=coding.minima or zero != 0,
+        scaled_minima=coding.scaled_minima,
+        table=table_of(coding),
+        words=numbers // 2 if coding.bytes or coding.e4m3 or coding.e8m0 else numbers,
+    )
 
 
 def matrix_of(weight: QuantizedWeight, rows: int = 0) -> QuantMatrix:
@@ -64,7 +79,7 @@ def matrix_of(weight: QuantizedWeight, rows: int = 0) -> QuantMatrix:
     high = weight.low if weight.high is None else weight.high
     supers = weight.scales if weight.supers is None else weight.supers
     sizes = rows or weight.rows, weight.tiles, weight.width
-    return QuantMatrix(weight.low, high, weight.scales, supers, *sizes, BASE)
+    return QuantMatrix(weight.low, high, weight.scales, supers, *sizes, BASE, weight.factor * weight.coding.factor)
 
 
 @triton.jit
@@ -198,13 +213,6 @@ def float16_of(words):
 
 
 @triton.jit
-def bfloat16_of(words):
-    """Splits each word into its two bfloat16, as float32: [...] -> [..., 2]."""
-    words = words.to(tl.uint32, bitcast=True)
-    return tl.join((words << 16).to(tl.float32, bitcast=True), (words & 0xFFFF0000).to(tl.float32, bitcast=True))
-
-
-@triton.jit
 def signed_byte(words, i: tl.constexpr):
     """Returns byte i of each word, with its sign, as float32."""
     return ((words << (24 - 8 * i)) >> 24).to(tl.float32)
@@ -218,9 +226,35 @@ def int8_of(words):
 
 
 @triton.jit
+def e4m3_of(words):
+    """Splits each word into its four floats of 8 bits, as float32: [...] -> [..., 2, 2]. They come out as 256ths: a
+    float16 with the same bits has 15 as the bias of its exponent, not 7."""
+    return tl.join(float16_of((words << 7) & 0x3F803F80), float16_of((words >> 1) & 0x3F803F80))
+
+
+@triton.jit
+def power_of_two(words, i: tl.constexpr):
+    """Returns the float32 whose exponent is byte i of each word. The lowest is subnormal."""
+    bits = ((words >> (8 * i)) & 0xFF) << 23
+    return tl.where(bits == 0, 0x400000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e8m0_of(words):
+    """Splits each word into its four powers of two, as float32: [...] -> [..., 2, 2]."""
+    even = tl.join(power_of_two(words, 0), power_of_two(words, 2))
+    return tl.join(even, tl.join(power_of_two(words, 1), power_of_two(words, 3)))
+
+
+@triton.jit
 def numbers_of(factors, FORMAT: tl.constexpr):
     """Returns the scales and minima that words hold, as float32, without what `supers` multiply them with."""
-    return int8_of(factors) if FORMAT.supers else bfloat16_of(factors) if FORMAT.bfloat else float16_of(factors)
+    if FORMAT.e4m3:
+        return e4m3_of(factors)
+    elif FORMAT.e8m0:
+        return e8m0_of(factors)
+    else:
+        return int8_of(factors) if FORMAT.supers else float16_of(factors)
 
 
 @triton.jit
@@ -269,11 +303,10 @@ def load_tiles(
 ):
     """Returns what tiles are made of: low bits, high bits, factors, and what multiplies the factors."""
     words, more = load_codes(matrix, row, column, A, B, STEP, EVEN, FORMAT)
-    EACH: tl.constexpr = 2 if FORMAT.minima else 1  # words of float16; half as many of bytes
-    N: tl.constexpr = FORMAT.groups * EACH // 2 if FORMAT.supers else FORMAT.groups * EACH
-    factors = load_factors(matrix.scales, row, column, matrix.tiles, A, B, STEP, EVEN, N)
+    factors = load_factors(matrix.scales, row, column, matrix.tiles, A, B, STEP, EVEN, FORMAT.words)
     outer = factors
     if FORMAT.supers:
+        EACH: tl.constexpr = 2 if FORMAT.minima else 1
         outer = load_supers(matrix.supers, row, column, matrix.tiles, A, B, STEP, EVEN, EACH)
     return words, more, factors, outer
 

@@ -59,7 +59,7 @@ def _quant_gemm(x, matrix, bias, out, scratch, count, x_stride, out_stride, CONF
     wanted = (line < rows) & (item < count)
     last, total = joined(total, line, item, wanted, rows, count, scratch, TILING.split)
     if last:
-        store_tile(total, line, item, wanted, rows, bias, out, out_stride, CONFIG.epilogue.bias)
+        store_tile(total * matrix.factor, line, item, wanted, rows, bias, out, out_stride, CONFIG.epilogue.bias)
 
 
 def quant_gemm(

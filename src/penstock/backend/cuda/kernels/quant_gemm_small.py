@@ -199,7 +199,8 @@ def _quant_gemm_small(x, matrix, bias, out, count, x_stride, out_stride, CONFIG:
         next_tiles = load_tiles(matrix, row, column + W * G, W, G, G, False, FORMAT)
         total = add_tiles(total, tiles, items, matrix.base, FORMAT, TILING, CONFIG.columns)
         tiles = next_tiles
-    finish(tl.sum(total, 0), bias, out, count, matrix.rows, out_stride, CONFIG.columns, CONFIG)
+    y = tl.sum(total, 0) * matrix.factor
+    finish(y, bias, out, count, matrix.rows, out_stride, CONFIG.columns, CONFIG)
 
 
 def programs_for(rows: int, tiling: Tiling, gated: bool) -> int:

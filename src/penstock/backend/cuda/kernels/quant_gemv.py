@@ -82,11 +82,10 @@ def load_blocks(matrix, row, column, W: tl.constexpr, S: tl.constexpr, EVEN: tl.
     G: tl.constexpr = S * TILES
     SHAPE: tl.constexpr = (W, S, TILES)
     words, more = load_codes(matrix, row, column, W, G, G, EVEN, FORMAT)
-    EACH: tl.constexpr = 2 if FORMAT.minima else 1
-    N: tl.constexpr = FORMAT.groups * EACH // 2 if FORMAT.supers else FORMAT.groups * EACH
-    factors = load_factors(matrix, row, column, SHAPE, EVEN, N)
+    factors = load_factors(matrix, row, column, SHAPE, EVEN, FORMAT.words)
     outer = factors
     if FORMAT.supers:
+        EACH: tl.constexpr = 2 if FORMAT.minima else 1
         outer = load_supers(matrix, row, column, SHAPE, EVEN, EACH)
     return words, more, factors, outer
 
@@ -178,7 +177,7 @@ def _quant_gemv(x, matrix, bias, out, CONFIG: tl.constexpr, PDL: tl.constexpr):
             blocks = last_blocks
         items = next_items
     y = tl.expand_dims(tl.sum(tl.sum(total, 0), 1), 1)
-    finish(y, bias, out, 1, matrix.rows, 0, 1, CONFIG)
+    finish(y * matrix.factor, bias, out, 1, matrix.rows, 0, 1, CONFIG)
 
 
 def quant_gemv(

@@ -71,17 +71,18 @@ def _store_index(q, k, rope, cache, SHAPE: tl.constexpr, INTERLEAVED: tl.constex
 
 @triton.jit
 def load_work(work, item, index, COLUMNS: tl.constexpr):
-    """Returns the token, its row of block tables and its position; -1 for a token that is not there. The splits of one
+    """Returns a token, its row of block tables and its position; -1 for a token that is not there. The splits of one
     context are one item, which the first of them stands for."""
     at = work + item * COLUMNS
     token, row = tl.load(at), tl.load(at + 1)
     if COLUMNS == 8:
-        position = tl.load(at + 4) - 1
-        token = tl.where(tl.load(at + 2) == 0, token, -1)
+        tokens = tl.load(at + 7)
+        first = tl.load(at + 4) - tokens
+        tokens = tl.where(tl.load(at + 2) == 0, tokens, 0)
     else:
-        position = tl.load(at + 2) + index
-        token = tl.where((token >= 0) & (index < tl.load(at + 3)), token + index, -1)
-    return token.to(tl.int64), row, position
+        first, tokens = tl.load(at + 2), tl.load(at + 3)
+    token = tl.where((token >= 0) & (index < tokens), token + index, -1)
+    return token.to(tl.int64), row, first + index
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -87,9 +87,11 @@ def selective_scan(
     states: Any,
     rows: StateRows,
     out: Any,
+    *,
+    fixed: bool = False,
 ) -> None:
     """Computes Mamba's selective scan of x, [T, width], gated by the last `width` columns of `gate`; `states` is
-    [states, state_floats] float32."""
+    [states, state_floats] float32. `fixed`: see delta_rule.py."""
     padded = triton.next_power_of_2(spec.state_size)
     channels = min(max(NUMBERS // padded, 1), triton.next_power_of_2(spec.width))
     _channel_scan[(len(rows.numbers), triton.cdiv(spec.width, channels))](
@@ -99,5 +101,6 @@ def selective_scan(
         PADDED=padded,
         CHANNELS=channels,
         FIELDS=ROW_FIELDS,
+        enable_fp_fusion=not fixed,
         **launch_options(1),
     )

@@ -1,8 +1,8 @@
 """Products with EXL3 weights (model/formats/trellis.py), whose numbers are decoded where they are multiplied.
 
 Few rows are rotated, multiplied with the numbers, and rotated back: y = svh * (H @ (numbers @ (H @ (suh * x)))). For
-many rows the whole weight is written out once. Numbers are exact in float16. A rotation is a product of float32 values,
-in three terms of TF32 each, with a matrix of ones and minus ones.
+many rows the whole weight is written out once. Numbers are exact in float16. Rows are rotated in float32 by a fast
+Walsh-Hadamard transform, which a warp does without shared memory between its turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.model.formats.trellis import FACTORS, MUL1, PLAIN
 
 LARGEST = tl.constexpr(65504.0)  # of float16
 ROOT = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
-RUNS = 16  # of 128 values that a program rotates: the least that tensor cores take
+RUNS = 4  # of 128 values that a program, of one warp, rotates
 
 
 class CodeBook(NamedTuple):
@@ -116,9 +116,14 @@ def hadamard():
 
 
 @triton.jit
-def rotated(values):
-    """Returns values [n, 128] times the normalized Hadamard matrix, in float32."""
-    return tl.dot(values, hadamard(), input_precision="tf32x3") * ROOT
+def rotated(values, RUNS: tl.constexpr):
+    """Returns values [RUNS, 128] times the normalized Hadamard matrix, in float32. Each of seven turns adds and
+    subtracts neighbours and moves the lowest bit of a column's number to the top, so that columns end where they
+    began."""
+    for _ in tl.static_range(7):
+        even, odd = tl.split(tl.reshape(values, [RUNS, 64, 2]))
+        values = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 2, 1]), [RUNS, 128])
+    return values * ROOT
 
 
 @triton.jit
@@ -137,7 +142,7 @@ def _rotate_inputs(x, suh, out, count, width, stride, RUNS: tl.constexpr, PDL: t
     factors = tl.load(suh + column)
     wait_for_previous(PDL)
     values = tl.load(x + item.to(tl.int64) * stride + column, inside, 0.0).to(tl.float32)
-    made = rotated(values * factors)
+    made = rotated(values * factors, RUNS)
     made = tl.minimum(tl.maximum(made, -LARGEST), LARGEST).to(tl.float16)
     tl.store(out + item.to(tl.int64) * width + column, made, inside)
 
@@ -174,7 +179,7 @@ def _rotate_outputs(
     factors = tl.load(svh + line)
     wait_for_previous(PDL)
     total = sum_splits(partials, item * rows + line, count * rows, inside, SPLIT)
-    made = rotated(total) * factors
+    made = rotated(total, RUNS) * factors
     if BIAS:
         made += tl.load(bias + line)
     tl.store(out + item.to(tl.int64) * stride + line, made.to(out.dtype.element_ty), inside)
@@ -200,7 +205,7 @@ def rotate_inputs(x: Any, weight: TrellisWeight, out: Any) -> None:
     """Sets out [T, width], of float16, to the rotated rows of x."""
     count, width = x.shape
     grid = (triton.cdiv(count * width // 128, RUNS),)
-    _rotate_inputs[grid](x, weight.suh, out, count, width, x.stride(0), RUNS=RUNS, **launch_options(4))
+    _rotate_inputs[grid](x, weight.suh, out, count, width, x.stride(0), RUNS=RUNS, **launch_options(1))
 
 
 def trellis_gemm(
@@ -213,7 +218,7 @@ def trellis_gemm(
     _trellis_gemm[grid](
         x, weight.words, partials, count, rows, weight.width, BOOK=weight.code_book, TILING=tiling, K=64, **options
     )
-    vector, options = weight.svh if bias is None else bias, launch_options(4)
+    vector, options = weight.svh if bias is None else bias, launch_options(1)
     _rotate_outputs[(triton.cdiv(count * rows // 128, RUNS),)](
         partials, weight.svh, vector, out, count, rows, out.stride(0), RUNS=RUNS, SPLIT=tiling.split,
         BIAS=bias is not None, **options,

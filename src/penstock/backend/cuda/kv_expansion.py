@@ -1,0 +1,120 @@
+"""Plans which prompts attend to a copy of their context in 16 bits, where the KV cache has 8.
+
+Hopper's prefill kernel reads 16 bits alone. A copy takes time for every position of a context, and the kernel saves
+time for every pair of a token and a position that it sees. All layers use the same memory for their copies. Contexts
+that it has no room for are attended to in 8 bits, by the kernel for every GPU.
+
+The figures are those of an H200 with a cache of 16 bits; nothing was measured with 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from penstock.backend.base import Batch, Ints
+from penstock.backend.cuda.contexts import (
+    BLOCK,
+    MOST_BLOCKS,
+    NO_CONTEXTS,
+    ExpandedContexts,
+    PromptSizes,
+    place_contexts,
+)
+from penstock.model.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from penstock.backend.cuda.device_tilings import Tilings
+
+PLAIN_FLOPS, HOPPER_FLOPS = 390e12, 640e12  # of both kernels, in a second
+BANDWIDTH = 4.4e12  # bytes of memory that a second can read or write
+LAUNCH = 5e-6  # seconds
+MARGIN = 1.5  # by which a copy must save more than it takes: all of this is an estimate
+VALUE_BYTES = 2  # of a copy
+BLOCK_SIZE = 16  # positions in a block of the cache, which the kernel copies at a time
+MOST_BYTES = 512 << 20
+MOST_PER_TOKEN = 16  # positions for each token of the largest step
+FEWEST_BLOCKS = 16  # that a step has room for, so that graphs are few
+TABLE_WORDS = 1 << 20  # of the tables of copies; a step with larger tables makes no copy
+
+
+class KvCopies(NamedTuple):
+    """Holds copies of contexts: a paged cache with tables of its own."""
+
+    lines: Any  # [blocks, 2, kv_heads, BLOCK_SIZE, D]
+    tables: Any  # [TABLE_WORDS] as wide as the step's tables
+
+
+@dataclass(frozen=True, slots=True)
+class KvExpansion:
+    """Decides which steps copy the contexts of their prompts, and where."""
+
+    prompts_last: ClassVar[bool] = False
+    tile_tokens: ClassVar[int] = 0  # as without a copy
+    heads: int
+    kv_heads: int
+    dims: int
+    room: int  # positions, a multiple of BLOCK
+
+    @property
+    def bytes(self) -> int:
+        """Returns what copies and their tables take."""
+        return self.room * self.width * VALUE_BYTES + 4 * TABLE_WORDS
+
+    @property
+    def width(self) -> int:
+        """Returns how many values a position has."""
+        return 2 * self.kv_heads * self.dims
+
+    def copies_within(self, memory: Any, tables: Any) -> KvCopies:
+        """Returns copies in memory [room, width]."""
+        return KvCopies(memory.view(-1, 2, self.kv_heads, BLOCK_SIZE, self.dims), tables)
+
+    def usual_blocks(self, tokens: int) -> int:
+        """Returns how many blocks most steps with so many tokens of prompts have room for: those of one prompt."""
+        sizes = PromptSizes.of_one(tokens)
+        return self._padded(int(sizes.blocks.sum())) if self.pays(sizes) else 0
+
+    def pays(self, sizes: PromptSizes) -> bool:
+        """Returns whether rows of these sizes save more time than their copies take. With the heads of Llama 3 8B that
+        is a row of 128 tokens behind a very long context, and a whole prompt of 1,100."""
+        flops = 4 * self.heads * self.dims * sizes.pairs
+        saved = flops / PLAIN_FLOPS - flops / HOPPER_FLOPS
+        copied = int(sizes.lengths.sum()) * self.width * (1 + VALUE_BYTES)
+        return saved > MARGIN * (copied / BANDWIDTH + LAUNCH)
+
+    def place(self, batch: Batch, rows: Ints) -> ExpandedContexts:
+        """Returns where the contexts of these rows with prompts are copied: nowhere if that takes longer, or if there
+        is no room."""
+        sizes = PromptSizes.of(batch, rows)
+        total = int(sizes.blocks.sum())
+        if total * BLOCK > self.room or batch.tables.size > TABLE_WORDS or not self.pays(sizes):
+            return NO_CONTEXTS
+        return place_contexts(batch, rows, sizes, self._padded(total))
+
+    def _padded(self, blocks: int) -> int:
+        """Returns the blocks that a step has room for: a power of two, so that graphs are few."""
+        return max(1 << (blocks - 1).bit_length(), FEWEST_BLOCKS)
+
+
+def kv_expansion_of(layers: Collection[AttentionSpec], tokens: int, tilings: Tilings) -> KvExpansion | None:
+    """Returns how a model with these layers, whose cache has 8 bits, copies contexts where its largest step has so many
+    tokens; None if it never does: Hopper's kernel does not run or lacks something that some layer has, or layers have
+    heads of different shapes."""
+    shapes = {(spec.heads, spec.kv_heads, spec.head_dim) for spec in layers}
+    if len(shapes) != 1 or not all(map(sees_all, layers)):
+        return None
+    ((heads, kv_heads, dims),) = shapes
+    if tilings.fixed or tilings.hopper_attention(dims) is None:
+        return None
+    positions = min(MOST_BYTES // (2 * kv_heads * dims * VALUE_BYTES), MOST_PER_TOKEN * tokens)
+    blocks = min(positions // BLOCK, MOST_BLOCKS)
+    return KvExpansion(heads, kv_heads, dims, blocks * BLOCK) if blocks else None
+
+
+def sees_all(spec: AttentionSpec) -> bool:
+    """Returns whether Hopper's kernel does what a layer asks for, and every token sees all of its context: of a window
+    most of a copy would be in vain."""
+    others = spec.window, spec.chunk, spec.temperature, spec.v_dim, spec.q_gain, spec.distance_bias
+    return spec.causal and not any(others)
