@@ -18,49 +18,23 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import httpx
 from crash import KINDS, QUESTIONS, Question, Streams, Tally
+from instant import open_instant
 from served import free_port, until_ready
 
-from penstock.backend.fake import FakeBackend
 from penstock.config import Config
-from penstock.engine.engine import Engine
 from penstock.fleet.directory import Directory, ReplicaInfo, ReplicaState
 from penstock.ipc.client import EngineClient
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.process import EngineProcess
-from penstock.types import Limits, RowResult, StepResult
 
-LIMITS = Limits(max_len=4096, max_rows=256, step_tokens=8192, block_size=16, num_blocks=32768, vocab=49152)
 HOST = SpawnLauncher((sys.executable, __file__, "host"))
 CHUNKS = 128  # of an answer
-TOKEN = 1000
 BODY = {"model": "instant", "prompt": "Once upon a time", "max_tokens": CHUNKS, "stream": True, "ignore_eos": True}
-
-
-class Instant(FakeBackend):
-    """Is a backend that answers at once, always the same token."""
-
-    def __init__(self) -> None:
-        super().__init__(LIMITS.vocab)
-        self.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-        self._results: dict[int, StepResult] = {}
-
-    def launch(self, batch: Any) -> int:
-        starts = batch.sample_start.tolist()
-        rows = (RowResult((TOKEN,) * (last - first)) for first, last in pairwise(starts))
-        self._results[batch.step] = StepResult(batch.step, tuple(rows))
-        return int(batch.step)
-
-    def wait(self, ticket: int) -> StepResult:
-        return self._results.pop(ticket)
-
-
-def open_instant(config: Config, *_: object) -> Engine:
-    return Engine(Instant(), LIMITS, block_events=bool(config.listen))
 
 
 class FixedFleet:
@@ -264,7 +238,7 @@ def main() -> int:
         from penstock.ipc.host import host
 
         sys.argv.pop(1)
-        host(open_instant)
+        host(lambda config, _: open_instant(config))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("overhead", "kill", "server"))

@@ -67,7 +67,7 @@ class Keepers:
         self._ended: set[str] = set()
         self._gone: set[str] = set()  # for good
         self._version = 0
-        self._changed = asyncio.Event()  # for one gateway
+        self._changed = asyncio.Event()  # another one after each change
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Directory:
@@ -76,9 +76,11 @@ class Keepers:
         return self._directory()
 
     async def changes(self) -> AsyncIterator[Directory]:
+        told = -1
         while True:
-            await self._changed.wait()
-            self._changed.clear()
+            while told == self._version:
+                await self._changed.wait()
+            told = self._version
             yield self._directory()
 
     async def close(self) -> None:
@@ -136,6 +138,7 @@ class Keepers:
     def _change(self) -> None:
         self._version += 1
         self._changed.set()
+        self._changed = asyncio.Event()
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from penstock.types import Event, Failed, Finished, Tokens
 from tests.engine.test_ipc import run
 from tests.fleet.fake_host import POISON
 from tests.fleet.fleets import Keepers, fleet, until_ready
-from tests.fleet.test_client import answer, check, request, tokens_of, until
+from tests.fleet.test_client import Follower, answer, check, request, tokens_of, until
 
 COUNT = 150
 SEVERAL = 8  # events of a stream
@@ -132,6 +132,34 @@ def test_new_requests_stay_away_from_a_trial() -> None:
     run(scenario())
 
 
+class SecondGateway(Follower):
+    """Is told of deaths, too."""
+
+    def changes(self) -> Any:
+        return self._keepers.changes()
+
+
+def test_a_poisoned_request_is_found_beside_the_streams_of_another_gateway() -> None:
+    async def scenario() -> None:
+        async with fleet(3) as (client, keepers):
+            other = FleetClient(SecondGateway(keepers), name="other")
+            await other.start()
+            await until_ready(client, 3)
+            await until_ready(other, 3)
+            prompts = [[1, 2, 3, number] for number in range(9)]
+            tasks = await begin(other, prompts, 600)
+            poisoned = await answer(client, [POISON, 3])
+            assert isinstance(poisoned[-1], Failed)
+            assert poisoned[-1].code == "poisoned_request"
+            for prompt, task in zip(prompts, tasks, strict=True):
+                check(await task, prompt, 600)
+            await until_ready(client, 3)
+            assert client.restarts <= 3
+            await other.close()
+
+    run(scenario())
+
+
 def test_a_draining_replica_gets_nothing_new_and_hands_over_when_it_ends() -> None:
     async def scenario() -> None:
         async with fleet(2) as (client, keepers):
@@ -206,7 +234,8 @@ def test_random_deaths_change_no_token(seed: int) -> None:
 
     async def ask(client: FleetClient, number: int) -> None:
         await asyncio.sleep(random.uniform(0, 2.0))
-        prompt = [random.randrange(500) for _ in range(random.randrange(1, 60))]
+        length = random.randrange(4, 60)  # so that no token of an answer stands where POISON ends an engine
+        prompt = [random.randrange(500) for _ in range(length)]
         count = random.randrange(1, 300)
         events = await answer(client, prompt, count)
         check(events, prompt, count)

@@ -21,6 +21,7 @@ from penstock.engine.loop import ControlMessage, Message
 from penstock.engine.weight_messages import DescribeWeights, Pause, Resume
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.fleet.compatible import difference
+from penstock.fleet.deaths import DeathNotices
 from penstock.fleet.directory import Death, DirectorySource, ReplicaInfo
 from penstock.fleet.gateway_line import GatewayLine
 from penstock.fleet.ledger import Load
@@ -40,13 +41,12 @@ from penstock.ipc.placement import FleetFigures, ReplicaFigures, ScaleStatus
 from penstock.ipc.request_client import RequestClient
 from penstock.ipc.restoring import EngineChanges
 from penstock.ipc.shared_wire import Snapshot
-from penstock.ipc.streams import LostRequests, RequestEngine
+from penstock.ipc.streams import RequestEngine
 from penstock.types import AdapterInfo, AdapterList, Event, Hello, MemoryUse, Request, Stats, WeightState
 
 log = logging.getLogger(__name__)
 
 DIGEST_SECONDS = 0.5  # after a request for an adapter whose digest is not known, until replicas are asked for it
-WORD_SECONDS = 0.5  # that requests wait to hear how their engine died, if it had not answered them
 HAND_OVER_SECONDS = 2.0  # that answers of a draining replica have to end there
 PULLING = RoutingWeights(pull=True)
 
@@ -82,9 +82,7 @@ class FleetClient(RequestClient):
         self._forgotten: set[str] = set()  # adapters that were unregistered here
         self._paused: set[tuple[str, int]] = set()  # engines that were told here to pause, by name and epoch
         self._learning: asyncio.Task[None] | None = None  # the digests of adapters that requests have named
-        self._deaths: dict[tuple[str, int], Death] = {}
-        self._unexplained: dict[tuple[str, int], LostRequests] = {}  # by the engine's name and epoch
-        self._overdue: set[tuple[str, int]] = set()  # deaths that nobody has told about in time
+        self._notices = DeathNotices(self.name, self._streams)
         self._lives: dict[str, int] = {}  # replicas that have joined once, with their epochs
 
     # -- as an EngineClient --------------------------------------------------------------------------------------
@@ -418,26 +416,16 @@ class FleetClient(RequestClient):
             self.unavailable_reason = f"{reason}; there is no other replica now: send this again"
         self._members.forget(replica)
         lost = self._streams.lose(replica, reason)
-        key = replica.name, replica.info.epoch
         if innocent:
             self._streams.trust(lost)
-        elif (death := self._deaths.get(key)) is not None:
-            self._judge(lost, death)
-        elif lost.unanswered or lost.answered:
-            self._unexplained[key] = lost
-            asyncio.get_running_loop().call_later(WORD_SECONDS, self._stop_waiting, key)
+        else:
+            self._notices.lose((replica.name, replica.info.epoch), lost)
         self._streams.dispatch()
 
     def explain(self, death: Death) -> None:
         """Takes the word of whoever kept an engine that has died."""
-        key = death.replica, death.epoch
-        self._deaths[key] = death
         self._tally.of(death.replica).deaths[CRASHED if death.crashed else KILLED] += 1
-        if (lost := self._unexplained.pop(key, None)) is not None:
-            self._judge(lost, death)
-            self._streams.dispatch()
-        elif key in self._overdue and all(client == self.name for client, _ in death.suspects):
-            self._streams.blame_late({id for _, id in death.suspects}, crashed=death.crashed)
+        self._notices.explain(death)
 
     def forget_replica(self, name: str, number: int) -> None:
         """Forgets a replica that has ended for good; what it has done still counts."""
@@ -445,26 +433,12 @@ class FleetClient(RequestClient):
             self._view.drop(number)
         self._totals.forget(name)
         self._tally.forget(name)
+        self._notices.forget(name)
         self._lives.pop(name, None)
 
     def note_refusal(self, replica: str, reason: str) -> None:
         """Counts an attempt to join a replica that failed."""
         self._tally.of(replica).refused[reason] += 1
-
-    def _judge(self, lost: LostRequests, death: Death) -> None:
-        suspects = {id for client, id in death.suspects if client == self.name}
-        shared = len(death.suspects) > len(suspects)
-        if shared and not suspects:
-            self._streams.trust(lost)  # it worked on another gateway's requests
-        else:
-            self._streams.blame(lost, suspects, crashed=death.crashed, shared=shared)
-
-    def _stop_waiting(self, key: tuple[str, int]) -> None:
-        """Lets requests go on whose engine nobody has told about: one after the other."""
-        if (lost := self._unexplained.pop(key, None)) is not None and lost.unanswered:
-            self._overdue.add(key)
-            self._streams.blame(lost, None, crashed=False)
-            self._streams.dispatch()
 
     def give_up(self, reason: str) -> None:
         """Refuses requests: no replica is left, and none is being started."""

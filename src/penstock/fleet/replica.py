@@ -30,6 +30,7 @@ HEARTBEAT_MS = 250  # between two heartbeats of the transport
 HEARTBEAT_TIMEOUT_MS = 1000  # without an answer to one: the engine's process has stopped
 BEAT_SECONDS = 1.0  # between two messages that show the engine that this gateway lives
 JOIN_SECONDS = 60.0  # that an engine may take to answer: it may be within a long step
+READ_AT_ONCE = 8  # messages in one turn of the event loop: what they brought is sent before others are read
 GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
@@ -78,8 +79,11 @@ class WatchedSocket:
 
     def _drain(self) -> None:
         try:
-            while not self.socket.closed:
+            for _ in range(READ_AT_ONCE):
+                if self.socket.closed:
+                    return
                 self._read()
+            self._loop.call_soon(self._drain)
         except zmq.Again:
             pass
 

@@ -45,7 +45,7 @@ from penstock.server.ollama.fields import (
 )
 from penstock.server.ollama.fields import NO_EFFECT as OLLAMA_NO_EFFECT
 from penstock.server.request_context import RequestContext
-from penstock.server.sse import OPENAI, StreamResponse, json_response, reply
+from penstock.server.sse import OPENAI, StreamResponse, json_response, reply, sent
 from penstock.server.telemetry.metrics import Metrics
 
 START_SECONDS = 5.0  # that engines have to answer before the server starts without them
@@ -209,7 +209,7 @@ async def _openai(gateway: ForeignGateway, model: str, http: Request, context: R
     chunks = _with_end(stream.events())
     if context.streams is not None:
         return context.streams.keep(context, chunks, OPENAI)
-    return StreamResponse(context, chunks, OPENAI)
+    return StreamResponse(context, sent(chunks), OPENAI)
 
 
 async def _responses(gateway: ForeignGateway, model: str, http: Request, context: RequestContext) -> Response:
@@ -225,7 +225,7 @@ async def _responses(gateway: ForeignGateway, model: str, http: Request, context
         stream = await gateway.open_stream(Job(model, http.url.path, body), context)
     except EngineRefused as refused:
         return _as_refused(refused, context)
-    return StreamResponse(context, stream.events(), RESPONSES)
+    return StreamResponse(context, sent(stream.events()), RESPONSES)
 
 
 async def _whole(gateway: ForeignGateway, model: str, http: Request, context: RequestContext, body: Body) -> Response:
@@ -276,7 +276,7 @@ async def _messages(gateway: ForeignGateway, model: str, http: Request, context:
     report = RelayReport(context, stream.resumed_on)
     writer = anthropic.MessageWriter(model, turn, report, "max_tokens")
     streaming = bool(body.stream)
-    return await reply(http, context, writer, turn.deltas(), streaming=streaming, framing=anthropic.ANTHROPIC)
+    return await reply(http, context, writer, turn.deltas, streaming=streaming, framing=anthropic.ANTHROPIC)
 
 
 async def _count_tokens(gateway: ForeignGateway, model: str, http: Request, context: RequestContext) -> Response:
@@ -320,7 +320,7 @@ async def _ollama(
     turn = RelayedTurn(stream)
     writer = ollama.OllamaWriter(job.model, turn, RelayReport(context, stream.resumed_on), line)
     streaming = body.stream is not False
-    return await reply(http, context, writer, turn.deltas(), streaming=streaming, framing=ollama.OLLAMA)
+    return await reply(http, context, writer, turn.deltas, streaming=streaming, framing=ollama.OLLAMA)
 
 
 def _nothing(model: str, line: Callable[..., ollama.OllamaLine]) -> Response:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 import msgspec
 
 from penstock.fleet.foreign.relay import RelayedStream
+from penstock.server.chat.schema_check import TakeDelta
 from penstock.text import Delta
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
@@ -73,20 +74,20 @@ class RelayedTurn:
         """Returns how many tools were called so far."""
         return len(self._calls)
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields the answer as it comes. The last delta has the usage and the finish reason."""
+    async def deltas(self, take: TakeDelta) -> None:
+        """Calls `take` with the answer as it comes. The last delta has the usage and the finish reason."""
         told = 0
         async with aclosing(self._stream.events()) as all_events:
             async for whole in all_events:
                 if parts := self._read(whole):
                     told += 1  # about a token; the last delta has the rest
-                    yield 0, _delta(parts)
+                    take(0, _delta(parts))
         use = self._stream.use
         rest = 0 if use is None else max(use.generated - told, 0)
         cached = 0 if use is None else use.cached or 0
         last = RelayedDelta("", (0,) * rest, cached=cached, finish=self._finish or "stop", stop=self._stop)
         last.parts = [CallEnded(self._calls[-1])] if self._calls else []
-        yield 0, last
+        take(0, last)
 
     def _read(self, whole: bytes) -> list[AnswerPart]:
         parts: list[AnswerPart] = []

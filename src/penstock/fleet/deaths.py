@@ -1,0 +1,89 @@
+"""Waits for word of how a gateway's engines died, and has their requests doubted or trusted by it.
+
+For the thread of one event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.fleet.directory import Death
+from penstock.ipc.streams import LostRequests, RequestStreams
+
+WORD_SECONDS = 0.5  # that requests wait to hear how their engine died, if it had not answered them
+DOUBTED_WORD_SECONDS = 5.0  # that they wait if one was doubted before: without the word it ends another engine
+TURN_SECONDS = 1.0  # between the gateways that a death makes doubt their requests: two are not to try some at once
+
+EngineLife = tuple[str, int]  # a replica's name, and the epoch of its engine
+
+
+class DeathNotices:
+    """Holds the requests of lost engines until a keeper tells how these died, or has not for too long. `client` is the
+    name that engines know the gateway by."""
+
+    def __init__(self, client: str, streams: RequestStreams) -> None:
+        self._client = client
+        self._streams = streams
+        self._known: dict[EngineLife, Death] = {}
+        self._awaited: dict[EngineLife, LostRequests] = {}
+        self._overdue: dict[EngineLife, LostRequests] = {}  # that went on without a word
+
+    def lose(self, life: EngineLife, lost: LostRequests) -> None:
+        """Takes the requests of an engine that was lost and that nobody has asked to end."""
+        if (death := self._known.get(life)) is not None:
+            self._judge(lost, death)
+        elif lost.unanswered or lost.answered:
+            if (before := self._awaited.get(life)) is not None:  # it was joined again, and lost again
+                unanswered, answered = [*before.unanswered, *lost.unanswered], before.answered or lost.answered
+                lost = lost._replace(unanswered=unanswered, answered=answered)
+            self._awaited[life] = lost
+            doubted = any(stream.suspected for stream in lost.unanswered)
+            seconds = DOUBTED_WORD_SECONDS if doubted else WORD_SECONDS
+            asyncio.get_running_loop().call_later(seconds, self._stop_waiting, life, lost)
+
+    def explain(self, death: Death) -> None:
+        """Takes the word of whoever kept an engine that has died."""
+        life = death.replica, death.epoch
+        self._known[life] = death
+        if (lost := self._awaited.pop(life, None)) is not None:
+            self._judge(lost, death)
+            self._streams.dispatch()
+        elif (lost := self._overdue.pop(life, None)) is not None:
+            own = self._own_suspects(death)
+            if len(own) == len(death.suspects):
+                self._streams.blame_late(lost, own, crashed=death.crashed)
+
+    def forget(self, replica: str) -> None:
+        """Forgets the deaths of a replica that has ended for good."""
+        for lives in (self._known, self._overdue):
+            for life in [each for each in lives if each[0] == replica]:
+                del lives[life]
+
+    def _own_suspects(self, death: Death) -> set[int]:
+        return {id for client, id in death.suspects if client == self._client}
+
+    def _judge(self, lost: LostRequests, death: Death) -> None:
+        own = self._own_suspects(death)
+        clients = sorted({client for client, _ in death.suspects} | {self._client})
+        doubts = any(stream.id in own for stream in lost.unanswered)
+        if death.suspects and not own:
+            self._streams.trust(lost)  # it worked on another gateway's requests
+        elif doubts and (turn := clients.index(self._client)):
+            asyncio.get_running_loop().call_later(turn * TURN_SECONDS, self._blame, lost, death)
+        else:
+            self._blame(lost, death)
+
+    def _blame(self, lost: LostRequests, death: Death) -> None:
+        suspects = self._own_suspects(death)
+        self._streams.blame(lost, suspects, crashed=death.crashed, shared=len(death.suspects) > len(suspects))
+        self._streams.dispatch()
+
+    def _stop_waiting(self, life: EngineLife, lost: LostRequests) -> None:
+        """Lets requests go on whose engine nobody has told about: one after the other."""
+        if self._awaited.get(life) is not lost:
+            return
+        del self._awaited[life]
+        if lost.unanswered:
+            self._overdue[life] = lost
+            self._streams.blame(lost, None, crashed=False)
+            self._streams.dispatch()
