@@ -125,13 +125,13 @@ def strict_parrot() -> Iterator[Server]:
 def watched_parrot() -> Iterator[Server]:
     """Serves the parrot leniently and keeps the requests that its engine got in `requests`."""
     client = InProcessClient(toys.open_parrot, "parrot")
-    submit, requests = client.submit, []
+    run, requests = client.run, []
 
-    def keep(request: Any) -> Any:
+    def keep(request: Any, read: Any) -> Any:
         requests.append(request)
-        return submit(request)
+        return run(request, read)
 
-    client.submit = keep  # type: ignore[method-assign]
+    client.run = keep  # type: ignore[method-assign]
     with serving(client, toys.ToyText(), "toy/parrot", rules=Rules(lenient=True)) as server:
         server.requests = requests
         yield server

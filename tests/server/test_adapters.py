@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import pytest
 from penstock.config import configure
 from penstock.errors import AdapterError, AdapterNotFound
 from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.request_stream import EventReader
 from penstock.ipc.spawn import ProcessClient
-from penstock.types import AdapterInfo, AdapterUse, Event, Request, SamplingParams, Tokens
+from penstock.types import AdapterInfo, AdapterUse, Request, SamplingParams, Tokens
 from tests.server.toys import open_parrot
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -30,9 +31,9 @@ class Recorder(InProcessClient):
         super().__init__(open)
         self.requests: list[Request] = []
 
-    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
+    def run(self, request: Request, read: EventReader) -> Coroutine[Any, Any, None]:
         self.requests.append(request)
-        return super().submit(request._replace(adapters=()))
+        return super().run(request._replace(adapters=()), read)
 
 
 @pytest.fixture(scope="module")

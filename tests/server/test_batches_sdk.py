@@ -10,8 +10,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.request_stream import EventReader
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server import Space
 from penstock.server.batch import lines, records, run
@@ -275,12 +276,13 @@ class Recorder(InProcessClient):
         super().__init__(toys.open_slow_parrot, "parrot")
         self.begun: list[Request] = []
 
-    async def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        async with aclosing(super().submit(request)) as steps:
-            async for events in steps:
-                if request not in self.begun:
-                    self.begun.append(request)
-                yield events
+    def run(self, request: Request, read: EventReader) -> Coroutine[Any, Any, None]:
+        def watch(events: list[Event]) -> bool | None:
+            if request not in self.begun:
+                self.begun.append(request)
+            return read(events)
+
+        return super().run(request, watch)
 
 
 def test_answers_of_clients_do_not_wait_behind_a_batch(serve: Any, toy_text: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.server.access.lingering import MOST_COLLECTED, LingeringTransport
+from penstock.server.access.lingering import MOST_COLLECTED, LingeringTransport, TurnWrites
 
 
 class Recorded:
@@ -38,7 +38,7 @@ def calls_of(*turns: list[bytes | str]) -> list[Any]:
 
     async def run() -> list[Any]:
         recorded = Recorded()
-        transport = LingeringTransport(recorded, recorded)  # type: ignore[arg-type]
+        transport = LingeringTransport(recorded, recorded, TurnWrites())  # type: ignore[arg-type]
         for turn in turns:
             for each in turn:
                 if isinstance(each, bytes):
@@ -68,10 +68,40 @@ def test_much_is_not_kept_until_the_turn_ends() -> None:
 def test_nothing_is_sent_to_a_client_that_has_left_meanwhile() -> None:
     async def run() -> list[Any]:
         recorded = Recorded()
-        transport = LingeringTransport(recorded, recorded)  # type: ignore[arg-type]
+        transport = LingeringTransport(recorded, recorded, TurnWrites())  # type: ignore[arg-type]
         transport.write(b"answer")
         recorded.closed = True
         await asyncio.sleep(0)
         return recorded.calls
 
     assert asyncio.run(run()) == []
+
+
+def test_a_client_that_does_not_read_is_written_no_chunk() -> None:
+    async def run() -> list[Any]:
+        recorded = Recorded()
+        transport = LingeringTransport(recorded, recorded, TurnWrites())  # type: ignore[arg-type]
+        written = [transport.write_chunk(b"0123456789abcdef")]
+        transport.paused = True
+        written.append(transport.write_chunk(b"late"))
+        await asyncio.sleep(0)
+        return [*written, *recorded.calls]
+
+    assert asyncio.run(run()) == [True, False, b"10\r\n0123456789abcdef\r\n"]
+
+
+def test_a_connection_that_fails_does_not_keep_others_from_being_written_to() -> None:
+    class Broken(Recorded):
+        def write(self, data: bytes) -> None:
+            raise RuntimeError("broken")
+
+    async def run() -> tuple[list[Any], list[Any]]:
+        errors: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: errors.append(about["exception"].args))
+        turn, recorded = TurnWrites(), [Broken(), Recorded()]
+        for each in recorded:
+            LingeringTransport(each, each, turn).write(b"answer")  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        return errors, recorded[1].calls
+
+    assert asyncio.run(run()) == ([("broken",)], [b"answer"])

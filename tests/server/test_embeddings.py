@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -15,7 +13,8 @@ import ollama
 import openai
 import pytest
 
-from penstock.types import Event, Request
+from penstock.ipc.request_stream import EventReader
+from penstock.types import Request
 from tests.server.conftest import WAIT
 
 MODEL = "toy/parrot"
@@ -149,18 +148,16 @@ def test_a_client_that_leaves_takes_its_embeddings_along(slow_parrot: Any) -> No
 def test_many_embeddings_leave_room_for_an_answer(slow_parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes after hundreds of texts does not wait for all of them."""
     order: list[str] = []
-    submit = slow_parrot.client.submit
+    run = slow_parrot.client.run
 
-    async def recorded(request: Request) -> AsyncIterator[list[Event]]:
+    async def recorded(request: Request, read: EventReader) -> None:
         """Most texts wait until the answer is asked for, however slow its client is."""
         kind = "text" if request.pooling else "answer"
         while request.pooling and len(order) >= 64 and "answer" not in order:
             await asyncio.sleep(0.001)
         order.append(kind)
         try:
-            async with aclosing(submit(request)) as steps:
-                async for events in steps:
-                    yield events
+            await run(request, read)
         finally:
             order.append(f"{kind} ended")
 
@@ -174,7 +171,7 @@ def test_many_embeddings_leave_room_for_an_answer(slow_parrot: Any, monkeypatch:
             assert said.choices[0].text == "hello"
             assert len((await many).data) == 400
 
-    monkeypatch.setattr(slow_parrot.client, "submit", recorded)
+    monkeypatch.setattr(slow_parrot.client, "run", recorded)
     asyncio.run(ask())
     assert order.count("text ended") == 400
     assert "text" in order[order.index("answer ended") :]

@@ -390,13 +390,13 @@ def test_a_salt_keeps_prompts_apart(parrot: Any) -> None:
 
 def test_tiers_and_priorities_are_the_order_of_those_that_wait(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    submit = parrot.client.submit
+    run = parrot.client.run
 
-    def watch(request: Any) -> Any:
+    def watch(request: Any, read: Any) -> Any:
         seen.append(request.priority)
-        return submit(request)
+        return run(request, read)
 
-    monkeypatch.setattr(parrot.client, "submit", watch)
+    monkeypatch.setattr(parrot.client, "run", watch)
     tiers = [complete(parrot, "[x]", service_tier=tier)["service_tier"] for tier in ("auto", "flex", "fast", "scale")]
     assert tiers == ["default", "flex", "priority", "default"]
     assert "service_tier" not in complete(parrot, "[x]", priority=7)

@@ -336,6 +336,23 @@ def test_an_answer_uses_its_requests_place_and_others_take_their_own(parrot: Ser
     assert in_flight.count == 0
 
 
+def test_a_request_whose_answer_is_computed_only_waits_for_its_client() -> None:
+    in_flight = requests_in_flight(lambda: 1, 0)
+    slow = Admission(in_flight)
+    slow.open()
+    assert in_flight.full()
+    with slow.answer() as computed:
+        computed()
+    assert not in_flight.full()
+    with slow.answer():  # it tries again, in its own place
+        assert in_flight.full()
+    assert in_flight.full()  # nothing was computed
+    with slow.answer() as computed:
+        computed()
+    slow.close()
+    assert (in_flight.count, in_flight.unread) == (0, 0)
+
+
 def test_background_requests_take_no_place() -> None:
     with RequestContext(background=True).answer():
         pass

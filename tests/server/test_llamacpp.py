@@ -346,8 +346,8 @@ class InfillText(toys.ToyText):
 
 def test_infill(serve: Any) -> None:
     client = InProcessClient(toys.open_parrot, "parrot")
-    submit, seen = client.submit, []
-    client.submit = lambda request: seen.append(request) or submit(request)  # type: ignore[method-assign]
+    run, seen = client.run, []
+    client.run = lambda request, read: seen.append(request) or run(request, read)  # type: ignore[method-assign]
     with serve(client, InfillText(), "toy") as server:
         extra = [{"filename": "a.h", "text": "int a;"}]
         answer = server.post("/infill", input_prefix="[vwx", prompt="yz]", input_suffix="a", input_extra=extra)
@@ -505,8 +505,8 @@ def test_a_server_with_a_seed_draws_as_llamacpp_does(serve: Any) -> None:
         sampling_defaults = {"seed": 42, "temperature": 0.8, "max_tokens": 2}  # noqa: RUF012
 
     client = InProcessClient(toys.open_parrot, "parrot")
-    submit, seen = client.submit, []
-    client.submit = lambda request: seen.append(request) or submit(request)  # type: ignore[method-assign]
+    run, seen = client.run, []
+    client.run = lambda request, read: seen.append(request) or run(request, read)  # type: ignore[method-assign]
     with serve(client, Seeded(), "toy") as server:
         answer = complete(server, "[hello]")
         assert answer["content"] == "he"

@@ -129,8 +129,8 @@ def test_limits_and_stops(parrot: Any) -> None:
 
 def test_sampler_options_reach_the_engine(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    submit = parrot.client.submit
-    monkeypatch.setattr(parrot.client, "submit", lambda request: seen.append(request.sampling) or submit(request))
+    run = parrot.client.run
+    monkeypatch.setattr(parrot.client, "run", lambda asked, read: seen.append(asked.sampling) or run(asked, read))
     for options in (
         {"mirostat": 2, "mirostat_tau": 4.0, "mirostat_eta": 0.2},
         {"typical_p": 0.7},

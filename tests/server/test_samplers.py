@@ -17,13 +17,13 @@ ORDER = USUAL.order
 @pytest.fixture
 def submitted(parrot: Any, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     seen: list[Request] = []
-    submit = parrot.client.submit
+    run = parrot.client.run
 
-    def watch(request: Request) -> Any:
+    def watch(request: Request, read: Any) -> Any:
         seen.append(request)
-        return submit(request)
+        return run(request, read)
 
-    monkeypatch.setattr(parrot.client, "submit", watch)
+    monkeypatch.setattr(parrot.client, "run", watch)
     return seen
 
 

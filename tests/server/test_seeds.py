@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.request_stream import EventReader
 from penstock.text import make_request
-from penstock.types import Event, Request, SamplingParams
+from penstock.types import Request, SamplingParams
 from tests.server import toys
 from tests.server.conftest import Server, serving
 
@@ -24,9 +25,9 @@ class Recorder(InProcessClient):
         super().__init__(toys.open_parrot, "parrot")
         self.requests: list[Request] = []
 
-    def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
+    def run(self, request: Request, read: EventReader) -> Coroutine[Any, Any, None]:
         self.requests.append(request)
-        return super().submit(request)
+        return super().run(request, read)
 
     def seeds(self) -> list[int | None]:
         """The seeds of the requests since the last time."""

@@ -42,13 +42,13 @@ class Watched:
 
 def watch(rules: Rules) -> Iterator[Watched]:
     client = InProcessClient(toys.open_parrot, "parrot")
-    submit, requests = client.submit, list[Request]()
+    run, requests = client.run, list[Request]()
 
-    def keep(request: Any) -> Any:
+    def keep(request: Any, read: Any) -> Any:
         requests.append(request)
-        return submit(request)
+        return run(request, read)
 
-    client.submit = keep  # type: ignore[method-assign]
+    client.run = keep  # type: ignore[method-assign]
     with serving(client, toys.ToyText(), "toy/parrot", rules=rules) as server:
         yield Watched(server, requests)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import given, strategies
 
 from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError, StepFailed
 from penstock.ipc.inprocess import InProcessClient
+from penstock.ipc.request_stream import EventReader
 from penstock.server.chat.stream import deltas, together
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
@@ -49,12 +50,14 @@ class Script:
 
     def when_placed(self, _: int, __: Any) -> None: ...
 
-    async def submit(self, _: Request) -> AsyncGenerator[list[Event], None]:
+    async def run(self, _: Request, read: EventReader) -> None:
         told = 0
         try:
             for events in self.steps:
                 told += 1
-                yield events
+                if read(events):
+                    break
+                await asyncio.sleep(0)
         finally:
             self.left = told < len(self.steps)
 
@@ -67,10 +70,9 @@ def said(steps: list[list[Event]], **sampling: Any) -> tuple[list[Delta], Script
     script = Script(steps)
     request = Request(1, (1,), SamplingParams(**sampling), 100)
 
-    async def collect() -> list[Delta]:
-        return [delta async for _, delta in deltas(served(script), RequestContext(), request)]
-
-    return asyncio.run(collect()), script
+    got: list[Delta] = []
+    asyncio.run(deltas(served(script), RequestContext(), request)(lambda _, delta: got.append(delta)))
+    return got, script
 
 
 def spelled(text: bytes, logprobs: bool = False) -> Tokens:
@@ -127,12 +129,9 @@ def test_when_one_choice_fails_the_others_are_left() -> None:
     scripts = [Script([[spelled(b"a")]] * 50), Script([[spelled(b"a")], [Failed(1, "step_failed", "oops")]])]
     request = Request(1, (1,), SamplingParams(), 100)
 
-    async def collect() -> None:
-        async for _ in together([deltas(served(script), RequestContext(), request) for script in scripts]):
-            pass
-
+    both = together([deltas(served(script), RequestContext(), request) for script in scripts])
     with pytest.raises(PenstockError, match="oops"):
-        asyncio.run(collect())
+        asyncio.run(both(lambda choice, delta: None))
     assert scripts[0].left
 
 

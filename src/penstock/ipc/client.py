@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.ipc.placement import FleetFigures, ReplicaFigures, RequestPlacement
+from penstock.ipc.request_stream import EventReader
 from penstock.ipc.step_history import StepSample
 from penstock.types import PAUSE_KEEP, AdapterInfo, Event, Hello, MemoryUse, Request, Stats, WeightState
 
@@ -102,6 +103,12 @@ class EngineClient(Protocol):
     def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
         """Yields the events of one request, a list per step, up to Finished, Aborted or Failed. Leaving the generator
         early aborts the request. Raises EngineUnavailable if there is no engine."""
+
+    def run(self, request: Request, read: EventReader) -> Coroutine[Any, Any, None]:
+        """Calls `read` with the events of each step of one request as they arrive, up to Finished, Aborted or Failed,
+        or until it returns True; raises what it raises. Cancelling this aborts the request. It is `submit` without a
+        task that wakes up for each step, so `read` must not take long. Raises EngineUnavailable if there is no
+        engine."""
 
     def note_refused(self, request: Request) -> None:
         """Takes note of a request that is not submitted because it would wait too long: a fleet may grow for it."""

@@ -67,7 +67,8 @@ def serve_forked(address: str, config: bytes, until_parent_ends: Callable[[], No
 
 
 def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Callable[[], None]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager may send one to every process
+        signal.signal(ending, signal.SIG_IGN)  # the server decides when to stop
     if LOG_FORMAT in os.environ:
         from penstock.ipc.host_log import log_as_the_server  # an engine's start need not wait for logging
 

@@ -76,5 +76,8 @@ def by_request(events: Iterable[Event]) -> dict[int, list[Event]]:
     """Returns the events of each request, by its id."""
     shares: dict[int, list[Event]] = {}
     for event in events:
-        shares.setdefault(event.seq, []).append(event)
+        if event.seq in shares:
+            shares[event.seq].append(event)
+        else:
+            shares[event.seq] = [event]
     return shares

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STDERR = 2
 HOST = (sys.executable, "-m", "penstock.ipc.host")
 WARM_UP_AFTER = 1.0  # seconds after the first engine was launched: it has its own imports behind it
-PRELOADED = ["penstock.engine.preloaded", "penstock.ipc.host"]
+PRELOADED = ["penstock.ipc.fork_parent", "penstock.engine.preloaded", "penstock.ipc.host"]
 
 
 class EngineChild(Protocol):

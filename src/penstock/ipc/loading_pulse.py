@@ -34,6 +34,7 @@ class LoadingPulse:
                 done, changed = now, time.monotonic()
 
     def __enter__(self) -> Self:
+        self._recorder.load()  # a process that stops before its thread has begun has beaten once
         self._thread.start()
         return self
 

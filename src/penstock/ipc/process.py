@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import shutil
@@ -38,6 +39,7 @@ from penstock.types import Hello, Request
 
 log = logging.getLogger(__name__)
 
+STEPS_AT_ONCE = 8  # at most, that are read in one turn of the event loop: then what they brought is sent
 DELIVERY_SECONDS = 1.0  # that a message may still take after its sender has exited
 TICK = 0.1  # seconds between two looks at an engine's pulse
 SLOW_SHARE = 0.25  # of the time that an engine may be silent: after so much, the log says that it is slow
@@ -225,13 +227,15 @@ class EngineProcess:
 
     async def _forward(self, take: Callable[[wire.Step], None]) -> None:
         try:
-            while True:
+            for number in itertools.count(1):
                 answer = wire.decode_answer(await self._socket.recv())
                 if isinstance(answer, wire.ClientJoined):
                     self._clients[answer.number] = answer.client
                     continue
                 assert isinstance(answer, wire.Step)
                 take(answer)
+                if number % STEPS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         except Exception:
             log.exception("a message of the engine process could not be read; the process is killed")
             self._process.kill()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.carry.messages import Offer
@@ -20,6 +21,7 @@ from penstock.engine.weight_messages import (
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineState, ReplicaView
 from penstock.ipc.placement import FleetFigures, ReplicaFigures, RequestPlacement
+from penstock.ipc.request_stream import EventReader
 from penstock.ipc.step_history import StepHistory, StepSample
 from penstock.ipc.streams import RequestEngine, RequestStreams
 from penstock.types import (
@@ -87,6 +89,11 @@ class RequestClient(ABC):
         if self.hello is None:
             raise EngineUnavailable(self.unavailable_reason)
         return self._streams.follow(request)
+
+    def run(self, request: Request, read: EventReader) -> Coroutine[Any, Any, None]:
+        if self.hello is None:
+            raise EngineUnavailable(self.unavailable_reason)
+        return self._streams.run(request, read)
 
     def note_refused(self, request: Request) -> None:
         """Does nothing: an engine has no use for it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.ipc.request_journal import RequestJournal
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 RESTART = "restart"  # what a report says that a resumed request waited for
 GATEWAY = "gateway"  # and one that had to wait for its turn before it was sent to any engine
+EventReader = Callable[[list[Event]], bool | None]  # takes a step's events; returns True if it wants no more
 ANSWERS = 2  # deliveries after which a request is taken as answered: with the first, the fatal step may be under way
 
 
@@ -42,26 +43,30 @@ class EventMailbox:
 
 
 class RequestStream:
-    """Follows one request through the engines that answer it, one after the other."""
+    """Follows one request through the engines that answer it, one after the other, and calls its reader with what they
+    say. A reader that fails ends its own request only."""
 
     __slots__ = (
         "_answers",
         "_journal",
         "_lost",
+        "_read",
         "_waited",
         "aborting",
         "blamed",
-        "box",
         "doubted",
+        "ended",
         "engine",
         "held",
         "settling",
+        "suspected",
         "unexplained",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, read: EventReader) -> None:
         self._journal = RequestJournal(request)
-        self.box = EventMailbox()
+        self._read = read
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # nothing more is read
         self._lost: float | None = None  # when the last engine was lost, until the next one answers
         self._waited: float | None = None  # seconds, for other engines; None: it was never resumed
         self.engine: RequestEngine | None = None  # that has it
@@ -70,6 +75,7 @@ class RequestStream:
         self.settling = False  # it is trusted, since a lost engine had answered it; this one has not yet
         self.unexplained = False  # it waits until it is known why its engine was lost
         self.doubted = False  # it may be why an engine died, and no engine has answered it since
+        self.suspected = False  # it was doubted already when its last engine was lost
         self.blamed = 0  # for deaths of which it alone can be the reason, see RequestStreams
         self.aborting = False
 
@@ -116,24 +122,42 @@ class RequestStream:
         self.settling = self.settling or self.answered
         self.engine = None
         self._answers = 0
-        self.doubted = False
+        self.suspected, self.doubted = self.doubted, False
 
     def explain(self, *, doubted: bool) -> None:
-        """Notes whether the engine may be gone because of this request."""
-        self.unexplained, self.doubted = False, doubted
-        self.settling = self.settling and not doubted
+        """Notes whether the engine may be gone because of this request. Only an answer ends a doubt that there was
+        before."""
+        self.unexplained, self.doubted = False, doubted or self.suspected
+        self.settling = self.settling and not self.doubted
 
-    def take(self, events: Sequence[Event]) -> None:
-        """Notes what the engine answered and passes it on."""
+    def take(self, events: list[Event]) -> None:
+        """Notes what the engine answered and passes it on, unless its reader has left."""
+        if self.ended.done():
+            return
         for event in events:
             if isinstance(event, Tokens):
                 self._note(event)
+        if self._answers < ANSWERS:
+            self._count_answer()
+        plain = self._waited is None and not self.held
+        told = events if plain else [self._journal.told(event, self._waits) for event in events]
+        try:
+            if self._read(told):
+                self.end()
+        except Exception as error:
+            self.ended.set_exception(error)
+
+    def end(self) -> None:
+        """Lets whoever follows it go on: there is nothing more to read."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _count_answer(self) -> None:
+        """Counts the first deliveries of this engine, until they show that the request does it no harm."""
         self._answers += 1
         if self.answered:
-            self.settling = self.doubted = False
+            self.settling = self.doubted = self.suspected = False
             self.blamed = 0
-        plain = self._waited is None and not self.held
-        self.box.put(list(events) if plain else [self._journal.told(event, self._waits) for event in events])
 
     def _note(self, event: Tokens) -> None:
         self._journal.note(event)

@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from penstock.engine.loop import Abort, Add, ControlMessage, Message
 from penstock.errors import PoisonedRequest, error_of
 from penstock.ipc.inprocess_engine import by_request
 from penstock.ipc.placement import RequestPlacement
-from penstock.ipc.request_stream import EventMailbox, RequestStream
+from penstock.ipc.request_stream import EventMailbox, EventReader, RequestStream
 from penstock.types import Aborted, Event, Failed, Request, Tokens
 
 CRASH, KILL = 2, 1  # how much a request is blamed for a death; an engine that answers it clears it
@@ -73,11 +74,12 @@ class RequestStreams:
     """Holds all requests in flight, by id.
 
     Engines die because of what they work on, or for no fault of any request. After a death, requests that were worked
-    on and that the engine had not answered yet are doubted; if it is only one, it is blamed. A doubted request is tried
-    on the quietest engine: a blamed one alone, others each when the one before was answered, and new requests stay away
-    meanwhile, or wait if there is no other engine. Requests that the dead engine had answered go on first. A request
-    that is blamed for two crashes in a row is poisoned, and fails; it takes more if engines are killed, or also die
-    without a request that could be the reason."""
+    on and that the engine had not answered yet are doubted. If it is only one, or only one of them was doubted before,
+    that one is blamed. Doubted requests are tried one after the other, each on the quietest engine, once that has
+    answered all others; new requests stay away meanwhile, or wait if there is no other engine. Requests that the dead
+    engine had answered go on first. A request that is blamed for two crashes in a row is poisoned, and fails; it takes
+    more if engines are killed, or also die without a request that could be the reason. So a poisoned request ends two
+    engines, or three if others were doubted with it."""
 
     def __init__(self, engines: EngineChoice) -> None:
         self._engines = engines
@@ -95,25 +97,39 @@ class RequestStreams:
     def __len__(self) -> int:
         return len(self._streams) + len(self._answers)
 
+    async def run(self, request: Request, read: EventReader) -> None:
+        """Sends the request and calls `read` with its events, a list per step, at the moment when they arrive: no task
+        is woken up for a token. Returns after the last one, or when `read` wants no more; raises what `read` raises.
+        Leaving before the last event aborts the request."""
+        with self._sent(request, read) as stream:
+            await stream.ended
+
     async def follow(self, request: Request) -> AsyncGenerator[list[Event], None]:
-        """Sends the request and yields its events, a list per step, to the last. Leaving before that aborts it. The
-        mailbox is bounded by what one sequence can produce."""
-        if self._poisoned and _fingerprint(request) in self._poisoned:
-            self._drop_calls(request.id)
-            yield [_poisoned(request.id, "it was refused at once this time")]
-            return
-        stream = self._streams[request.id] = RequestStream(request)
-        self._unsent += 1
-        try:
-            if self._recovering:
-                self.dispatch()
-            else:
-                self._start(stream, None)
+        """Does what `run` does for a reader that takes its time: yields the events. The mailbox is bounded by what one
+        sequence can produce."""
+        box = EventMailbox()
+        with self._sent(request, box.put):
             while True:
-                events = await stream.box.get()
+                events = await box.get()
                 yield events
                 if not isinstance(events[-1], Tokens):
                     break
+
+    @contextmanager
+    def _sent(self, request: Request, read: EventReader) -> Iterator[RequestStream]:
+        """Has a request in flight while the block runs."""
+        stream = RequestStream(request, read)
+        try:
+            if self._poisoned and _fingerprint(request) in self._poisoned:
+                self._hand_over(stream, [_poisoned(request.id, "it was refused at once this time")])
+            else:
+                self._streams[request.id] = stream
+                self._unsent += 1
+                if self._recovering:
+                    self.dispatch()
+                else:
+                    self._start(stream, None)
+            yield stream
         finally:
             self._drop_calls(request.id)
             if self._forget(request.id) and stream.engine is not None:
@@ -163,11 +179,14 @@ class RequestStreams:
             self.dispatch()
 
     def fail(self, code: str, message: str) -> None:
-        """Ends all that is in flight. There will be no other engine."""
+        """Ends all that is in flight. There will be no other engine; one that there still is computes nothing more for
+        it."""
         streams, self._streams = self._streams, {}  # those that are left when one is forgotten are not sent
         self._unsent = 0
         for id, stream in streams.items():
             self._engines.forget(id, stream.generated)
+            if stream.engine is not None:
+                stream.engine.send(Abort(id))
         for id, stream in streams.items():
             self._hand_over(stream, [Failed(id, code, message)])
         for id, (_, box) in self._answers.items():
@@ -180,13 +199,14 @@ class RequestStreams:
                 self._hand_over(stream, [event])
 
     def _hand_over(self, stream: RequestStream, share: list[Event]) -> None:
-        if not stream.begun and self.observer is not None and isinstance(first := share[0], Tokens):
+        if self.observer is not None and not stream.begun and isinstance(first := share[0], Tokens):
             self.observer.answered(stream.id, first.cached)
         stream.take(share)
         if not isinstance(share[-1], Tokens):
             self._forget(stream.id)
             if stream.id in self.endings:
                 self.endings.pop(stream.id)()
+            stream.end()
 
     # -- when an engine is lost ----------------------------------------------------------------------------------
 
@@ -230,45 +250,63 @@ class RequestStreams:
             if stream.engine is engine:
                 engine.send(Abort(stream.id))
                 stream.lose_engine()
-                stream.explain(doubted=False)
+                self._explain([stream])
                 self._unsent += 1
         self.dispatch()
 
     def trust(self, lost: LostRequests) -> None:
         """Lets requests go on whose engine was not lost because of any of them."""
-        for stream in lost.unanswered:
-            stream.explain(doubted=False)
+        self._explain(self._left(lost))
 
     def blame(
         self, lost: LostRequests, suspects: Collection[int] | None, *, crashed: bool, shared: bool = False
     ) -> None:
         """Doubts those of an engine's requests that it was working on when it died: the `suspects`, or all if nobody
         knows. If it has not `crashed`, it was killed from outside, perhaps for lack of memory. If suspicion is `shared`
-        with requests of other clients, none is blamed. What was blamed too often fails."""
-        left = [stream for stream in lost.unanswered if stream.id in self._streams]
+        with requests of other clients, none is blamed that was not doubted before. What was blamed too often fails."""
+        left = self._left(lost)
         doubted = left if suspects is None else [stream for stream in left if stream.id in suspects]
         if not doubted and not lost.answered:
             doubted = left  # it died before it could note whom it worked on
-        if len(doubted) == 1 and suspects is not None and not shared:
-            doubted[0].blamed += CRASH if crashed else KILL
+        if suspects is not None:
+            _accuse(doubted, crashed, shared)
         if not doubted and (left or lost.answered):
             self._unexplained.append(time.monotonic())
-        for stream in left:
-            stream.explain(doubted=stream in doubted)
-        if doubted:
-            self._recovering = True
-            self._let_others_wait()
-        others = sum(time.monotonic() - when < REMEMBERED for when in self._unexplained)
-        self._give_up([stream for stream in doubted if stream.blamed >= MOST_BLAMED[others]], lost.reason)
+        poisoned = self._poisoned_among(doubted)
+        self._explain(left, () if poisoned else doubted)  # the reason is found: others that were there are trusted
+        self._give_up(poisoned, lost.reason)
 
-    def blame_late(self, suspects: Collection[int], *, crashed: bool) -> None:
-        """Blames a doubted request, if it is the only one, for a death that nobody could explain in time."""
-        doubted = [stream for stream in self._streams.values() if stream.doubted and stream.id in suspects]
+    def blame_late(self, lost: LostRequests, suspects: Collection[int], *, crashed: bool) -> None:
+        """Blames one of the requests of an engine whose death nobody could explain in time, if no other can be the
+        reason. By now it may be tried on another engine, or have ended that one too; if one has answered it, it is
+        not blamed."""
+        left = [stream for stream in self._left(lost) if stream.doubted or stream.suspected]
+        doubted = [stream for stream in left if stream.id in suspects]
         if len(doubted) == 1:
             doubted[0].blamed += CRASH if crashed else KILL
+        self._give_up(self._poisoned_among(doubted), lost.reason)
+
+    def _left(self, lost: LostRequests) -> list[RequestStream]:
+        """Returns those that have not ended meanwhile."""
+        return [stream for stream in lost.unanswered if stream.id in self._streams]
+
+    def _explain(self, lost: list[RequestStream], doubted: Collection[RequestStream] = ()) -> None:
+        """Lets requests of a lost engine go on; those that are doubted are tried before."""
+        for stream in lost:
+            stream.explain(doubted=stream in doubted)
+        if any(stream.doubted for stream in lost):
+            self._recovering = True
+            self._let_others_wait()
+
+    def _poisoned_among(self, doubted: list[RequestStream]) -> list[RequestStream]:
+        """Returns the requests that were blamed too often."""
+        others = sum(time.monotonic() - when < REMEMBERED for when in self._unexplained)
+        return [stream for stream in doubted if stream.blamed >= MOST_BLAMED[others]]
 
     def _give_up(self, poisoned: list[RequestStream], reason: str) -> None:
         for stream in poisoned:
+            if stream.engine is not None:
+                stream.engine.send(Abort(stream.id))
             self._poisoned.append(_fingerprint(stream.request))
             self.end([_poisoned(stream.id, f"the last time, {reason}")])
 
@@ -310,7 +348,7 @@ class RequestStreams:
                 if stream.engine is None and stream.settling and blamed is None:
                     self._start(stream, None)
         if doubted and blamed is None:
-            self._try_next(doubted, streams)
+            self._try_next(doubted, streams, alone=reserved is not None)
 
     def _reserved(self, doubted: list[RequestStream]) -> RequestEngine | None:
         """Returns the engine that new requests stay away from: the one that a doubted request is tried on."""
@@ -319,12 +357,14 @@ class RequestStreams:
         tried = (stream.engine for stream in doubted if stream.engine is not None)
         return next(tried, None) or self._engines.quietest()
 
-    def _try_next(self, doubted: list[RequestStream], streams: list[RequestStream]) -> None:
-        """Tries the next doubted request, unless one is being tried or its engine still has to resume others."""
+    def _try_next(self, doubted: list[RequestStream], streams: list[RequestStream], *, alone: bool) -> None:
+        """Tries the next doubted request, unless one is being tried or its engine still has to resume others. To try it
+        `alone`, it waits until the engine has answered all others: they would be doubted with it."""
         engine = self._engines.quietest()
         if engine is None or any(stream.engine is not None for stream in doubted):
             return
-        if not any(stream.settling and stream.engine is engine for stream in streams):
+        unanswered = [stream for stream in streams if stream.engine is engine and not stream.answered]
+        if not any(alone or stream.settling for stream in unanswered):
             self._let_others_wait()
             self._send(doubted[0], engine)
 
@@ -357,6 +397,14 @@ class RequestStreams:
         self._engines.forget(id, stream.generated)
         self.dispatch()
         return True
+
+
+def _accuse(doubted: list[RequestStream], crashed: bool, shared: bool) -> None:
+    """Blames the one of several doubted requests that alone can be the reason, or that was doubted before: one is tried
+    at a time, and others have only come to its engine since."""
+    known = [stream for stream in doubted if stream.suspected] or ([] if shared else doubted)
+    if len(known) == 1:
+        known[0].blamed += CRASH if crashed else KILL
 
 
 def _fingerprint(request: Request) -> int:

@@ -173,17 +173,23 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def step(events: Sequence[Event], stats: Stats, blocks: Sequence[BlockEvent] = (), received: int = 0) -> Step:
+    tokens, others = list[Tokens](), list[Event]()
+    for each in events:
+        if isinstance(each, Tokens):
+            tokens.append(each)
+        else:
+            others.append(each)
     return Step(
         stats,
-        [event for event in events if isinstance(event, Tokens)],
-        [event for event in events if isinstance(event, Finished)],
-        [event for event in events if isinstance(event, Aborted)],
-        [event for event in events if isinstance(event, Failed)],
+        tokens,
+        [event for event in others if isinstance(event, Finished)],
+        [event for event in others if isinstance(event, Aborted)],
+        [event for event in others if isinstance(event, Failed)],
         [event for event in blocks if isinstance(event, BlockStored)],
         [event for event in blocks if isinstance(event, BlockRemoved)],
-        [event for event in events if isinstance(event, AdapterList)],
-        [event for event in events if isinstance(event, WeightState)],
-        [event for event in events if isinstance(event, MemoryUse)],
-        [event for event in events if isinstance(event, Offered)],
+        [event for event in others if isinstance(event, AdapterList)],
+        [event for event in others if isinstance(event, WeightState)],
+        [event for event in others if isinstance(event, MemoryUse)],
+        [event for event in others if isinstance(event, Offered)],
         received,
     )

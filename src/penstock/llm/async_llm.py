@@ -13,7 +13,7 @@ from penstock.config import configure
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.ipc.spawn import ProcessClient
 from penstock.llm.engine_options import read_options
-from penstock.llm.llm import modelfile_sampling
+from penstock.llm.llm import as_derived
 from penstock.llm.lora import LoraLike, LoRARequest, modelfile_adapters, several, use_of
 from penstock.llm.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, RequestOutputKind
 from penstock.llm.pending import PendingChoice, PendingOutput
@@ -173,9 +173,8 @@ class AsyncLLM:
     async def _start(self) -> RequestMaker:
         loading = asyncio.create_task(asyncio.to_thread(load_text, self._path))
         hello = await self._client.start()
-        sampling = {**modelfile_sampling(self._model), **self._options.sampling}
-        text = (await loading).with_sampling(sampling)
         options = self._options
+        text = as_derived(await loading, self._model, options.sampling)
         return RequestMaker(text, hello.limits, self._client.next_id, options.seed, options.targets)
 
     async def _outputs(self, pending: PendingOutput) -> AsyncGenerator[RequestOutput, None]:

@@ -44,10 +44,11 @@ from penstock.llm.tokenizer import ModelTokenizer
 from penstock.model.load import text_of
 from penstock.service_levels import NO_TARGETS, Targets
 from penstock.store import DEFAULT, fetch, find_derived, with_local_draft
-from penstock.text import check_dimensions, embedding
+from penstock.text import Text, check_dimensions, embedding
 from penstock.text.embedding import state_of
 from penstock.text.pairs import check_labels, check_scores, cosine, scores
 from penstock.text.sampling_defaults import defaults_in_modelfile
+from penstock.text.text import with_modelfile
 from penstock.text.tools import MessageDict
 from penstock.types import AdapterInfo, AdapterList, AdapterUse, SamplingParams, WeightState
 
@@ -76,9 +77,8 @@ class LLM:
         limits = engine.open().limits
         self._engine = SharedEngine(engine)
         try:
-            sampling = {**modelfile_sampling(str(model)), **read.sampling}
             about = limits, itertools.count(1).__next__, read.seed, read.targets
-            self._maker = RequestMaker(text().with_sampling(sampling), *about)
+            self._maker = RequestMaker(as_derived(text(), str(model), read.sampling), *about)
         except BaseException:
             self._engine.close()
             raise
@@ -372,10 +372,15 @@ class CompletionStream(Iterator[str]):
         return self._pending.output()
 
 
-def modelfile_sampling(model: str) -> dict[str, Any]:
-    """Returns the sampling that a derived model's Modelfile asks for; nothing for other models."""
+def as_derived(text: Text, model: str, sampling: Mapping[str, Any]) -> Text:
+    """Returns the text side of a model with these defaults for sampling and, if it is derived from another, what its
+    Modelfile says."""
     derived = find_derived(model)
-    return {} if derived is None else defaults_in_modelfile(derived.parameters)
+    if derived is None:
+        return text.with_sampling(sampling)
+    messages = [{"content": "", **message} for message in derived.messages]
+    sampling = {**defaults_in_modelfile(derived.parameters), **sampling}
+    return with_modelfile(text, derived.system, derived.template, messages, sampling)
 
 
 def _pooled(pending: PendingOutput, output: T) -> PoolingRequestOutput[T]:

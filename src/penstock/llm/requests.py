@@ -66,7 +66,7 @@ class RequestMaker:
         try:
             if isinstance(given, str):
                 return Prompt((encode or self.text.encode_prompt)(given), given)
-            return Prompt([index(token) for token in given])
+            return Prompt(self._checked([index(token) for token in given]))
         except TypeError as error:
             raise InvalidRequest(
                 f"a prompt is a text, a list of token ids, or a dictionary with one of them as prompt or "
@@ -74,9 +74,16 @@ class RequestMaker:
                 param="prompt",
             ) from error
 
+    def _checked(self, tokens: list[int]) -> list[int]:
+        """Returns token ids that a user gave; raises InvalidRequest if the vocabulary lacks one."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.limits.vocab:
+            raise InvalidRequest(f"prompt token ids must be from 0 to {self.limits.vocab - 1}", param="prompt")
+        return tokens
+
     def chat_prompt(self, messages: Sequence[MessageDict], options: ChatOptions) -> Prompt:
         """Renders a conversation with the chat template."""
         self.check_answers()
+        check_messages(messages)
         text = self.text
         if options.template is not None:
             text = text.with_template(ChatTemplate({"default": options.template}, text.tokenizer.names))
@@ -107,6 +114,12 @@ class RequestMaker:
         context does, whatever its max_tokens."""
         self.check_answers()
         params = self.text.sampling() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params takes penstock.SamplingParams(...), a list with one for each prompt, or None; "
+                f"got {params!r:.100}",
+                param="sampling_params",
+            )
         tokens = prompt.tokens[-(params.truncate_prompt_tokens or 0) :]
         room = max(self.limits.max_len - len(tokens), 1)
         most = None if params.max_tokens is None else min(params.max_tokens, room)
@@ -164,7 +177,7 @@ class RequestMaker:
 
 def prompt_list(prompts: Any) -> Sequence[Any]:
     """Returns the prompts of an argument that may be one prompt or several."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
         return [prompts]
     one = len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
     return [prompts] if one else prompts
@@ -172,19 +185,30 @@ def prompt_list(prompts: Any) -> Sequence[Any]:
 
 def conversation_list(messages: Any) -> Sequence[Sequence[MessageDict]]:
     """Returns the conversations of an argument that may be one conversation or several."""
-    return [messages] if not messages or isinstance(messages[0], Mapping) else messages
+    several = isinstance(messages, Sequence) and messages and isinstance(messages[0], Sequence)
+    return messages if several and not isinstance(messages[0], str) else [messages]
+
+
+def check_messages(messages: Any) -> None:
+    """Raises InvalidRequest for what is no conversation."""
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise InvalidRequest(
+            f'a conversation is a list of messages such as {{"role": "user", "content": "Hello"}}; '
+            f"got {messages!r:.100}",
+            param="messages",
+        )
 
 
 def params_list(params: Any, count: int) -> Sequence[SamplingParams | None]:
     """Returns the sampling of each of `count` prompts, given as one for all or as one for each."""
-    if params is None or isinstance(params, SamplingParams):
+    if not isinstance(params, list | tuple):
         return [params] * count
     if len(params) != count:
         raise InvalidRequest(
             f"there are {count} prompts and {len(params)} sampling parameters: give one for all, or one for each",
             param="sampling_params",
         )
-    return list(params)
+    return params
 
 
 def with_plain_content(message: MessageDict) -> MessageDict:

@@ -50,6 +50,10 @@ LONGEST = 86_400_000  # milliseconds of a deadline or target
 MAX_TENANT = 256  # characters of a tenant's name that count
 
 
+WRITE = "penstock.write"  # names `write` among the extensions of an HTTP server
+Write = Callable[[bytes], bool]  # writes a part of a body that has begun; False: not now, the client does not read
+
+
 async def _no_connection(_: Message) -> None:
     raise RuntimeError("this context belongs to no connection, so nothing can be sent")
 
@@ -83,10 +87,11 @@ class Outcome:
 class RequestContext:
     """Holds what is known about one HTTP request beside its body. `send` is the HTTP server's own. The chunks of a
     stream go through it and skip the middlewares, which only change an answer's headers: each middleware would cost a
-    stream a microsecond per token."""
+    stream a microsecond per token. Where the HTTP server has it, `write` does so without a coroutine."""
 
     id: str = field(default_factory=new_request_id)
     send: Send = _no_connection
+    write: Write | None = None  # None: the HTTP server has only `send`
     owner: str = ""  # an explanation mentions recent prompts of the same owner only
     payer: Account | None = None  # the API key's account that is charged
     admission: Admission | None = None  # its places among the requests in flight; None: it needs none
@@ -328,6 +333,7 @@ class ContextMiddleware:
         explain, resume = (http.headers.get(name, "").lower() not in NO for name in (EXPLAIN, RESUME))
         owner = _owner(http, self._terms.tenant_header)
         context = RequestContext(send=send, owner=owner, lenient=self._lenient, explain=explain, terms=self._terms)
+        context.write = scope.get("extensions", {}).get(WRITE, {}).get("call")
         context.parents = {name: http.headers[name] for name in PARENT_HEADERS if name in http.headers}
         context.streams = self._streams if resume and self._streams.limits.seconds else None
         scope.setdefault("state", {})["context"] = context

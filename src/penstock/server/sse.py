@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -24,6 +26,8 @@ encode = _encoder.encode
 
 class ChunkTemplate:
     """Encodes chunks that differ by their text alone: everything else is encoded once."""
+
+    __slots__ = ("_after", "_before")
 
     def __init__(self, make: Callable[[str], msgspec.Struct]) -> None:
         placeholder = secrets.token_hex(16)
@@ -83,9 +87,9 @@ async def reply(
     """Returns the answer. A stream whose client may come back is kept; any other ends when its client leaves."""
     context.streaming = streaming
     if streaming:
-        chunks = _framed(writer, deltas, framing)
+        chunks = partial(_write_chunks, writer, deltas, framing)
         if context.streams is not None:
-            return context.streams.keep(context, chunks, framing)
+            return context.streams.keep(context, collected(chunks), framing)
         return StreamResponse(context, chunks, framing)
     body = await while_connected(http.receive, _body(writer, deltas))
     return CLIENT_LEFT if body is None else Response(body, media_type="application/json")
@@ -96,56 +100,167 @@ def json_response(value: object, status: int = 200) -> Response:
 
 
 async def _body(writer: AnswerWriter, deltas: Deltas) -> bytes:
-    async with aclosing(deltas):
-        async for choice, delta in deltas:
-            writer.collect(choice, delta)
+    await deltas(writer.collect)
     return encode(writer.result())
 
 
-async def _framed(writer: AnswerWriter, deltas: Deltas, framing: Framing) -> AsyncGenerator[bytes, None]:
-    frame = framing.frame
-    async with aclosing(deltas):
-        async for choice, delta in deltas:
-            for chunk in writer.chunks(choice, delta):
-                yield frame(chunk)
+# -- chunks -------------------------------------------------------------------------------------------------------
+
+
+class ChunkSink(Protocol):
+    """Takes the framed chunks of a stream."""
+
+    def put(self, chunk: bytes) -> None:
+        """Takes a chunk, however slowly its reader reads."""
+
+    async def send(self, chunk: bytes) -> None:
+        """Takes a chunk, and returns when there is room for the next."""
+
+
+Chunks = Callable[[ChunkSink], Coroutine[Any, Any, None]]  # writes a stream's chunks to a sink, and returns at its end
+
+
+async def _write_chunks(writer: AnswerWriter, deltas: Deltas, framing: Framing, sink: ChunkSink) -> None:
+    """Writes the chunks of an answer, each at the moment when its tokens arrive. An engine does not wait for a client
+    that reads slowly: what is not read yet is bounded by the answer's length."""
+    frame, put, chunks = framing.frame, sink.put, writer.chunks
+
+    def take(choice: int, delta: Delta) -> None:
+        for chunk in chunks(choice, delta):
+            put(frame(chunk))
+
+    await deltas(take)
     for chunk in writer.final_chunks():
-        yield frame(chunk)
+        put(frame(chunk))
     if framing.end:
-        yield framing.end
+        put(framing.end)
+
+
+def sent(chunks: AsyncGenerator[bytes, None]) -> Chunks:
+    """Returns what writes the chunks of a generator, each when its client has read those before."""
+
+    async def write(sink: ChunkSink) -> None:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                await sink.send(chunk)
+
+    return write
+
+
+async def collected(chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    """Yields what is written, for a reader that takes its time."""
+    arrived = _Queue()
+    writing = asyncio.create_task(chunks(arrived))
+    writing.add_done_callback(lambda _: arrived.put_nowait(b""))
+    try:
+        while chunk := await arrived.get():
+            yield chunk
+        await writing
+    finally:
+        writing.cancel()
+        await asyncio.wait({writing})
+
+
+class _Queue(asyncio.Queue[bytes]):
+    """Is a sink that keeps all chunks until they are read; an empty one is the end."""
+
+    def put(self, chunk: bytes) -> None:  # type: ignore[override]
+        self.put_nowait(chunk)
+
+    async def send(self, chunk: bytes) -> None:
+        self.put_nowait(chunk)
 
 
 def _part(body: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
+class HttpSink:
+    """Sends chunks to a client, the first after the headers. Once those are sent, and while the client keeps up, a
+    chunk is written to its connection at once. What the client does not read in time waits here."""
+
+    __slots__ = ("_begin", "_flushing", "_open", "_send", "_start", "_waiting", "_write")
+
+    def __init__(self, start: Message, begin: Send, context: RequestContext) -> None:
+        self._start = start
+        self._begin = begin
+        self._send, self._write = context.send, context.write
+        self._open = False  # the headers were sent
+        self._waiting: list[bytes] = []
+        self._flushing: asyncio.Task[None] | None = None  # while something waits
+
+    @property
+    def begun(self) -> bool:
+        """Returns whether there was a chunk."""
+        return self._open or self._flushing is not None
+
+    def put(self, chunk: bytes) -> None:
+        if self._flushing is None:
+            if self._open and self._write is not None and self._write(chunk):
+                return
+            self._flushing = asyncio.create_task(self._flush())
+        self._waiting.append(chunk)
+
+    async def send(self, chunk: bytes) -> None:
+        self.put(chunk)
+        if self._flushing is not None:
+            await self._flushing
+
+    async def _flush(self) -> None:
+        """Sends what waits, as fast as the client reads."""
+        await self._begin_once()
+        while self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for chunk in waiting:
+                await self._send(_part(chunk))
+        self._flushing = None
+
+    async def _begin_once(self) -> None:
+        if not self._open:
+            await self._begin(self._start)
+            self._open = True
+
+    async def end(self) -> None:
+        """Sends what waits, and the end of the answer."""
+        if self._flushing is not None:
+            await self._flushing
+        await self._begin_once()
+        await self._send(_part(b"", more=False))
+
+    def leave(self) -> None:
+        """Drops what waits."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+
+
 class StreamResponse(Response):
     """Begins with the first chunk, so that an error before it has its own HTTP status. A later error is reported in a
-    chunk. If the stream is kept, a header has the `id` under which it is."""
+    chunk. The headers go through the middlewares, and the chunks past them. If the stream is kept, a header has the
+    `id` under which it is."""
 
-    def __init__(
-        self, context: RequestContext, chunks: AsyncGenerator[bytes, None], framing: Framing, id: str = ""
-    ) -> None:
+    def __init__(self, context: RequestContext, chunks: Chunks, framing: Framing, id: str = "") -> None:
         self._context = context
         self._chunks = chunks
         self._framing = framing
         self._id = id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._send(begin=send, send=self._context.send))
+        start = {"type": "http.response.start", "status": 200, "headers": self._all_headers()}
+        sink = HttpSink(start, send, self._context)
+        try:
+            await while_connected(receive, self._write(sink))
+        finally:
+            sink.leave()
 
-    async def _send(self, begin: Send, send: Send) -> None:
-        """Sends the headers through the middlewares, and the chunks past them."""
-        async with aclosing(self._chunks) as chunks:
-            first = await anext(chunks, b"")
-            await begin({"type": "http.response.start", "status": 200, "headers": self._all_headers()})
-            await send(_part(first))
-            try:
-                async for chunk in chunks:
-                    await send(_part(chunk))
-            except PenstockError as error:
-                self._context.outcome.fail(error)
-                await send(_part(self._framing.frame(self._framing.error(error))))
-        await send(_part(b"", more=False))
+    async def _write(self, sink: HttpSink) -> None:
+        try:
+            await self._chunks(sink)
+        except PenstockError as error:
+            if not sink.begun:
+                raise
+            self._context.outcome.fail(error)
+            sink.put(self._framing.frame(self._framing.error(error)))
+        await sink.end()
 
     def _all_headers(self) -> list[tuple[bytes, bytes]]:
         """Returns the headers of a stream. Proxies must not collect it."""

@@ -43,11 +43,13 @@ class InFlight:
 
 class Admission:
     """Holds one request's places. The request takes one when it is admitted. Its first answer uses that place; every
-    further answer at the same time takes its own. An answer that outlives its request keeps its place."""
+    further answer at the same time takes its own. An answer that outlives its request keeps its place. A request that
+    outlives its answer only waits for its client to read it."""
 
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
         self._open = False
+        self._unread = False  # the request's own place only waits for its client
         self._answers = 0
 
     def open(self) -> None:
@@ -57,6 +59,7 @@ class Admission:
 
     def close(self) -> None:
         """Gives the request's place back, unless an answer still uses it. Without `open` it does nothing."""
+        self._wait_for_client(False)
         if self._open and not self._answers:
             self._in_flight.release()
         self._open = False
@@ -67,6 +70,7 @@ class Admission:
         if there is no place."""
         if self._answers or not self._open:
             self._in_flight.take()
+        self._wait_for_client(False)
         self._answers += 1
         computed = False
 
@@ -82,6 +86,12 @@ class Admission:
             self._answers -= 1
             if self._answers or not self._open:
                 self._in_flight.release()
+            else:
+                self._wait_for_client(computed)
+
+    def _wait_for_client(self, waits: bool) -> None:
+        self._in_flight.unread += waits - self._unread
+        self._unread = waits
 
 
 def requests_in_flight(rows_of: Callable[[], int], max_waiting: int | None) -> InFlight:

@@ -18,36 +18,68 @@ class Sender(Protocol):
     def unread(self) -> bool: ...
 
 
+class TurnWrites:
+    """Sends what was written to any connection in one turn of the event loop, when that has ended."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._written: list[LingeringTransport] = []
+
+    def add(self, transport: LingeringTransport) -> None:
+        if not self._written:
+            self._loop.call_soon(self._send_all)
+        self._written.append(transport)
+
+    def _send_all(self) -> None:
+        written, self._written = self._written, []
+        for transport in written:
+            try:
+                transport.send_collected()
+            except Exception as error:  # is this connection's alone
+                self._loop.call_exception_handler({"message": "a connection was not written to", "exception": error})
+
+
 class LingeringTransport:
     """Wraps a transport. The kernel resets a connection that is closed while data arrives, and a reset takes away the
     answer that the client has not read yet. So `close` then ends only our side, and what still comes is discarded
     until the client has ended its side, or for long enough.
 
     What is written in one turn of the event loop is sent at once: headers with the first chunk, and all the chunks that
-    came while others were served. A call of the kernel takes longer than to make a chunk.
+    came while others were served. A call of the kernel takes as long as to make a chunk.
     """
 
-    def __init__(self, transport: asyncio.Transport, sender: Sender) -> None:
+    __slots__ = ("_collected", "_discarded", "_lingering", "_sender", "_size", "_transport", "_turn", "paused")
+
+    def __init__(self, transport: asyncio.Transport, sender: Sender, turn: TurnWrites) -> None:
+        self.paused = False  # the client does not read what was written
         self._transport = transport
         self._sender = sender
+        self._turn = turn
         self._discarded = 0
         self._lingering: asyncio.TimerHandle | None = None
         self._collected: list[bytes] = []
         self._size = 0
-        self._call_soon = asyncio.get_running_loop().call_soon
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
         if not self._collected:
-            self._call_soon(self._send)
+            self._turn.add(self)
         self._collected.append(data)
         self._size += len(data)
         if self._size > MOST_COLLECTED:
-            self._send()
+            self.send_collected()
 
-    def _send(self) -> None:
+    def write_chunk(self, body: bytes) -> bool:
+        """Writes a part of a chunked body; returns False if that has to wait, because the client does not read."""
+        if self.paused:
+            return False
+        self.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    def send_collected(self) -> None:
+        """Sends what was written since the last time."""
         collected, self._collected, self._size = self._collected, [], 0
         if collected and not self._transport.is_closing():  # the client may have left since they were written
             self._transport.write(collected[0] if len(collected) == 1 else b"".join(collected))
@@ -58,7 +90,7 @@ class LingeringTransport:
     def close(self) -> None:
         if self.is_closing():
             return
-        self._send()
+        self.send_collected()
         if not (self._sender.unread and self._transport.can_write_eof()):
             return self._transport.close()
         self._transport.resume_reading()

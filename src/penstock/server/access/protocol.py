@@ -14,8 +14,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
-from penstock.server.access.lingering import AnyLength, LingeringTransport
+from penstock.server.access.lingering import AnyLength, LingeringTransport, TurnWrites
 from penstock.server.errors import OPENAI_ERRORS
+from penstock.server.request_context import WRITE
 from penstock.server.telemetry.http_responses import refused_connections
 
 MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers
@@ -29,6 +30,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 max_connections = 2**20  # of one server; `penstock serve` sets it to what the limit on open files allows
 _idle: WeakKeyDictionary[ServerState, dict[BoundedProtocol, None]] = WeakKeyDictionary()  # the longest idle first
+_turns: WeakKeyDictionary[ServerState, TurnWrites] = WeakKeyDictionary()
 
 
 def limit_connections(most: int) -> None:
@@ -56,7 +58,8 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._sent and (self.cycle is None or self.cycle.more_body)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(LingeringTransport(transport, self))  # type: ignore[arg-type]
+        turn = _turns.get(self.server_state) or _turns.setdefault(self.server_state, TurnWrites())
+        super().connection_made(LingeringTransport(transport, self, turn))  # type: ignore[arg-type]
         self._timer = self.loop.call_later(IDLE_SECONDS, self._on_timeout)
         self._idlers[self] = None
         if len(self.connections) > max_connections:
@@ -107,6 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle.scope["http_version"] == "1.0":  # knows no chunks: the answer ends with the connection
             cycle.chunked_encoding = False
             cycle.expected_content_length = AnyLength()
+        elif cycle.scope["method"] != "HEAD":
+            cycle.scope["extensions"] = {WRITE: {"call": self.transport.write_chunk}}
         super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
@@ -145,12 +150,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.transport.paused = True
         self._stall = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+        self.transport.paused = False
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:

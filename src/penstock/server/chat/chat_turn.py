@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import ignore_unsupported
-from penstock.server.chat.stream import Deltas, deltas, together
+from penstock.server.chat.stream import Cut, Deltas, deltas, together
 from penstock.server.chat.tools import ToolUse, constrain_to_tools
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
@@ -24,6 +24,8 @@ NO_TOOLS = ToolUse([])
 
 class ChatTurn:
     """Holds the choices of one turn. A parser is None if the answer is content alone."""
+
+    __slots__ = ("_parsers", "deltas", "reasoning_tokens", "requests")
 
     def __init__(self, requests: Sequence[Request], deltas: Deltas, parsers: Sequence[AnswerParser | None]) -> None:
         self.requests = requests
@@ -140,14 +142,15 @@ def begin_turn(
     shown = text.special_in(text.format.markers(use.calling)) | frozenset(options.shown)
     parsers = [use.parser(text.format, prompt.opened) for _ in requests]
     running = [
-        deltas(served, context, request, choice, continuing=options.continuing, shown=shown, ended=_ended(parser))
+        deltas(served, context, request, choice, continuing=options.continuing, shown=shown, cut=_cut(parser))
         for choice, (request, parser) in enumerate(zip(requests, parsers, strict=True))
     ]
     return ChatTurn(requests, together(running), parsers)
 
 
-def _ended(parser: AnswerParser | None) -> Callable[[], bool] | None:
-    return None if parser is None else lambda: parser.ended
+def _cut(parser: AnswerParser | None) -> Cut | None:
+    """Returns what ends an answer whose parser has read all that counts."""
+    return None if parser is None else lambda delta: delta._replace(text="", finish="stop") if parser.ended else delta
 
 
 def after_thinking(

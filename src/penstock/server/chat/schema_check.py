@@ -6,9 +6,9 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from penstock.errors import InvalidGrammar
@@ -18,7 +18,8 @@ from penstock.text.json_schema import RewrittenSchema, check_enforced, rewrite
 from penstock.text.schema_validator import first_problem
 from penstock.types import Grammar, Request
 
-Deltas = AsyncGenerator[tuple[int, Delta], None]  # (choice, what was added to it)
+TakeDelta = Callable[[int, Delta], None]  # is called with a choice, and what was added to it
+Deltas = Callable[[TakeDelta], Coroutine[Any, Any, None]]  # answers, and returns after the last delta; leaving aborts
 
 ATTEMPTS = 3
 MAX_REPORTED = 64  # keywords
@@ -35,36 +36,51 @@ async def checked(
     run: Callable[[Request], Deltas],
     new_id: Callable[[], int],
     reasoning: tuple[str, str] | None,
-) -> Deltas:
-    """Yields the deltas of a request whose answer has a JSON schema. What the grammar does not enforce is refused if
-    the schema or the server is strict. Otherwise the answer is checked at its end. One that fails is tried again,
-    unless it is streamed; what it failed in the end is listed as ignored."""
+    take: TakeDelta,
+) -> None:
+    """Answers a request with a JSON schema. What the grammar does not enforce is refused if the schema or the server is
+    strict. Otherwise the answer is checked at its end. One that fails is tried again, unless it is streamed; what it
+    failed in the end is listed as ignored."""
     rewritten = await _rewritten(context, request)
     request = _with_grammar(request, rewritten)
     if not rewritten.unenforced:
-        async with aclosing(run(request)) as deltas:
-            async for each in deltas:
-                yield each
-        return
-    attempts = 1 if context.streaming else ATTEMPTS
-    for attempt in range(attempts):
-        kept: list[tuple[int, Delta]] = []
-        text, failed = "", False
-        async with aclosing(run(request)) as deltas:
-            async for choice, delta in deltas:
-                text += delta.text
-                failed = delta.finish == "stop" and not _passes(text, rewritten, reasoning)
-                if failed and attempt + 1 == attempts:
-                    _report(context, request, rewritten.unenforced)
-                if attempts == 1:
-                    yield choice, delta
-                else:
-                    kept.append((choice, delta))
-        if not failed or attempt + 1 == attempts:
-            for each in kept:
-                yield each
+        return await run(request)(take)
+    for left in reversed(range(1 if context.streaming else ATTEMPTS)):
+        attempt = _Attempt(rewritten, reasoning, partial(_report, context, request, rewritten.unenforced))
+        attempt.last, attempt.take = not left, take if context.streaming else None
+        await run(request)(attempt.add)
+        if not attempt.failed or attempt.last:
+            for choice, delta in attempt.kept:
+                take(choice, delta)
             return
         request = _again(request, new_id())
+
+
+class _Attempt:
+    """Checks one answer at its end. Its deltas are kept, unless they are taken as they come."""
+
+    last = True  # nothing is tried after it: what it fails is reported
+    take: TakeDelta | None = None
+
+    def __init__(
+        self, rewritten: RewrittenSchema, reasoning: tuple[str, str] | None, report: Callable[[], None]
+    ) -> None:
+        self.kept: list[tuple[int, Delta]] = []
+        self.failed = False
+        self._rewritten = rewritten
+        self._reasoning = reasoning
+        self._report = report
+        self._text = ""
+
+    def add(self, choice: int, delta: Delta) -> None:
+        self._text += delta.text
+        self.failed = delta.finish == "stop" and not _passes(self._text, self._rewritten, self._reasoning)
+        if self.failed and self.last:
+            self._report()
+        if self.take is not None:
+            self.take(choice, delta)
+        else:
+            self.kept.append((choice, delta))
 
 
 async def _rewritten(context: RequestContext, request: Request) -> RewrittenSchema:

@@ -1,27 +1,28 @@
 """Turns a request's events into text. Streamed and whole answers are made of the same deltas, so their text is the
-same."""
+same. Deltas are made at the moment when events arrive: nothing waits for a task to wake up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from penstock.errors import EngineUnavailable, StepFailed, error_of
+from penstock.errors import StepFailed, error_of
 from penstock.ipc.client import EngineClient
 from penstock.server.chat.schema_check import Deltas as Deltas
+from penstock.server.chat.schema_check import TakeDelta as TakeDelta
 from penstock.server.chat.schema_check import checked
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.telemetry.metrics import RequestTimer
 from penstock.text import Delta, TextStream, read_step
-from penstock.types import Aborted, Event, Finished, Report, Request
+from penstock.types import Aborted, Event, Failed, Finished, Request
 
 T = TypeVar("T")
+Cut = Callable[[Delta], Delta]  # may end an answer: it returns a delta with a finish reason
 
 
 def deltas(
@@ -32,19 +33,19 @@ def deltas(
     *,
     continuing: bool = False,
     shown: Collection[int] = (),
-    ended: Callable[[], bool] | None = None,
+    cut: Cut | None = None,
 ) -> Deltas:
-    """Yields one request's text as it is generated, with the special tokens that are `shown`. Leaving early, a stop
-    string, or the reader of the text having `ended` it aborts the request in the engine. An answer with a JSON schema
-    is checked against what its grammar does not enforce."""
+    """Answers one request with text as it is generated, with the special tokens that are `shown`. Leaving early, a stop
+    string, or a `cut` aborts the request in the engine. An answer with a JSON schema is checked against what its
+    grammar does not enforce."""
 
     def run(request: Request) -> Deltas:
-        return _run(served, context, request, choice, continuing, shown, ended)
+        return partial(_run, served, context, request, choice, continuing, shown, cut)
 
     grammar = request.sampling.grammar
     if grammar is None or grammar.kind != "json":
         return run(request)
-    return checked(context, request, run, served.client.next_id, served.text.format.reasoning)
+    return partial(checked, context, request, run, served.client.next_id, served.text.format.reasoning)
 
 
 async def _run(
@@ -54,8 +55,9 @@ async def _run(
     choice: int,
     continuing: bool,
     shown: Collection[int],
-    ended: Callable[[], bool] | None,
-) -> Deltas:
+    cut: Cut | None,
+    take: TakeDelta,
+) -> None:
     text = TextStream(
         served.text.tokenizer,
         request.sampling.stop,
@@ -65,54 +67,85 @@ async def _run(
     )
     with (
         context.answer() as computed,
-        served.expected(context, request) as on_tokens,
+        served.expected(context, request) as on_first_token,
         RequestTimer(served.metrics, context, request, served.client) as timer,
     ):
-        async with aclosing(served.client.submit(request)) as steps:
-            served.client.when_ended(request.id, computed)
-            served.client.when_placed(request.id, partial(context.place, request.id))
-            async for events in steps:
-                delta = _read_step(text, events, context)
-                if ended is not None and ended() and not delta.finish:
-                    delta = delta._replace(text="", finish="stop")
-                if delta.tokens:
-                    on_tokens()
-                    timer.tokens(len(delta.tokens), delta.cached)
-                if delta.finish:
-                    timer.reason = delta.finish
-                    if delta.report is None and (request.explain or served.client.weights.updates):
-                        delta = delta._replace(report=await _report(served.client, request.id, steps))
-                    timer.report = delta.report
-                yield choice, delta
-                if delta.finish:
-                    return
+        reader = _AnswerReader(served.client, text, timer, on_first_token, cut, choice, take)
+        running = served.client.run(request, reader.read)
+        served.client.when_ended(request.id, computed)
+        served.client.when_placed(request.id, partial(context.place, request.id))
+        await running
 
 
-def _read_step(text: TextStream, events: Sequence[Event], context: RequestContext) -> Delta:
-    """Returns what a step adds to an answer. An error of the engine, which knows requests by number, names the id that
-    the client was sent too."""
-    try:
-        return read_step(text, events)
-    except StepFailed as error:
-        raise error_of(error.code, f"{error.message} (x-request-id {context.id})") from None
+class _AnswerReader:
+    """Reads the events of one request into deltas, which `take` is called with."""
 
+    __slots__ = ("_choice", "_client", "_cut", "_last", "_on_first_token", "_take", "_text", "_timer")
 
-async def _report(client: EngineClient, id: int, steps: AsyncGenerator[list[Event], None]) -> Report | None:
-    """Ends a request that met a stop string, which the engine does not know of, and returns the engine's report; None
-    if the engine was lost meanwhile."""
-    with suppress(EngineUnavailable):
-        client.abort(id)
-        async for events in steps:
-            if isinstance(last := events[-1], Finished | Aborted):
-                return last.report
-    return None
+    def __init__(
+        self,
+        client: EngineClient,
+        text: TextStream,
+        timer: RequestTimer,
+        on_first_token: Callable[[], None],
+        cut: Cut | None,
+        choice: int,
+        take: TakeDelta,
+    ) -> None:
+        self._client = client
+        self._text = text
+        self._timer = timer
+        self._on_first_token = on_first_token
+        self._cut = cut
+        self._choice = choice
+        self._take = take
+        self._last: Delta | None = None  # waits for the engine's report
+
+    def read(self, events: Sequence[Event]) -> bool:
+        """Takes the events of a step; returns whether the answer has ended."""
+        if self._last is not None:
+            return self._read_report(events[-1])
+        timer = self._timer
+        try:
+            delta = read_step(self._text, events)
+        except StepFailed as error:  # the engine knows requests by number: the client knows the id that it was sent
+            raise error_of(error.code, f"{error.message} (x-request-id {timer.context.id})") from None
+        if self._cut is not None and not delta.finish:
+            delta = self._cut(delta)
+        if tokens := delta.tokens:
+            if not timer.first:
+                self._on_first_token()
+            timer.tokens(len(tokens), delta.cached)
+        if not delta.finish:
+            self._take(self._choice, delta)
+            return False
+        request = timer.request
+        if delta.report is None and (request.explain or self._client.weights.updates):
+            self._last = delta
+            self._client.abort(request.id)
+            return False
+        self._end(delta)
+        return True
+
+    def _read_report(self, event: Event) -> bool:
+        """Ends an answer that was cut or met a stop string, which the engine does not know of, when the engine has
+        ended it too, with its report; without one if the engine was lost meanwhile."""
+        assert self._last is not None
+        if not isinstance(event, Finished | Aborted | Failed):
+            return False
+        self._end(self._last if isinstance(event, Failed) else self._last._replace(report=event.report))
+        return True
+
+    def _end(self, delta: Delta) -> None:
+        self._timer.reason, self._timer.report = delta.finish or "", delta.report
+        self._take(self._choice, delta)
 
 
 def all_deltas(
     served: ServedModel, context: RequestContext, requests: Sequence[Request], shown: Collection[int] = ()
 ) -> Deltas:
-    """Returns the merged deltas of requests whose answers continue their prompts. The choices are the requests' places
-    in the list."""
+    """Returns the deltas of requests whose answers continue their prompts. The choices are the requests' places in the
+    list."""
     return together(
         [
             deltas(served, context, request, choice, continuing=True, shown=shown)
@@ -122,35 +155,18 @@ def all_deltas(
 
 
 def together(choices: Sequence[Deltas]) -> Deltas:
-    """Merges the deltas of several choices. If one fails, all do."""
-    return choices[0] if len(choices) == 1 else _merged(choices)
+    """Returns the deltas of several choices, as they come. If one fails, all do."""
+    return choices[0] if len(choices) == 1 else partial(_all_at_once, choices)
 
 
-async def _merged(choices: Sequence[Deltas]) -> Deltas:
-    arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(maxsize=len(choices))
-    tasks = [asyncio.create_task(_feed(arrived, choice)) for choice in choices]
+async def _all_at_once(choices: Sequence[Deltas], take: TakeDelta) -> None:
+    tasks = [asyncio.create_task(choice(take)) for choice in choices]
     try:
-        running = len(choices)
-        while running:
-            arrival = await arrived.get()
-            if isinstance(arrival, Exception):
-                raise arrival
-            running -= arrival[1].finish is not None
-            yield arrival
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-async def _feed(arrived: asyncio.Queue[tuple[int, Delta] | Exception], choice: Deltas) -> None:
-    try:
-        async with aclosing(choice) as steps:
-            async for step in steps:
-                await arrived.put(step)
-                await asyncio.sleep(0)  # so that no choice runs ahead while the reader is slow
-    except Exception as error:
-        await arrived.put(error)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +12,7 @@ from starlette.responses import Response
 
 from penstock.server.adapter_fields import choose_adapters
 from penstock.server.bodies import read_body
-from penstock.server.chat.stream import Deltas, deltas, together
+from penstock.server.chat.stream import Cut, deltas, together
 from penstock.server.errors import LLAMACPP_ERRORS
 from penstock.server.explain import AnswerReport, Explanation
 from penstock.server.llamacpp.fields import (
@@ -102,23 +101,26 @@ async def answer(
     asked = zip([prompt for prompt in prompts for _ in sampling], params, strict=True)
     requests = [served.request(context, prompt, each, "prompt") for prompt, each in asked]
     writer = NativeWriter(served, context, requests, sampling, body)
-    running = [deltas(served, context, request, choice, continuing=True) for choice, request in enumerate(requests)]
-    if (limit := body.t_max_predict_ms or -1) > 0:
-        running = [until_late(each, limit, request) for each, request in zip(running, requests, strict=True)]
+    limit = body.t_max_predict_ms or -1
+    running = [
+        deltas(served, context, request, choice, continuing=True, cut=when_late(limit, request) if limit > 0 else None)
+        for choice, request in enumerate(requests)
+    ]
     return await reply(http, context, writer, together(running), streaming=bool(body.stream), framing=LLAMACPP)
 
 
-async def until_late(choice: Deltas, limit: int, request: Request) -> Deltas:
-    """Yields a choice's deltas until it has a line break and has taken `limit` milliseconds since its first token."""
+def when_late(limit: int, request: Request) -> Cut:
+    """Returns what ends an answer once it has a line break and has taken `limit` milliseconds since its first token."""
     stopwatch, broken = Stopwatch(request), False
-    async with aclosing(choice) as steps:
-        async for index, delta in steps:
-            stopwatch.add(delta)
-            broken = broken or "\n" in delta.text
-            late = broken and stopwatch.generating_ms > limit and delta.finish is None
-            yield index, delta._replace(finish="length") if late else delta
-            if late:
-                return
+
+    def cut(delta: Delta) -> Delta:
+        nonlocal broken
+        stopwatch.add(delta)
+        broken = broken or "\n" in delta.text
+        late = broken and stopwatch.generating_ms > limit
+        return delta._replace(finish="length") if late else delta
+
+    return cut
 
 
 class _Progress(NamedTuple):

@@ -12,8 +12,8 @@ from penstock.server.ollama.fields import read_messages
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.store import DerivedModel
-from penstock.text.ollama_template import OllamaTemplate
 from penstock.text.sampling_defaults import defaults_in_modelfile
+from penstock.text.text import with_modelfile
 
 
 def serves(name: str, path: Path | None, derived: DerivedModel) -> bool:
@@ -30,9 +30,7 @@ def base_of(entries: Iterable[ModelEntry], derived: DerivedModel) -> ModelEntry 
 
 def derive(served: ServedModel, derived: DerivedModel) -> ServedModel:
     """Returns the model with the name and the settings of one that is derived from it."""
-    text = served.text.with_sampling(defaults_in_modelfile(derived.parameters))
-    if derived.template:
-        text = text.with_template(OllamaTemplate(derived.template))
-    system = [{"role": "system", "content": derived.system}] if derived.system else []
-    text = text.with_preamble([*system, *read_messages(RequestContext(), derived.messages)])
+    messages = read_messages(RequestContext(), derived.messages)
+    sampling = defaults_in_modelfile(derived.parameters)
+    text = with_modelfile(served.text, derived.system, derived.template, messages, sampling)
     return served._replace(name=derived.name, text=text, derived=derived)

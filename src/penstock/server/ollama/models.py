@@ -34,7 +34,7 @@ from penstock.server.openapi import Operation
 from penstock.server.page import page
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
-from penstock.server.sse import StreamResponse, encode, json_response
+from penstock.server.sse import StreamResponse, encode, json_response, sent
 from penstock.store import DerivedModel
 from penstock.store.refs import catalogue_source, parse, with_scheme
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
@@ -351,7 +351,7 @@ async def pull(_: ModelPool, http: HttpRequest, context: RequestContext) -> Resp
     body = await _named(http, context)
     lines = _pulling(_source(body.ref))
     if body.stream is not False:
-        return StreamResponse(context, lines, OLLAMA)
+        return StreamResponse(context, sent(lines), OLLAMA)
     async with aclosing(lines):
         received = [line async for line in lines]
     return Response(received[-1], media_type="application/json")

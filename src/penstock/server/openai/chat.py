@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -73,7 +73,7 @@ from penstock.server.sse import ChunkTemplate, encode, reply
 from penstock.server.vllm.beams import beam_deltas, check_beams
 from penstock.server.vllm.chat_prompt import PromptFields, render_chat
 from penstock.text import ChatPrompt, Delta, Text
-from penstock.text.parse import AnswerPart, Content, Reasoning
+from penstock.text.parse import AnswerPart, CallEnded, Content, Reasoning
 
 CHAT_NO_EFFECT: NoEffect = {name: values for name, values in NO_EFFECT.items() if name not in ("metadata", "store")} | {
     "audio": (),
@@ -267,6 +267,7 @@ class ChatWriter:
         self._tally = TokenTally(turn.requests, body.choices)
         self._explanation = Explanation(served, context, turn.requests)
         self._scored = bool(body.logprobs)
+        self._plain = not (self._scored or self._timed_chunks or body.return_token_ids)  # chunks have text alone
         self._usage = None if body.wants_usage else UNSET
         self._choices = [
             ChatChoice(index, AssistantMessage(self._echo), self._logprobs([])) for index in range(len(turn.requests))
@@ -317,8 +318,16 @@ class ChatWriter:
             penstock=self._explanation.report(),
         )
 
-    def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
+    def chunks(self, choice: int, delta: Delta) -> Iterable[bytes]:
         self._count(choice, delta)
+        if self._plain and choice in self._templates and not delta.finish and self.on_end is None:
+            return [
+                self._part_chunk(choice, part) for part in self._parts(choice, delta) if type(part) is not CallEnded
+            ]
+        return self._all_chunks(choice, delta)
+
+    def _all_chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
+        """Yields the chunks of any delta: the first, the last, and those in between."""
         if choice not in self._templates:
             first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", self._echo or self._opening)))
             first.prompt_token_ids = self._prompt_ids
@@ -329,14 +338,10 @@ class ChatWriter:
         parts = self._parts(choice, delta)
         if self.on_end is not None:
             self._add(choice, delta, parts)
-        if self._scored or self._prompt_ids is not UNSET or self._timed_chunks:
-            yield from self._detailed_chunks(choice, delta, parts)
+        if self._plain:
+            yield from (self._part_chunk(choice, part) for part in parts if type(part) is not CallEnded)
         else:
-            for part in parts:
-                if type(part) is Content:
-                    yield self._templates[choice](part.text)
-                elif added := chat_delta(part):
-                    yield encode(self._chunk(ChatChunkChoice(choice, added)))
+            yield from self._detailed_chunks(choice, delta, parts)
         if delta.finish:
             self._explanation.end(choice, delta)
             ending = stop_reason(self._turn.requests[choice], delta)
@@ -353,6 +358,11 @@ class ChatWriter:
             final: dict[str, Any] = {"usage": self._final_usage(), "penstock": self._explanation.report()}
             final["timings"] = self._timings(0)
             yield encode(ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[], **final))
+
+    def _part_chunk(self, choice: int, part: AnswerPart) -> bytes:
+        if type(part) is Content:
+            return self._templates[choice](part.text)
+        return encode(self._chunk(ChatChunkChoice(choice, chat_delta(part) or ChatDelta())))
 
     def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> Iterator[bytes]:
         """Yields a chunk for each part. The first one has the delta's tokens: they may be markers, which are in no

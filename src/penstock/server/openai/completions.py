@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -286,12 +286,14 @@ class CompletionWriter:
         prompts = [range(first, first + size) for first in range(0, len(self._choices), size)]
         return [each for choices in prompts for each in sorted(choices, key=likelihood, reverse=True)[: self._returned]]
 
-    def chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
+    def chunks(self, choice: int, delta: Delta) -> Iterable[bytes]:
         self._tally.add(choice, delta)
-        if not (self._scored or delta.finish or self._prompts[choice]):
-            if text := self._transcripts[choice].text(delta):
-                yield self._template(choice)(text)
-            return
+        if self._scored or delta.finish or self._prompts[choice]:
+            return self._detailed_chunks(choice, delta)
+        text = self._transcripts[choice].text(delta)
+        return (self._template(choice)(text),) if text else ()
+
+    def _detailed_chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         added = self._choice(choice, delta)
         if delta.finish:
             self._explanation.end(choice, delta)

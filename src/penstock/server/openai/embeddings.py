@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from base64 import b64encode
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from typing import Literal, TypeVar
 
 import msgspec
@@ -148,11 +147,12 @@ async def _all(
         return []
     waiting, found = iter(enumerate(requests)), dict[int, T]()
 
+    def keep(index: int, delta: Delta) -> None:
+        found[index] = read(delta)
+
     async def work() -> None:
         for index, request in waiting:
-            async with aclosing(deltas(served, context, request)) as steps:
-                async for _, delta in steps:
-                    found[index] = read(delta)
+            await deltas(served, context, request, index)(keep)
 
     tasks = [asyncio.create_task(work()) for _ in range(min(CONCURRENT, len(requests)))]
     try:

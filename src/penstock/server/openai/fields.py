@@ -304,7 +304,8 @@ class TokenTally:
 
     def add(self, choice: int, delta: Delta) -> None:
         self._generated += len(delta.tokens)
-        self._cached[choice] = max(self._cached[choice], delta.cached)
+        if delta.cached > self._cached[choice]:
+            self._cached[choice] = delta.cached
         if (prediction := self._predictions[choice]) is not None:
             prediction.add(delta.tokens)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import aclosing
 from math import inf
 
 from penstock.errors import PenstockError
@@ -42,9 +41,7 @@ class BackgroundResponse:
 
     async def _run(self, deltas: Deltas) -> None:
         try:
-            async with aclosing(deltas):
-                async for _, delta in deltas:
-                    self._keep(self._writer.events(delta))
+            await deltas(lambda _, delta: self._keep(self._writer.events(delta)))
             self._finish(())
         except PenstockError as error:
             self._finish(self._writer.fail(error))

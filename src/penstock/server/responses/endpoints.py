@@ -42,7 +42,7 @@ from penstock.server.responses.items import Item, ResponseObject, new_id
 from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.served_model import ServedModel
 from penstock.server.speculation_fields import limit_drafts
-from penstock.server.sse import StreamResponse, json_response, reply
+from penstock.server.sse import StreamResponse, json_response, reply, sent
 from penstock.server.streams.endpoints import position, read_on
 from penstock.server.streams.kept import KeptStreams
 from penstock.text import ChatPrompt
@@ -111,7 +111,7 @@ class Responses:
                 "leave stream out",
                 param="stream",
             )
-        return StreamResponse(context, stored.job.buffer.follow(after), stored.job.framing)
+        return StreamResponse(context, sent(stored.job.buffer.follow(after)), stored.job.framing)
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
         stored = self._store.get(http.path_params["id"], context.owner_name)
@@ -168,7 +168,9 @@ class Responses:
         job.task.add_done_callback(lambda _: self._end(job))
         if (payer := context.payer) is not None:
             context.on_end(lambda: payer.count_until_done(job.task))
-        return StreamResponse(context, job.buffer.follow(), job.framing) if streamed else json_response(stored.response)
+        if not streamed:
+            return json_response(stored.response)
+        return StreamResponse(context, sent(job.buffer.follow()), job.framing)
 
     def _end(self, job: BackgroundResponse) -> None:
         self._jobs.discard(job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from time import perf_counter
 from typing import Annotated
 from uuid import uuid4
@@ -100,9 +99,7 @@ async def health_generate(served: ServedModel, http: HttpRequest, context: Reque
     request = served.request(context, prompt, SamplingParams(temperature=0.0, max_tokens=1), "prompt")
 
     async def generate() -> Response:
-        async with aclosing(deltas(served, context, request)) as steps:
-            async for _ in steps:
-                pass
+        await deltas(served, context, request)(lambda choice, delta: None)
         return Response()
 
     return await while_connected(http.receive, generate()) or CLIENT_LEFT

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from penstock.errors import Gone, NotFound, PenstockError
 from penstock.server.request_context import RequestContext
-from penstock.server.sse import EVENT_STREAM, Framing, StreamResponse
+from penstock.server.sse import EVENT_STREAM, Framing, StreamResponse, sent
 from penstock.server.streams.buffer import ByteBudget, EventBuffer
 
 RESUME_SECONDS = 60.0  # that a stream without a reader is kept
@@ -163,7 +163,7 @@ class KeptStreams:
         yield events
 
     def _response(self, context: RequestContext, stream: KeptStream, after: int) -> StreamResponse:
-        return StreamResponse(context, self._read(stream, after), stream.framing.for_reader(), stream.id)
+        return StreamResponse(context, sent(self._read(stream, after)), stream.framing.for_reader(), stream.id)
 
     async def _read(self, stream: KeptStream, after: int) -> AsyncGenerator[bytes, None]:
         """Yields a stream's events. While it has a reader, it is not ended."""

@@ -140,6 +140,20 @@ class RequestTimer:
     """Times one request from its start to its end, which is a finish reason, an error or a client that left, and
     charges its tokens to the payer."""
 
+    __slots__ = (
+        "_client",
+        "_last",
+        "_metrics",
+        "began",
+        "cached",
+        "context",
+        "first",
+        "generated",
+        "reason",
+        "report",
+        "request",
+    )
+
     def __init__(self, metrics: Metrics, context: RequestContext, request: Request, client: EngineClient) -> None:
         self.reason = "abort"
         self.report: Report | None = None

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from contextlib import aclosing
+from functools import partial
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import ignore_unsupported
-from penstock.server.chat.stream import Deltas
+from penstock.server.chat.stream import Deltas, TakeDelta
 from penstock.server.openai.fields import GenerationFields
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
@@ -48,7 +48,7 @@ def check_beams(context: RequestContext, fields: GenerationFields, params: Sampl
             ignore_unsupported(context, name, value)
 
 
-async def beam_deltas(
+def beam_deltas(
     served: ServedModel,
     context: RequestContext,
     requests: Sequence[Request],
@@ -57,8 +57,20 @@ async def beam_deltas(
     continuing: bool = False,
     shown: Collection[int] = (),
 ) -> Deltas:
-    """Yields each answer whole, when its search has ended: the best beams of every prompt, the best first. `requests`
+    """Returns each answer whole, when its search has ended: the best beams of every prompt, the best first. `requests`
     has as many for each prompt as it has answers."""
+    return partial(_search, served, context, requests, fields, continuing, shown)
+
+
+async def _search(
+    served: ServedModel,
+    context: RequestContext,
+    requests: Sequence[Request],
+    fields: GenerationFields,
+    continuing: bool,
+    shown: Collection[int],
+    take: TakeDelta,
+) -> None:
     width = fields.choices
     for first in range(0, len(requests), width):
         request = requests[first]
@@ -77,7 +89,7 @@ async def beam_deltas(
                 shown=shown,
                 include_stop=request.sampling.include_stop_str_in_output,
             )
-            yield choice, _delta(stream, request, beam)
+            take(choice, _delta(stream, request, beam))
 
 
 async def _next_tokens(served: ServedModel, request: Request, search: BeamSearch) -> list[TokenLogprob]:
@@ -106,9 +118,7 @@ async def _next_tokens(served: ServedModel, request: Request, search: BeamSearch
 async def _next_token(served: ServedModel, request: Request) -> TokenLogprob:
     found: list[TokenLogprob] = []
     stream = TextStream(served.text.tokenizer)
-    async with aclosing(served.client.submit(request)) as steps:
-        async for events in steps:
-            found += read_step(stream, events).logprobs
+    await served.client.run(request, lambda events: found.extend(read_step(stream, events).logprobs))
     return found[0]
 
 
