@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.cli.app import COMMANDS, command
-from penstock.cli.command import Declared, declarations
-from penstock.config import DEFAULTS, OPTIONS
+from penstock.cli.command import Declared, EngineOptions, declarations, engine_options
+from penstock.config import OPTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = """\
@@ -37,6 +37,8 @@ penstock serve ./model.gguf --max-len 8192 --kv int8 --step-tokens 1024
 ```python
 LLM("./model.gguf", max_len=8192, kv="int8", step_tokens=1024)
 ```
+
+Bytes may be written with a unit, as a text in Python: `8G` and `8GiB` are 8 × 1024³, `8GB` is 8 × 1000³.
 """
 NO_DEFAULT = (inspect.Parameter.empty, None, False, "", ())
 
@@ -67,17 +69,17 @@ def _table(heads: tuple[str, ...], rows: Iterable[str]) -> str:
 
 
 def _row(entry: Declared) -> str:
-    return f"| `{entry.spelling}` | {_default(entry.default)} | {entry.annotation.help} |"
+    return f"| `{entry.spelling}` | {_default(entry)} | {entry.annotation.help} |"
 
 
-def _default(value: object) -> str:
-    return "" if any(value is nothing for nothing in NO_DEFAULT) else f"`{value}`"
+def _default(entry: Declared) -> str:
+    return "" if any(entry.default is nothing for nothing in NO_DEFAULT) else f"`{entry.written(entry.default)}`"
 
 
 def _engine_table() -> str:
     rows = (
-        f"| `--{name.replace('_', '-')}` | `{name}` | {_default(DEFAULTS[name])} | {option.text} |"
-        for name, option in OPTIONS.items()
+        f"| `{entry.spelling}` | `{entry.name}` | {_default(entry)} | {entry.annotation.help} |"
+        for entry in engine_options(EngineOptions(tuple(OPTIONS)))
     )
     return _table(("flag", "keyword", "default", "meaning"), rows) + "\n"
 

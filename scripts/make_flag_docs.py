@@ -21,7 +21,9 @@ FLAGS = {  # those of each engine that the command line knows
         *("--speculative-config", "--override-generation-config", "--api-key", "--gpu-memory-utilization"),
         *("--tensor-parallel-size", "-tp", "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser", "--dtype", "--trust-remote-code"),
-        "--disable-log-requests",
+        *("--disable-log-requests", "--disable-log-stats", "--task", "--runner", "--kv-cache-memory-bytes"),
+        *("--swap-space", "--cpu-offload-gb", "--data-parallel-size", "-dp", "--hf-overrides"),
+        *("--no-enable-prefix-caching", "--ssl-keyfile", "--ssl-certfile"),
     ),
     "sglang.md": (
         *("--model-path", "--context-length", "--max-running-requests", "--mem-fraction-static", "--tp"),
@@ -45,6 +47,9 @@ FLAGS = {  # those of each engine that the command line knows
         *("-ngl", "--n-gpu-layers", "--gpu-layers", "--lora", "-ctk", "--cache-type-k", "-ctv"),
         *("--cache-type-v", "--mmproj", "--jinja"),
         *("-fa", "--flash-attn", "-cb", "--cont-batching", "--mlock", "--no-mmap", "-no-cnv"),
+        *("--metrics", "--slots", "--embedding", "--embeddings", "--reranking", "--draft-max", "--no-context-shift"),
+        *("--context-shift", "--cache-ram", "-cram", "--cpu-moe", "--n-cpu-moe", "-ncmoe", "-ot", "--override-tensor"),
+        *("--rope-scaling", "--rope-freq-base", "--ssl-key-file", "--ssl-cert-file"),
     ),
 }
 TABLES = (RENAMED, AS_MODEL, AS_PROMPT, NO_EFFECT, TOLD)

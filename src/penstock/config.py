@@ -14,13 +14,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from math import inf
 from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from penstock.byte_sizes import EXAMPLES, read_bytes
 from penstock.errors import ConfigError
-from penstock.kv_types import read_kv
+from penstock.kv_types import read_kv, read_kv_loss
 from penstock.types import Limits, blocks_for
 
 SAVED_PER_ROW = 4  # states, where there is room: of its system prompt, its conversation and some others'
@@ -29,7 +29,7 @@ QUANTIZATIONS = {  # what plain weights can become at load, by device; each take
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
-AUTO, OFF, ANY = "auto", "off", "any"  # values of options
+AUTO, OFF = "auto", "off"  # values of options
 LOG_FORMAT = "PENSTOCK_LOG_FORMAT"  # the variable that tells the processes of a server how it logs
 SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
 MTP = "mtp"  # the value of draft that means a head of the model itself
@@ -80,6 +80,7 @@ class ConfigOption(NamedTuple):
     maximum: int | None = None
     defaults: DeviceDefaults | None = None  # what 0 stands for
     older: tuple[str, ...] = ()  # names that the option had before; they are still read
+    in_bytes: bool = False  # its number is of bytes, and may be a text with a unit
     read: Callable[[Any], Any] | None = None  # reads its values, if they are more than numbers or texts
 
     @property
@@ -104,9 +105,10 @@ class ConfigOption(NamedTuple):
                 raise ConfigError(f"{name} takes a text; got {value!r}")
             return value
         try:
-            number = index(value)
-        except TypeError:
-            raise ConfigError(f"{name} takes a whole number; got {value!r}") from None
+            number = read_bytes(value) if self.in_bytes and isinstance(value, str) else index(value)
+        except (TypeError, ValueError):
+            what = f"a number of bytes, such as {EXAMPLES}" if self.in_bytes else "a whole number"
+            raise ConfigError(f"{name} takes {what}; got {value!r}") from None
         if number < self.minimum or (self.maximum is not None and number > self.maximum):
             allowed = f"{self.minimum} or more" if self.maximum is None else f"from {self.minimum} to {self.maximum}"
             raise ConfigError(f"{name} must be {allowed}; got {number}")
@@ -139,20 +141,10 @@ def read_speculation(value: Any) -> str:
 def read_kv_ram(value: Any) -> str:
     """Returns what `--kv-ram` takes as text: auto, or a number of bytes; raises ConfigError for anything else."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if text == AUTO or (isinstance(text, str) and text.isascii() and text.isdigit()):
-        return text
-    raise ConfigError(f"kv_ram is {AUTO}, or a number of bytes, 0 for none; got {value!r}")
-
-
-def read_kv_loss(value: Any) -> str:
-    """Returns what `--kv-loss` takes as text: any, or a number of nats; raises ConfigError for anything else."""
-    text = value if isinstance(value, str) else repr(value)
     try:
-        if text == ANY or (not isinstance(value, bool) and 0 <= float(text) < inf):
-            return text
-    except ValueError:
-        pass
-    raise ConfigError(f"kv_loss is {ANY}, or a number of nats, 0 or more; got {value!r}")
+        return AUTO if text == AUTO else str(read_bytes(text))
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError(f"kv_ram is {AUTO}, or bytes such as {EXAMPLES}, 0 for none; got {value!r}") from None
 
 
 def draft_limit(speculation: str) -> int | None:
@@ -216,13 +208,15 @@ class Config:
         read=read_kv_loss,
     )
     kv_memory: int = option(
-        0, "Bytes for the KV cache. 0: a quarter of the free memory; on a GPU all that the weights leave."
+        0,
+        "Bytes for the KV cache, such as 8G. 0: a quarter of the free memory; on a GPU all that the weights leave.",
+        in_bytes=True,
     )
     kv_ram: str = option(
         AUTO,
-        "Bytes of host memory for KV blocks that have left the cache; they are copied back where that is faster than "
-        "computing them again. 0: none. auto: as many as the cache has, and at most an eighth of the free memory; on "
-        "a GPU without --kv-disk none.",
+        "Bytes of host memory, such as 8G, for KV blocks that have left the cache; they are copied back where that is "
+        "faster than computing them again. 0: none. auto: as many as the cache has, and at most an eighth of the free "
+        "memory; on a GPU without --kv-disk none.",
         read=read_kv_ram,
     )
     kv_disk: str = option(
@@ -234,6 +228,7 @@ class Config:
         16 << 30,
         "Most bytes in the folder of --kv-disk, of all models together. The least recently used go first.",
         minimum=1 << 20,
+        in_bytes=True,
     )
     block_size: int = option(
         16,
@@ -253,11 +248,12 @@ class Config:
     max_adapters: int = option(
         32, "Most adapters that are in memory at once; further ones take turns.", minimum=1, maximum=1024
     )
-    adapter_memory: int = option(0, "Bytes for adapters in memory. 0: an eighth of the free memory.")
+    adapter_memory: int = option(0, "Bytes for adapters in memory. 0: an eighth of the free memory.", in_bytes=True)
     packed_cache: int = option(
         16 << 30,
         "Most bytes on disk for packed weights, of all models together. With them a model is loaded sooner the next "
         "time. The least recently used go first. 0: none are kept.",
+        in_bytes=True,
     )
     strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
     post_mortem: str = option(
@@ -278,11 +274,10 @@ class Config:
         "or an EAGLE-3 head of it, or mtp for the head in the model's own checkpoint that predicts further "
         "tokens. Answers stay the same. A server of several models gives it to the first.",
     )
-
     deterministic: bool = option(
         False,
         "Compute an answer alike whatever is computed beside it and however its prompt is divided into steps (batch "
-        "invariance). On a CPU that is so in any case; on a GPU it takes slower kernels, and some models are refused.",
+        "invariance). On a CPU that is so in any case; on a GPU it takes slower kernels.",
     )
 
     @property

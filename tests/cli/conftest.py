@@ -96,7 +96,7 @@ class Outcome(NamedTuple):
 @pytest.fixture
 def penstock(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """The command, in this process: penstock("run", "hello", stdin=b"...")."""
-    from penstock.cli import app
+    from penstock.cli.app import app
 
     def command(*words: object, stdin: bytes = b"") -> Outcome:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))

@@ -50,6 +50,8 @@ def test_answers_grow(reciter: Path) -> None:
         assert (await llm.get_tokenizer()).decode(whole.prompt_token_ids) == "uv"
         with pytest.raises(InvalidRequest, match="from 0 to 257"):
             await outputs(llm, [999])
+        with pytest.raises(InvalidRequest, match="from 0 to 257"):
+            await asyncio.wait_for(outputs(llm, [2**70]), 30)  # more than a message can hold
         with pytest.raises(InvalidRequest, match="targets are"):
             await anext(llm.generate("uv", targets=Targets(itl=0)))
 

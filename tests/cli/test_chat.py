@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from hypothesis import given
@@ -89,7 +90,8 @@ def test_files_that_cannot_be_used_are_told(penstock: Penstock, reciter: Path, t
     odd = [f"/load {tmp_path}/odd.json", f"/load {tmp_path}/none.json", f"/save {tmp_path}", "/save", "/load", "Go"]
     answers, told = talk(penstock, reciter, *odd)
     assert answers == [RECITED]
-    assert told.count("holds no conversation that /save has written") == 2
+    assert f"error: {tmp_path}/odd.json holds no conversation that /save has written\n" in told
+    assert f"error: [Errno 2] No such file or directory: '{tmp_path}/none.json'\n" in told
     assert "Is a directory" in told
     assert "/save takes the name of a file" in told
 
@@ -157,3 +159,35 @@ def test_markdown_is_rendered_on_a_terminal() -> None:
     assert "x = 1" in plain
     assert "• item" in plain
     assert "**" not in plain.split("x = 1")[1]
+
+
+def test_what_is_typed_during_an_answer_is_read_after_it_and_not_shown_in_it(tmp_path: Path) -> None:
+    program = """if True:
+        import pathlib, time
+        from penstock.cli.markdown import print_answer
+        def pieces():
+            yield "begun"
+            while not pathlib.Path("typed").exists():
+                time.sleep(0.01)
+            yield " and ended"
+        print_answer(pieces())
+        print("read:", input())"""
+    outer, inner = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "60"}
+    words = [sys.executable, "-c", program]
+    running = subprocess.Popen(words, stdin=inner, stdout=inner, env=environment, cwd=tmp_path)
+    os.close(inner)
+    shown = ""
+    while "begun" not in shown:
+        shown += os.read(outer, 100_000).decode()
+    os.write(outer, b"next question\n")
+    (tmp_path / "typed").touch()
+    with suppress(OSError):  # when the program has ended
+        while more := os.read(outer, 100_000).decode():
+            shown += more
+    assert running.wait(60) == 0
+    os.close(outer)
+    answer, _, rest = shown.rpartition("begun and ended")
+    assert "begun" in answer
+    assert "question" not in answer
+    assert "read: next question" in rest

@@ -154,6 +154,11 @@ def test_sampling_is_the_models_own_unless_it_is_given(
         (["run", "x", "--block-size", "0"], "--block-size: must be 1 or more; got 0"),
         (["run", "x", "--max-rows", "2"], "there is no option --max-rows"),
         (["serve", "--step-tokens", "many"], "--step-tokens: takes a whole number; got 'many'"),
+        (
+            ["serve", "--kv-memory", "8 bytes"],
+            "--kv-memory: takes a number of bytes, such as 500M or 8G; got '8 bytes'",
+        ),
+        (["serve", "--max-data", "0K"], "--max-data: must be 1 or more; got 0K"),
         (["serve", "--prefill-budget", "-1"], "--prefill-budget: must be 0 or more; got -1"),
         (["rm"], "are required: MODEL"),
         (["serve", "--port", "99999"], "port"),
@@ -348,6 +353,7 @@ def test_plan(penstock: Penstock, reciter: Path) -> None:
     assert code == 0
     assert "KV cache" in out
     assert "not the 1000000.00 GB asked for" in out
+    assert re.search(r"  reserve +\S+ GB  left to others, unless --kv-memory takes it\n", out)
     assert "KV on disk" not in out
     disk = ("--kv-disk", str(reciter.parent / "kv"))
     assert f"  KV on disk        nothing yet in {disk[1]}" in penstock("plan", reciter, "--device", "ref", *disk)[1]
@@ -488,15 +494,17 @@ def test_sizes(size: float, text: str) -> None:
     assert readable_size(size) == text
 
 
-def test_models_that_were_made_are_listed_and_come_with_a_word(
-    penstock: Penstock, reciter: Path, tmp_path: Path
-) -> None:
+def test_models_that_were_made_are_listed_and_answer_as_they_were_made(penstock: Penstock, reciter: Path) -> None:
     save_derived(DerivedModel(name="mine", base="reciter", path=str(reciter), system="Be brief."))
     (listed,) = json.loads(penstock("list", "--json")[1])
     assert (listed["name"], listed["source"]) == ("mine", "derived from reciter")
-    code, out, err = penstock("run", "mine", "Go", "--device", "ref")
-    assert (code, out) == (0, RECITED + "\n")
-    assert err.startswith("mine has a system message, messages or a template of its own")
+
+    def asked(*words: str) -> int:
+        return int(json.loads(penstock("run", *words, "Go", "--device", "ref", "--json")[1])["prompt_tokens"])
+
+    briefly = asked(str(reciter), "--system", "Be brief.")
+    assert asked("mine") == briefly > asked(str(reciter))
+    assert asked("mine", "--system", "Go on.") == briefly - 3  # bytes
     assert penstock("rm", "mine") == (0, "", "removed mine, freed 0 B\n")
     assert json.loads(penstock("list", "--json")[1]) == []
 

@@ -1,19 +1,31 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import penstock
-from penstock import LLM, BeamSearchParams, Grammar, RequestOutput, SamplingParams, StructuredOutputsParams, Targets
+from penstock import (
+    LLM,
+    BeamSearchParams,
+    Grammar,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    Targets,
+    sampling_fields,
+)
 from penstock.errors import (
     AdapterError,
     ConfigError,
@@ -72,6 +84,21 @@ def test_a_derived_model_is_computed_with_its_adapters(
     with LLM("mate", device="ref") as mate:
         assert mate._uses("other", 1) == [(AdapterUse("Modelfile's adapter 1"), AdapterUse("other"))]
         assert mate.adapter_names == ()
+
+
+def test_chats_of_a_derived_model_begin_as_its_modelfile_says(reciter: Path) -> None:
+    greeting = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    made = DerivedModel(name="mate", base="reciter", path=str(reciter), system="Be brief.", messages=greeting)
+    save_derived(made)
+    with LLM("mate", device="ref") as mate:
+        (answer,) = mate.chat(CHAT, SamplingParams(max_tokens=1))
+        turns = [("system", "Be brief."), ("user", "hi"), ("assistant", "ho"), ("user", "go")]
+        begun = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+        assert answer.prompt == f"{begun}<|im_start|>assistant\n"
+    save_derived(replace(made, template="{{ .System }}|{{ .Prompt }};{{ .Response }}"))
+    with LLM("mate", device="ref") as mate:
+        (answer,) = mate.chat(CHAT, SamplingParams(max_tokens=1))
+        assert str(answer.prompt) == "Be brief.|hi;ho|go;"
 
 
 def test_a_text_is_continued(llm: LLM) -> None:
@@ -409,6 +436,58 @@ def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
     assert texts(llm.chat([CHAT, CHAT], each)) == ["a", "ab"]
     with pytest.raises(InvalidRequest, match="there are 3 prompts and 2 sampling parameters"):
         llm.generate(["a", "b", "c"], each)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "takes"),
+    [
+        ("max_tokens", 2.5, "a whole number or None"),
+        ("n", "2", "a whole number"),
+        ("temperature", "hot", "a number"),
+        ("top_p", None, "a number"),
+        ("ignore_eos", "yes", "True or False"),
+        ("stop", ["a", 5], "a text or a list of texts"),
+        ("bad_words", "\ud800", "a text or a list of texts"),
+        ("stop_token_ids", ["a"], "a list of token ids"),
+        ("stop_token_ids", [2**70], "a list of token ids"),
+        ("allowed_token_ids", 7, "a list of token ids or None"),
+        ("logit_bias", {"a": 1}, "a dictionary of token ids and numbers"),
+        ("grammar", "root ::= x", "a Grammar or None"),
+        ("structured_outputs", {"json": {}}, "a StructuredOutputsParams or None"),
+        ("output_kind", "delta", "a whole number"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(field: str, value: Any, takes: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(f"{field} takes {takes}; got {value!r}")):
+        SamplingParams(**{field: value})
+
+
+def test_every_field_has_the_type_that_an_engine_process_reads() -> None:
+    given: dict[str, Any] = {"n": np.int64(2), "temperature": np.float32(0.5), "ignore_eos": np.True_}
+    given |= {"logit_bias": {np.int64(1): np.float32(2)}, "stop_token_ids": np.arange(2)}
+    params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert {field.name for field in fields(SamplingParams)} == set(sampling_fields._FIELDS)
+    with pytest.raises(InvalidRequest, match="seed must be between"):
+        SamplingParams(seed=2**64)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [["a", "b"]], [5.5], object()])
+def test_what_is_no_prompt_is_told(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a prompt is a text, a list of token ids, or a dictionary"):
+        llm.generate(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "Hello", ["Hello"], [["Hello"]], {"role": "user", "content": "Hello"}])
+def test_what_is_no_conversation_is_told(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a conversation is a list of messages such as"):
+        llm.chat(wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 3}, [{"max_tokens": 3}], 7])
+def test_what_is_no_sampling_is_told(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling_params takes penstock\.SamplingParams\(\.\.\.\)"):
+        llm.generate("abc", wrong)
 
 
 def test_what_sampling_takes(llm: LLM) -> None:

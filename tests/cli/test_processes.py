@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.store import DerivedModel, save_derived
@@ -36,6 +39,52 @@ def test_an_interrupted_run_leaves_quietly(babbler: Path) -> None:
     _, err = running.communicate()
     assert running.returncode == 130
     assert b"Traceback" not in err
+
+
+@pytest.mark.parametrize("imported", ["penstock.cli.app", "penstock.cli.run"])
+def test_an_interrupt_during_an_import_is_no_error(imported: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""if True:
+        import os, signal, sys
+        class Interrupt:
+            def find_spec(self, name, path, target=None):
+                if name == "{imported}":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupt())"""
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [*COMMAND, "run", "Go"], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, timeout=60
+    )
+    assert ended.returncode == 130
+    assert ended.stderr.strip() == b""
+
+
+@pytest.mark.parametrize(
+    ("closed", "words"),
+    [
+        (">&-", "run RECITER Go --device ref"),
+        ("<&-", "run RECITER Go --device ref"),
+        ("2>&-", "run RECITER Go --device ref --max-tokens 2"),
+        ("<&-", "chat RECITER --device ref"),
+        ("<&- >&- 2>&-", "run RECITER Go --device ref"),
+        (">&-", "--help"),
+    ],
+)
+def test_a_closed_stream_is_as_good_as_an_empty_one(closed: str, words: str, reciter: Path) -> None:
+    command = shlex.join([*COMMAND, *words.replace("RECITER", str(reciter)).split()])
+    ended = subprocess.run(["sh", "-c", f"{command} {closed}"], capture_output=True, timeout=60, text=True)
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk")
+@pytest.mark.parametrize("words", ["--help", "--version", "list"])
+def test_output_to_a_full_disk_is_an_error_of_one_line(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([*COMMAND, *words.split()], stdout=full, stderr=subprocess.PIPE, timeout=60, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: [Errno 28] No space left on device [os_error]\n"
 
 
 def test_a_pipe_that_no_one_reads(babbler: Path) -> None:
@@ -170,13 +219,14 @@ class Terminal:
         self.seen = self.seen.partition(text)[2]
         return True
 
-    def interrupt(self) -> None:
-        """Ctrl-C up to the next prompt; Python's readline misses one that comes just before it starts to wait."""
+    def interrupt(self, shown: str = "> ") -> None:
+        """Ctrl-C up to the next prompt, or to what else it has shown; Python's readline misses one that comes just
+        before it starts to wait."""
         for _ in range(20):
             self.type("\x03")
-            if self.until("> ", patience=1):
+            if self.until(shown, patience=1):
                 return
-        raise AssertionError(f"no prompt after Ctrl-C; since the last one: {self.seen!r}")
+        raise AssertionError(f"no {shown!r} after Ctrl-C; since the last one: {self.seen!r}")
 
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
@@ -207,6 +257,34 @@ def test_a_chat_at_a_terminal(babbler: Path, own_store: Path) -> None:
     assert "Hello" in (own_store / "chat_history").read_text()
 
 
+def test_lines_that_are_pasted_together_are_one_message(
+    reciter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    file = tmp_path / "talk.json"
+    chat = Terminal("chat", reciter, "--device", "ref")
+    assert chat.until("\x1b[?2004h")  # asks the terminal to say where what is pasted begins and ends
+    assert chat.until("> ")
+    chat.type("\x1b[200~def two():\r    return 2\x1b[201~\r")
+    assert chat.until(RECITED)
+    assert chat.until("> ")
+    chat.type(f"/save {file}\n/exit\n")
+    assert chat.until("2 messages are in")
+    assert chat.end() == 0
+    assert json.loads(file.read_text())["messages"][0]["content"] == "def two():\n    return 2"
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_leave(reciter: Path) -> None:
+    chat = Terminal("chat", reciter, "--device", "ref")
+    assert chat.until("> ")
+    chat.type("half")
+    assert chat.until("half")
+    chat.interrupt("Ctrl-D or /exit ends the conversation")
+    assert chat.until("> ")
+    chat.type("\x04")
+    assert chat.end() == 0
+
+
 def test_a_second_conversation_knows_what_was_typed_in_the_first(reciter: Path) -> None:
     for typed in ("A question\n", "\x1b[A\x1b[A\n"):  # the second: two lines up
         chat = Terminal("chat", reciter, "--device", "ref")
@@ -230,3 +308,33 @@ def test_a_model_without_a_prompt_at_a_terminal_is_a_conversation(reciter: Path)
     refused = Terminal("run", reciter, "--json")
     assert refused.until("--raw and --json are for one answer: give a prompt too")
     assert refused.end() == 2
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [each for child in children for each in descendants(child)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_signal_to_all_processes_of_a_server_lets_answers_end(babbler: Path, forked: bool) -> None:
+    server = start("serve", babbler, "--port", 0)
+    assert server.stderr
+    lines: list[str] = []
+    while not (found := re.search(r"on (http://\S+) \(engine process \d+\)", lines[-1] if lines else "")):
+        lines.append(server.stderr.readline().decode())
+        assert lines[-1], lines
+    generate = f"{found[1]}/api/generate"
+    body: dict[str, Any] = {"model": babbler.name, "prompt": "Go", "raw": True, "options": {"num_predict": 2000}}
+    if forked:  # the second engine of a server is
+        httpx.post(generate, json={"model": babbler.name, "keep_alive": 0}, timeout=60).raise_for_status()
+    with httpx.stream("POST", generate, json=body, timeout=60) as answer:
+        events = answer.iter_lines()
+        next(events)
+        for pid in [server.pid, *descendants(server.pid)]:
+            os.kill(pid, signal.SIGTERM)
+        last = json.loads(list(events)[-1])
+    assert last["eval_count"] == 2000
+    _, told = server.communicate(timeout=60)
+    assert b"the engine process" not in told  # it would say how that ended
+    assert b"Traceback" not in told

@@ -50,6 +50,18 @@ def test_a_variable_counts_before_the_file_and_a_table_before_the_top(
     assert in_force(penstock, "run")["threads"] == (2, "penstock.toml")
 
 
+def test_bytes_are_set_and_shown_with_a_unit(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_KV_MEMORY", "2G")
+    assert in_force(penstock)["kv-memory"] == (2 << 30, "the variable PENSTOCK_KV_MEMORY")
+    _, table, _ = penstock("config")
+    assert [line.split()[1] for line in table.splitlines() if line.startswith(("kv-memory", "max-file "))] == [
+        "200M",
+        "2G",
+    ]
+    assert "--kv-memory BYTES" in penstock("serve", "--help")[1]
+    assert "[default: 16G]" in penstock("serve", "--help")[1]
+
+
 def test_a_flag_counts_first(penstock: Penstock, reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_DEVICE", "ref")
     monkeypatch.setenv("PENSTOCK_MAX_TOKENS", "3")
@@ -174,8 +186,13 @@ def test_a_flag_that_was_renamed_or_has_no_effect_is_told() -> None:
         ("-ctv q8_0", "write --kv int8 for both"),
         ("--cache-type-v q8_0", "write --kv int8 for both"),
         ("-ub 512", "-ub is called --step-tokens here, and this command does not have it"),
-        ("--prot 1", "there is no option --prot; did you mean --port?"),
+        ("--prot 1", "there is no option --prot, did you mean --port?"),
         ("--quite-unknown", "there is no option --quite-unknown"),
+        (
+            "-ngl 99 m --quite-unknown --cache-ram 512 --nothing 5",
+            "-ngl is not an option here: .*; there is no option --quite-unknown; --cache-ram is not an option here: .*"
+            "; there is no option --nothing$",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_told(words: str, told: str) -> None:

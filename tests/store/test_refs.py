@@ -53,6 +53,18 @@ def test_a_spelled_out_alias_is_the_alias() -> None:
     assert parse(spelled).sha256  # type: ignore[union-attr]
 
 
+def test_a_folder_without_a_config_stands_for_the_gguf_model_in_it(tmp_path: Path) -> None:
+    assert parse(str(tmp_path)) == tmp_path
+    for name in ("mmproj-F16.gguf", "m-00002-of-00002.gguf", "m-00001-of-00002.gguf", "README.md"):
+        (tmp_path / name).touch()
+    assert parse(str(tmp_path)) == tmp_path / "m-00001-of-00002.gguf"
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(ModelNotFound, match=r"give the path of one: m-00001-of-00002\.gguf, other\.gguf"):
+        parse(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert parse(str(tmp_path)) == tmp_path
+
+
 def test_paths_and_unknown_names(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.touch()

@@ -95,14 +95,18 @@ COMMAND_COLUMN = 16  # characters before what a command does
 
 def app(words: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line, by default that of this process, and exits with its code."""
-    name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
+    sys.exit(_exit_code(lambda: _run(sys.argv[1:] if words is None else words)))
+
+
+def _run(words: Sequence[str]) -> int:
+    name, *rest = words or ["--help"]
     if name == "help":
         name, *rest = [*rest, "--help"]
     name = SAME.get(name, name)
     if any(known.startswith(f"{name} ") for known in COMMANDS):
         name, *rest = [f"{name} {rest[0] if rest else '--help'}", *rest[1:]]
     if name in COMMANDS:
-        sys.exit(run_command(name, rest))
+        return _run_command(name, rest)
     if name.partition(" ")[2] in ("-h", "--help"):
         print(_command_list(name.partition(" ")[0]))
     elif name in ("-h", "--help"):
@@ -111,8 +115,8 @@ def app(words: Sequence[str] | None = None) -> NoReturn:
         print(f"penstock {__version__}{_built_from()}")
     else:
         print(f"error: there is no command {name!r}; {nearest_commands(name)}", file=sys.stderr)
-        sys.exit(WRONG_USAGE)
-    sys.exit(0)
+        return WRONG_USAGE
+    return 0
 
 
 def _built_from() -> str:
@@ -138,23 +142,15 @@ def nearest_commands(name: str) -> str:
 
 def run_command(name: str, words: Sequence[str]) -> int:
     """Runs a command and returns its exit code. Errors print one line, and with PENSTOCK_DEBUG=1 a traceback."""
-    function = command(name)
-    parser = make_parser(name, function)
-    words, rest = split_rest(function, words)
-    parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # it does not support --
+    return _exit_code(lambda: _run_command(name, words))
+
+
+def _exit_code(run: Callable[[], int]) -> int:
+    """Returns what `run` returns, or the exit code of its error, which is told on stderr."""
     try:
-        words, notes = other_engines.translate(words, known_flags(function))
-        given = complete(name, function, vars(parse(words)), _settings())
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
-        if given.get("device") != "ref":  # NumPy computes little here, and its threads would take cores from ours
-            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
-            _cache_kernels_in_store()
-        call(function, given | rest)
+        code = run()
         sys.stdout.flush()
-    except UsageError as error:
-        parser.error(str(error))
+        return code
     except Exit as ending:
         return ending.code
     except (PenstockError, OSError) as error:
@@ -162,6 +158,25 @@ def run_command(name: str, words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
+
+
+def _run_command(name: str, words: Sequence[str]) -> int:
+    function = command(name)
+    parser = make_parser(name, function)
+    words, rest = split_rest(function, words)
+    parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # it does not support --
+    try:
+        meant = other_engines.translate(words, known_flags(function))
+        given = complete(name, function, vars(parse(meant.words)), _settings())
+        for note in meant.notes:
+            print(f"note: {note}", file=sys.stderr)
+        if given.get("device") != "ref":  # NumPy computes little here, and its threads would take cores from ours
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
+            _cache_kernels_in_store()
+        call(function, given | rest)
+    except UsageError as error:
+        parser.error(str(error))
     return 0
 
 

@@ -39,7 +39,7 @@ def chat(
     session = ChatSession(model, llm, answer, open)
     try:
         note(f"{model} is ready. Type /help for help, Ctrl-D to exit.")
-        _load_history()
+        _edit_lines()
         _talk(session)
     finally:
         session.llm.close()
@@ -58,7 +58,7 @@ def _talk(session: ChatSession) -> None:
             note("")
             return
         except KeyboardInterrupt:
-            note("")
+            note("\n(Ctrl-D or /exit ends the conversation)")
 
 
 def _read_line() -> str:
@@ -75,14 +75,17 @@ def _read_line() -> str:
     return line
 
 
-def _load_history() -> None:
-    """Enables line editing and the history of earlier conversations, if readline is installed."""
+def _edit_lines() -> None:
+    """Enables line editing and the history of earlier conversations, if readline is installed. Lines that are pasted
+    together are one message: Python switches that off."""
     try:
         import readline
     except ImportError:
         return
     from penstock.store import home
 
+    if "libedit" not in (readline.__doc__ or ""):  # it has no such variable
+        readline.parse_and_bind("set enable-bracketed-paste on")
     file = home() / "chat_history"
     with suppress(OSError):
         readline.read_history_file(file)

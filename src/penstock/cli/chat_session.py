@@ -153,11 +153,12 @@ class ChatSession:
     def _load(self, path: str) -> None:
         if not path:
             return note("/load takes the name of a file")
+        text = Path(path).expanduser().read_bytes()
         try:
-            saved = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+            saved = json.loads(text)
             messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in saved["messages"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return note(f"{path} holds no conversation that /save has written: {error!r}")
+        except (ValueError, KeyError, TypeError):
+            return note(f"error: {path} holds no conversation that /save has written")
         self.system, self.messages = str(saved.get("system", "")), messages
         note(f"the conversation goes on with {len(messages)} messages of {saved.get('model', 'another model')}")
 

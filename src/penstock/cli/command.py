@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, cleandoc, signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from penstock.byte_sizes import EXAMPLES, read_bytes, written_bytes
 from penstock.cli.settings import Setting, Settings
 from penstock.config import DEFAULTS, OPTIONS
 from penstock.errors import ConfigError
@@ -53,6 +54,7 @@ class Option(NamedTuple):
     env: str = ""  # the environment variable that gives the default
     short: str = ""  # a second flag of one letter
     bare: str = ""  # what a flag without a value stands for; empty: it needs one
+    in_bytes: bool = False  # its number is of bytes, and may have a unit
 
 
 class EngineOptions(NamedTuple):
@@ -89,6 +91,11 @@ class Declared(NamedTuple):
     def option_name(self) -> str:
         """Returns the flag as variables and files have it: without dashes before it, and with _ in it."""
         return self.spelling.removeprefix("--").replace("-", "_")
+
+    def written(self, value: Any) -> str:
+        """Returns a value as it may be typed."""
+        in_bytes = isinstance(self.annotation, Option) and self.annotation.in_bytes
+        return written_bytes(value) if in_bytes else str(value)
 
     @property
     def is_list(self) -> bool:
@@ -154,7 +161,7 @@ def declarations(function: Callable[..., None]) -> Iterator[Declared]:
         if isinstance(annotation, OptionGroup):
             yield from _grouped(kind)
         elif isinstance(annotation, EngineOptions):
-            yield from _engine_options(annotation)
+            yield from engine_options(annotation)
         else:
             yield Declared(parameter.name, kind, parameter.default, annotation)
 
@@ -168,10 +175,11 @@ def _grouped(group: Any) -> Iterator[Declared]:
             yield Declared(name, kind, group._field_defaults[name], annotation)
 
 
-def _engine_options(annotation: EngineOptions) -> Iterator[Declared]:
+def engine_options(annotation: EngineOptions) -> Iterator[Declared]:
+    """Yields the options of the engine that an annotation names."""
     for name in annotation.names:
         engine, default = OPTIONS[name], DEFAULTS[name]
-        option = Option(engine.text, minimum=engine.minimum, maximum=engine.maximum)
+        option = Option(engine.text, minimum=engine.minimum, maximum=engine.maximum, in_bytes=engine.in_bytes)
         yield Declared(name, type(default), default, option, of_engine=True)
 
 
@@ -221,7 +229,7 @@ def _add_argument(group: argparse._ArgumentGroup, declared: Declared, argument: 
         metavar=argument.metavar,
         nargs=NUMBERS.get((declared.kind == list[str], optional)),
         default=declared.default if optional else None,
-        help=argument.help + _default_text(declared.default),
+        help=argument.help + _default_text(declared),
     )
 
 
@@ -241,12 +249,12 @@ def _add_option(group: argparse._ArgumentGroup, declared: Declared, option: Opti
         *([option.short] if option.short else []),
         flag,
         dest=dest,
-        metavar="NUMBER" if number_type else "TEXT",
+        metavar="BYTES" if option.in_bytes else "NUMBER" if number_type else "TEXT",
         nargs="?" if option.bare else None,
         const=option.bare or None,
         type=_reader(number_type, option) if number_type else str,
         default=unset,
-        help=option.help + (f" [environment: {option.env}]" if option.env else _default_text(declared.default)),
+        help=option.help + (f" [environment: {option.env}]" if option.env else _default_text(declared)),
     )
 
 
@@ -281,8 +289,8 @@ def read_setting(declared: Declared, setting: Setting) -> Any:
         raise ConfigError(f"{what}: it {error}") from None
 
 
-def _default_text(default: Any) -> str:
-    return "" if default in (None, "", REQUIRED) else f" [default: {default}]"
+def _default_text(declared: Declared) -> str:
+    return "" if declared.default in (None, "", REQUIRED) else f" [default: {declared.written(declared.default)}]"
 
 
 def _reader(number_type: type[int] | type[float], option: Option) -> Callable[[str], Any]:
@@ -290,9 +298,10 @@ def _reader(number_type: type[int] | type[float], option: Option) -> Callable[[s
 
     def read(text: str) -> Any:
         try:
-            number = number_type(text)
+            number = read_bytes(text) if option.in_bytes else number_type(text)
         except ValueError:
             what = "a whole number" if number_type is int else "a number"
+            what = f"a number of bytes, such as {EXAMPLES}" if option.in_bytes else what
             raise argparse.ArgumentTypeError(f"takes {what}; got {text!r}") from None
         if option.minimum is not None and not number >= option.minimum:
             raise argparse.ArgumentTypeError(f"must be {option.minimum} or more; got {text}")

@@ -34,10 +34,10 @@ def config(
     if name not in COMMANDS:
         raise UsageError(f"there is no command {name!r}; {nearest_commands(name)}")
     loaded = settings.load()
-    rows = [_row(name, declared, loaded) for declared in declarations(command(name)) if _is_option(declared)]
-    shown = [row for row in rows if row["source"] != DEFAULT] if set_only else rows
+    rows = [(each, _row(name, each, loaded)) for each in declarations(command(name)) if _is_option(each)]
+    shown = [(each, row) for each, row in rows if not set_only or row["source"] != DEFAULT]
     if json:
-        print_json({"command": name, "file": str(loaded.path or ""), "options": shown})
+        print_json({"command": name, "file": str(loaded.path or ""), "options": [row for _, row in shown]})
     else:
         _print(name, shown)
         note(f"file: {loaded.path or 'there is no penstock.toml'}")
@@ -67,20 +67,20 @@ def _row(name: str, declared: Declared, loaded: settings.Settings) -> dict[str, 
     return {"option": declared.option_name.replace("_", "-"), "value": value, "source": source}
 
 
-def _print(name: str, rows: list[dict[str, Any]]) -> None:
+def _print(name: str, rows: list[tuple[Declared, dict[str, Any]]]) -> None:
     from rich.table import Table
 
     if not rows:
         return note(f"nothing is set for penstock {name}: all options have their defaults")
     table = Table("option", "value", "from", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(row["option"], _written(row["value"]), row["source"])
+    for declared, row in rows:
+        table.add_row(row["option"], _written(declared, row["value"]), row["source"])
     print_table(table)
 
 
-def _written(value: Any) -> str:
+def _written(declared: Declared, value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
-    return "" if value is None else str(value)
+    return "" if value is None else declared.written(value)

@@ -10,7 +10,7 @@ from penstock.cli.command import Argument, Option
 from penstock.cli.terminal import note
 
 if TYPE_CHECKING:
-    from penstock.store import DerivedModel
+    from penstock.store import DerivedModel, Modelfile
 
 NewName = Annotated[str, Argument(metavar="NAME", help="Name of the new model.")]
 
@@ -35,6 +35,7 @@ def create(
     if not path.is_file():
         raise ModelNotFound(f"there is no Modelfile {file!r}: write one, or name it with -f")
     made = read_modelfile(path.read_text())
+    _check(made)
     adapters = [_adapter(_beside(path, adapter)) for adapter in made.adapters]
     root = _root(made.base, path)
     save_derived(
@@ -61,6 +62,24 @@ def cp(source: Annotated[str, Argument(metavar="MODEL", help="A model of the sto
 
     save_derived(replace(_root(source, None), name=name.removesuffix(":latest")))
     note(f"{name} is another name of {source}")
+
+
+def _check(made: Modelfile) -> None:
+    """Raises for parameters and a template that chats of the model could not be answered with."""
+    from penstock.errors import ConfigError, InvalidRequest
+    from penstock.server.ollama.fields import check_options
+    from penstock.server.request_context import RequestContext
+    from penstock.text.ollama_template import OllamaTemplate
+
+    try:
+        check_options(RequestContext(lenient=False), made.parameters | {"num_ctx": None})  # a server limits the context
+    except InvalidRequest as error:
+        raise ConfigError(f"PARAMETER of the Modelfile: {error}") from None
+    try:
+        if made.template:
+            OllamaTemplate(made.template)
+    except InvalidRequest as error:
+        raise ConfigError(f"TEMPLATE of the Modelfile: {error}; without TEMPLATE, the model's own is used") from None
 
 
 def _root(ref: str, modelfile: Path | None) -> DerivedModel:

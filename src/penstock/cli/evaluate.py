@@ -69,8 +69,8 @@ def kl(
       penstock eval kl ./folder --quantize q4_k --against ./folder --text book.txt --json
       penstock eval kl ./folder --kv int8 --against ./folder --text book.txt
 
-    --quantize and a --kv of 8 bits apply to MODEL only: the reference runs with the weights in its files and with a KV
-    cache that is not quantized (--kv auto).
+    --quantize and a --kv of fewer than 16 bits apply to MODEL only: the reference runs with the weights in its files
+    and with a KV cache that is not quantized (--kv auto).
     """
     words = read_text(given.text)
     if not against:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from penstock.cli.terminal import without_echo
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.markdown import Markdown
@@ -29,7 +31,8 @@ def _print_rendered(pieces: Iterable[str]) -> None:
     from rich.live import Live
 
     console, text = Console(highlight=False), ""
-    with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
+    drawn = Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop")
+    with without_echo(), drawn as live:
         try:
             for piece in pieces:
                 done, text = split_blocks(text + piece)

@@ -17,6 +17,7 @@ RENAMED = {
     "--max-num-batched-tokens": "--step-tokens",
     "--kv-cache-dtype": "--kv",
     "--quantization": "--quantize",
+    "--kv-cache-memory-bytes": "--kv-memory",
     "--context-length": "--max-len",  # SGLang
     "--max-running-requests": "--max-rows",
     "--ctx-size": "--max-len",  # llama.cpp
@@ -38,6 +39,7 @@ RENAMED = {
     "-s": "--seed",
     "--system-prompt": "--system",
     "-sys": "--system",
+    "--draft-max": "--speculation",
 }
 AS_MODEL = {"--model": "", "-m": "", "--model-path": "", "-hf": "hf:", "-hfr": "hf:", "--hf-repo": "hf:"}  # prefixes
 SEVERAL_NAMES = "--served-model-name"  # vLLM takes all words up to the next flag
@@ -49,6 +51,9 @@ NO_EFFECT: dict[str, tuple[int | tuple[str, ...], str]] = {  # how many values e
     "--enforce-eager": (0, "the engine decides when it captures graphs"),
     "--trust-remote-code": (0, "no code of a model is ever run"),
     "--disable-log-requests": (0, "prompts are never logged"),
+    "--disable-log-stats": (0, "statistics are at /metrics, not in the log"),
+    "--task": (1, "what a model does follows from its files"),
+    "--runner": (1, "what a model does follows from its files"),
     "--enable-auto-tool-choice": (0, "tool calls are always parsed"),
     "--tool-call-parser": (1, "the parser is found by the model's template"),
     "--reasoning-parser": (1, "reasoning is found by the model's template"),
@@ -61,6 +66,12 @@ NO_EFFECT: dict[str, tuple[int | tuple[str, ...], str]] = {  # how many values e
     "--mlock": (0, "the system decides what stays in memory"),
     "--no-mmap": (0, "weights are mapped or read as suits the format"),
     "-no-cnv": (0, "run answers one prompt; chat has conversations"),
+    "--metrics": (0, "metrics are always at /metrics"),
+    "--slots": (0, "/slots is always there"),
+    "--embedding": (0, "every model makes embeddings"),
+    "--embeddings": (0, "every model makes embeddings"),
+    "--reranking": (0, "a reranker is known by its files"),
+    "--no-context-shift": (0, "nothing is ever shifted out of the context"),
 }
 TOLD = {  # what to write instead
     "--api-key": "make a key with `penstock keys add NAME`, then serve with --keys FILE",
@@ -72,10 +83,21 @@ TOLD = {  # what to write instead
     "--cache-type-k": "write --kv int8 for both keys and values, or --kv int8:int4 for each",
     "--mmproj": "images are not supported",
     "--enable-deterministic-inference": "write --deterministic",
+    "--no-enable-prefix-caching": "prefixes are always cached",
+    "--swap-space": "write the bytes of host memory with --kv-ram, such as 4G",
+    "--data-parallel-size": "copies of a model are a fleet: write penstock fleet serve --replicas N",
+    "--hf-overrides": "write --config KEY=VALUE for each field",
+    "--ssl-keyfile": "put a proxy with TLS before the server",
+    "--context-shift": "nothing is shifted out of the context: write a larger --max-len",
+    "--rope-scaling": "RoPE is the model's own; --config KEY=VALUE changes it in a folder's config.json",
 }
 TOLD |= {"-ngl": TOLD["--n-gpu-layers"], "--gpu-layers": TOLD["--n-gpu-layers"], "-ctk": TOLD["--cache-type-k"]}
 TOLD |= dict.fromkeys(("--cache-type-v", "-ctv"), TOLD["--cache-type-k"])
 TOLD |= {"--tp": TOLD["--tensor-parallel-size"], "-tp": TOLD["--tensor-parallel-size"]}
+TOLD |= dict.fromkeys(("--cpu-offload-gb", "--cpu-moe", "--n-cpu-moe", "-ncmoe", "-ot"), TOLD["--n-gpu-layers"])
+TOLD |= {"--override-tensor": TOLD["--n-gpu-layers"], "--rope-freq-base": TOLD["--rope-scaling"]}
+TOLD |= {"--cache-ram": TOLD["--swap-space"], "-cram": TOLD["--swap-space"], "-dp": TOLD["--data-parallel-size"]}
+TOLD |= dict.fromkeys(("--ssl-certfile", "--ssl-key-file", "--ssl-cert-file"), TOLD["--ssl-keyfile"])
 
 
 class KnownFlags(NamedTuple):
@@ -90,12 +112,13 @@ class Translated(NamedTuple):
 
     words: list[str]
     notes: list[str]
+    wrong: list[str]  # about flags that mean nothing here
 
 
 def translate(words: Sequence[str], known: KnownFlags) -> Translated:
-    """Returns the command line with other engines' flags in this engine's words. Raises UsageError for a flag that
-    nothing is known of, with the nearest name."""
-    result = Translated([], [])
+    """Returns the command line with other engines' flags in this engine's words. Raises UsageError about all flags that
+    nothing is known of, with the nearest names."""
+    result = Translated([], [], [])
     rest = list(words)
     has_model = any(word.partition("=")[0] in AS_MODEL for word in words)
     while rest:
@@ -118,6 +141,8 @@ def translate(words: Sequence[str], known: KnownFlags) -> Translated:
             if equals:
                 continue
             del rest[: _values(flag, rest)]
+    if result.wrong:
+        raise UsageError("; ".join(result.wrong))
     return result
 
 
@@ -138,7 +163,7 @@ def _translate(flag: str, values: Sequence[str], known: KnownFlags, result: Tran
         result.words.extend([own, *values[:1]])
         result.notes.append(f"{flag} is called {own} here")
     elif own:
-        raise UsageError(f"{flag} is called {own} here, and this command does not have it")
+        result.wrong.append(f"{flag} is called {own} here, and this command does not have it")
     elif flag in AS_MODEL and values:
         model = values[0] if values[0].startswith(AS_MODEL[flag]) else AS_MODEL[flag] + values[0]
         result.words.insert(0, model)
@@ -147,15 +172,18 @@ def _translate(flag: str, values: Sequence[str], known: KnownFlags, result: Tran
     elif flag in NO_EFFECT:
         result.notes.append(f"{flag} has no effect: {NO_EFFECT[flag][1]}")
     elif flag in TOLD:
-        raise UsageError(f"{flag} is not an option here: {TOLD[flag]}")
+        result.wrong.append(f"{flag} is not an option here: {TOLD[flag]}")
     else:
         near = get_close_matches(flag, [*known.valued, *known.bare], n=2, cutoff=0.7)
-        raise UsageError(f"there is no option {flag}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        result.wrong.append(f"there is no option {flag}" + (f", did you mean {' or '.join(near)}?" if near else ""))
 
 
 def _values(flag: str, rest: Sequence[str]) -> int:
-    """Returns how many of the following words belong to a flag of another engine."""
+    """Returns how many of the following words belong to a flag of another engine. One that means nothing here is taken
+    to have a value, unless another flag follows it."""
     takes = NO_EFFECT[flag][0] if flag in NO_EFFECT else 1
+    if flag not in (*NO_EFFECT, *RENAMED, *AS_MODEL, *AS_PROMPT) and rest and rest[0].startswith("--"):
+        return 0
     if isinstance(takes, tuple):
         return int(bool(rest) and rest[0] in takes)
     return min(takes, len(rest))

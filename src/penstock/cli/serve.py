@@ -59,7 +59,12 @@ class ListenOptions(NamedTuple):
 class PoolOptions(NamedTuple):
     models_dir: Annotated[str, Option(help="Folder whose GGUF files and model folders are served, too.")] = ""
     memory: Annotated[
-        int, Option(minimum=0, help="Most bytes of all loaded models together. 0: four fifths of what is free now.")
+        int,
+        Option(
+            minimum=0,
+            help="Most bytes of all loaded models together. 0: four fifths of what is free now.",
+            in_bytes=True,
+        ),
     ] = 0
     max_loaded: Annotated[int, Option(minimum=0, help="Most models loaded at once. 0: as many as fit.")] = 0
     idle_unload: Annotated[
@@ -87,11 +92,11 @@ class StorageOptions(NamedTuple):
     data: Annotated[
         str, Option(help="Folder for uploaded files and batches. By default, data/NAME in PENSTOCK_HOME.")
     ] = ""
-    max_file: Annotated[int, Option(minimum=1, help="Most bytes of one uploaded file.")] = 209_715_200
+    max_file: Annotated[int, Option(minimum=1, help="Most bytes of one uploaded file.", in_bytes=True)] = 200 << 20
     max_files: Annotated[int, Option(minimum=1, help="Most files kept: uploads and results of batches.")] = 10_000
     max_data: Annotated[
-        int, Option(minimum=1, help="Most bytes of all files together; further uploads are refused.")
-    ] = 10_737_418_240
+        int, Option(minimum=1, help="Most bytes of all files together; further uploads are refused.", in_bytes=True)
+    ] = 10 << 30
 
     def space(self) -> Space:
         """Returns what the server may store, and where."""

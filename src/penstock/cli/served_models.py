@@ -157,12 +157,13 @@ def obtained(ref: str, engine: Mapping[str, Any]) -> FoundModel:
 def in_folder(folder: Path) -> list[FoundModel]:
     """Returns the models in a folder: GGUF files, of split ones the first, and folders with a config.json."""
     from penstock.errors import ModelNotFound
+    from penstock.store.paths import gguf_models
 
     if not folder.is_dir():
         raise ModelNotFound(f"--models-dir {folder} is not a folder")
-    files = [path for path in sorted(folder.glob("*.gguf")) if "-of-" not in path.stem or "-00001-of-" in path.stem]
     folders = [path.parent for path in sorted(folder.glob("*/config.json"))]
-    return [FoundModel(path.stem if path.is_file() else path.name, str(path), path) for path in (*files, *folders)]
+    found = (*(folder / name for name in gguf_models(os.listdir(folder))), *folders)
+    return [FoundModel(path.stem if path.is_file() else path.name, str(path), path) for path in found]
 
 
 class ModelSources:

@@ -107,6 +107,25 @@ class DownloadBar:
 
 
 @contextmanager
+def without_echo() -> Iterator[None]:
+    """Keeps a terminal from showing what is typed: it would stand in the middle of what is drawn there. Whoever reads
+    from the terminal next gets it."""
+    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    terminal = sys.stdin.fileno()
+    shown = termios.tcgetattr(terminal)
+    hidden = [*shown[:3], shown[3] & ~termios.ECHO, *shown[4:]]
+    termios.tcsetattr(terminal, termios.TCSANOW, hidden)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, shown)
+
+
+@contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Shows a progress bar on stderr, if that is a terminal. Yields a function that counts one more of `total`."""
     from rich.console import Console
@@ -122,7 +141,7 @@ def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
 def obtain(ref: str, advisor: Advisor | None = None) -> Path:
     """Returns a model's local path. Downloads the model first if needed, and says where it is stored. `advisor` plans
     which files fit."""
-    from penstock.store import fetch, find_derived, size_of
+    from penstock.store import fetch, size_of
 
     bar = DownloadBar()
     try:
@@ -131,7 +150,4 @@ def obtain(ref: str, advisor: Advisor | None = None) -> Path:
         bar.stop()
     if bar.what:
         note(f"fetched {ref} ({readable_size(size_of(path))}) to {path}")
-    derived = find_derived(ref)
-    if derived is not None and (derived.system or derived.template or derived.messages):
-        note(f"{ref} has a system message, messages or a template of its own: these apply only through Ollama's API")
     return path

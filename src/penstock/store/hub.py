@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -17,7 +17,7 @@ from penstock.config import available_memory
 from penstock.errors import ConfigError, DownloadError, ModelNotFound, PenstockError
 from penstock.store.fitting import Advisor, Chosen, PlannedFit, check_plain, choose_planned
 from penstock.store.outline import write_outline
-from penstock.store.paths import SHARD, check_room, sha256_of, size_of
+from penstock.store.paths import are_shards, check_room, gguf_models, sha256_of, size_of
 from penstock.store.progress import Progress, watching
 from penstock.store.quantizations import choose, memory_needed, quantization_of
 from penstock.store.refs import HubRepo
@@ -30,7 +30,6 @@ SETTINGS = (
 )
 
 _MODULE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # of sentence-transformers, such as 1_Pooling
-_BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 NEEDED = (
     "config.json",
@@ -166,17 +165,6 @@ def _is_needed(name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in NEEDED)
 
 
-def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the GGUF models among a repository's files: the first file of each, and all its shards in order. Image
-    encoders and importance matrices are none."""
-    files = sorted(name for name in names if name.endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2]))
-    models: dict[str, list[str]] = {}
-    for name in files:
-        first = next((first for first in models if are_shards(first, name)), name)
-        models.setdefault(first, []).append(name)
-    return models
-
-
 def _quantized(source: HubRepo, models: Mapping[str, list[str]]) -> list[str]:
     """Returns the files of the quantization that a reference names."""
     wanted = source.quantization
@@ -207,12 +195,6 @@ def _delete_others(folder: Path, names: Collection[str]) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in names:
             path.unlink()
-
-
-def are_shards(name: str, other: str) -> bool:
-    """Returns whether two files are shards of one GGUF model, such as `model-00001-of-00003.gguf`."""
-    one, another = SHARD.fullmatch(name), SHARD.fullmatch(other)
-    return one is not None and another is not None and one.groups() == another.groups()
 
 
 def _check_sum(path: Path, lfs: Any) -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from glob import escape
@@ -25,6 +25,7 @@ from penstock.errors import DownloadError, MalformedFile
 from penstock.file_locks import try_lock
 
 SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # of a model that is split over several files
+_BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +129,20 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
             waiting()
             time.sleep(0.1)
         yield
+
+
+def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the GGUF models among a repository's or a folder's files: the first file of each, and all its shards in
+    order. Image encoders and importance matrices are none."""
+    files = sorted(name for name in names if name.endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2]))
+    models: dict[str, list[str]] = {}
+    for name in files:
+        first = next((first for first in models if are_shards(first, name)), name)
+        models.setdefault(first, []).append(name)
+    return models
+
+
+def are_shards(name: str, other: str) -> bool:
+    """Returns whether two files are shards of one GGUF model, such as `model-00001-of-00003.gguf`."""
+    one, another = SHARD.fullmatch(name), SHARD.fullmatch(other)
+    return one is not None and another is not None and one.groups() == another.groups()

