@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.adapter_types import AdapterInfo as AdapterInfo
 from penstock.adapter_types import AdapterList as AdapterList
@@ -32,6 +32,7 @@ from penstock.grammar_types import Thinking as Thinking
 from penstock.sampler_types import SAMPLERS as SAMPLERS
 from penstock.sampler_types import DryPenalty as DryPenalty
 from penstock.sampler_types import SamplerChain as SamplerChain
+from penstock.sampling_fields import read_fields
 
 MOST = 2**31 - 1
 BANNED = float("-inf")  # a logit bias that rules a token out
@@ -111,6 +112,7 @@ class SamplingParams:
         yield "min_tokens", self.min_tokens, 0, MOST
         yield "logprobs", self.logprobs, 0, 20
         yield "prompt_logprobs", self.prompt_logprobs, 0, 20
+        yield "seed", self.seed, -(2**63), 2**64 - 1
         yield "n", self.n, 1, 1024
         yield "best_of", self.best_of, self.n, 1024
         yield "truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MOST
@@ -155,25 +157,15 @@ class SamplingParams:
 
 
 def _normalize(params: SamplingParams) -> None:
-    """Writes the forms in which users may give a field as the one that the engine reads: a text or a list as a tuple,
-    vLLM's -1 of top_k as 0, and a structured output as its grammar."""
-    changed: dict[str, Any] = {
-        name: _as_tuple(getattr(params, name)) for name in ("stop", "stop_token_ids", "bad_words")
-    }
-    if params.allowed_token_ids is not None:
-        changed["allowed_token_ids"] = tuple(params.allowed_token_ids)
-    if params.logit_bias is None:
-        changed["logit_bias"] = {}
+    """Writes the forms in which users may give a field as the one that the engine reads: a text or a list as a tuple, a
+    number of NumPy's as Python's, vLLM's -1 of top_k as 0, and a structured output as its grammar."""
+    changed = read_fields(params)
     if params.top_k == -1:
         changed["top_k"] = 0
     if outputs := params.structured_outputs or params.guided_decoding:
         changed |= {"grammar": outputs.to_grammar(), "structured_outputs": None, "guided_decoding": None}
     for name, value in changed.items():
         object.__setattr__(params, name, value)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 class Request(NamedTuple):
@@ -281,6 +273,11 @@ class StepPlan(NamedTuple):
     dropped: tuple[int, ...] = ()  # sequences that lost their block tables since the last plan
     copies: tuple[BlockCopy, ...] = ()  # in this order, before the step
     state_copies: tuple[BlockCopy, ...] = ()  # of saved recurrent states, likewise
+
+    @property
+    def loads(self) -> bool:
+        """Returns whether blocks or states are copied in before the step, which may wait for them."""
+        return any(copy.direction == "in" for copy in (*self.copies, *self.state_copies))
 
 
 class TokenLogprob(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.backend import resolve_defaults
+from penstock.byte_sizes import read_bytes, written_bytes
 from penstock.config import DEFAULTS, OPTIONS, Config, available_memory, configure, draft_limit, resolve
 from penstock.errors import ConfigError
 from penstock.kv_types import is_kv_quantized
@@ -99,6 +100,8 @@ def test_what_a_user_sets_is_checked() -> None:
         ({"block_size": 2000}, "block_size must be from 1 to 1024; got 2000"),
         ({"step_tokens": -1}, "step_tokens must be 0 or more; got -1"),
         ({"step_tokens": "512"}, "step_tokens takes a whole number; got '512'"),
+        ({"kv_memory": "much"}, "kv_memory takes a number of bytes, such as 500M or 8G; got 'much'"),
+        ({"kv_disk_bytes": "4K"}, "kv_disk_bytes must be 1048576 or more; got 4096"),
         ({"kv": 8}, "kv is one format, or two, .*; got 8"),
         *(
             ({"speculation": wrong}, f"speculation is auto, off, or the most tokens .*; got {wrong!r}")
@@ -115,6 +118,31 @@ def test_what_a_user_sets_is_checked() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             configure("m", settings, log=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "written"),
+    [
+        ("0", 0, "0"),
+        ("1000", 1000, "1000"),
+        ("500M", 500 << 20, "500M"),
+        ("8G", 8 << 30, "8G"),
+        ("8 GiB", 8 << 30, "8G"),
+        ("8GB", 8 * 10**9, "7812500K"),
+        ("1.5k", 1536, "1536"),
+        ("2048T", 2048 << 40, "2048T"),
+    ],
+)
+def test_bytes_may_have_a_unit(text: str, count: int, written: str) -> None:
+    assert configure("m", {"kv_memory": text, "kv_ram": text}) == Config(model="m", kv_memory=count, kv_ram=str(count))
+    assert written_bytes(count) == written
+    assert read_bytes(written) == count
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "0x10", "8GG", "8gb", "8 bytes", "١", "8,000"])
+def test_other_texts_are_no_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number of bytes"):
+        read_bytes(text)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,20 @@ def test_a_record_hands_down_its_times() -> None:
     assert read_pulse(again).limit == TIMES * 0.25
 
 
+def test_suspects_are_those_that_were_not_answered_unless_all_were() -> None:
+    memory = bytearray(RECORD_BYTES)
+    recorder = FlightRecorder(memory)
+    answering, new, later = Row(1, 8, 1, 1), Row(2, 0, 4, 1), Row(3, 0, 4, 0)
+    for step, rows in enumerate([(answering, new), (answering, later), (answering, new, later)], 1):
+        plan = StepPlan(step, rows, (), ())
+        recorder.launch(plan)
+        if step == 3:
+            assert read_record(memory).suspects == {2, 3}  # 1 has had two tokens
+        recorder.commit(plan, 0.1)
+    recorder.launch(StepPlan(4, (answering,), (), ()))
+    assert read_record(memory).suspects == {1}
+
+
 def test_who_waits_shortens_what_idle_work_may_take() -> None:
     memory = bytearray(RECORD_BYTES)
     recorder = FlightRecorder(memory)

@@ -10,7 +10,8 @@ import pytest
 
 from penstock.backend.base import Batch, Footprint, Ticket
 from penstock.backend.fake import FakeBackend, continuation
-from penstock.config import Config
+from penstock.config import Config, configure
+from penstock.engine.build import open_engine
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
@@ -98,6 +99,25 @@ def test_weights_that_do_not_fit_are_an_error_with_all_numbers() -> None:
 GEMMA = ModelSpec(  # of 270M parameters
     "gemma3", 18, 640, 2048, 262144, 32768, 1e-6, AttentionSpec(4, 1, 256, RopeSpec((1.0,), False))
 ).with_windows(all_but_each(6, 18), 512)
+
+
+def test_a_cache_of_a_size_that_is_asked_for_takes_what_a_machine_keeps_free_by_default() -> None:
+    asked = Config(model="m", max_rows=64, step_tokens=512, max_len=4096, kv_memory=4 * GB, device="cpu", kv_ram="0")
+    machine = device(22 * GB)._replace(reserve=4 * GB, reserve_share=0.75)
+    assert plan_memory(replace(asked, kv_memory=0), SPEC, machine).cache <= GB
+    plan = plan_memory(asked, SPEC, machine)
+    assert 0.99 * 4 * GB < plan.cache <= 4 * GB
+    assert plan.notes == ()
+    reserve = next(line for line in plan.lines() if "reserve" in line)
+    assert reserve.endswith(" 1.00 GB  left to others, unless --kv-memory takes it")
+    assert plan_memory(asked, SPEC, machine._replace(reserve_share=0.0)).notes  # what a GPU keeps free is needed
+
+
+def test_a_cache_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = Path(__file__).parents[1] / "models" / "goldens" / "llama3"
+    monkeypatch.setattr("penstock.engine.build.total_memory", lambda: 100_000)
+    with pytest.raises(ConfigError, match=r"more than this machine has, .*: lower kv_memory"):
+        open_engine(configure(golden, {"device": "cpu", "kv_memory": "1T"}))
 
 
 def test_the_plan_tells_what_windows_save() -> None:

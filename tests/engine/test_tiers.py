@@ -114,7 +114,7 @@ def test_without_ram_everything_is_computed_again() -> None:
 
 @pytest.mark.parametrize("given", [-1, "much", 1.5, True])
 def test_no_other_bytes_can_be_asked_for(given: Any) -> None:
-    with pytest.raises(ConfigError, match="kv_ram is auto, or a number of bytes"):
+    with pytest.raises(ConfigError, match="kv_ram is auto, or bytes such as"):
         configure(GOLDENS / "llama3", {"kv_ram": given})
 
 
@@ -129,6 +129,18 @@ def test_host_memory_is_divided_between_blocks_and_states() -> None:
     assert (one.limits.host_states, one.limits.host_places) == (1, 3)
     none = open_engine(configure(GOLDENS / "bamba", OPTIONS | {"device": "cpu", "kv_ram": state - 1}))
     assert (none.limits.host_states, none.limits.host_places) == (0, (state - 1) // block)
+
+
+@pytest.mark.usefixtures("always_copies")
+def test_a_step_that_waits_for_blocks_does_not_tell_what_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(configure(GOLDENS / "llama3", OPTIONS | {"device": "cpu", "kv_ram": 1 << 20}))
+    answer(engine, 1, PROMPT)
+    crowd_out(engine, 2)
+    observed: list[int] = []
+    monkeypatch.setattr(engine._costs, "observe", lambda rows, *others, **more: observed.append(rows[0].start))
+    _, report = answer(engine, 20, PROMPT)
+    assert dict(report.reused)["ram"] == 40
+    assert observed == [45, 46, 47, 48, 49, 50, 51]  # its first step is missing, which began at position 40
 
 
 # -- what copies cost --------------------------------------------------------------------------------------------

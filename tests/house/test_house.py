@@ -27,18 +27,21 @@ MAY_IMPORT = {
         "errors",
         "grammar_types",
         "sampler_types",
+        "sampling_fields",
     },
     "adapter_types": set(),
     "carry_types": set(),
     "claim_types": set(),
     "grammar_types": {"errors"},
     "sampler_types": set(),
+    "sampling_fields": {"errors", "grammar_types", "sampler_types"},
     "control_types": set(),
     "disk_types": set(),
     "draft_types": set(),
     "errors": set(),
     "file_locks": set(),
-    "config": {"kv_types", "types", "errors"},
+    "byte_sizes": set(),
+    "config": {"byte_sizes", "kv_types", "types", "errors"},
     "keys": {"errors", "service_levels"},
     "kv_types": {"errors"},
     "service_levels": set(),
@@ -56,7 +59,7 @@ MAY_IMPORT = {
     "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "service_levels", "text"} | WAIST,
     "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
 }
-STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config", "file_locks", "kv_types"}
+STANDARD_LIBRARY_ONLY = {"byte_sizes", "core", "types", "errors", "config", "file_locks", "kv_types"}
 EXTRAS = {"torch", "triton", "ray", "nixl"}
 HOMES_OF_EXTRAS = {ROOT / "fleet" / "ray_ground.py", ROOT / "engine" / "carry" / "nixl.py"}
 
@@ -141,7 +144,7 @@ def imported_by(code: str) -> set[str]:
 
 
 def command(*words: str) -> str:
-    return f"import contextlib, penstock.cli\nwith contextlib.suppress(SystemExit): penstock.cli.app({words})"
+    return f"import contextlib, penstock.cli.app\nwith contextlib.suppress(SystemExit): penstock.cli.app.app({words})"
 
 
 def test_import_penstock_is_light() -> None:

@@ -247,7 +247,7 @@ def test_unknown_architecture():
 def test_what_is_not_there(tmp_path, folder_with):
     with pytest.raises(ModelNotFound, match="no file"):
         open_checkpoint(tmp_path / "none")
-    with pytest.raises(ModelNotFound, match=r"config\.json"):
+    with pytest.raises(ModelNotFound, match=r"neither a config\.json nor a GGUF file"):
         open_checkpoint(tmp_path)
     folder = folder_with("tied")
     (folder / "model.safetensors").unlink()

@@ -80,19 +80,22 @@ MALFORMED = {
     "alignment of 0": (tensors(tensor(), key=ALIGNMENT + U32 + u32(0)), "power of two"),
     "alignment of 24": (tensors(tensor(), key=ALIGNMENT + U32 + u32(24)), "power of two"),
     "alignment in words": (tensors(tensor(), key=ALIGNMENT + STRING + text("32")), "power of two"),
-    "alignment beyond the file": (tensors(tensor(), key=ALIGNMENT + U32 + u32(2**31)), "0 bytes of tensor data"),
+    "alignment beyond the file": (
+        tensors(tensor(), key=ALIGNMENT + U32 + u32(2**31)),
+        "it is cut off: its tensors end at byte",
+    ),
     "no dimensions": (tensors(tensor(shape=())), "0 dimensions"),
     "many dimensions": (tensors(tensor(shape=(1,) * 5)), "5 dimensions"),
     "absurd dimensions": (tensors(text("t") + u32(2**32 - 1)), "4294967295 dimensions"),
     "dimension of 0": (tensors(tensor(shape=(4, 0))), "cannot be stored as F32"),
-    "sizes that overflow": (tensors(tensor(shape=(2**32, 2**32, 2**32))), "past the end of the file"),
+    "sizes that overflow": (tensors(tensor(shape=(2**32, 2**32, 2**32))), "it is cut off: its tensors end"),
     "row that is no whole blocks": (tensors(tensor(shape=(33,), kind=2)), "cannot be stored as Q4_0"),
-    "offset outside the file": (tensors(tensor(offset=2**40)), "past the end of the file"),
-    "end outside the file": (tensors(tensor(shape=(17,))), "past the end of the file"),
+    "offset outside the file": (tensors(tensor(offset=2**40)), "it is cut off: its tensors end"),
+    "end outside the file": (tensors(tensor(shape=(17,))), "it is cut off: its tensors end"),
     "misaligned offset": (tensors(tensor(offset=4)), "misaligned"),
     "tensors over each other": (tensors(tensor("a", shape=(9,)), tensor("b", offset=32)), "over another"),
     "tensor twice": (tensors(tensor("a"), tensor("a", offset=32)), "'a' is there twice"),
-    "no tensor data": (head(tensors=1) + tensor(), "past the end of the file"),
+    "no tensor data": (head(tensors=1) + tensor(), "it is cut off: its tensors end"),
 }
 
 

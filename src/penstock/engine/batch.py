@@ -51,7 +51,8 @@ class Batcher:
             end = row.start + row.count
             known = seq.tokens[row.start : end]
             tokens += known
-            tokens += row.draft or [LAST_SAMPLED] * (row.count - len(known))
+            if len(known) < row.count:
+                tokens += row.draft or [LAST_SAMPLED] * (row.count - len(known))
             positions += range(row.start, end)
             sampled += range(len(tokens) - row.sample, len(tokens))
             wanted += wanted_positions(record.sampler, seq.tokens, row)

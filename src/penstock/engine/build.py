@@ -22,6 +22,7 @@ from penstock.config import (
     log_to_stderr,
     parse_adapter,
     resolve,
+    total_memory,
 )
 from penstock.core.draft_depths import DraftDepths
 from penstock.core.speculation import StepCost
@@ -38,7 +39,7 @@ from penstock.engine.kv_disk.open import open_store
 from penstock.engine.kv_identity import kv_identity
 from penstock.engine.low_priority import run_yielding
 from penstock.engine.weights import WeightReader
-from penstock.errors import OutOfMemory, WeightsError
+from penstock.errors import ConfigError, OutOfMemory, WeightsError
 from penstock.kv_types import is_kv_quantized
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
@@ -328,6 +329,7 @@ def _reserve(
             encoder=spec.encoder,
             state_bytes=needs.state_bytes,
         )._replace(dim=checkpoint.embedding_width, pooling=spec.pooling, **limits_of_labels(spec))
+        _check_machine(config, limits.num_blocks * limits.block_size * group_token)
         try:
             backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
         except OutOfMemory:
@@ -346,6 +348,17 @@ def _reserve(
             log_to_stderr(line)
     limits = limits._replace(memory=weights + kept, host_places=tier.blocks, host_states=tier.states)
     return limits, group_token, config.kv_memory or room
+
+
+def _check_machine(config: Config, cache: int) -> None:
+    """Refuses a cache that was asked for and is larger than the machine: its memory is taken as it is used, so it would
+    be reserved, and the process killed later."""
+    on_host = Device.parse(config.device).kind != "cuda"
+    if on_host and config.kv_memory and cache > total_memory():
+        raise ConfigError(
+            f"a KV cache of {gigabytes(cache)} is more than this machine has, {gigabytes(total_memory())}: "
+            "lower kv_memory, max_rows or max_len"
+        )
 
 
 def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:

@@ -431,7 +431,8 @@ class Engine(WeightControl):
             self._fail(plan, error)
         else:
             began, self._answered = max(began, self._answered), time.perf_counter()
-            self._costs.observe(plan.rows, self._answered - began, answers=self._speculation is None)
+            if not plan.loads:
+                self._costs.observe(plan.rows, self._answered - began, answers=self._speculation is None)
             if result.not_finite:
                 self._fail_rows(plan, result.not_finite)
             self.recorder.commit(plan, self._answered - began)
@@ -464,12 +465,13 @@ class Engine(WeightControl):
     def _emit(self, events: Sequence[Event]) -> None:
         """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
-            if isinstance(event, Tokens) and self._speculation is not None:
-                sequence = self._scheduler.sequences.get(event.seq) if self._depth else None
-                self._speculation.follow(event, sequence, len(self._scheduler.running))
-            if isinstance(event, Tokens) and (record := self._records.get(event.seq)):
-                event = record.complete_tokens(event)
-            if isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
+            if isinstance(event, Tokens):
+                if self._speculation is not None:
+                    sequence = self._scheduler.sequences.get(event.seq) if self._depth else None
+                    self._speculation.follow(event, sequence, len(self._scheduler.running))
+                if (record := self._records.get(event.seq)) is not None:
+                    event = record.complete_tokens(event)
+            elif isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
                 self._constrained -= record.constraint is not None
                 self._mirostats -= record.mirostat
                 self._disk.end(record, event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection
 from itertools import chain
 from math import inf
@@ -25,6 +26,7 @@ HEADER = TIMES_AT + SIZES
 NUMBERS = HEADER + PLANS * PLAN
 RECORD_BYTES = 8 * NUMBERS
 NOTHING = -1  # no request
+ANSWERED = 2  # steps with tokens of its answer after which a request is unlikely to end the engine
 
 LEAST = 2.0  # seconds that an engine may take for anything
 SLOW = 60.0  # seconds that work may take which is no step, or a step unlike all before it
@@ -157,9 +159,13 @@ class FlightRecord(NamedTuple):
 
     @property
     def suspects(self) -> set[int]:
-        """Returns the requests that were being worked on: if the engine has died, one of them may be why."""
+        """Returns the requests that were being worked on: if the engine has died, one of them may be why. Those that it
+        had answered are left out, unless it had answered all of them."""
         rows = (row.seq for step, rows in self.plans if step > self.committed for row in rows)
-        return {*rows, *self.waiting, self.adding} - {NOTHING}
+        ended = (row.seq for step, rows in self.plans if step <= self.committed for row in rows if row.sample)
+        answered = {seq for seq, steps in Counter(ended).items() if steps >= ANSWERED}
+        worked_on = {*rows, *self.waiting, self.adding} - {NOTHING}
+        return worked_on - answered or worked_on
 
 
 def write_times(memory: Memory, times: tuple[int, ...]) -> None:

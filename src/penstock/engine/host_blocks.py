@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
 from penstock.backend.base import Backend, BlockMemory, HostRoom
 from penstock.core.prefix import PrefixNode
 from penstock.core.tiers import CopyCosts
@@ -35,33 +33,35 @@ class HostCopies:
         self._probe(range(min(PROBED, len(numbered), places)))
 
     def carry_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks in and out, in order; neighbours in one direction go together."""
+        """Has blocks copied in and out, in order; neighbours in one direction go together. Learns how long earlier
+        copies took."""
         for direction, group in groupby(copies, key=lambda copy: copy.direction):
             run = list(group)
             blocks, places = [self._numbered[copy.block] for copy in run], [copy.place for copy in run]
             if direction == "out":
-                seconds = self._room().copy_out(blocks, places)
+                self._room().copy_out(blocks, places)
                 for place in places:
                     self._written[place] = 1
             else:
                 self._check_written(places)
-                seconds = self._room().copy_in(blocks, places)
-            self._observe(direction, len(run), seconds)
+                self._room().copy_in(blocks, places)
+        self._learn()
 
     def write(self, place: int, data: bytes | memoryview) -> None:
         """Puts the bytes of a block in a place."""
-        self._room().array[place] = np.frombuffer(data, np.uint8)
-        self._written[place] = 1
+        self.fill(place)[:] = data
 
     def fill(self, place: int) -> memoryview:
         """Returns the memory of a reserved place for whoever writes a block's bytes there, in any thread, before the
         place is used."""
         self._written[place] = 1
-        return memoryview(self._room().array[place])
+        return self.read(place)
 
     def read(self, place: int) -> memoryview:
         """Returns the bytes in a place, which the next copy to it changes."""
-        return memoryview(self._room().array[place])
+        room = self._room()
+        room.finish()
+        return memoryview(room.array[place])
 
     def copy_of(self, block: int, place: int) -> bytes | None:
         """Returns the bytes of a block on the device or, if it is not there (-1), in a place; None: it is nowhere."""
@@ -90,10 +90,17 @@ class HostCopies:
     def _probe(self, places: Sequence[int]) -> None:
         """Measures a copy out and in of some blocks, whose memory was touched before."""
         room, blocks = self._room(), self._numbered[: len(places)]
-        room.copy_out(blocks, places)
-        room.copy_in(blocks, places)
-        self._observe("out", len(blocks), room.copy_out(blocks, places))
-        self._observe("in", len(blocks), room.copy_in(blocks, places))
+        for _ in range(2):
+            room.finish()
+            room.timings()
+            room.copy_out(blocks, places)
+            room.copy_in(blocks, places)
+        room.finish()
+        self._learn()
+
+    def _learn(self) -> None:
+        for direction, blocks, seconds in self._room().timings():
+            self._observe(direction, blocks, seconds)
 
 
 class HostBlocks(HostCopies):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -214,16 +214,17 @@ def bits_of(tokens: Iterable[int], vocab: int) -> Ints:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def wanted_positions(sampler: Sampler, tokens: list[int], row: Row) -> Iterator[Wanted]:
-    """Yields the positions of a row whose logits are wanted: known tokens are scored, all others sampled."""
-    end = row.start + row.count
+def wanted_positions(sampler: Sampler, tokens: list[int], row: Row) -> list[Wanted]:
+    """Returns the positions of a row whose logits are wanted: known tokens are scored, all others sampled."""
+    end, length = row.start + row.count, len(tokens)
     known = end - len(row.draft)
-    for at in range(end - row.sample, known):
-        yield Wanted(sampler, tokens, at, tokens[at + 1] if at + 1 < len(tokens) else -1)
+    places = range(end - row.sample, known)
+    wanted = [Wanted(sampler, tokens, at, tokens[at + 1] if at + 1 < length else -1) for at in places]
     if row.draft:
         tokens = [*tokens, *row.draft] if sampler.steers else tokens
         sampler = sampler.fork()
-        yield from (Wanted(sampler, tokens, at) for at in range(known, end))
+        wanted += [Wanted(sampler, tokens, at) for at in range(known, end)]
+    return wanted
 
 
 def sample_rows(wanted: list[Wanted]) -> SampleRows:

@@ -153,7 +153,10 @@ def open_gguf(path: Path) -> Checkpoint:
 
 def open_folder(path: Path, changes: Sequence[str] = (), strict: bool = False) -> Checkpoint:
     """Opens a Hugging Face folder."""
-    values = changed(read_json(path / CONFIG), changes)
+    try:
+        values = changed(read_json(path / CONFIG), changes)
+    except ModelNotFound:
+        raise ModelNotFound(f"there is no model in {path}: it has neither a {CONFIG} nor a GGUF file") from None
     config = ConfigReader(values, CONFIG)
     spec = with_known_reranker(with_sentence(read_fields(config), path), path)
     if strict and config.unknown:

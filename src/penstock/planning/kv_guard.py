@@ -21,9 +21,9 @@ from penstock import __version__
 from penstock.backend.base import Backend, Batch, CacheSize, Ints, Model
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.packed_cache import identity
-from penstock.config import ANY, AUTO, Config, Device, packed_folder
+from penstock.config import AUTO, Config, Device, packed_folder
 from penstock.errors import ConfigError, KvLossTooLarge, ModelError
-from penstock.kv_types import is_kv_quantized
+from penstock.kv_types import ANY, is_kv_quantized
 from penstock.model.load import Checkpoint, text_of
 from penstock.planning.evaluation import compare, followers, summary
 

@@ -66,7 +66,7 @@ class MemoryPlan:
         for name, size, remark in (
             ("weights", has.weights, self._weights_remark()),
             ("workspace", has.workspace, f"steps of {limits.step_tokens} tokens, {limits.max_rows} rows"),
-            ("reserve", self._reserve, ""),
+            ("reserve", self._reserve, "left to others, unless --kv-memory takes it" if has.reserve_share else ""),
             ("KV cache", self.cache, self._cache_remark()),
             (
                 "states",
@@ -118,7 +118,10 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
     """Divides the memory for a config with all defaults filled in. Raises ConfigError if not even a small cache would
     fit beside the weights."""
     adapters = adapter_memory(config)
-    room = has.free - has.weights - has.workspace - has.reserve - adapters
+    room = has.free - has.weights - has.workspace - adapters
+    if config.kv_memory and has.reserve_share:  # a share is kept free by default only
+        has = has._replace(reserve=max(min(has.reserve, room - config.kv_memory), 0))
+    room -= has.reserve
     group_token = block_token(spec, has.kv_token, has.draft_token)
     if room < 2 * len(spec.windows) * config.block_size * group_token:
         raise ConfigError(

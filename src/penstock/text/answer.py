@@ -37,6 +37,9 @@ def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
     """Returns what the events of one step add to an answer: Tokens, the event that ends it, or both. After a stop
     string the engine would go on: the caller must abort the request."""
     first, last = events[0], events[-1]
+    if type(last) is Tokens and not stream.may_stop:
+        _, tokens, logprobs, scores, cached, _ = last
+        return Delta(stream.push(tokens), tokens, logprobs, scores, cached)
     if isinstance(last, Failed):
         raise error_of(last.code, last.message, last.retry_after)
     if isinstance(last, Aborted):

@@ -17,6 +17,20 @@ class TextStream:
     belongs to it. `shown` are special tokens that are part of the text nevertheless. `include_stop`: the text includes
     the stop string or the stop token that ends it."""
 
+    __slots__ = (
+        "_decoder",
+        "_drop_space",
+        "_held",
+        "_hidden",
+        "_spell",
+        "_stop",
+        "_within",
+        "consumed",
+        "include_stop",
+        "may_stop",
+        "stopped",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -28,28 +42,30 @@ class TextStream:
         include_stop: bool = False,
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
+        self.may_stop = bool(stop)  # a stop string may end the text
         self.consumed = 0  # tokens pushed, up to and with the one that completed it
         self.include_stop = include_stop
         self._spell = tokenizer.token_bytes
         self._stop = tuple(stop)
-        self._hidden = frozenset() if keep_special else tokenizer.special_ids.difference(shown)
+        hidden = frozenset[int]() if keep_special else tokenizer.special_ids
+        self._hidden = hidden.difference(shown) if shown else hidden  # all streams share one set
         self._drop_space = tokenizer.prefix_space and not continuing
         self._decoder = _utf8_decoder("replace")
         self._held = ""
+        self._within = False  # the decoder may hold the beginning of a character
 
     def push(self, tokens: Sequence[int]) -> str:
         """Returns the new text that is final."""
-        if not self._stop and not self._drop_space:
+        if not self.may_stop and not self._drop_space:
             self.consumed += len(tokens)
-            spelled = [self._spell(token) for token in tokens if token not in self._hidden]
-            return self._decoder.decode(b"".join(spelled))
+            return self._decode(b"".join([self._spell(token) for token in tokens if token not in self._hidden]))
         shown = ""
         for token in tokens:
             if self.stopped is not None:
                 break
             self.consumed += 1
             if token not in self._hidden:
-                shown += self._show(self._decoder.decode(self._bytes(token)))
+                shown += self._show(self._decode(self._bytes(token)))
         return shown
 
     def finish(self) -> str:
@@ -59,6 +75,17 @@ class TextStream:
         shown = self._show(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return shown
+
+    def _decode(self, data: bytes) -> str:
+        """Returns the characters that are complete. Most tokens are whole characters, and need no decoder."""
+        if not self._within:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                self._within = True
+        text = self._decoder.decode(data)
+        self._within = bool(self._decoder.getstate()[0])
+        return text
 
     def _bytes(self, token: int) -> bytes:
         piece = self._spell(token)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.named_templates import CHATML
+from penstock.text.ollama_template import OllamaTemplate
 from penstock.text.pairs import PairTemplate, pair_template
 from penstock.text.sampling_defaults import FALLBACK, defaults_in_folder, defaults_in_metadata, with_given
 from penstock.text.tokenizer import Tokenizer
@@ -138,3 +139,14 @@ def _chatml(tokenizer: Tokenizer) -> ChatTemplate:
 def _special_in(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
     spelled = {id: tokenizer.token_text(id) for id in tokenizer.special_ids}
     return frozenset(id for id, text in spelled.items() if text and any(text in marker for marker in markers))
+
+
+def with_modelfile(
+    text: Text, system: str, template: str, messages: Sequence[MessageDict], sampling: Mapping[str, Any]
+) -> Text:
+    """Returns the text side of a model that is derived from another by a Modelfile with these contents. What a request
+    says itself takes precedence."""
+    text = text.with_sampling(sampling)
+    if template:
+        text = text.with_template(OllamaTemplate(template))
+    return text.with_preamble([*([{"role": "system", "content": system}] if system else []), *messages])

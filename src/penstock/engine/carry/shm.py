@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ CREDENTIALS = Struct("3i")  # pid, user, group: struct ucred
 MAPPED = 8  # files that stay mapped: to map one anew costs a page fault for each page
 
 _maps: dict[tuple[int, int], StagedMap] = {}  # by device and inode of the file
+_mapping = threading.Lock()  # several threads read offers
 
 
 class ShmListener:
@@ -123,8 +125,9 @@ def _mapped(file: int, places: int, block_bytes: int) -> StagedMap:
     """Returns a file mapped for reading. The last few stay mapped."""
     found = os.fstat(file)
     key = found.st_dev, found.st_ino
-    if key not in _maps:
-        if len(_maps) >= MAPPED:
-            _maps.pop(next(iter(_maps)))
-        _maps[key] = StagedMap(file, places, block_bytes)
-    return _maps[key]
+    with _mapping:
+        if key not in _maps:
+            if len(_maps) >= MAPPED:
+                _maps.pop(next(iter(_maps)))
+            _maps[key] = StagedMap(file, places, block_bytes)
+        return _maps[key]

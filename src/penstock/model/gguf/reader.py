@@ -314,15 +314,17 @@ def cut_tensors(entries: list[TensorEntry], cursor: Cursor, align: int) -> dict[
     base = -(-cursor.at // align) * align
     data: NDArray[np.uint8] = np.frombuffer(cursor.data, np.uint8)
     tensors: dict[str, Tensor] = {}
+    needed = max((base + entry.offset + entry.size for entry in entries), default=0)
+    if needed > len(data):
+        raise MalformedFile(f"it is cut off: its tensors end at byte {needed:,}, and the file has {len(data):,} bytes")
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.offset):
         name, format, shape, offset = entry
         if name in tensors:
             raise MalformedFile(f"tensor {name!r} is there twice")
-        if offset % align or offset < end or base + offset + entry.size > len(data):
+        if offset % align or offset < end:
             raise MalformedFile(
-                f"tensor {name!r} claims {entry.size} bytes at offset {offset}: misaligned, over another tensor "
-                f"or past the end of the file, which has {max(len(data) - base, 0)} bytes of tensor data"
+                f"tensor {name!r} claims {entry.size} bytes at offset {offset}: misaligned, or over another tensor"
             )
         end = offset + entry.size
         tensor = Tensor(name, format, shape, data[base + offset : base + end])
