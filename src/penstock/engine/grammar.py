@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from penstock.backend.base import Ints
 from penstock.engine.thinking_budget import ThinkingBudget
 from penstock.engine.trigger import PatternTrigger, TriggerWatch, compile_patterns
-from penstock.errors import InvalidGrammar, InvalidRequest, PenstockError, UnsupportedModel
+from penstock.errors import InvalidGrammar, InvalidRequest, Overloaded, PenstockError, UnsupportedModel
 from penstock.text import gbnf, structural_tag
 from penstock.text.json_schema import guaranteed
 from penstock.types import Grammar, Thinking
@@ -35,6 +34,7 @@ COMPILE_SECONDS = 10.0  # after which a grammar is given up
 SLOWEST_MASK = 0.25  # seconds for one bitmask: a thousand times what is usual
 MARK = "\x02"  # a character that is a token of its own in vocabularies that put a space before texts
 STACK_BYTES = 2**30  # of addresses: the library calls itself for every rule in a chain of them
+STACKS = threading.Lock()  # the size of a new thread's stack is the process's, not an engine's
 LONGEST_REASON = 400  # characters of the library's words that are passed on
 WHITESPACE = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
 
@@ -63,26 +63,26 @@ class Costs:
 
 
 class Grammars:
-    """Compiles and keeps grammars. Nothing is loaded and no thread is started before the first one."""
+    """Compiles and keeps grammars. Nothing is loaded before the first one. Threads live while there is one to compile,
+    so that an engine which is given up leaves none behind."""
 
     def __init__(self, vocabulary: Callable[[], GrammarVocabulary], width: int) -> None:
         self.costs = Costs()
         self._vocabulary = vocabulary
         self._width = width  # of the logits
         self._compiled: OrderedDict[tuple[object, ...], Compiling] = OrderedDict()
-        self._queue: SimpleQueue[Compiling] = SimpleQueue()
-        self._workers: list[threading.Thread] = []
-        self._lock = threading.Lock()
+        self._queue: deque[Compiling] = deque()
+        self._workers = 0
+        self._queue_lock, self._load_lock = threading.Lock(), threading.Lock()
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar) -> Compiling:
         """Begins to compile a grammar, or returns the one that was begun before for the same text."""
-        if not self._workers:
-            self._start_workers()
         key = grammar.kind, grammar.text, grammar.trigger_patterns
         if key not in self._compiled:
-            self._compiled[key] = Compiling(grammar)
-            self._queue.put(self._compiled[key])
+            compiling = Compiling(grammar)
+            self._enqueue(compiling)
+            self._compiled[key] = compiling
         self._compiled.move_to_end(key)
         if len(self._compiled) > MOST_GRAMMARS:
             self._compiled.popitem(last=False)
@@ -101,18 +101,28 @@ class Grammars:
         assert self._tokenizer is not None
         return TriggerWatch(grammar, patterns, self._spell, self._tokenizer.tokenize_bytes)
 
-    def _start_workers(self) -> None:
-        usual = threading.stack_size(STACK_BYTES)
-        self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(WORKERS)]
-        for worker in self._workers:
-            worker.start()
-        threading.stack_size(usual)
+    def _enqueue(self, compiling: Compiling) -> None:
+        """Hands a grammar to a worker; raises Overloaded if there is none and no thread can be had."""
+        with self._queue_lock:
+            if self._workers < WORKERS:
+                self._start_worker()
+            self._queue.append(compiling)
+
+    def _start_worker(self) -> None:
+        try:
+            _start_with_large_stack(self._work)
+            self._workers += 1
+        except RuntimeError as error:
+            if not self._workers:
+                raise Overloaded(
+                    f"the grammar cannot be compiled, for want of a thread with {STACK_BYTES >> 20} MB of addresses "
+                    f"({error}): try again, or raise the limits of the engine's process"
+                ) from error
 
     # -- in a worker ---------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            compiling = self._queue.get()
+        while compiling := self._next():
             began = time.perf_counter()
             try:
                 compiling.finish(self._compile(compiling))
@@ -122,6 +132,14 @@ class Grammars:
                 compiling.fail(InvalidGrammar(f"the grammar cannot be compiled: {error}"))
             self.costs.grammars += 1
             self.costs.grammar_seconds += time.perf_counter() - began
+
+    def _next(self) -> Compiling | None:
+        """Returns the grammar to compile next; without one, the worker that asks ends."""
+        with self._queue_lock:
+            if self._queue:
+                return self._queue.popleft()
+            self._workers -= 1
+            return None
 
     def warm_up(self) -> None:
         """Reads the vocabulary in a thread, so that the first grammar does not wait for that. If it cannot be read, the
@@ -140,7 +158,7 @@ class Grammars:
         return Compiled(_matcher(tokenizer, grammar, self._special), compile_patterns(grammar.trigger_patterns))
 
     def _load(self) -> LLTokenizer:
-        with self._lock:
+        with self._load_lock:
             if self._tokenizer is None:
                 vocabulary = self._vocabulary()
                 self._ends = vocabulary.eos_ids
@@ -148,6 +166,15 @@ class Grammars:
                 self._special = _special_tokens(vocabulary)
                 self._tokenizer = _tokenizer(vocabulary, self._width)
             return self._tokenizer
+
+
+def _start_with_large_stack(work: Callable[[], None]) -> None:
+    with STACKS:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=work, daemon=True).start()
+        finally:
+            threading.stack_size(usual)
 
 
 class Compiled(NamedTuple):
