@@ -23,7 +23,7 @@ from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.launch_mla import MlaLayer, MlaScratch, attend_absorbed, attend_expanded
 from penstock.backend.cuda.mla_expansion import MlaDims, MlaExpansion
-from penstock.backend.cuda.tilings import MLA_PREFILL_TILINGS
+from penstock.backend.cuda.tilings import MLA_DECODE_TILINGS
 from penstock.model.ops import MlaWeights
 from penstock.model.spec import AttentionSpec, RopeSpec
 
@@ -55,6 +55,7 @@ class MlaContext:
         room = tokens * self.dims.absorbed_width // position // BLOCK * BLOCK
         self.expansion = MlaExpansion(self.dims, room)
         self.tilings = Tilings(device_properties(self.q.device))
+        self.spare = inputs.spare_splits([-(-heads // self.tilings.mla_decode(heads, 576, 2).queries)])
         self.context: Any = SimpleNamespace(
             tilings=self.tilings, memory=SimpleNamespace(expansion=self.expansion, split_kv=None)
         )
@@ -62,7 +63,7 @@ class MlaContext:
     def step(self, expanded: bool) -> Any:
         """What a plan of the batch in this form has on the device."""
         how = tokens_per_tile(self.dims.heads), lambda shape: shape
-        plan = inputs.plan_attention(self.batch, *how)
+        plan = inputs.plan_attention(self.batch, *how, spare=self.spare)
         step = SimpleNamespace(splits=on_device(plan.splits), tiles=on_device(plan.tiles), run=0)
         step.tables = on_device(self.batch.tables.ravel())
         step.header = on_device(np.array([self.batch.tables.shape[2]] * 4))
@@ -136,11 +137,11 @@ def decode(name: str, heads: int, lengths: list[int]) -> Figures:
     sizes = {"device": q.device}
     counts = torch.zeros(lines, dtype=torch.int32, **sizes)
     split_kv = SplitKV(torch.empty(lines * 512, **sizes), torch.empty(lines * 2, **sizes), counts)
-    others = MlaTiling(64, 32, 8, 3), MlaTiling(32, 32, 4, 3), MlaTiling(16, 64, 4, 2), MlaTiling(16, 32, 4, 3)
+    others = MlaTiling(64, 32, 8, 2), MlaTiling(32, 32, 8, 2), MlaTiling(16, 64, 4, 2), MlaTiling(16, 32, 4, 2)
     about = step.splits, step.tables, step.header, out, split_kv, 512, 192**-0.5
     trials = {
         str(tuple(tiling)): [partial(mla_decode, q, cache, *about, tiling=tiling)] * 8
-        for tiling in (*MLA_PREFILL_TILINGS, *others)
+        for tiling in (*MLA_DECODE_TILINGS, *others)
     }
     chosen = context.tilings.mla_decode(heads, 576, 2)
     say(f"{name}: {len(step.splits)} splits; the backend takes {tuple(chosen)}")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.graphs import bucket_decode_rows, padded
+from penstock.backend.cuda.graphs import bucket_decode_rows, bucket_splits, padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention, queries_of
 from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
@@ -29,6 +29,7 @@ SPECS = {
     "many": (20, 1, 16),
     "wide": (4, 2, 256),
 }
+SPARES = inputs.SPARE_SPLITS, inputs.MOST_SPARE
 
 
 def spec_of(name: str, window: int = 0, interleaved: bool = False) -> AttentionSpec:
@@ -242,11 +243,14 @@ def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int,
     assert larger.splits >= runs + (inputs.SPARE_SPLITS if larger.decodes else 0) or larger == shape
 
 
-@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
-def test_parts_cover_every_context_once_and_fit(lengths: list[int]) -> None:
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300), st.sampled_from(SPARES))
+def test_parts_cover_every_context_once_and_fit(lengths: list[int], spare: int) -> None:
     rows = np.arange(len(lengths), dtype=np.int32)
-    splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32), rows % 5 + 1)
-    assert len(splits) <= bucket_decode_rows(len(lengths)) + inputs.SPARE_SPLITS
+    splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32), rows % 5 + 1, spare=spare)
+    padded_rows = bucket_decode_rows(len(lengths))
+    assert len(splits) <= padded_rows + spare
+    assert len(splits) <= bucket_splits(len(splits), padded_rows) in (padded_rows + each for each in SPARES)
+    assert splits[:, 5].max() <= inputs.SPARE_SPLITS + 1
     for row, length in enumerate(lengths):
         own = splits[splits[:, 1] == row]
         first, count = own[0, 6], len(own)

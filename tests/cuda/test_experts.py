@@ -179,7 +179,9 @@ def test_fp8_experts_are_widened_where_no_kernel_reads_them(caplog: pytest.LogCa
 
 def packed(stacks: list[Stack], quantize: str = "") -> Any:
     backend = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize=quantize)
-    return pack_matrices(stacks, torch.device(DEVICE), HALF, backend._workspace, quantize)
+    matrices = pack_matrices(stacks, torch.device(DEVICE), HALF, backend._workspace, quantize)
+    backend._workspace.transfer.finish()
+    return matrices
 
 
 @pytest.mark.parametrize("format", ["Q5_K", "IQ4_XS", "BF16"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda.arena import SMALL_BYTES
 from penstock.backend.cuda.footprint import tensor_bytes
-from penstock.backend.cuda.graphs import common_shapes, padded
+from penstock.backend.cuda.graphs import Graphs, common_shapes, padded
 from penstock.backend.cuda.transfer import Transfer
 from penstock.engine.engine import Engine
 from penstock.errors import OutOfMemory
@@ -149,6 +152,34 @@ def test_first_answers_wait_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     assert answers(backend, limits, {1: (3, 4, 5)}) == before
     answers(backend, limits, {id: (3, 4, id) for id in range(1, 7)})
     assert compiled == []
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is captured in the interpreter")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_garbage_is_left_alone_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To free what an arena has given out waits for the device, which a capture does not allow."""
+    backend, captured = loaded("llama3", CudaBackend(64, 8, device=DEVICE)), Graphs._captured
+    backend.reserve_kv(32, 4)
+    thresholds, collected = gc.get_threshold(), []
+
+    def beside_garbage(graphs: Graphs, step: Any) -> Any:
+        garbage = [backend._arena.zeros(SMALL_BYTES)]
+        garbage.append(garbage)
+        weakref.finalize(garbage[0], collected.append, 1)
+        del garbage
+        gc.set_threshold(1)
+        graph = captured(graphs, step)
+        assert not collected
+        return graph
+
+    monkeypatch.setattr(Graphs, "_captured", beside_garbage)
+    try:
+        backend.prepare(1)
+    finally:
+        gc.set_threshold(*thresholds)
+    gc.collect()
+    assert collected == [1]
+    assert backend._programs[0].graphs._graphs
 
 
 def answers(

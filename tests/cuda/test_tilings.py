@@ -82,8 +82,8 @@ def test_attention_of_an_h200_is_as_it_was_measured() -> None:
     assert tilings.hopper_attention(80) is Tilings(B200).hopper_attention(128) is None
     assert tilings.decode_attention(1, 128, 2) == tilings.decode_attention(8, 256, 2) == (64, 4, 2)
     assert tilings.decode_attention(8, 128, 2) == (64, 2, 2)
-    assert tilings.mla_prefill(576, 2) == tilings.mla_decode(128, 576, 2) == (64, 32, 8, 2)
-    assert tilings.mla_decode(16, 576, 2) == (16, 32, 4, 2)
+    assert tilings.mla_prefill(576, 2) == (64, 32, 8, 2)
+    assert (tilings.mla_decode(128, 576, 2), tilings.mla_decode(16, 576, 2)) == ((64, 32, 8, 3), (16, 32, 4, 3))
     assert block_tiling(H200, 128, 2) == (128, 64, 8, 4)
 
 

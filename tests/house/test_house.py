@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "draft_types": set(),
     "errors": set(),
     "file_locks": set(),
+    "garbage": set(),
     "byte_sizes": set(),
     "config": {"byte_sizes", "kv_types", "types", "errors"},
     "keys": {"errors", "service_levels"},
@@ -48,9 +49,9 @@ MAY_IMPORT = {
     "speculative_config": {"errors"},
     "core": {"types", "errors"},
     "templates": {"errors"},
-    "text": {"templates", "types", "errors"},
+    "text": {"garbage", "templates", "types", "errors"},
     "model": {"text"} | WAIST,
-    "backend": {"file_locks", "model"} | WAIST,
+    "backend": {"file_locks", "garbage", "model"} | WAIST,
     "planning": {"backend", "model"} | WAIST,
     "engine": {"backend", "core", "file_locks", "model", "planning", "text"} | WAIST,
     "ipc": {"engine"} | WAIST,
@@ -59,7 +60,7 @@ MAY_IMPORT = {
     "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "service_levels", "text"} | WAIST,
     "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
 }
-STANDARD_LIBRARY_ONLY = {"byte_sizes", "core", "types", "errors", "config", "file_locks", "kv_types"}
+STANDARD_LIBRARY_ONLY = {"byte_sizes", "core", "types", "errors", "config", "file_locks", "garbage", "kv_types"}
 EXTRAS = {"torch", "triton", "ray", "nixl"}
 HOMES_OF_EXTRAS = {ROOT / "fleet" / "ray_ground.py", ROOT / "engine" / "carry" / "nixl.py"}
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from penstock.errors import MalformedFile, UnsupportedModel
+from penstock.garbage import no_collection
 from penstock.text import wordpiece
 from penstock.text.pretokenize import PRETOKENIZERS, PreTokenizer
 from penstock.text.tokenizer_spec import SPACE, TokenizerSpec, byte_level, characters, end_ids, sentencepiece
@@ -43,19 +42,7 @@ class _Encoder(NamedTuple):
     closing: tuple[int, ...] = ()
 
 
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pauses garbage collection: a vocabulary is a hundred thousand objects that stay, and scanning them takes time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@_gc_paused()
+@no_collection()  # a vocabulary is a hundred thousand objects
 def spec_from_gguf(metadata: GgufMetadata) -> TokenizerSpec:
     """Returns the tokenizer of a GGUF file; raises MalformedFile or UnsupportedModel."""
     builder = _named_entry(metadata, "model", _BUILDERS)

@@ -420,7 +420,8 @@ class CudaBackend:
         if self._tilings.fixed:
             run, whole_rows = program.program.run_sizes[-1], program.program.sees_whole_rows
             return plan_segments(batch, run, self._pad, whole_rows=whole_rows)
-        return inputs.plan_attention(batch, program.tile_tokens, self._pad, *sizes, program.sharing, program.expansion)
+        given = batch, program.tile_tokens, self._pad, *sizes
+        return inputs.plan_attention(*given, program.sharing, program.expansion, program.program.spare_splits)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
         """Queues the copy of the step's numbers to the device; returns where they will be."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape, most_runs
+from penstock.backend.cuda.inputs import MOST_SPARE, SPARE_SPLITS, DeviceInputs, Shape, most_runs
 from penstock.backend.cuda.program import CudaProgram
 from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
+from penstock.garbage import no_collection
 from penstock.types import prefill_budget
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def padded(shape: Shape) -> Shape:
     if not shape.tiles:
         rows = bucket_decode_rows(shape.decodes)
         adapters = bucket_adapter_tiles(shape.adapter_tiles, rows)
-        splits = most_runs(rows, shape.run) + SPARE_SPLITS
+        splits = bucket_splits(shape.splits, most_runs(rows, shape.run))
         return Shape(rows, rows, rows, splits, 0, adapters, shape.run, SHARED_SPLITS if shape.shared else 0)
     tokens = round_up(shape.tokens, PROMPT_TOKENS)
     if tokens > MAX_TOKENS:
@@ -59,7 +60,8 @@ def padded(shape: Shape) -> Shape:
     rows = bucket_mixed_rows(max(shape.sampled, shape.decodes))
     decodes = rows if shape.decodes else 0
     tiles = round_up(max(tokens // TOKENS_PER_TILE, shape.tiles), 64)
-    splits, adapters = decodes + SPARE_SPLITS if decodes else 0, bucket_adapter_tiles(shape.adapter_tiles, tokens)
+    splits = bucket_splits(shape.splits, decodes) if decodes else 0
+    adapters = bucket_adapter_tiles(shape.adapter_tiles, tokens)
     shared = SHARED_SPLITS if shape.shared else 0
     return Shape(tokens, rows, decodes, splits, tiles, adapters, 0, shared, shape.expanded)
 
@@ -93,6 +95,11 @@ def step_rows(rows: int) -> int:
     rows, if there may be many."""
     rows = bucket_mixed_rows(rows)
     return rows if rows <= 8 else max(rows, min(4 * rows, MOST_IN_RUNS))
+
+
+def bucket_splits(splits: int, runs: int) -> int:
+    """Returns how many splits a step has room for whose contexts attend in so many runs."""
+    return runs + (SPARE_SPLITS if splits <= runs + SPARE_SPLITS else MOST_SPARE)
 
 
 def bucket_adapter_tiles(tiles: int, tokens: int) -> int:
@@ -190,9 +197,10 @@ class Graphs:
 
     def _captured(self, step: DeviceInputs) -> Any:
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            self.launch(step)
-        finally:
-            graph.capture_end()
+        with no_collection():  # to free a device's memory takes calls that end a capture
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.launch(step)
+            finally:
+                graph.capture_end()
         return graph

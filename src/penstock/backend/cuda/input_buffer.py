@@ -69,7 +69,7 @@ class InputBuffer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
         t, r = self._sizes.tokens, self._sizes.rows
-        splits = max(r + inputs.SPARE_SPLITS, most_splits(t, r, 1))
+        splits = max(r + inputs.MOST_SPARE, most_splits(t, r, 1))
         expanded = 2 * MOST_BLOCKS  # they are rounded up to a power of two
         largest = Shape(t, t, r, splits, t + SPARE_TILES, t, shared=SHARED_SPLITS, expanded=expanded)
         count = inputs.words(largest, self._groups) + self._table_words

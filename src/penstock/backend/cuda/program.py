@@ -17,7 +17,7 @@ from penstock.backend.base import Model
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.hidden_states import HiddenPlaces, HiddenStates
-from penstock.backend.cuda.inputs import RUN_QUERIES, DeviceInputs, run_sizes_of, split_lines
+from penstock.backend.cuda.inputs import RUN_QUERIES, DeviceInputs, run_sizes_of, spare_splits, split_lines
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
 from penstock.backend.cuda.kv_expansion import TABLE_WORDS, KvExpansion, kv_expansion_of
 from penstock.backend.cuda.launch_context import Context, Memory
@@ -26,6 +26,7 @@ from penstock.backend.cuda.mla_expansion import expansion_of
 from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.backend.cuda.segments import MOST_SPLITS
 from penstock.model.program import record
+from penstock.model.spec import AttentionSpec
 
 Launch = tuple[Callable[..., None], tuple[int, ...]]  # a launcher and the buffers it is called with
 
@@ -111,7 +112,8 @@ class CudaProgram:
         alone = not shared.tilings.fixed  # MLA attends token by token, but for segments
         groups = [RUN_QUERIES if spec.v_dim and alone else spec.heads // spec.kv_heads for spec in self.layers.values()]
         self.run_sizes = run_sizes_of(max(groups, default=1))
-        lines = split_lines(sizes.rows, self.run_sizes)
+        self.spare_splits = spare_splits([mla_groups(spec, shared) for spec in self.layers.values() if spec.v_dim])
+        lines = split_lines(sizes.rows, self.run_sizes, self.spare_splits)
         if shared.tilings.fixed:
             lines = MOST_SPLITS * self.run_sizes[-1]
         most_heads = max([h for h, _ in heads], default=1)
@@ -145,3 +147,8 @@ class CudaProgram:
         views = [buffer[: rows[kind.symbol]] for buffer, kind in zip(self._buffers, kinds, strict=True)]
         for launch, places in launches:
             launch(step, *[views[place] for place in places])
+
+
+def mla_groups(spec: AttentionSpec, shared: SharedMemory) -> int:
+    """Returns how many programs attend to a split of a layer of MLA."""
+    return -(-spec.heads // shared.tilings.mla_decode(spec.heads, spec.head_dim, shared.dtype.itemsize).queries)

@@ -116,6 +116,7 @@ MLA_PREFILL_TILINGS = (  # the fastest first
     MlaTiling(16, 32, 4, 2),
     MlaTiling(16, 16, 4, 1),
 )
+MLA_DECODE_TILINGS = MlaTiling(64, 32, 8, 3), MlaTiling(32, 32, 4, 3), MlaTiling(16, 32, 4, 3), MLA_PREFILL_TILINGS[-1]
 
 
 def prefill_attention_tiling(device: DeviceProperties, queries: int, dims: int, itemsize: int) -> AttentionTiling:
@@ -159,8 +160,8 @@ def mla_prefill_tiling(device: DeviceProperties, dims: int, itemsize: int) -> Ml
 def mla_decode_tiling(device: DeviceProperties, heads: int, dims: int, itemsize: int) -> MlaTiling:
     """Returns the fastest tiling of MLA with no more queries than a token has heads: a program for each few heads would
     read the same keys again, from the second cache, whose speed is about that of the memory."""
-    most = max(padded(heads), MLA_PREFILL_TILINGS[-1].queries)
-    tilings = [tiling for tiling in MLA_PREFILL_TILINGS if tiling.queries <= most]
+    most = max(padded(heads), MLA_DECODE_TILINGS[-1].queries)
+    tilings = [tiling for tiling in MLA_DECODE_TILINGS if tiling.queries <= most]
     return first_fitting(device, tilings, dims, itemsize)
 
 
