@@ -86,10 +86,6 @@ def test_one_gate_for_a_head() -> None:
     both_ways(DeltaSpec(1, 2, 16, 16, 4), batch, rate=-3)
 
 
-def test_a_gate_for_each_channel() -> None:
-    both_ways(DeltaSpec(1, 1, 7, 16, 4, channel_decay=True), step_of((70, 0), moves=(StateMove(0, -1, 4, 65),)), rate=0)
-
-
 def test_large_keys_that_are_alike_and_states_that_last() -> None:
     both_ways(DeltaSpec(1, 1, 96, 16, 4), step_of((66, 1)), rate=-12, alike=0.9)
 

@@ -11,6 +11,7 @@ from penstock.errors import MalformedFile, UnsupportedModel
 MAX_CONV_WIDTH = 16  # positions that a convolution sees at most, its own included
 MAX_STATE_SIZE = 256  # numbers of a channel's state in a selective scan
 CHUNK = 64  # tokens of a prompt that a GPU takes through a delta net at once
+MAX_CHUNKED_KEYS = 128  # numbers of a key, where it does: those of a chunk must fit into registers and shared memory
 
 
 class RecurrentSpec(Protocol):
@@ -69,10 +70,20 @@ class DeltaSpec:
         return self.k_dim * self.v_width + (self.conv_width - 1) * self.width
 
     @property
+    def chunked(self) -> bool:
+        """Returns whether a GPU takes prompts through in chunks, and not token by token. With a gate for each channel,
+        products of keys are no matrix products: chunks took 1.5 times as long as tokens."""
+        return self.k_dim <= MAX_CHUNKED_KEYS and not self.channel_decay
+
+    @property
+    def pairs_width(self) -> int:
+        """Returns how many numbers of all heads a token has for the tokens of its chunk."""
+        return CHUNK * self.v_heads if self.chunked else 0
+
+    @property
     def workspace(self) -> int:
-        """Returns how many activations a token takes on a GPU while the delta net computes; some are of 32 bits. Each
-        token has two numbers of each head for each other token of its chunk."""
-        return 3 * self.width + 4 * self.v_width + self.decay_width + 4 * CHUNK * self.v_heads
+        """Returns how many activations a token takes on a GPU while the delta net computes; some are of 32 bits."""
+        return 3 * self.width + 4 * self.v_width + self.decay_width + 4 * self.pairs_width
 
     def check(self) -> None:
         """Raises if no backend computes such sizes."""

@@ -52,7 +52,7 @@ from penstock.model.ops import (
     Vectors,
 )
 from penstock.model.program import Buffer, Capabilities, OpNode
-from penstock.model.recurrence import CHUNK, ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
+from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
@@ -109,7 +109,7 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
         return mla_scratch(node)
     if node.op in ("delta_net", "mamba2"):
         spec, read = node.attributes["spec"], node.outputs[0].width
-        pairs = [CHUNK * spec.v_heads] * 2 if node.op == "delta_net" else []  # of tokens of one chunk
+        pairs = [spec.pairs_width] * 2 if isinstance(spec, DeltaSpec) else []  # of tokens of one chunk
         return tuple(Buffer("T", width, "float32") for width in (spec.width, read, *pairs))
     return ()
 

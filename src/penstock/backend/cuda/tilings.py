@@ -172,10 +172,13 @@ def segmented_mla_tiling(device: DeviceProperties, dims: int, itemsize: int) -> 
 
 
 def first_fitting(device: DeviceProperties, tilings: Sequence[MlaTiling], dims: int, itemsize: int) -> MlaTiling:
-    """Returns the first tiling whose queries and keys fit shared memory, else the last; keys hold the values."""
+    """Returns the first tiling whose queries and keys fit shared memory, else the last; keys hold the values. From
+    Hopper on, the compiler keeps keys of all stages there, and for Blackwell queries twice."""
+    hopper, blackwell = (device.capability >= least for least in ((9, 0), (10, 0)))
     for tiling in tilings:
-        positions = max(tiling.stages - 1, 1) * tiling.positions
-        if itemsize > 2 or (tiling.queries + positions) * dims * itemsize <= device.shared_memory:
+        positions = (tiling.stages if hopper else max(tiling.stages - 1, 1)) * tiling.positions
+        lines = tiling.queries * (2 if blackwell else 1) + positions
+        if itemsize > 2 or lines * dims * itemsize <= device.shared_memory:
             return tiling
     return tilings[-1]
 

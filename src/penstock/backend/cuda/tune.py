@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from penstock.backend.cuda.quantized_tilings import block_of, gemm_stage, narrow
 from penstock.backend.cuda.tilings import skinny_stage
 from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.cuda.tuned_tilings import Product, default_path, write_tuned
+from penstock.config import available_threads
 from penstock.model.random_tensor import random_tensor
 
 log = logging.getLogger(__name__)
@@ -113,12 +116,29 @@ def timed(bench: Bench, product: Product) -> Iterator[tuple[float, Any]]:
     x = torch.randn(product.count, product.width, device=bench.device).bfloat16()
     results = CHOSEN if product.kernel == "expert_gemv" else product.count
     out = torch.empty(results, product.rows, device=bench.device, dtype=torch.bfloat16)
-    for tiling in candidates(bench.properties, product):
-        calls = [call_of(product, x, weight, out, tiling, bench.scratch) for weight in weights]
+    trials = {
+        tiling: [call_of(product, x, weight, out, tiling, bench.scratch) for weight in weights]
+        for tiling in candidates(bench.properties, product)
+    }
+    compile_ahead(bench.device, [calls[0] for calls in trials.values()])
+    for tiling, calls in trials.items():
         try:
             yield bench.seconds(calls), tiling
         except Exception as error:  # a tiling that this GPU cannot run is no candidate, whatever the compiler says
             log.debug("%s with %s does not run: %s", product, tiling, error)
+
+
+def compile_ahead(device: torch.device, calls: Sequence[Call]) -> None:
+    """Makes each call once, several at a time: their kernels are compiled then. The interpreter runs one at a time."""
+
+    def attempt(call: Call) -> None:
+        with suppress(Exception), torch.cuda.device(device):  # it is told when the call is timed
+            call()
+
+    if device.type == "cuda":
+        with ThreadPoolExecutor(available_threads(), "penstock-tune") as threads:
+            list(threads.map(attempt, calls))
+        torch.cuda.synchronize(device)
 
 
 def lines_of(product: Product) -> int:
@@ -143,8 +163,9 @@ def candidates(device: DeviceProperties, product: Product) -> list[Any]:
         lanes = min(1024, 1 << (width - 1).bit_length())
         return [gemv.Tiling(lines, lanes, warps) for lines in (1, 2, 4, 8) for warps in (2, 4, 8)]
     if product.kernel == "expert_gemv":
-        lanes = 256 if product.kind == "16 bits" else 512
-        return [gemv.Tiling(lines, warps * lanes, warps) for lines in (1, 2, 4, 8, 16) for warps in (1, 2, 4)]
+        lanes, most = (256, 8) if product.kind == "16 bits" else (512, 4)
+        cuts = [(lines, warps) for lines in (1, 2, 4, 8) for warps in (1, 2, 4) if lines <= most]
+        return [gemv.Tiling(lines, warps * lanes, warps) for lines, warps in cuts]  # 64 values a thread, at most
     if product.kernel == "small_gemm":
         sizes = [(warps, steps, tiles) for warps in (2, 4, 8, 16) for steps in (1, 2, 4) for tiles in (1, 2, 4)]
         some = [quant_gemm_small.Tiling(*size) for size in sizes if size[1] * size[2] <= 4 and size[0] * size[1] >= 4]

@@ -122,6 +122,6 @@ MLA_CASES = (
     Case("select_positions", "not all", "F32", HALF, partial(sparse, spec=SOME, lengths=(32, 33, 34, 150), longest=70)),
     Case("select_positions", "few", "F32", HALF, partial(sparse, spec=FEW, lengths=(33, 1, 50))),
     Case("select_positions", "shared", "F32", HALF, partial(sparse, spec=FEW, lengths=(40, 9), layers=2)),
-    Case("select_positions", "halves", "F32", HALF, partial(sparse, spec=HALVES, lengths=(17, 12))),
+    Case("select_positions", "halves", "F32", HALF, partial(sparse, spec=HALVES, lengths=(18, 7))),
     Case("select_positions", "pairs", "F32", HALF, partial(sparse, spec=PAIRS, lengths=(14, 9))),
 )

@@ -26,16 +26,10 @@ import triton.language as tl
 from penstock.backend.cuda.kernels.causal_conv import StateRows
 from penstock.backend.cuda.kernels.delta_rule import Gates, HeadSizes, key_head_of, softplus
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
-from penstock.model.recurrence import CHUNK, DeltaSpec
+from penstock.model.recurrence import CHUNK, MAX_CHUNKED_KEYS
 
 COLUMNS = 16  # of a state, in one program: more of them spill registers
-MAX_KEYS = 128  # numbers of a key: the keys and queries of a chunk must fit into registers and shared memory
 TF32 = tl.constexpr("tf32x3")
-
-
-def computes_chunks(spec: DeltaSpec) -> bool:
-    """Returns whether prompts of a delta net are computed in chunks; if not, they are token by token."""
-    return spec.k_dim <= MAX_KEYS
 
 
 @triton.jit
@@ -51,23 +45,16 @@ def _load_keys(mixed, chunk, begin, SIZES: tl.constexpr, KEYS: tl.constexpr, CHU
 
 
 @triton.jit
-def _decays(gates, chunk, begin, SIZES: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the logarithm of how much a state from before the chunk has decayed after each token and after all:
-    [CHUNK, 1] and one number, or with channels [CHUNK, KEYS] and [1, KEYS] of its rows from `begin` on."""
+def _decays(gates, chunk, CHUNK: tl.constexpr):
+    """Returns the logarithm of how much a state from before the chunk has decayed after each token, [CHUNK, 1], and
+    after all."""
     alpha, dt, rate, stride = gates
     first, count, head = chunk
     token = tl.arange(0, CHUNK)
-    if SIZES.channels:
-        key, token = begin + tl.arange(0, KEYS)[None, :], token[:, None]
-        inside, gate = (token < count) & (key < SIZES.k_dim), head * SIZES.k_dim + key
-        x = tl.load(dt + gate, key < SIZES.k_dim, 0.0)
-    else:
-        inside, gate, x = token < count, head, tl.load(dt + head)
-    x += tl.load(alpha + (first + token) * stride + gate, inside, 0.0).to(tl.float32)
-    decays = tl.where(inside, rate * softplus(x), 0.0)
-    at = tl.cumsum(decays, 0)
+    x = tl.load(dt + head) + tl.load(alpha + (first + token) * stride + head, token < count, 0.0).to(tl.float32)
+    at = tl.cumsum(tl.where(token < count, rate * softplus(x), 0.0), 0)
     whole = tl.sum(tl.where(token == CHUNK - 1, at, 0.0), 0)  # a sum of its own would be rounded to something else
-    return (at, whole[None, :]) if SIZES.channels else (at[:, None], whole)
+    return at[:, None], whole
 
 
 @triton.jit
@@ -80,26 +67,9 @@ def _products(mixed, gates, chunk, SIZES: tl.constexpr, KEYS: tl.constexpr, CHUN
         q, k = _load_keys(mixed, chunk, begin, SIZES, PART, CHUNK)
         among = tl.dot(k, tl.trans(k), among, input_precision=TF32)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=TF32)
-    at, _ = _decays(gates, chunk, 0, SIZES, KEYS, CHUNK)
+    at, _ = _decays(gates, chunk, CHUNK)
     since = tl.exp(tl.minimum(at - tl.trans(at), 0.0))
     return among * since, scores * since
-
-
-@triton.jit
-def _channel_products(mixed, gates, chunk, SIZES: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns what `_products` does, where each number of a key decays by a gate of its own."""
-    i = tl.arange(0, CHUNK)
-    among, scores = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-    q, k = _load_keys(mixed, chunk, 0, SIZES, KEYS, CHUNK)
-    at, _ = _decays(gates, chunk, 0, SIZES, KEYS, CHUNK)
-    for token in range(chunk[1]):
-        here = (i == token)[:, None]
-        key, then = tl.sum(tl.where(here, k, 0.0), 0)[None, :], tl.sum(tl.where(here, at, 0.0), 0)[None, :]
-        decayed = key * tl.exp(tl.minimum(at - then, 0.0))
-        column = (i == token)[None, :]
-        among += tl.where(column, tl.sum(k * decayed, 1)[:, None], 0.0)
-        scores += tl.where(column, tl.sum(q * decayed, 1)[:, None], 0.0)
-    return among, scores
 
 
 @triton.jit
@@ -131,10 +101,7 @@ def _solve_chunks(
         share = tl.load(beta + (first + i) * beta_stride + head, i < count, 0.0).to(tl.float32)
         share = tl.where(i < count, 1.0 / (1.0 + tl.exp(-share)), 0.0)
         gates, here = (alpha, dt, tl.load(log_decay + head), alpha_stride), (first, count, head)
-        if SIZES.channels:
-            among, read = _channel_products(mixed, gates, here, SIZES, KEYS, CHUNK)
-        else:
-            among, read = _products(mixed, gates, here, SIZES, KEYS, CHUNK)
+        among, read = _products(mixed, gates, here, SIZES, KEYS, CHUNK)
         row, column = i[:, None], i[None, :]
         among = tl.where(row > column, among * share[:, None], 0.0)
         inverse = tl.where(row == column, 1.0, 0.0)
@@ -160,7 +127,7 @@ def _read(mixed, gates, chunk, begin, state, seen, read, SIZES: tl.constexpr, CH
     """Adds what keys and queries find in some rows of a state from before the chunk, which begin with `begin`."""
     KEYS: tl.constexpr = state.shape[0]
     q, k = _load_keys(mixed, chunk, begin, SIZES, KEYS, CHUNK)
-    at, _ = _decays(gates, chunk, begin, SIZES, KEYS, CHUNK)
+    at, _ = _decays(gates, chunk, CHUNK)
     decay = tl.exp(at)
     return tl.dot(k * decay, state, seen, input_precision=TF32), tl.dot(q * decay, state, read, input_precision=TF32)
 
@@ -170,10 +137,9 @@ def _move_on(mixed, gates, chunk, begin, update, state, SIZES: tl.constexpr, CHU
     """Returns some rows of a state after the chunk, which begin with `begin`."""
     KEYS: tl.constexpr = state.shape[0]
     _, k = _load_keys(mixed, chunk, begin, SIZES, KEYS, CHUNK)
-    at, whole = _decays(gates, chunk, begin, SIZES, KEYS, CHUNK)
-    kept, rest = tl.trans(k * tl.exp(whole - at)), tl.exp(whole)
-    state *= tl.trans(rest) if SIZES.channels else rest
-    return tl.dot(kept, update, state, input_precision=TF32)
+    at, whole = _decays(gates, chunk, CHUNK)
+    kept = tl.trans(k * tl.exp(whole - at))
+    return tl.dot(kept, update, state * tl.exp(whole), input_precision=TF32)
 
 
 @triton.jit
@@ -273,7 +239,7 @@ def delta_chunks(
         SIZES=sizes,
         KEYS=keys,
         CHUNK=CHUNK,
-        **launch_options(8 if sizes.channels else 4, num_stages=1),
+        **launch_options(4, num_stages=1),
     )
     columns = min(COLUMNS, max(triton.next_power_of_2(sizes.v_dim), 16))
     _delta_chunks[(len(rows.numbers), sizes.v_heads, triton.cdiv(sizes.v_dim, columns))](
@@ -281,7 +247,7 @@ def delta_chunks(
         (gates.alpha.stride(0), states.stride(0)),
         SIZES=sizes,
         KEYS=keys,
-        HALF=min(keys, MAX_KEYS // 2),
+        HALF=min(keys, MAX_CHUNKED_KEYS // 2),
         COLUMNS=columns,
         CHUNK=CHUNK,
         **launch_options(4, num_stages=1),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from penstock.backend.cuda.kernels.causal_conv import ConvSizes, StateRows, store_conv_state, window
-from penstock.backend.cuda.kernels.delta_chunk import computes_chunks, delta_chunks
+from penstock.backend.cuda.kernels.delta_chunk import delta_chunks
 from penstock.backend.cuda.kernels.delta_rule import Gates, HeadSizes, delta_rule
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.silu_and_mul import silu
@@ -104,8 +104,8 @@ class DeltaScratch(NamedTuple):
 
     mixed: Any  # [T, q + k + v] convolved
     raw: Any  # [T, v] read from states
-    inverses: Any  # [T, v_heads * CHUNK] see delta_chunk.py
-    scores: Any  # [T, v_heads * CHUNK]
+    inverses: Any  # [T, v_heads * CHUNK] see delta_chunk.py; nothing where no chunks are computed
+    scores: Any  # the same
 
 
 def delta_net(
@@ -132,7 +132,7 @@ def delta_net(
         **options,
     )
     gates = Gates(x.beta, x.alpha[:, -spec.decay_width :], weights.decay, weights.dt_bias)
-    chunked = prompts and computes_chunks(spec) and len(rows.chunks) > 0
+    chunked = prompts and spec.chunked and len(rows.chunks) > 0
     delta_rule(scratch.mixed, gates, sizes, states, rows, scratch.raw, leave_chunks=chunked, fixed=fixed)
     if chunked:
         delta_chunks(scratch.mixed, gates, sizes, states, rows, scratch.inverses, scratch.scores, scratch.raw)
