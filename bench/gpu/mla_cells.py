@@ -55,7 +55,7 @@ class MlaContext:
         room = tokens * self.dims.absorbed_width // position // BLOCK * BLOCK
         self.expansion = MlaExpansion(self.dims, room)
         self.tilings = Tilings(device_properties(self.q.device))
-        self.spare = inputs.spare_splits([-(-heads // self.tilings.mla_decode(heads, 576, 2).queries)])
+        self.spare = inputs.spare_splits(1 if heads <= 64 else 8)
         self.context: Any = SimpleNamespace(
             tilings=self.tilings, memory=SimpleNamespace(expansion=self.expansion, split_kv=None)
         )

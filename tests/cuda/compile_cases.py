@@ -348,6 +348,7 @@ def fp8_matrices_and_many_rows(tilings: Tilings) -> None:
 
 @case(
     bf16=(BF16, 128, 4, {}),
+    many_heads=(BF16, 128, 16, {}),
     wide=(BF16, 256, 2, {"soft_cap": 50.0}),
     sinks=(BF16, 64, 8, {"window": 128, "sinks": True}),
     gain=(BF16, 128, 4, {"q_gain": True}),

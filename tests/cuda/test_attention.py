@@ -249,7 +249,7 @@ def test_parts_cover_every_context_once_and_fit(lengths: list[int], spare: int) 
     splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32), rows % 5 + 1, spare=spare)
     padded_rows = bucket_decode_rows(len(lengths))
     assert len(splits) <= padded_rows + spare
-    assert len(splits) <= bucket_splits(len(splits), padded_rows) in (padded_rows + each for each in SPARES)
+    assert len(splits) <= bucket_splits(len(splits), padded_rows) in [padded_rows + each for each in SPARES]
     assert splits[:, 5].max() <= inputs.SPARE_SPLITS + 1
     for row, length in enumerate(lengths):
         own = splits[splits[:, 1] == row]

@@ -148,7 +148,7 @@ MEASURED = {
     Product("quant_gemm", "4 bits", 64, 4096, 4096): (8, 64, 1, 2, 8, 2),
     Product("small_gemm", "4 bits", 16, 4096, 4096): (2, 4, 2, 1),
     Product("gemv", "16 bits", 1, 4096, 4096): (2, 512, 8),
-    Product("expert_gemv", "fp8", 1, 768, 2048, True): (2, 512, 1),
+    Product("expert_gemv", "fp8", 1, 768, 2048, True): (1, 1024, 2),
 }
 
 
@@ -165,19 +165,18 @@ def test_measured_tilings_win(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert tilings.gemv(4096, 4096) == (2, 512, 8)
     assert tilings.gemv(4096, 2048) == (2, 512, 8)
     assert tilings.gemv(4096, 1024) == dense_tilings.gemv_tiling(4096, 1024)
-    assert tilings.expert_gemv(1, 1408, 2048, True) == (2, 512, 1)
+    assert tilings.expert_gemv(1, 1408, 2048, True) == (1, 1024, 2)
     for itemsize, gated in ((1, False), (2, True)):
-        usual = dense_tilings.expert_gemv_tiling(2048, itemsize, gated)
+        usual = dense_tilings.expert_gemv_tiling(itemsize, gated)
         assert tilings.expert_gemv(itemsize, 768, 2048, gated) == usual
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("width", "itemsize", "tiled"),
-    [(2048, 2, (1024, 4)), (768, 2, (256, 1)), (1408, 2, (512, 2)), (64, 2, (256, 1)), (4096, 1, (2048, 4))],
-)
-def test_warps_of_experts_read_whole_lines_and_few_lanes_idle(width: int, itemsize: int, tiled: object) -> None:
-    assert dense_tilings.expert_gemv_tiling(width, itemsize, False)[1:] == tiled
+@pytest.mark.parametrize(("itemsize", "gated"), [(1, False), (1, True), (2, False), (2, True), (4, True)])
+def test_lanes_of_experts_read_16_bytes_and_have_registers_for_them(itemsize: int, gated: bool) -> None:
+    lines, lanes, warps = dense_tilings.expert_gemv_tiling(itemsize, gated)
+    assert lanes * itemsize == 16 * 32 * warps
+    assert lines * lanes * (2 if gated else 1) <= 64 * 32 * warps
 
 
 @pytest.mark.parametrize("entry", [entry_name("another GPU"), entry_name(A100.name) + "0"])

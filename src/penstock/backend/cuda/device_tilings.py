@@ -76,7 +76,7 @@ class Tilings:
     def expert_gemv(self, itemsize: int, rows: int, width: int, gated: bool) -> GemvTiling:
         kind = "fp8" if itemsize == 1 else f"{8 * itemsize} bits"
         found = self._tuned.find(Product("expert_gemv", kind, 1, rows, width, gated))
-        return GemvTiling(*found) if found else tilings.expert_gemv_tiling(width, itemsize, gated)
+        return GemvTiling(*found) if found else tilings.expert_gemv_tiling(itemsize, gated)
 
     @remembered
     def skinny(self, count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> SkinnyTiling | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda.inputs import MOST_SPARE, SPARE_SPLITS, DeviceInputs, Shape, most_runs
+from penstock.backend.cuda.inputs import DeviceInputs, Shape, most_runs, spare_room
 from penstock.backend.cuda.program import CudaProgram
 from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
@@ -99,7 +99,7 @@ def step_rows(rows: int) -> int:
 
 def bucket_splits(splits: int, runs: int) -> int:
     """Returns how many splits a step has room for whose contexts attend in so many runs."""
-    return runs + (SPARE_SPLITS if splits <= runs + SPARE_SPLITS else MOST_SPARE)
+    return runs + spare_room(splits - runs)
 
 
 def bucket_adapter_tiles(tiles: int, tokens: int) -> int:

@@ -34,7 +34,8 @@ from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 
 ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
-MOST_SPARE = 256  # the same, of MLA: one or two programs attend to a split, and not one for each of many KV heads
+MOST_SPARE = 256  # the same, where few programs attend to a split
+FILLED = 512  # programs that fill a large device
 SHORTEST_SPLIT = 64
 MOST_VERIFIED = 65  # tokens of a row that verifies a draft: the longest draft, and the token before it
 FEW_TOKENS = 17  # of a row that attends as if it verified a draft, in any case
@@ -205,7 +206,7 @@ def plan_attention(
         tile_tokens = expansion.tile_tokens or tile_tokens
     tiles = tiles_of(batch, prompts.tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
-    room = len(first) + spare if spare > SPARE_SPLITS and len(first) else len(splits)  # so that it has one shape
+    room = len(splits) if spare <= SPARE_SPLITS or not len(first) else len(first) + MOST_SPARE  # always one shape
     total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), room, len(tiles), len(adapters.tiles)
     shape = pad(Shape(*total, run, len(pieces), contexts.room))
     return AttentionPlan(shape, splits, tiles, adapters, shared, pieces, contexts)
@@ -261,17 +262,23 @@ def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
     return first, rows[of_row], np.minimum(end[of_row] - first, size)
 
 
-def spare_splits(groups: Sequence[int]) -> int:
-    """Returns how many splits there may be beyond one for each run, where layers of MLA have so many groups of heads
-    that attend to a split; none: no layer is one."""
-    return max(MOST_SPARE // max(groups), SPARE_SPLITS) if groups else SPARE_SPLITS
+def spare_splits(programs: int) -> int:
+    """Returns how many splits there may be beyond one for each run, where so many programs attend to each."""
+    return min(max(FILLED // programs, SPARE_SPLITS), MOST_SPARE)
+
+
+def spare_room(spare: int) -> int:
+    """Returns how many splits beyond one for each run a step has room for that makes at most `spare`: one of two
+    numbers, so that graphs are few."""
+    return SPARE_SPLITS if spare <= SPARE_SPLITS else MOST_SPARE
 
 
 def split_lines(rows: int, run_sizes: Sequence[int], spare: int = SPARE_SPLITS) -> int:
     """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV.
     Those of shared prefixes come after the ones of rows."""
-    runs = max((most_runs(rows, size) + spare) * size for size in run_sizes)
-    return max(runs, rows + spare + SHARED_SPLITS * MOST_TOKENS)
+    room = spare_room(spare)
+    runs = max((most_runs(rows, size) + room) * size for size in run_sizes)
+    return max(runs, rows + room + SHARED_SPLITS * MOST_TOKENS)
 
 
 def split_contexts(

@@ -12,7 +12,7 @@ from penstock.backend.base import Batch, Bitmasks, Model
 from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling
 from penstock.backend.cuda.graphs import Graphs
-from penstock.backend.cuda.inputs import MOST_SPARE, SPARE_SPLITS, DeviceInputs, Shape
+from penstock.backend.cuda.inputs import MOST_SPARE, SPARE_SPLITS, DeviceInputs, Shape, spare_room
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
@@ -110,8 +110,8 @@ class LoadedProgram:
 
     def usual(self, shape: Shape) -> Shape:
         """Returns the shape that most steps have which are otherwise like this one."""
-        if shape.splits and self.program.spare_splits > SPARE_SPLITS:
-            shape = shape._replace(splits=shape.splits - SPARE_SPLITS + MOST_SPARE)
+        if shape.splits:
+            shape = shape._replace(splits=shape.splits + spare_room(self.program.spare_splits) - SPARE_SPLITS)
         if self.expansion is None or not shape.tiles:
             return shape
         return shape._replace(expanded=self.expansion.usual_blocks(shape.tokens))

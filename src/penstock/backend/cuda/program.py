@@ -112,7 +112,8 @@ class CudaProgram:
         alone = not shared.tilings.fixed  # MLA attends token by token, but for segments
         groups = [RUN_QUERIES if spec.v_dim and alone else spec.heads // spec.kv_heads for spec in self.layers.values()]
         self.run_sizes = run_sizes_of(max(groups, default=1))
-        self.spare_splits = spare_splits([mla_groups(spec, shared) for spec in self.layers.values() if spec.v_dim])
+        programs = [split_programs(spec, shared) for spec in self.layers.values()]
+        self.spare_splits = spare_splits(max(programs, default=1))
         lines = split_lines(sizes.rows, self.run_sizes, self.spare_splits)
         if shared.tilings.fixed:
             lines = MOST_SPLITS * self.run_sizes[-1]
@@ -149,6 +150,10 @@ class CudaProgram:
             launch(step, *[views[place] for place in places])
 
 
-def mla_groups(spec: AttentionSpec, shared: SharedMemory) -> int:
-    """Returns how many programs attend to a split of a layer of MLA."""
-    return -(-spec.heads // shared.tilings.mla_decode(spec.heads, spec.head_dim, shared.dtype.itemsize).queries)
+def split_programs(spec: AttentionSpec, shared: SharedMemory) -> int:
+    """Returns how many programs attend to a split of a layer. Those of MLA with many heads take a multiprocessor each,
+    and count for four."""
+    if not spec.v_dim:
+        return spec.kv_heads
+    queries = shared.tilings.mla_decode(spec.heads, spec.head_dim, shared.dtype.itemsize).queries
+    return 1 if spec.heads <= queries else 4 * -(-spec.heads // queries)

@@ -35,14 +35,13 @@ def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
     return gemv.Tiling(lines, min(1024, 1 << (width - 1).bit_length()), warps)
 
 
-def expert_gemv_tiling(width: int, itemsize: int, gated: bool) -> gemv.Tiling:
+def expert_gemv_tiling(itemsize: int, gated: bool) -> gemv.Tiling:
     """Returns the tiling of products with experts' matrices, one row each. A warp's lanes have 16 bytes each of a row
-    of the matrix at a time: so the values of x that they need are their own, and cross no shared memory. Of the numbers
-    of warps that leave the fewest lanes idle, it is the largest. It was measured nowhere."""
+    of the matrix at a time: so the values of x that they need are their own, and cross no shared memory."""
     lanes = 32 * 16 // itemsize
-    widths = {warps * lanes: warps for warps in (1, 2, 4)}
-    best = min(widths, key=lambda each: (-(-width // each) * each, -each))
-    return gemv.Tiling(4 if gated else 8, best, widths[best])
+    if itemsize == 1:  # what is widened takes registers
+        return gemv.Tiling(2 if gated else 4, lanes, 1)
+    return gemv.Tiling(1, lanes, 1) if gated else gemv.Tiling(4, 2 * lanes, 2)
 
 
 def skinny_tiling(

@@ -51,7 +51,8 @@ __all__ = ["AttentionOptions", "Rotation", "SharedPlaces", "SplitKV", "decode_at
 KV8 = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 KV8_RUN = 4, 1  # the same with twice as many queries, which take the registers of a group
 FEWEST_QUERIES = 16  # that tensor cores take
-JOINED = 64  # queries of runs, of all splits together, that are joined at a time
+MOST_JOINED = 16  # splits that a program joins at a time
+JOINED = 64  # values of splits that a thread joins at a time: with many more it spills registers
 
 
 class AttentionOptions(NamedTuple):
@@ -346,6 +347,12 @@ def sizes_of(shape: KvShape, tile: int, warps: int, kv8: bool, run: int) -> tupl
     return (queries_of(shape.group, run), tile, warps, 0)
 
 
+def splits_joined(shape: KvShape, run: int, warps: int) -> int:
+    """Returns how many splits of a context a program joins at a time."""
+    values = int(triton.next_power_of_2(shape.group * run)) * shape.block_d
+    return min(max(JOINED * 32 * warps // values, 1), MOST_JOINED)
+
+
 def decode_attention(
     qkv: Any,
     cache: Any,
@@ -383,7 +390,7 @@ def decode_attention(
     tile, warps, stages = tiling
     rotated = rotation[3:] if rotation else (-1, False)
     sizes = sizes_of(shape, tile, warps, kv8, run)
-    joined = tile // 4 if run == 1 else max(JOINED // queries_of(shape.group, run), 1)
+    joined = splits_joined(shape, run, sizes[2])
     *places, together = shared or (splits, 0, 0)
     config = DecodeConfig(shape, options, kinds_of(cache, scales), *rotated, *sizes, run, joined, together)
     _decode_attention[(shape.kv_heads, len(splits))](
