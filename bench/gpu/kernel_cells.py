@@ -254,7 +254,9 @@ class Context:
         self.dims = dims
         self.group = heads // kv_heads
         self.tilings = Tilings(device_properties(torch.device("cuda", 0)))
-        self.work = inputs.plan_attention(batch, 128 // (heads // kv_heads), padded)
+        spare = inputs.spare_splits(kv_heads)
+        pad = partial(padded, spare=spare)
+        self.work = inputs.plan_attention(batch, 128 // (heads // kv_heads), pad, spare=spare)
         self.caches = [bf16(sum(widths), 2, kv_heads, 16, dims) for _ in range(max(2, min(40, 40_000 // sum(widths))))]
         self.qkv = bf16(len(batch.tokens), (heads + 2 * kv_heads) * dims)
         self.out = torch.empty((len(batch.tokens), heads * dims), dtype=torch.bfloat16, device="cuda")

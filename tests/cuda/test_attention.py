@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import inputs
-from penstock.backend.cuda.graphs import bucket_decode_rows, bucket_splits, padded
+from penstock.backend.cuda.graphs import bucket_decode_rows, padded
 from penstock.backend.cuda.kernels.decode_attention import Rotation, SplitKV, decode_attention, queries_of
 from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
@@ -229,27 +229,25 @@ def test_a_long_context_is_cut_into_parts_and_joined() -> None:
     attend_with(spec_of("smollm2"), [Chunk([0], 1999, range(125))], torch.float32, 16, sunk=True)
 
 
-@given(st.tuples(*[st.integers(0, 5000)] * 5))
-def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int, ...]) -> None:
+@given(st.tuples(*[st.integers(0, 5000)] * 5), st.sampled_from(SPARES))
+def test_padded_shapes_hold_what_they_pad_and_stay_as_they_are(sizes: tuple[int, ...], spare: int) -> None:
     tokens, sampled, decodes, seed, tiles = sizes
     decodes, sampled = min(decodes, tokens), min(sampled, tokens)
     size = (tokens, sampled) if tiles else (decodes, min(sampled, decodes))
     run = 0 if tiles else (0, *inputs.RUNS)[seed % 4]
     shape = inputs.Shape(*size, decodes, 0, tiles, run=run)
-    larger = padded(shape)
+    larger = padded(shape, spare)
     assert all(more >= least for more, least in zip(larger, shape, strict=True))
-    assert padded(larger) == larger
+    assert padded(larger, spare) == larger
     runs = inputs.most_runs(larger.decodes, run)
-    assert larger.splits >= runs + (inputs.SPARE_SPLITS if larger.decodes else 0) or larger == shape
+    assert larger.splits >= runs + (spare if larger.decodes else 0) or larger == shape
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300), st.sampled_from(SPARES))
 def test_parts_cover_every_context_once_and_fit(lengths: list[int], spare: int) -> None:
     rows = np.arange(len(lengths), dtype=np.int32)
     splits = inputs.split_contexts(rows * 3, rows, np.array(lengths, np.int32), rows % 5 + 1, spare=spare)
-    padded_rows = bucket_decode_rows(len(lengths))
-    assert len(splits) <= padded_rows + spare
-    assert len(splits) <= bucket_splits(len(splits), padded_rows) in [padded_rows + each for each in SPARES]
+    assert len(splits) <= bucket_decode_rows(len(lengths)) + spare
     assert splits[:, 5].max() <= inputs.SPARE_SPLITS + 1
     for row, length in enumerate(lengths):
         own = splits[splits[:, 1] == row]

@@ -144,7 +144,7 @@ def test_launches_are_the_same_at_every_number_of_rows(kind: str, monkeypatch: p
     for rows, step in product(COUNTS, (0, 1)):
         assert launches(partial(backend.logits, steps_of(rows)[step]), monkeypatch) == wanted
     program = backend._programs[0]
-    for shape in common_shapes(40, 256, 128, program.program.run_sizes):
+    for shape in common_shapes(40, 256, 128, *program.program.split_sizes):
         rehearsal = partial(backend._rehearse, program, backend._shape_for(program, shape))
         assert launches(rehearsal, monkeypatch) == wanted
     assert not any("cublas" in launch or "hopper" in launch for launch in wanted)

@@ -79,8 +79,9 @@ def test_rehearsals_leave_no_trace() -> None:
     backend.reserve_kv(64, 4)
     tokens = [5, 6, 7, 8, 9]
     before = backend.logits(greedy_batch([Chunk(tokens, 0, range(4))]))
-    for shape in common_shapes(8, 256, 64, backend._programs[0].program.run_sizes):
-        backend._rehearse(backend._programs[0], backend._pad(shape), sampling=True)
+    program = backend._programs[0]
+    for shape in common_shapes(8, 256, 64, *program.program.split_sizes):
+        backend._rehearse(program, backend._pad(program, shape), sampling=True)
     after = backend.logits(greedy_batch([Chunk([10], 5, range(4))]))
     backend.reserve_kv(64, 4)
     whole = backend.logits(greedy_batch([Chunk([*tokens, 10], 0, range(4))]))
@@ -144,8 +145,8 @@ def test_first_answers_wait_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
     while backend.prepare_in_idle():
         pass
     program = backend._programs[0]
-    shapes = common_shapes(8, 256, 64, program.program.run_sizes)
-    assert all(program.graphs.has(shape) for shape in shapes if shape == backend._pad(shape))
+    shapes = common_shapes(8, 256, 64, *program.program.split_sizes)
+    assert all(program.graphs.has(shape) for shape in shapes if shape == backend._pad(program, shape))
     compiled.clear()
     assert answers(backend, limits, {1: (3, 4, 5)}) == before
     answers(backend, limits, {id: (3, 4, id) for id in range(1, 7)})

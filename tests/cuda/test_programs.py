@@ -285,7 +285,8 @@ def test_both_get_ready_in_idle() -> None:
         pass
     for number, shapes in enumerate((common_shapes, draft_shapes)):
         program = backend._programs[number]
-        ready = [shape for shape in shapes(4, 256, 0, program.program.run_sizes) if shape == backend._pad(shape)]
+        common = shapes(4, 256, 0, *program.program.split_sizes)
+        ready = [shape for shape in common if shape == backend._pad(program, shape)]
         assert ready
         assert all(program.graphs.has(shape) for shape in ready)
     assert run(backend, step(0, 0), step(0, 1)) == wanted

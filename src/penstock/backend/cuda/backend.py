@@ -299,8 +299,8 @@ class CudaBackend:
         common = (
             (program, shape)
             for number, program in self._programs.items()
-            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, program.program.run_sizes)
-            if self._fits(shape) and shape == self._pad(shape) and (program.sharing or not shape.shared)
+            for shape in (draft_shapes if number else common_shapes)(*self._step_sizes, *program.program.split_sizes)
+            if self._fits(shape) and shape == self._pad(program, shape) and (program.sharing or not shape.shared)
         )
         return list(dict.fromkeys((program, self._shape_for(program, shape)) for program, shape in common))
 
@@ -416,11 +416,11 @@ class CudaBackend:
         return program.forward(batch, work.shape, self._send(program, batch, work))
 
     def _plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
-        sizes = self._sizes.rows, program.program.run_sizes
+        sizes, pad = (self._sizes.rows, program.program.run_sizes), partial(self._pad, program)
         if self._tilings.fixed:
             run, whole_rows = program.program.run_sizes[-1], program.program.sees_whole_rows
-            return plan_segments(batch, run, self._pad, whole_rows=whole_rows)
-        given = batch, program.tile_tokens, self._pad, *sizes
+            return plan_segments(batch, run, pad, whole_rows=whole_rows)
+        given = batch, program.tile_tokens, pad, *sizes
         return inputs.plan_attention(*given, program.sharing, program.expansion, program.program.spare_splits)
 
     def _send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
@@ -434,11 +434,11 @@ class CudaBackend:
             self._forget_graphs()
         return self._inputs.send(batch, work, program.memory)
 
-    def _pad(self, shape: Shape) -> Shape:
+    def _pad(self, program: LoadedProgram, shape: Shape) -> Shape:
         """Returns the shape of a graph that the shape fits in, or the shape itself."""
         if (shape.tiles or shape.tokens > shape.decodes) and not self._capture:
             return shape
-        larger = padded(shape)
+        larger = padded(shape, program.program.spare_splits)
         return larger if self._fits(larger) else shape
 
     def _fits(self, shape: Shape) -> bool:
@@ -448,8 +448,8 @@ class CudaBackend:
     def _shape_for(self, program: LoadedProgram, shape: Shape) -> Shape:
         """Returns the shape of a graph that a step of this shape fits in, as the program's steps are planned."""
         if self._tilings.fixed:
-            return self._pad(in_segments(shape, program.program.run_sizes[-1]))
-        return program.usual(self._pad(shape))
+            return self._pad(program, in_segments(shape, program.program.run_sizes[-1]))
+        return program.usual(self._pad(program, shape))
 
     def _event(self) -> Any | None:
         """Returns an event that happens when all that is queued now for steps has."""

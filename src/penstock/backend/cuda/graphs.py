@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from penstock.backend.cuda.inputs import DeviceInputs, Shape, most_runs, spare_room
+from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape, most_runs
 from penstock.backend.cuda.program import CudaProgram
 from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
@@ -45,14 +46,15 @@ def verified_sizes(rows: int, run_sizes: Sequence[int]) -> list[int]:
     return padded_sizes(min(rows, MOST_IN_RUNS if run_sizes[-1] > 1 else MOST_ALONE))
 
 
-def padded(shape: Shape) -> Shape:
-    """Returns the shape that a step is padded to; its own if it is too large for a graph."""
+def padded(shape: Shape, spare: int = SPARE_SPLITS) -> Shape:
+    """Returns the shape that a step is padded to, with so many splits beyond one for each run; its own if it is too
+    large for a graph."""
     if shape.segmented:
         return padded_segments(shape)
     if not shape.tiles:
         rows = bucket_decode_rows(shape.decodes)
         adapters = bucket_adapter_tiles(shape.adapter_tiles, rows)
-        splits = bucket_splits(shape.splits, most_runs(rows, shape.run))
+        splits = most_runs(rows, shape.run) + spare
         return Shape(rows, rows, rows, splits, 0, adapters, shape.run, SHARED_SPLITS if shape.shared else 0)
     tokens = round_up(shape.tokens, PROMPT_TOKENS)
     if tokens > MAX_TOKENS:
@@ -60,8 +62,7 @@ def padded(shape: Shape) -> Shape:
     rows = bucket_mixed_rows(max(shape.sampled, shape.decodes))
     decodes = rows if shape.decodes else 0
     tiles = round_up(max(tokens // TOKENS_PER_TILE, shape.tiles), 64)
-    splits = bucket_splits(shape.splits, decodes) if decodes else 0
-    adapters = bucket_adapter_tiles(shape.adapter_tiles, tokens)
+    splits, adapters = decodes + spare if decodes else 0, bucket_adapter_tiles(shape.adapter_tiles, tokens)
     shared = SHARED_SPLITS if shape.shared else 0
     return Shape(tokens, rows, decodes, splits, tiles, adapters, 0, shared, shape.expanded)
 
@@ -97,11 +98,6 @@ def step_rows(rows: int) -> int:
     return rows if rows <= 8 else max(rows, min(4 * rows, MOST_IN_RUNS))
 
 
-def bucket_splits(splits: int, runs: int) -> int:
-    """Returns how many splits a step has room for whose contexts attend in so many runs."""
-    return runs + spare_room(splits - runs)
-
-
 def bucket_adapter_tiles(tiles: int, tokens: int) -> int:
     """Returns how many tiles of rows with one adapter a step has room for: a power of 4, so that graphs are few. Each
     token has one at most."""
@@ -116,29 +112,34 @@ def round_up(value: int, to: int) -> int:
     return -(-value // to) * to
 
 
-def common_shapes(rows: int, tokens: int, budget: int, run_sizes: Sequence[int]) -> Iterator[Shape]:
+def common_shapes(
+    rows: int, tokens: int, budget: int, run_sizes: Sequence[int], spare: int = SPARE_SPLITS
+) -> Iterator[Shape]:
     """Yields the shapes that most steps of at most so many rows and tokens have, the likeliest first: prompts, then
     answers, then both, with up to `budget` tokens while 64 rows answer, then answers that share prefixes, then drafts,
     in runs of these sizes."""
+    pad = partial(padded, spare=spare)
     sizes = padded_sizes(rows)
     many = dict.fromkeys(bucket_mixed_rows(count) for count in range(1, rows + 1))
     tokens = min(tokens, MAX_TOKENS)
     alone = [count for count in (128, 512, tokens) if count <= tokens]
     most = {size: min(prefill_budget(max(budget or tokens, size + 1), size), tokens) for size in many}
     beside = [(size, count) for size in many for count in range(most[size], size, -PROMPT_TOKENS)]
-    yield from (padded(Shape(count, 1, 0, 0, 1)) for count in alone)
-    yield from (padded(Shape(size, size, size, size, 0)) for size in sizes)
-    yield from (padded(Shape(count, size, size, size, 1)) for size, count in beside)
-    yield from (padded(Shape(size, size, size, size, 0, shared=1)) for size in sizes if size >= FEW_SHARING)
+    yield from (pad(Shape(count, 1, 0, 0, 1)) for count in alone)
+    yield from (pad(Shape(size, size, size, size, 0)) for size in sizes)
+    yield from (pad(Shape(count, size, size, size, 1)) for size, count in beside)
+    yield from (pad(Shape(size, size, size, size, 0, shared=1)) for size in sizes if size >= FEW_SHARING)
     for run in run_sizes:
         drafted = verified_sizes(step_rows(rows), (run,))
-        yield from (padded(Shape(size, size, size, size, 0, run=run)) for size in drafted if size > run)
+        yield from (pad(Shape(size, size, size, size, 0, run=run)) for size in drafted if size > run)
 
 
-def draft_shapes(rows: int, tokens: int, budget: int, run_sizes: Sequence[int]) -> Iterator[Shape]:
+def draft_shapes(
+    rows: int, tokens: int, budget: int, run_sizes: Sequence[int], spare: int = SPARE_SPLITS
+) -> Iterator[Shape]:
     """Yields the shapes that steps of a draft model have, as `common_shapes` does: it computes prompts by themselves,
     and drafts one token at a time, or two if all of a draft was accepted."""
-    common = common_shapes(rows, tokens, budget, run_sizes[:2])
+    common = common_shapes(rows, tokens, budget, run_sizes[:2], spare)
     yield from (shape for shape in common if not (shape.tiles and shape.decodes))
 
 
@@ -154,7 +155,7 @@ class Graphs:
 
     def run(self, shape: Shape, step: DeviceInputs) -> Any:
         """Runs the forward pass of a step; returns its answer, [S, *]."""
-        if not self._capture or shape != padded(shape):
+        if not self._capture or shape != padded(shape, self._program.spare_splits):
             return self.launch(step)
         if shape not in self._seen:
             self._seen.add(shape)

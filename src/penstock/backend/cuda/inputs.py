@@ -206,8 +206,7 @@ def plan_attention(
         tile_tokens = expansion.tile_tokens or tile_tokens
     tiles = tiles_of(batch, prompts.tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
-    room = len(splits) if spare <= SPARE_SPLITS or not len(first) else len(first) + MOST_SPARE  # always one shape
-    total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), room, len(tiles), len(adapters.tiles)
+    total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
     shape = pad(Shape(*total, run, len(pieces), contexts.room))
     return AttentionPlan(shape, splits, tiles, adapters, shared, pieces, contexts)
 
@@ -267,18 +266,11 @@ def spare_splits(programs: int) -> int:
     return min(max(FILLED // programs, SPARE_SPLITS), MOST_SPARE)
 
 
-def spare_room(spare: int) -> int:
-    """Returns how many splits beyond one for each run a step has room for that makes at most `spare`: one of two
-    numbers, so that graphs are few."""
-    return SPARE_SPLITS if spare <= SPARE_SPLITS else MOST_SPARE
-
-
 def split_lines(rows: int, run_sizes: Sequence[int], spare: int = SPARE_SPLITS) -> int:
     """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV.
     Those of shared prefixes come after the ones of rows."""
-    room = spare_room(spare)
-    runs = max((most_runs(rows, size) + room) * size for size in run_sizes)
-    return max(runs, rows + room + SHARED_SPLITS * MOST_TOKENS)
+    runs = max((most_runs(rows, size) + spare) * size for size in run_sizes)
+    return max(runs, rows + spare + SHARED_SPLITS * MOST_TOKENS)
 
 
 def split_contexts(

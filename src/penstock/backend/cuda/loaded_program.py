@@ -12,7 +12,7 @@ from penstock.backend.base import Batch, Bitmasks, Model
 from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling
 from penstock.backend.cuda.graphs import Graphs
-from penstock.backend.cuda.inputs import MOST_SPARE, SPARE_SPLITS, DeviceInputs, Shape, spare_room
+from penstock.backend.cuda.inputs import DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
@@ -89,7 +89,7 @@ class LoadedProgram:
         readable = not isinstance(memory.expansion, KvExpansion) or (layout.is_kv8 and size[1] == BLOCK_SIZE)
         self.expansion = memory.expansion if may_share and readable else None
         heads = max([spec.kv_heads for spec in layers.values()], default=1)
-        memory.reserve_arrivals((self._rows + MOST_SPARE) * heads)
+        memory.reserve_arrivals((self._rows + self.program.spare_splits) * heads)
         memory.states.reserve(states, memory.arena)
 
     def free_kv(self, groups: Sequence[KvGroup] = ()) -> None:
@@ -110,8 +110,6 @@ class LoadedProgram:
 
     def usual(self, shape: Shape) -> Shape:
         """Returns the shape that most steps have which are otherwise like this one."""
-        if shape.splits:
-            shape = shape._replace(splits=shape.splits + spare_room(self.program.spare_splits) - SPARE_SPLITS)
         if self.expansion is None or not shape.tiles:
             return shape
         return shape._replace(expanded=self.expansion.usual_blocks(shape.tokens))

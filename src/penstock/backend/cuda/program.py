@@ -124,6 +124,11 @@ class CudaProgram:
             torch.zeros(lines * most_heads, dtype=torch.int32, device=device),
         )
 
+    @property
+    def split_sizes(self) -> tuple[tuple[int, ...], int]:
+        """Returns what shapes of its steps depend on: how many tokens attend together, and the spare splits."""
+        return self.run_sizes, self.spare_splits
+
     def run_tokens(self, step: DeviceInputs) -> None:
         """Launches everything up to the rows whose logits are wanted."""
         self._run(self._launches[: self._sampling], step, 0)

@@ -52,7 +52,7 @@ KV8 = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
 KV8_RUN = 4, 1  # the same with twice as many queries, which take the registers of a group
 FEWEST_QUERIES = 16  # that tensor cores take
 MOST_JOINED = 16  # splits that a program joins at a time
-JOINED = 64  # values of splits that a thread joins at a time: with many more it spills registers
+JOINED = 128  # values of splits that a thread joins at a time: with more it spills registers
 
 
 class AttentionOptions(NamedTuple):
