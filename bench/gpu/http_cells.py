@@ -77,7 +77,8 @@ class Subject:
         """As a user would type it, but for the port."""
         quantize = [] if self.weights in FILES or self.weights == "bf16" else ["--quantize", self.weights]
         serve = [sys.executable, "-m", "penstock", "serve", str(self.model()), "--name", "random", "--port", "0"]
-        return [*serve, "--device", self.device, *quantize, *self.options]
+        drafts = ["--speculation", "off"]  # answers of random weights repeat themselves, and drafts would guess them
+        return [*serve, "--device", self.device, *quantize, *drafts, *self.options]
 
     def _path(self) -> Path:
         assert self._made is not None
