@@ -116,7 +116,7 @@ def int4_blocks(values: Array) -> QuantBlocks:
     groups = -(-width // CODINGS["INT4"].group)
     padded = pad(values.float(), rows, groups * CODINGS["INT4"].group).view(rows, groups, -1)
     lowest = padded.amin(-1, keepdim=True).half()
-    scale = ((padded.amax(-1, keepdim=True) - lowest) / 15).half()
+    scale = ((padded.amax(-1, keepdim=True) - lowest) * (1 / 15)).half()  # a GPU would divide inexactly
     codes = ((padded - lowest) / scale.float().clamp(min=1e-8)).round().clamp(0, 15)
     return QuantBlocks(codes.to(torch.uint8).view(rows, -1)[:, :width], torch.cat([scale, lowest], -1))
 

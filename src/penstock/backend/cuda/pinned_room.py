@@ -9,6 +9,7 @@ while all are on their way.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +26,8 @@ from penstock.backend.base import CopyTiming
 log = logging.getLogger(__name__)
 STAGED = 128 << 20  # bytes of the buffers on the device, if nobody says how many
 BUFFERS = 2  # one is filled while the other crosses the bus
-SEGMENT = 256 << 20  # bytes that are pinned at a time
+SEGMENT = 64 << 20  # bytes that are pinned at a time
+PAUSE = 0.001  # seconds between two of them, in which others get the driver's lock
 PATIENCE = 5.0  # seconds that a copy waits for its places to be pinned
 
 
@@ -175,3 +177,4 @@ class PinnedRoom:
             with self._more:
                 self._pinned.append(first + at)
                 self._more.notify_all()
+            time.sleep(PAUSE)

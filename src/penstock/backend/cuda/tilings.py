@@ -108,7 +108,7 @@ HOPPER_ATTENTION_TILINGS = {  # by dimensions of a head; registers hold fewer sc
     128: HopperAttentionTiling(128, 3),
     256: HopperAttentionTiling(64, 2),
 }
-HOPPER_MLA_TILINGS = {(128, 64, 128): HopperAttentionTiling(128, 2)}  # by dimensions of a head; measured nowhere
+HOPPER_MLA_TILINGS = {(128, 64, 128): HopperAttentionTiling(128, 2)}  # by dimensions of a head; no other was tried
 MLA_PREFILL_TILINGS = (  # the fastest first
     MlaTiling(64, 32, 8, 2),
     MlaTiling(32, 32, 8, 2),
@@ -183,8 +183,8 @@ def first_fitting(device: DeviceProperties, tilings: Sequence[MlaTiling], dims: 
 
 
 def mla_expanded_tiling(device: DeviceProperties, nope: int, rope: int, values: int, itemsize: int) -> AttentionTiling:
-    """Returns the tiling of MLA with expanded keys and values, for TILE_TOKENS tokens of a head of these dimensions. It
-    was measured nowhere."""
+    """Returns the tiling of MLA with expanded keys and values, for TILE_TOKENS tokens of a head of these dimensions. No
+    other was tried."""
     query, position = padded(nope) + padded(rope), padded(nope) + padded(rope) + padded(values)
     return shrunk(device, AttentionTiling(64, 8, 3), TILE_TOKENS * query * itemsize, position * itemsize)
 
