@@ -425,6 +425,8 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
     code, out, _ = penstock("doctor")
     assert code == 0
     assert "note  default model" in out
+    assert "ok    profiles          default:" in out
+    assert f"\n{24 * ' '}chat: people who read along" in out
 
     entry = keep("smollm2", bytes(1000))
     findings = {finding["check"]: finding["state"] for finding in json.loads(penstock("doctor", "--json")[1])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from penstock import store
 from penstock.cli.app import run_command
-from penstock.errors import EngineUnavailable, ModelError, ModelNotFound
+from penstock.errors import EngineUnavailable, MalformedFile, ModelError, ModelNotFound
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, create_app
 from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
@@ -100,6 +101,24 @@ def test_a_model_is_loaded_when_it_is_first_used_and_makes_room_when_another_is(
         second.end()
 
     run(ModelPool([source("a"), source("b")], PoolSettings(Budget(100, 1))), scenario)
+
+
+def test_what_cannot_be_loaded_makes_no_other_leave() -> None:
+    def broken() -> None:
+        raise MalformedFile("the file is cut off")
+
+    async def scenario(pool: ModelPool) -> None:
+        first, second = RequestContext(), RequestContext()
+        await pool.use("a", first)
+        first.end()
+        with pytest.raises(MalformedFile, match="cut off"):
+            await pool.use("b", second)
+        second.end()
+        assert states(pool) == {"a": "awake", "b": "stored"}
+        assert pool.get("b").error == "the file is cut off"
+
+    sources = [source("a"), replace(source("b"), check=broken)]
+    run(ModelPool(sources, PoolSettings(Budget(100, 1))), scenario)
 
 
 def test_a_model_in_use_is_waited_for_and_others_are_not_disturbed() -> None:

@@ -77,9 +77,12 @@ def doctor(
 
 
 def _print(findings: list[Finding]) -> None:
-    """Prints a line for each finding, and then the commands to type. On a terminal, long lines are wrapped."""
+    """Prints the lines of each finding, and then the commands to type. On a terminal, long lines are wrapped."""
     for finding in (finding for finding in findings if finding.detail):
-        print_filled(finding.detail, f"{finding.state:<6}{finding.check:<18}")
+        before = f"{finding.state:<6}{finding.check:<18}"
+        for line in finding.detail.split("\n"):
+            print_filled(line, before)
+            before = " " * len(before)
     print("\nCommands to type:")
     advice = {each.command: each.why for finding in findings for each in finding.advice}
     _print_commands(advice)
@@ -190,7 +193,7 @@ def _pip() -> tuple[str, str]:
 def _profiles() -> tuple[str, str]:
     from penstock.service_levels import PROFILES
 
-    return "ok", "; ".join(f"{name}: {profile.described()}" for name, profile in PROFILES.items())
+    return "ok", "\n".join(f"{name}: {profile.described()}" for name, profile in PROFILES.items())
 
 
 def _store() -> tuple[str, str]:

@@ -265,7 +265,15 @@ def source_of(
     client = partial(make_client, config)
     adapters = tuple(map(parse_adapter, config.adapter))
     expected = partial(_expected, config)
-    return ModelSource(found.name, client, load, found.path, _derived(found), expected, adapters, found.fixed)
+    about = _derived(found), expected, adapters, found.fixed, partial(_check_files, config)
+    return ModelSource(found.name, client, load, found.path, *about)
+
+
+def _check_files(config: Config) -> None:
+    """Raises what an engine would say of a model's files before it reads weights."""
+    from penstock.model.load import open_checkpoint
+
+    open_checkpoint(Path(config.model), config.config, config.strict_config, config.max_len)
 
 
 def _expected(config: Config) -> int:

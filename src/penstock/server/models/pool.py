@@ -367,6 +367,8 @@ class ModelPool:
         try:
             if entry.engine_died:
                 await self._unload(entry)
+            if entry.served is None and any(each.served is not None for each in self._entries.values()):
+                await asyncio.to_thread(entry.source.check)  # nobody makes room for what cannot be loaded
             await self._make_room(entry)
             if entry.served is not None:
                 await entry.served.client.wake()
