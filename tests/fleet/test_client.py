@@ -237,7 +237,9 @@ def test_a_replica_that_joins_while_others_are_resumed_goes_on(monkeypatch: pyte
     run(scenario())
 
 
-def test_a_replica_that_ends_for_good_leaves_its_counts_and_its_number() -> None:
+def test_a_replica_that_ends_for_good_leaves_its_counts_and_its_number(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
     async def scenario() -> None:
         async with fleet(2) as (client, keepers):
             await until_ready(client, 2)
@@ -253,6 +255,8 @@ def test_a_replica_that_ends_for_good_leaves_its_counts_and_its_number() -> None
             assert client.stats.generated_tokens == 8 * 10 + 3 * 10
 
     run(scenario())
+    told = [record.levelname for record in caplog.records if "go on elsewhere" in record.message]
+    assert told == ["INFO"] * 3  # nothing is wrong with one that was told to end
 
 
 def test_a_replica_of_another_model_is_left_out() -> None:

@@ -406,7 +406,8 @@ class FleetClient(RequestClient):
     def lose(self, replica: Replica, reason: str, *, innocent: bool) -> None:
         """Has other replicas go on with what a lost one has answered. What it had not answered waits a moment for word
         of how it died."""
-        log.error("%s; %d of its requests go on elsewhere", reason, self._streams.load(replica)[1])
+        level = logging.INFO if innocent or replica.draining else logging.ERROR
+        log.log(level, "%s; %d of its requests go on elsewhere", reason, self._streams.load(replica)[1])
         self._tally.of(replica.name).lost += not innocent
         if self._view is not None:
             (self._view.drop if innocent else self._view.lose)(replica.number)
