@@ -112,7 +112,7 @@ ADVICE = {
     "invalid_url": "Write the batch's own endpoint into each line.",
     "invalid_value": "Send one of the values that the message lists.",
     "missing_required_parameter": "Add the field.",
-    "previous_response_not_found": "Send the whole conversation again: responses are kept in memory only.",
+    "previous_response_not_found": "Send the whole conversation. `--keep-answers` keeps responses for the next server.",
     "request_timeout": "Send the body faster, or compress what a proxy slows down.",
     "request_too_large": "Send less; [limits](security.md#limits) has the sizes.",
     "storage_full": "Delete files, or raise `--max-data` and `--max-files`.",

@@ -31,7 +31,13 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 
 def tables() -> Iterator[tuple[str, NoEffect]]:
     """The tables of bodies, by a route that reads them, and of objects within them."""
-    stored = Files(NOBODY), Batches(NOBODY, NOBODY), Responses(NOBODY), StoredChats(), StreamEndpoints(NOBODY)
+    stored = (
+        Files(NOBODY),
+        Batches(NOBODY, NOBODY),
+        Responses(NOBODY, NOBODY),
+        StoredChats(NOBODY),
+        StreamEndpoints(NOBODY),
+    )
     for route in all_routes(NOBODY, *stored, RecentRequests()):
         yield route.path, route.operation.no_effect or {}
     for name, nested in openapi._nested.items():

@@ -9,11 +9,18 @@ import pytest
 
 from penstock.errors import InvalidRequest, NotFound
 from penstock.server.responses.items import (
+    CustomOutputItem,
+    FunctionOutputItem,
     InputText,
+    LocalShellItem,
     MessageItem,
     OutputText,
+    ReasoningItem,
     ReasoningSettings,
+    ReasoningText,
     ResponseObject,
+    ShellAction,
+    TextFormat,
     TextSettings,
 )
 from penstock.server.responses.store import ResponseStore, StoredResponse
@@ -120,3 +127,15 @@ def test_only_what_has_ended_well_is_gone_on_with(status: str) -> None:
     store.put(kept("a", status=status))
     with pytest.raises(InvalidRequest, match=f"is {status}"):
         store.conversation("a", None)
+
+
+def test_a_record_has_all_of_a_response() -> None:
+    stored = kept("a", previous="b", said="naïve 漢字")
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    stored.response.text = TextSettings(TextFormat("json_schema", "city", schema, strict=True))
+    stored.response.output.append(ReasoningItem("r", content=[ReasoningText("hm")], encrypted_content="sealed"))
+    stored.response.output.append(LocalShellItem("l", "call", ShellAction(["ls", "-l"], {"HOME": "x"})))
+    stored.input += [FunctionOutputItem("o", "call", [InputText("done")]), CustomOutputItem("c", "other", "done")]
+    stored.tenant = "alice"
+    read = StoredResponse.of(stored.record())
+    assert (read.response, read.input, read.tenant, read.running) == (stored.response, stored.input, "alice", False)

@@ -4,6 +4,7 @@ deleted, by their owner alone and within bounds."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -12,7 +13,6 @@ import pytest
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import app
 from penstock.server.access.guard import Rules
-from penstock.server.openai.stored_chats import StoredChats
 from penstock.server.owned_store import OwnedStore
 from penstock.service_levels import ServiceTerms
 from tests.server import toys
@@ -135,10 +135,9 @@ def test_metadata_has_bounds_where_it_is_stored(server: Server) -> None:
 
 
 def test_the_number_of_stored_chats_is_bounded() -> None:
-    chats = StoredChats(OwnedStore("chat completion", most=2))
     client = InProcessClient(toys.open_parrot, "parrot")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "StoredChats", lambda: chats)
+        patch.setattr(app, "OwnedStore", partial(OwnedStore, most=2))
         with serving(client, toys.ToyText(), MODEL) as server:
             ids = [store(server.sdk(), said) for said in "abc"]
             assert [each.id for each in server.sdk().chat.completions.list()] == ids[1:]

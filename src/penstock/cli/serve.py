@@ -97,13 +97,20 @@ class StorageOptions(NamedTuple):
     max_data: Annotated[
         int, Option(minimum=1, help="Most bytes of all files together; further uploads are refused.", in_bytes=True)
     ] = 10 << 30
+    keep_answers: Annotated[
+        bool,
+        Option(
+            help="Keep the responses and chats that clients store on disk too, in the folder of --data, so that they "
+            "outlive the server. By default they are in memory alone."
+        ),
+    ] = False
 
     def space(self) -> Space:
         """Returns what the server may store, and where."""
         from penstock.server import Space
 
         folder = Path(self.data).expanduser().absolute() if self.data else None
-        return Space(folder, self.max_file, self.max_data, self.max_files)
+        return Space(folder, self.max_file, self.max_data, self.max_files, self.keep_answers)
 
 
 class AccessOptions(NamedTuple):

@@ -29,12 +29,15 @@ from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol, limit
 from penstock.server.batch.archive import SPACE, Archive, Space
 from penstock.server.batch.run import BatchRunner
 from penstock.server.errors import on_bug, on_client_left, on_error, on_http_error, on_missing_package
+from penstock.server.lasting_answers import LastingAnswers
 from penstock.server.models import ModelPool
 from penstock.server.openai.batches import Batches
 from penstock.server.openai.files import Files
-from penstock.server.openai.stored_chats import StoredChats
+from penstock.server.openai.stored_chats import StoredChat, StoredChats
+from penstock.server.owned_store import OwnedStore
 from penstock.server.request_context import ContextMiddleware
 from penstock.server.responses.endpoints import Responses
+from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.routes import all_routes
 from penstock.server.streams.endpoints import StreamEndpoints
 from penstock.server.streams.kept import KeepLimits, KeptStreams
@@ -69,25 +72,37 @@ class Setup(NamedTuple):
 DEFAULT_SETUP = Setup()
 
 
-def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
-    """Returns an application that serves the models of the pool. It starts the pool when it starts and closes it when
-    it ends."""
-    data, space, rules, traces, *_ = setup
+def archive_of(pool: ModelPool, setup: Setup) -> Archive:
+    """Returns what keeps a server's files, batches and answers."""
+    return Archive(setup.space, setup.data or pool.default_name)
+
+
+def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP, archive: Archive | None = None) -> ASGIApp:
+    """Returns an application that serves the models of the pool. It starts the pool when it starts, and closes it and
+    the archive when it ends."""
+    rules, traces = setup.rules, setup.traces
     streams = KeptStreams(setup.keep)
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
-    archive = Archive(space, data or pool.default_name)
+    archive = archive or archive_of(pool, setup)
     runner = BatchRunner(archive, pool, accounts, lenient=rules.lenient, terms=rules.terms)
     files, batches = Files(archive), Batches(archive, runner)
-    responses = Responses(streams)
+    lasting = setup.space.answers
+    kept = LastingAnswers(archive, "response", StoredResponse.record, StoredResponse.of) if lasting else None
+    responses = Responses(streams, ResponseStore(lasting=kept))
+    kept_chats = LastingAnswers(archive, "chat", StoredChat.record, StoredChat.of) if lasting else None
+    chats = StoredChats(OwnedStore("chat completion", lasting=kept_chats))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await pool.start()
         try:
             async with runner.running(app), nullcontext() if setup.usage is None else setup.usage.running():
+                await responses.open()
+                await chats.open()
                 yield
+                await responses.close()
+                await chats.close()
         finally:
-            await responses.close()
             await streams.close()
             await pool.close()
             if traces is not None:
@@ -95,7 +110,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP) -> ASGIApp:
 
     recent = RecentRequests()
     pool.metrics.listeners.append(recent.add)
-    routes = all_routes(pool, files, batches, responses, StoredChats(), StreamEndpoints(streams), recent)
+    routes = all_routes(pool, files, batches, responses, chats, StreamEndpoints(streams), recent)
     counted = HttpResponses(routes)
     pool.metrics.register(counted)
     pool.metrics.register(streams)
@@ -140,6 +155,9 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def _serve(pool: ModelPool, listener: socket.socket, setup: Setup) -> None:
+    archive = archive_of(pool, setup)
+    if setup.space.answers:
+        await archive.open()
     await pool.start()
     gc.collect()
     limit_connections(raise_limit())
@@ -147,7 +165,7 @@ async def _serve(pool: ModelPool, listener: socket.socket, setup: Setup) -> None
     gc.freeze()  # the tokenizer and all code stay: scanning them again took a sixteenth of a stream's time
     gc.set_threshold(*COLLECT_AFTER)
     listener.listen()  # a client may connect as soon as it has read the line below
-    app = create_app(pool, setup)
+    app = create_app(pool, setup, archive)
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,

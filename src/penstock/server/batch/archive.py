@@ -28,8 +28,9 @@ from penstock.store.paths import locked
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 4  # of the tables below
+VERSION = 5  # of the tables below
 WRITE_SIZE = 2**20  # bytes
+PRIVATE_FOLDER, PRIVATE = 0o700, 0o600  # what clients store is for this user alone, whatever folder --data names
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -62,6 +63,14 @@ CREATE TABLE IF NOT EXISTS lines (
   answer BLOB,
   PRIMARY KEY (batch, number)
 );
+CREATE TABLE IF NOT EXISTS answers (
+  number INTEGER PRIMARY KEY AUTOINCREMENT,
+  kind TEXT NOT NULL,
+  id TEXT NOT NULL,
+  tenant TEXT,
+  body BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS answers_by_id ON answers (id);
 """
 
 UPGRADES = {  # from a version to the next
@@ -71,16 +80,19 @@ UPGRADES = {  # from a version to the next
     ),
     2: "ALTER TABLE files ADD COLUMN tenant TEXT;",
     3: "ALTER TABLE batches ADD COLUMN tenant TEXT; UPDATE batches SET tenant = payer;",
+    4: "",  # answers are new
 }
 
 
 class Space(NamedTuple):
-    """Says where files and batches are kept, and how much there may be of them."""
+    """Says where files and batches are kept, how much there may be of them, and whether `answers` that clients store
+    are kept there, too."""
 
     folder: Path | None = None  # None: the model's own, where models are kept
     file_bytes: int = 200 * 2**20
     total_bytes: int = 10 * 2**30
     files: int = 10_000
+    answers: bool = False
 
 
 SPACE = Space()
@@ -115,6 +127,10 @@ class Archive:
     def _files(self) -> Path:
         return self._folder / "files"
 
+    async def open(self) -> None:
+        """Takes the folder now, and not when it is first used: raises if that is not possible."""
+        await self.do(lambda _: None)
+
     async def do(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs `work` in a transaction and returns its result; nothing that it wrote is kept if it raises. A caller
         that is cancelled meanwhile does not stop it."""
@@ -126,7 +142,7 @@ class Archive:
                     return work(self._db, *args, **kwargs)
             except sqlite3.OperationalError as error:
                 raise StorageFailed(
-                    f"the records of files and batches in {self._path} cannot be used: {error}"
+                    f"the records of files, batches and answers in {self._path} cannot be used: {error}"
                 ) from error
 
         return await in_thread(self._records, transact)
@@ -171,9 +187,10 @@ class Archive:
 
     def _open(self) -> sqlite3.Connection:
         with ExitStack() as resources:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._files.mkdir(exist_ok=True)
+            self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            self._files.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
             resources.enter_context(locked(self._folder / "lock", self._refuse))
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, PRIVATE))
             db = sqlite3.connect(self._path)
             resources.callback(db.close)
             self._prepare(db)
@@ -183,7 +200,8 @@ class Archive:
 
     def _refuse(self) -> NoReturn:
         raise StorageFailed(
-            f"another server keeps its files and batches in {self._folder}: give this one its own folder with --data"
+            f"another server keeps its files, batches and answers in {self._folder}: "
+            "give this one its own folder with --data"
         )
 
     def _prepare(self, db: sqlite3.Connection) -> None:

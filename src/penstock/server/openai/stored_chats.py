@@ -3,11 +3,11 @@ list, show, change and delete them. They are kept as responses are, and belong t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import read_body, read_object
+from penstock.server.lasting_answers import AnswerRecord
 from penstock.server.models import ModelPool
 from penstock.server.openai.chat import ChatBody, chat_completions
 from penstock.server.openai.chat_answer import ChatCompletion
@@ -92,7 +93,7 @@ LIST_MESSAGES = Operation(query=MessagesQuery)
 class StoredChat:
     completion: StoredChatCompletion
     messages: list[dict[str, Any]]  # as the request has them
-    number: int  # in the order that they were stored
+    stored_at: int  # nanoseconds since 1970
     tenant: str | None = None
     running: bool = False
 
@@ -104,13 +105,29 @@ class StoredChat:
     def size(self) -> int:
         return len(encode(self.completion)) + len(encode(self.messages))
 
+    def record(self) -> AnswerRecord:
+        return AnswerRecord(self.id, self.tenant, encode((self.completion, self.messages, self.stored_at)))
+
+    @classmethod
+    def of(cls, record: AnswerRecord) -> Self:
+        completion, messages, stored_at = _decoder.decode(record.body)
+        return cls(completion, messages, stored_at, record.tenant)
+
+
+_decoder = msgspec.json.Decoder(tuple[StoredChatCompletion, list[dict[str, Any]], int])
+
 
 class StoredChats:
     """Holds the endpoints, and the chats they share."""
 
-    def __init__(self, store: OwnedStore[StoredChat] | None = None) -> None:
-        self._store = store or OwnedStore("chat completion")
-        self._numbers = count()
+    def __init__(self, store: OwnedStore[StoredChat]) -> None:
+        self._store = store
+
+    async def open(self) -> None:
+        await self._store.open()
+
+    async def close(self) -> None:
+        await self._store.close()
 
     async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
         return await chat_completions(served, http, context, partial(self._keep, context))
@@ -121,14 +138,14 @@ class StoredChats:
         fields |= {name: getattr(body, name) for name in (*asked, "response_format")}
         fields |= {"request_id": context.id, "metadata": read_metadata(body.metadata)}
         completion = StoredChatCompletion(**fields)
-        self._store.put(StoredChat(completion, body.messages, next(self._numbers), context.owner_name))
+        self._store.put(StoredChat(completion, body.messages, time.time_ns(), context.owner_name))
 
     async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = _read_query(context, http, ChatsQuery)
         wanted = (query.metadata or {}).items()
         found = [
             each.completion
-            for each in sorted(self._store.of(context.owner_name), key=lambda each: each.number)
+            for each in sorted(self._store.of(context.owner_name), key=lambda each: each.stored_at)
             if query.model in (None, each.completion.model) and wanted <= each.completion.metadata.items()
         ]
         return _page(found, query)

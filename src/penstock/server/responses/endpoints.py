@@ -60,8 +60,8 @@ INPUT_ITEMS = Operation(query=ItemsQuery)
 class Responses:
     """Holds the endpoints, and the responses they share."""
 
-    def __init__(self, streams: KeptStreams, store: ResponseStore | None = None) -> None:
-        self._store = store or ResponseStore()
+    def __init__(self, streams: KeptStreams, store: ResponseStore) -> None:
+        self._store = store
         self._streams = streams
         self._background = InFlight("background responses", lambda: MAX_BACKGROUND, ", or cancel one")
         self._jobs: set[BackgroundResponse] = set()  # in progress
@@ -136,9 +136,13 @@ class Responses:
         items = [*self._store.conversation(stored.response.previous_response_id, context.owner_name), *stored.input]
         return json_response(_page(items if query.order == "asc" else items[::-1], query))
 
+    async def open(self) -> None:
+        await self._store.open()
+
     async def close(self) -> None:
         for job in list(self._jobs):
             await job.cancel()
+        await self._store.close()
 
     async def _prompt(
         self,

@@ -1,10 +1,14 @@
-"""Stores responses in memory. A conversation is a chain of responses; continuing it uses all of them."""
+"""Stores responses. A conversation is a chain of responses; continuing it uses all of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
+
+import msgspec
 
 from penstock.errors import InvalidRequest, NotFound
+from penstock.server.lasting_answers import AnswerRecord, LastingAnswers
 from penstock.server.owned_store import MAX_BYTES, MAX_KEPT, OwnedStore
 from penstock.server.responses.background import BackgroundResponse
 from penstock.server.responses.items import Item, ResponseObject
@@ -31,10 +35,27 @@ class StoredResponse:
         events = 0 if self.job is None else self.job.buffer.bytes
         return len(encode(self.response)) + len(encode(self.input)) + events
 
+    def record(self) -> AnswerRecord:
+        """Returns what is kept on disk, which is all but the events."""
+        return AnswerRecord(self.id, self.tenant, encode((self.response, self.input)))
+
+    @classmethod
+    def of(cls, record: AnswerRecord) -> Self:
+        response, input = _decoder.decode(record.body)
+        return cls(response, input, tenant=record.tenant)
+
+
+_decoder = msgspec.json.Decoder(tuple[ResponseObject, list[Item]])
+
 
 class ResponseStore(OwnedStore[StoredResponse]):
-    def __init__(self, max_responses: int = MAX_KEPT, max_bytes: int = MAX_BYTES) -> None:
-        super().__init__("response", max_responses, max_bytes)
+    def __init__(
+        self,
+        max_responses: int = MAX_KEPT,
+        max_bytes: int = MAX_BYTES,
+        lasting: LastingAnswers[StoredResponse] | None = None,
+    ) -> None:
+        super().__init__("response", max_responses, max_bytes, lasting)
 
     def conversation(self, id: str | None, tenant: str | None) -> list[Item]:
         """Returns all items of the conversation up to and including the response."""
