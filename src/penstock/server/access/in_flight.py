@@ -72,7 +72,7 @@ class Admission:
             self._in_flight.take()
         self._wait_for_client(False)
         self._answers += 1
-        computed = False
+        computed = left = False
 
         def note() -> None:
             nonlocal computed
@@ -81,13 +81,14 @@ class Admission:
 
         try:
             yield note
+            left = True  # whole, perhaps by a stop string: then nobody notes that it is computed
         finally:
             self._in_flight.unread -= computed
             self._answers -= 1
             if self._answers or not self._open:
                 self._in_flight.release()
             else:
-                self._wait_for_client(computed)
+                self._wait_for_client(computed or left)
 
     def _wait_for_client(self, waits: bool) -> None:
         self._in_flight.unread += waits - self._unread
