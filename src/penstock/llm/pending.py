@@ -19,7 +19,7 @@ class PendingChoice:
         self.finish_reason = ""  # empty while it goes on
         self.deltas: list[Delta] = []
         self.on_end: Callable[[], object] = lambda: None
-        self._failure: PenstockError | None = None
+        self._failure: Exception | None = None
         self._text = text
         self._taken = 0  # deltas whose text was taken
 
@@ -33,7 +33,7 @@ class PendingChoice:
             self.deltas.append(delta)
             self.finish_reason = delta.finish or ""
 
-    def fail(self, error: PenstockError) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the request with an error."""
         self._failure, self.finish_reason = error, "failed"
 
