@@ -34,7 +34,8 @@ class InFlight:
     def check(self, count: int = 1) -> None:
         """Raises Overloaded if so many more exceed the limit."""
         if self.full(count):
-            busy = f"{self.count} {self._what} in flight" if self.count else f"{count} {self._what} at once"
+            counted = self.count - self.unread
+            busy = f"{counted} {self._what} in flight" if counted else f"{count} {self._what} at once"
             raise Overloaded(f"Server is busy: {busy} (the limit is {self._limit():g}). Retry after 1 s{self._advice}.")
 
     def release(self, count: int = 1) -> None:
