@@ -406,6 +406,18 @@ def test_one_threads_failure_is_its_own(llm: LLM) -> None:
     assert len(failures) == 1
 
 
+def test_an_error_in_reading_one_answer_is_no_other_answers(llm: LLM) -> None:
+    class Broken:
+        def __getattr__(self, _: str) -> Any:
+            raise ZeroDivisionError
+
+    failing, other = llm.stream("abc"), llm.stream("uv")
+    failing._pending.choices[0]._text = Broken()  # type: ignore[assignment]
+    assert "".join(other) == "wxyz"
+    with pytest.raises(ZeroDivisionError):
+        next(failing)
+
+
 def test_a_closed_llm_says_so(reciter: Path) -> None:
     llm = LLM(reciter, device="ref", max_rows=1)
     stream = llm.stream(CHAT)

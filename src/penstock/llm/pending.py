@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.errors import PenstockError
 from penstock.llm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from penstock.text import REPETITION, Delta, TextStream, Tokenizer, read_step
 from penstock.types import Event, Request, SamplingParams, TokenLogprob
@@ -27,7 +26,7 @@ class PendingChoice:
         """Adds this request's events of one step."""
         try:
             delta = read_step(self._text, events)
-        except PenstockError as error:
+        except Exception as error:  # of this request alone: the step has events of others
             self.fail(error)
         else:
             self.deltas.append(delta)
