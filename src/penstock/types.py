@@ -162,7 +162,7 @@ def _normalize(params: SamplingParams) -> None:
     changed = read_fields(params)
     if params.top_k == -1:
         changed["top_k"] = 0
-    if outputs := params.structured_outputs or params.guided_decoding:
+    if outputs := changed.get("structured_outputs") or changed.get("guided_decoding"):
         changed |= {"grammar": outputs.to_grammar(), "structured_outputs": None, "guided_decoding": None}
     for name, value in changed.items():
         object.__setattr__(params, name, value)

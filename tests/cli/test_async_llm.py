@@ -85,6 +85,19 @@ def test_requests_can_be_aborted_and_left(babbler: Path) -> None:
     with_llm(babbler, use)
 
 
+def test_an_error_that_nobody_expects_ends_its_request(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    async def use(llm: AsyncLLM) -> None:
+        await llm.start()
+        monkeypatch.setattr(llm._client, "submit", fail)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(outputs(llm, "abc"), 30)
+
+    with_llm(reciter, use)
+
+
 def test_a_closed_one_says_so(babbler: Path) -> None:
     async def main() -> None:
         llm = AsyncLLM(babbler, device="ref", speculation="off")  # which would answer all of it in a few steps

@@ -19,6 +19,7 @@ from penstock import (
     LLM,
     BeamSearchParams,
     Grammar,
+    LoRARequest,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -37,11 +38,12 @@ from penstock.errors import (
 )
 from penstock.llm.engine_options import read_options
 from penstock.store import DerivedModel, save_derived
-from penstock.types import AdapterUse, Claim, Event, Failed
+from penstock.types import AdapterUse, Claim, DryPenalty, Event, Failed, SamplerChain, Thinking
 
 MODELS = Path(__file__).parents[1] / "models"
 RECITED = "abcdefghijklménopqrstuvwxyz"
 CHAT = [{"role": "user", "content": "go"}]
+STRANGE = StructuredOutputsParams(regex=re.compile("a"))  # type: ignore[arg-type]
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
@@ -404,6 +406,18 @@ def test_one_threads_failure_is_its_own(llm: LLM) -> None:
     assert len(failures) == 1
 
 
+def test_an_error_in_reading_one_answer_is_no_other_answers(llm: LLM) -> None:
+    class Broken:
+        def __getattr__(self, _: str) -> Any:
+            raise ZeroDivisionError
+
+    failing, other = llm.stream("abc"), llm.stream("uv")
+    failing._pending.choices[0]._text = Broken()  # type: ignore[assignment]
+    assert "".join(other) == "wxyz"
+    with pytest.raises(ZeroDivisionError):
+        next(failing)
+
+
 def test_a_closed_llm_says_so(reciter: Path) -> None:
     llm = LLM(reciter, device="ref", max_rows=1)
     stream = llm.stream(CHAT)
@@ -452,22 +466,55 @@ def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
         ("stop_token_ids", [2**70], "a list of token ids"),
         ("allowed_token_ids", 7, "a list of token ids or None"),
         ("logit_bias", {"a": 1}, "a dictionary of token ids and numbers"),
+        ("logit_bias", {2**70: 1}, "a dictionary of token ids and numbers"),
+        ("logit_bias", {1: 10**310}, "a dictionary of token ids and numbers"),
         ("grammar", "root ::= x", "a Grammar or None"),
         ("structured_outputs", {"json": {}}, "a StructuredOutputsParams or None"),
         ("output_kind", "delta", "a whole number"),
     ],
 )
 def test_a_field_of_another_type_is_refused(field: str, value: Any, takes: str) -> None:
-    with pytest.raises(InvalidRequest, match=re.escape(f"{field} takes {takes}; got {value!r}")):
+    with pytest.raises(InvalidRequest, match=re.escape(f"{field} takes {takes}; got {value!r:.100}")):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "takes"),
+    [
+        ({"grammar": Grammar("regex", 5)}, "grammar.text", "a text; got 5"),  # type: ignore[arg-type]
+        ({"grammar": Grammar("regex", "\ud800")}, "grammar.text", "a text; got '\\ud800'"),
+        ({"grammar": Grammar("free", "", Thinking((1,), 2**70))}, "grammar.thinking.opens", "a token id; got 11805"),
+        ({"structured_outputs": STRANGE}, "structured_outputs.regex", "a text or None; got re.compile('a')"),
+        ({"guided_decoding": StructuredOutputsParams(json=dict)}, "guided_decoding.json", "JSON as a text or a dic"),  # type: ignore[arg-type]
+        ({"dry": DryPenalty("x")}, "dry.multiplier", "a number; got 'x'"),  # type: ignore[arg-type]
+        ({"dry": DryPenalty(1.0, breakers=(1,))}, "dry.breakers", "a text or a list of texts; got (1,)"),  # type: ignore[arg-type]
+        ({"chain": SamplerChain(mersenne="x")}, "chain.mersenne", "True or False; got 'x'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_part_of_a_field_of_another_type_is_refused(given: dict[str, Any], name: str, takes: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(f"{name} takes {takes}")) as refused:
+        SamplingParams(**given)
+    assert refused.value.param == name
 
 
 def test_every_field_has_the_type_that_an_engine_process_reads() -> None:
     given: dict[str, Any] = {"n": np.int64(2), "temperature": np.float32(0.5), "ignore_eos": np.True_}
-    given |= {"logit_bias": {np.int64(1): np.float32(2)}, "stop_token_ids": np.arange(2)}
+    given |= {
+        "logit_bias": {np.int64(1): np.float32(2)},
+        "stop_token_ids": np.arange(2),
+        "stop": np.array(["a", "b"])[0],
+    }
+    given |= {"dry": DryPenalty(np.float32(1), breakers=["a"]), "chain": SamplerChain(["top_k"], np.float64(1))}
+    given |= {"grammar": Grammar(np.str_("regex"), "a", triggers=["b"], trigger_tokens=np.arange(2))}
     params = SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     assert {field.name for field in fields(SamplingParams)} == set(sampling_fields._FIELDS)
+    grammar, outputs, dry, chain = map(
+        sampling_fields._FIELDS.__getitem__, ("grammar", "structured_outputs", "dry", "chain")
+    )
+    assert [set(each.fields) for each in (grammar, grammar.fields["thinking"], outputs, dry, chain)] == [
+        set(kind._fields) for kind in (Grammar, Thinking, StructuredOutputsParams, DryPenalty, SamplerChain)
+    ]
     with pytest.raises(InvalidRequest, match="seed must be between"):
         SamplingParams(seed=2**64)
 
@@ -488,6 +535,12 @@ def test_what_is_no_conversation_is_told(llm: LLM, wrong: Any) -> None:
 def test_what_is_no_sampling_is_told(llm: LLM, wrong: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"sampling_params takes penstock\.SamplingParams\(\.\.\.\)"):
         llm.generate("abc", wrong)
+
+
+@pytest.mark.parametrize("wrong", [LoRARequest("a", scale="much"), AdapterUse(5), AdapterUse("a", None)])  # type: ignore[arg-type]
+def test_what_is_no_adapter_is_told(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequest, match="lora_request takes the name of an adapter and a number as its scale"):
+        llm.generate("abc", lora_request=wrong)
 
 
 def test_what_sampling_takes(llm: LLM) -> None:

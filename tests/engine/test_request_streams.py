@@ -58,19 +58,30 @@ def test_events_are_read_when_they_are_delivered_and_the_last_ends_it() -> None:
     run(test())
 
 
-def test_a_reader_that_fails_ends_its_own_request_only() -> None:
+class Panic(BaseException):
+    """Is what a library in Rust raises when it has a bug."""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(ValueError("x"), ValueError), (StopIteration(), RuntimeError), (Panic("x"), Panic)],
+)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_reader_that_fails_ends_its_own_request_only(error: BaseException, raised: type, leaves: bool) -> None:
     async def test() -> None:
         engine, got = Sent(), list[list[Event]]()
         streams = RequestStreams(engine)
 
         def fail(_: list[Event]) -> None:
-            raise ValueError("of this reader")
+            if leaves:
+                failing.cancel()
+            raise error
 
         failing = asyncio.create_task(streams.run(asked(1), fail))
         other = asyncio.create_task(streams.run(asked(2), got.append))
         await asyncio.sleep(0)
         streams.deliver(engine, [Tokens(1, (5,)), Tokens(2, (6,))])
-        with pytest.raises(ValueError, match="of this reader"):
+        with pytest.raises(asyncio.CancelledError if leaves else raised):
             await failing
         assert engine.messages[2:] == [Abort(1)]
         streams.deliver(engine, [Finished(2, "stop")])

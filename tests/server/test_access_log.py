@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,17 @@ def test_levels(parrot: Server, log: Lines, monkeypatch: pytest.MonkeyPatch) -> 
     parrot.post("/v1/completions", model=MODEL, prompt=SECRET)
     (line,) = log.take(parrot)
     assert (line["level"], line["status"], line["error"]) == ("error", 500, "internal_error")
+
+
+def test_a_client_that_leaves_before_its_stream_begins_is_no_error(log: Lines) -> None:
+    client = InProcessClient(lambda: toys.open_paced_parrot(0.02, step_tokens=16), "parrot")
+    with serving(client, toys.ToyText(), MODEL) as server:
+        with closing(HTTPConnection(server.url.removeprefix("http://"))) as connection:
+            connection.request("POST", "/v1/completions", json.dumps({"prompt": "x" * 20000, "stream": True}))
+            server.until(lambda: client.stats.running > 0)
+        (line,) = log.take(server)
+        assert (line["level"], line["status"], line["finish"]) == ("info", 499, "abort")
+        server.until_idle()
 
 
 def test_a_line_has_the_name_of_the_key(tmp_path: Path, log: Lines) -> None:

@@ -81,13 +81,13 @@ def test_a_client_that_does_not_read_is_written_no_chunk() -> None:
     async def run() -> list[Any]:
         recorded = Recorded()
         transport = LingeringTransport(recorded, recorded, TurnWrites())  # type: ignore[arg-type]
-        written = [transport.write_chunk(b"0123456789abcdef")]
+        written = [transport.write_chunk(b"0123456789abcdef"), transport.write_chunk(b"")]
         transport.paused = True
         written.append(transport.write_chunk(b"late"))
         await asyncio.sleep(0)
         return [*written, *recorded.calls]
 
-    assert asyncio.run(run()) == [True, False, b"10\r\n0123456789abcdef\r\n"]
+    assert asyncio.run(run()) == [True, True, False, b"10\r\n0123456789abcdef\r\n"]
 
 
 def test_a_connection_that_fails_does_not_keep_others_from_being_written_to() -> None:

@@ -230,6 +230,56 @@ def test_a_body_is_no_part_of_the_next_head(parrot: Server, monkeypatch: pytest.
         assert told(wire).count(b"HTTP/1.1 200 ") == 2
 
 
+# -- requests that come before the answer to the one before ------------------------------------------------------------
+
+
+def sent(fields: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    body = json.dumps({"model": MODEL, "stream": True, "max_tokens": 20_000, **fields}).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+LOOK = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def test_a_client_that_leaves_takes_its_stream_along_whatever_it_sent_after_it(slow_parrot: Server) -> None:
+    done = slow_parrot.client.stats.generated_tokens
+    with raw(slow_parrot) as wire:
+        wire.sendall(sent({"prompt": "[*endless]"}) + LOOK)
+        assert wire.recv(2**16).startswith(b"HTTP/1.1 200 ")
+    slow_parrot.until_idle()
+    assert slow_parrot.client.stats.generated_tokens - done < 10_000
+
+
+def test_a_connection_whose_next_request_is_answered_is_not_idle(
+    slow_parrot: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_parrot.http.close()  # its connections count, too
+    with raw(slow_parrot) as wire:
+        wire.sendall(LOOK + sent({"prompt": "[*endless]"}))
+        slow_parrot.until(lambda: slow_parrot.client.stats.running > 0)
+        monkeypatch.setattr(protocol, "max_connections", 1)
+        with raw(slow_parrot) as other:
+            assert told(other).startswith(b"HTTP/1.1 503 ")
+        wire.settimeout(WAIT)
+        for _ in range(5):
+            assert wire.recv(2**16)
+    slow_parrot.http = httpx.Client(base_url=slow_parrot.url, timeout=WAIT)
+    slow_parrot.until_idle()
+
+
+def test_an_answer_is_whole_if_its_client_sends_nothing_more(
+    slow_parrot: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "PROBE_SECONDS", 0.01)
+    with raw(slow_parrot) as wire:
+        wire.sendall(sent({"prompt": f"[{'abc' * 40}]"}) + LOOK)
+        wire.shutdown(socket.SHUT_WR)
+        first, stream, _, rest = re.split(rb"(data: .*\[DONE\])(\r|\n)", told(wire), flags=re.DOTALL)
+    assert b" 200 OK" in first
+    assert b"100 Continue" not in stream
+    assert b" 200 OK" in rest
+
+
 @pytest.mark.parametrize("fault", [False, True])
 def test_only_a_fault_of_this_server_is_logged_as_one(
     parrot: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: bool
@@ -344,11 +394,20 @@ def test_a_request_whose_answer_is_computed_only_waits_for_its_client() -> None:
     with slow.answer() as computed:
         computed()
     assert not in_flight.full()
-    with slow.answer():  # it tries again, in its own place
+    with suppress(InterruptedError), slow.answer():  # it tries again, in its own place
         assert in_flight.full()
+        raise InterruptedError
     assert in_flight.full()  # nothing was computed
+    with slow.answer():  # a stop string ends it, which its engine does not know of
+        assert in_flight.full()
+    assert not in_flight.full()
     with slow.answer() as computed:
         computed()
+        other = Admission(in_flight)
+        other.open()
+        with pytest.raises(Overloaded, match=r"busy: 1 requests in flight \(the limit is 1\)"):
+            in_flight.check()
+        other.close()
     slow.close()
     assert (in_flight.count, in_flight.unread) == (0, 0)
 

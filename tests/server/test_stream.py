@@ -46,6 +46,8 @@ class Script:
         self.steps = steps
         self.left = False
 
+    def abort(self, _: int) -> None: ...
+
     def when_ended(self, _: int, __: Any) -> None: ...
 
     def when_placed(self, _: int, __: Any) -> None: ...
@@ -123,6 +125,14 @@ def test_failures_are_raised(event: Event, kind: type[PenstockError]) -> None:
     with pytest.raises(kind) as caught:
         said([[spelled(b"a")], [event]])
     assert type(caught.value) is kind
+
+
+def test_an_answer_that_its_engine_ends_without_a_report_has_its_end() -> None:
+    """A pause or an abort of all ends requests that wait so, which have no report."""
+    script, got = Script([[Finished(1, "abort")]]), list[Delta]()
+    request = Request(1, (1,), SamplingParams(), 100, explain=True)
+    asyncio.run(deltas(served(script), RequestContext(), request)(lambda _, delta: got.append(delta)))
+    assert [delta.finish for delta in got] == ["abort"]
 
 
 def test_when_one_choice_fails_the_others_are_left() -> None:

@@ -144,8 +144,16 @@ class RequestStream:
         try:
             if self._read(told):
                 self.end()
-        except Exception as error:
-            self.ended.set_exception(error)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Raises an error of the reader where its request is followed, unless that was left meanwhile."""
+        if not self.ended.done():
+            unfit = isinstance(error, StopIteration)  # a future takes no such
+            self.ended.set_exception(RuntimeError("a reader raised StopIteration") if unfit else error)
 
     def end(self) -> None:
         """Lets whoever follows it go on: there is nothing more to read."""

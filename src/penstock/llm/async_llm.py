@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from penstock.config import configure
-from penstock.errors import InvalidRequest, PenstockError
+from penstock.errors import InvalidRequest
 from penstock.ipc.spawn import ProcessClient
 from penstock.llm.engine_options import read_options
 from penstock.llm.llm import as_derived
@@ -211,6 +211,6 @@ class AsyncLLM:
                     news.set()
                     if choice.finish_reason:
                         return
-        except PenstockError as error:
+        except Exception as error:  # also one that nobody expects: who waits for the answer would wait for ever
             choice.fail(error)
             news.set()

@@ -46,10 +46,16 @@ def several(given: LoraLike) -> tuple[OneLora, ...]:
 
 
 def use_of(one: OneLora) -> AdapterUse:
-    """Returns how a request names an adapter."""
-    if isinstance(one, LoRARequest):
-        return AdapterUse(one.lora_name, one.scale)
-    return AdapterUse(one) if isinstance(one, str) else one
+    """Returns how a request names an adapter, with the types that an engine reads."""
+    use = AdapterUse(one.lora_name, one.scale) if isinstance(one, LoRARequest) else one
+    try:
+        name, scale = (use, 1.0) if isinstance(use, str) else use
+        return AdapterUse(str.__str__(name), float(scale))
+    except (TypeError, ValueError):
+        raise InvalidRequest(
+            f"lora_request takes the name of an adapter and a number as its scale; got {one!r:.100}",
+            param="lora_request",
+        ) from None
 
 
 def modelfile_adapters(model: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.errors import PenstockError
 from penstock.llm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from penstock.text import REPETITION, Delta, TextStream, Tokenizer, read_step
 from penstock.types import Event, Request, SamplingParams, TokenLogprob
@@ -19,7 +18,7 @@ class PendingChoice:
         self.finish_reason = ""  # empty while it goes on
         self.deltas: list[Delta] = []
         self.on_end: Callable[[], object] = lambda: None
-        self._failure: PenstockError | None = None
+        self._failure: Exception | None = None
         self._text = text
         self._taken = 0  # deltas whose text was taken
 
@@ -27,13 +26,13 @@ class PendingChoice:
         """Adds this request's events of one step."""
         try:
             delta = read_step(self._text, events)
-        except PenstockError as error:
+        except Exception as error:  # of this request alone: the step has events of others
             self.fail(error)
         else:
             self.deltas.append(delta)
             self.finish_reason = delta.finish or ""
 
-    def fail(self, error: PenstockError) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the request with an error."""
         self._failure, self.finish_reason = error, "failed"
 

@@ -249,6 +249,8 @@ class StreamResponse(Response):
         sink = HttpSink(start, send, self._context)
         try:
             await while_connected(receive, self._write(sink))
+            if not sink.begun:
+                await CLIENT_LEFT(scope, receive, send)
         finally:
             sink.leave()
 

@@ -34,7 +34,8 @@ class InFlight:
     def check(self, count: int = 1) -> None:
         """Raises Overloaded if so many more exceed the limit."""
         if self.full(count):
-            busy = f"{self.count} {self._what} in flight" if self.count else f"{count} {self._what} at once"
+            counted = self.count - self.unread
+            busy = f"{counted} {self._what} in flight" if counted else f"{count} {self._what} at once"
             raise Overloaded(f"Server is busy: {busy} (the limit is {self._limit():g}). Retry after 1 s{self._advice}.")
 
     def release(self, count: int = 1) -> None:
@@ -72,7 +73,7 @@ class Admission:
             self._in_flight.take()
         self._wait_for_client(False)
         self._answers += 1
-        computed = False
+        computed = left = False
 
         def note() -> None:
             nonlocal computed
@@ -81,13 +82,14 @@ class Admission:
 
         try:
             yield note
+            left = True  # whole, perhaps by a stop string: then nobody notes that it is computed
         finally:
             self._in_flight.unread -= computed
             self._answers -= 1
             if self._answers or not self._open:
                 self._in_flight.release()
             else:
-                self._wait_for_client(computed)
+                self._wait_for_client(computed or left)
 
     def _wait_for_client(self, waits: bool) -> None:
         self._in_flight.unread += waits - self._unread

@@ -75,7 +75,8 @@ class LingeringTransport:
         """Writes a part of a chunked body; returns False if that has to wait, because the client does not read."""
         if self.paused:
             return False
-        self.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if body:  # an empty chunk would end the answer
+            self.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 
     def send_collected(self) -> None:

@@ -50,6 +50,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _head: int | None = None  # bytes so far of a head, or between and after chunks; None: in neither
     _sent = False  # the client has sent something
     _shared = False  # the latest read began with another request's end, which is no part of the head
+    _active: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the latest that was read
     transport: LingeringTransport  # type: ignore[assignment]
 
     @property
@@ -71,6 +72,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._idlers.pop(self, None)
         self.transport.ended()
         self.resume_writing()
+        if self._active is not None and not self._active.response_complete:  # uvicorn tells the latest request only
+            self._active.disconnected = True
+            self._active.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -98,7 +102,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _probe_client(self) -> None:
         if self.cycle.response_started or self.transport.is_closing():
             return
-        self.transport.write(CONTINUE)
+        if self._active is None or self._active.response_complete or not self._active.response_started:
+            self.transport.write(CONTINUE)  # else it would be within the answer to an earlier request
         self._probe = self.loop.call_later(PROBE_SECONDS, self._probe_client)
 
     def _stop_probing(self) -> None:
@@ -107,6 +112,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._probe = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
         if cycle.scope["http_version"] == "1.0":  # knows no chunks: the answer ends with the connection
             cycle.chunked_encoding = False
             cycle.expected_content_length = AnyLength()
@@ -143,7 +149,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        followed = bool(self.pipeline)
         super().on_response_complete()
+        if followed:
+            return  # the next request has come already, and is answered now
         self._idlers[self] = None
         if self.cycle.more_body:  # nobody reads the rest of the body
             self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)

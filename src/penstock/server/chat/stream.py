@@ -19,7 +19,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.telemetry.metrics import RequestTimer
 from penstock.text import Delta, TextStream, read_step
-from penstock.types import Aborted, Event, Failed, Finished, Request
+from penstock.types import Aborted, Event, Failed, Finished, Request, Tokens
 
 T = TypeVar("T")
 Cut = Callable[[Delta], Delta]  # may end an answer: it returns a delta with a finish reason
@@ -120,8 +120,8 @@ class _AnswerReader:
             self._take(self._choice, delta)
             return False
         request = timer.request
-        if delta.report is None and (request.explain or self._client.weights.updates):
-            self._last = delta
+        if isinstance(events[-1], Tokens) and (request.explain or self._client.weights.updates):
+            self._last = delta  # the engine goes on: it does not know of this end
             self._client.abort(request.id)
             return False
         self._end(delta)
