@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import signal
 import threading
 import time
 from typing import Any
@@ -11,6 +15,8 @@ import pytest
 from penstock.engine import grammar as grammar_module
 from penstock.engine.grammar import Compiled, Compiling, Grammars
 from penstock.errors import Overloaded
+from penstock.server.chat import schema_check
+from penstock.thread_stacks import large_stacks
 from penstock.types import Grammar
 
 
@@ -77,12 +83,37 @@ def test_without_a_thread_one_request_is_refused_and_may_come_again(monkeypatch:
     assert compiled(grammars.compile(lark("yes"))).matcher
 
 
-def test_engines_that_start_workers_at_once_leave_the_size_of_stacks_alone() -> None:
+def test_whoever_starts_threads_at_once_leaves_the_size_of_stacks_alone() -> None:
+    """Engines compile grammars and a server rewrites schemas, each in threads of its own."""
     usual = threading.stack_size()
     engines = [Grammars(Vocabulary, 257) for _ in range(8)]
     starters = [threading.Thread(target=lambda each=each: compiled(each.compile(lark("yes")))) for each in engines]
+    for number in range(8):
+        text = json.dumps({"const": number})
+        starters.append(threading.Thread(target=lambda text=text: asyncio.run(schema_check._off_loop(text))))
     for starter in starters:
         starter.start()
     for starter in starters:
         starter.join()
     assert threading.stack_size() == usual
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_process_that_is_forked_meanwhile_has_stacks_of_the_usual_size() -> None:
+    usual, inside = threading.stack_size(), threading.Event()
+
+    def hold() -> None:
+        with large_stacks(2**30):
+            inside.set()
+            time.sleep(0.1)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait()
+    if (pid := os.fork()) == 0:
+        signal.alarm(10)  # ends it if it waits for ever
+        with large_stacks(2**30):
+            pass
+        os._exit(threading.stack_size() != usual)
+    holder.join()
+    assert os.waitpid(pid, 0)[1] == 0
