@@ -129,8 +129,7 @@ class Engine(WeightControl):
         self._disk = open_prefixes(kv_store, cache, self._host, backend, limits, self._costs, chain)
         self.peers = PeerBlocks(carry, cache, self._host, backend, limits, self._costs.prompts, chain)
         self._needs = RequestNeeds(grammars, self._adapter_control, self.peers, self._disk)
-        self._constrained: set[int] = set()  # requests that have started with a constraint
-        self._mirostats: set[int] = set()  # and those that learn from tokens' surprise
+        self._constrained, self._mirostats = set[int](), set[int]()  # have started with a constraint, with mirostat
         self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
         self._answered = self._busy_seconds = 0.0  # when the last step's answer came; spent in steps
         self._goes_on = self._out_of_memory = False  # after that step there was more to compute; it found no memory
