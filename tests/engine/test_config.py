@@ -139,7 +139,9 @@ def test_bytes_may_have_a_unit(text: str, count: int, written: str) -> None:
     assert read_bytes(written) == count
 
 
-@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "0x10", "8GG", "8gb", "8 bytes", "١", "8,000"])
+@pytest.mark.parametrize(
+    "text", ["", "G", "-1", "1e9", "0x10", "8GG", "8gb", "8 bytes", "١", "8,000", "0.5", "1.5B", f"{10**400}.5T"]
+)
 def test_other_texts_are_no_bytes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a number of bytes"):
         read_bytes(text)
