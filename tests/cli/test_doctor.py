@@ -49,7 +49,7 @@ def test_commands_are_part_of_the_json(penstock: Penstock) -> None:
 def test_each_profile_is_listed_with_its_values(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.doctor.CHECKS", [check for check in CHECKS if check.__name__ == "_profiles"])
     (profiles, *_) = json.loads(penstock("doctor", "--json")[1])
-    listed = dict(entry.split(": ", 1) for entry in profiles["detail"].split("; "))
+    listed = dict(entry.split(": ", 1) for entry in profiles["detail"].split("\n"))
     assert listed.keys() == PROFILES.keys()
     assert "TTFT target 5000 ms, ITL target 100 ms, longest wait 60 s" in listed["chat"]
     assert "longest wait no limit, prefill budget 2048" in listed["batch"]
