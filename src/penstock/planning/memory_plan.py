@@ -181,7 +181,7 @@ def host_tier(config: Config, limits: Limits, block_bytes: int, state_bytes: int
         return HostPlaces()
     cache = limits.num_blocks * block_bytes + limits.states * state_bytes
     room = min(cache, free // KV_RAM_SHARE) if config.kv_ram == AUTO else int(config.kv_ram)
-    if room > total_memory():
+    if config.kv_ram != AUTO and room > total_memory():
         raise ConfigError(
             f"{gigabytes(room)} of host memory for KV is more than this machine has, {gigabytes(total_memory())}: "
             "lower kv_ram"
