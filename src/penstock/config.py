@@ -426,19 +426,19 @@ def _states(max_rows: int, size: int, memory: int) -> tuple[int, int]:
 
 def available_memory() -> int:
     """Returns the bytes that this process can take without making others swap, within its control group."""
-    return min([_system_memory(), *_granted_memory()])
+    return _granted(_system_memory())
 
 
 def _system_memory() -> int:
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
-    return _windows_memory()[1] if sys.platform == "win32" else _installed_memory() // 2
+    return _windows_memory()[1] if sys.platform == "win32" else total_memory() // 2
 
 
-def _granted_memory() -> list[int]:
-    """Returns the most bytes that the control group may take, as that of a container, if it has a limit."""
-    return [int(limit) for limit in _lines("/sys/fs/cgroup/memory.max") if limit.isdigit()]
+def _granted(most: int) -> int:
+    """Returns how many of these bytes the control group may take: that of a container may be limited."""
+    return min([most, *(int(limit) for limit in _lines("/sys/fs/cgroup/memory.max") if limit.isdigit())])
 
 
 def _windows_memory() -> tuple[int, int]:
@@ -452,13 +452,9 @@ def _windows_memory() -> tuple[int, int]:
 
 def total_memory() -> int:
     """Returns the bytes of memory that this machine has for the control group of this process."""
-    return min([_installed_memory(), *_granted_memory()])
-
-
-def _installed_memory() -> int:
     if sys.platform == "win32":
         return _windows_memory()[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _granted(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def home() -> Path:
