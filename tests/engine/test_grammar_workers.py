@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -81,6 +82,17 @@ def test_without_a_thread_one_request_is_refused_and_may_come_again(monkeypatch:
     assert threading.stack_size() == usual
     monkeypatch.undo()
     assert compiled(grammars.compile(lark("yes"))).matcher
+
+
+def test_without_a_thread_a_schema_is_refused_and_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = threading.stack_size()
+    monkeypatch.setattr(schema_check, "_workers", ThreadPoolExecutor(1))
+    monkeypatch.setattr(schema_check, "STACK_BYTES", 1 << 50)  # more addresses than there are
+    with pytest.raises(Overloaded, match="the JSON schema cannot be read, for want of a thread"):
+        asyncio.run(schema_check._off_loop("{}"))
+    assert threading.stack_size() == usual
+    monkeypatch.setattr(schema_check, "STACK_BYTES", 1 << 30)
+    assert asyncio.run(schema_check._off_loop('{"const": 1}')).schema
 
 
 def test_whoever_starts_threads_at_once_leaves_the_size_of_stacks_alone() -> None:
