@@ -6,7 +6,9 @@ import re
 
 EXAMPLES = "500M or 8G"  # that a message about a wrong number gives
 _PREFIXES = ("", "K", "M", "G", "T")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(iB|B)?")
+_WHOLE = r"[0-9]+"
+_FRACTION = r"[0-9]{1,9}\.[0-9]+(?= ?[kKMGT])"  # there is no half a byte
+_SIZE = re.compile(rf"({_WHOLE}|{_FRACTION}) ?([kKMGT]?)(iB|B)?")
 
 
 def read_bytes(text: str) -> int:

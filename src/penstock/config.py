@@ -426,8 +426,7 @@ def _states(max_rows: int, size: int, memory: int) -> tuple[int, int]:
 
 def available_memory() -> int:
     """Returns the bytes that this process can take without making others swap, within its control group."""
-    granted = [int(limit) for limit in _lines("/sys/fs/cgroup/memory.max") if limit.isdigit()]
-    return min([_system_memory(), *granted])
+    return _granted(_system_memory())
 
 
 def _system_memory() -> int:
@@ -435,6 +434,11 @@ def _system_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return _windows_memory()[1] if sys.platform == "win32" else total_memory() // 2
+
+
+def _granted(most: int) -> int:
+    """Returns how many of these bytes the control group may take: that of a container may be limited."""
+    return min([most, *(int(limit) for limit in _lines("/sys/fs/cgroup/memory.max") if limit.isdigit())])
 
 
 def _windows_memory() -> tuple[int, int]:
@@ -447,9 +451,10 @@ def _windows_memory() -> tuple[int, int]:
 
 
 def total_memory() -> int:
+    """Returns the bytes of memory that this machine has for the control group of this process."""
     if sys.platform == "win32":
         return _windows_memory()[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _granted(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def home() -> Path:

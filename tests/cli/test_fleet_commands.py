@@ -205,6 +205,25 @@ def test_streams_survive_the_other_gateway_a_larger_fleet_and_a_drain(fleet: Run
     assert other.process.returncode == 0
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="parents are found in /proc")
+def test_a_signal_to_all_processes_of_a_fleet_lets_answers_end(fleet: Run) -> None:
+    """A service manager may send it to each. An engine whose keeper had died of it would stay for a minute."""
+    until(lambda: len(pids(fleet.health())) == 2)
+    status = fleet.status()
+    keepers = {each["keeper"] for each in status["replicas"]}
+    forking = {int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1]) for keeper in keepers}
+    others = {status["steward"], *keepers, *forking, *pids(fleet.health()).values()}
+    streams = Streams(fleet)
+    streams.until_begun()
+    for pid in (fleet.process.pid, *others):
+        os.kill(pid, signal.SIGTERM)
+    assert streams.wait()[1] == ["length"] * 3
+    began = time.monotonic()
+    until(lambda: not any(map(lives, others)))
+    assert time.monotonic() - began < 30
+    fleet.process.wait(PATIENCE)
+
+
 def test_what_keeps_the_engines_from_starting_is_said_once(home: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(b"GGUF" + bytes(64))

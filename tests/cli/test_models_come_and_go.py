@@ -116,6 +116,21 @@ def test_a_server_of_a_folder_serves_what_is_in_it(tmp_path: Path, reciter: Path
         assert pids(client) == {"one": engine}
 
 
+def test_a_folder_that_can_no_longer_be_read_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.gguf").touch()
+    finder = ModelFinder([], str(tmp_path), "")
+
+    def refuse(_: object) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.listdir", refuse)
+    assert finder.find_again() is None
+    assert [each.name for each in finder.found] == ["a"]
+    assert f"--models-dir {tmp_path} cannot be read: Permission denied" in caplog.text
+
+
 def test_a_finder_looks_again_only_if_something_has_changed(
     own_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_quantized_cache_is_compared_with_one_that_is_not(penstock: Penstock, 
         (("ppl", "MODEL", "--text", "nowhere.txt"), 1, "nowhere.txt"),
         (("ppl", "MODEL", "--text", "BOOK", "--context", "5000"), 1, "--context must be from 8 to 4096"),
         (("ppl", "MODEL", "--text", "BOOK", "--context", "4096"), 1, "one window needs 4096"),
+        (("ppl", "MODEL", "--text", "BOOK", "--tokens", "3"), 1, "--tokens 3 is less than one window of 512 tokens"),
         (("kl", "MODEL", "--text", "BOOK", "--against", "OTHER"), 1, "different tokens"),
     ],
 )

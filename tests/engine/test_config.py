@@ -10,7 +10,16 @@ import pytest
 
 from penstock.backend import resolve_defaults
 from penstock.byte_sizes import read_bytes, written_bytes
-from penstock.config import DEFAULTS, OPTIONS, Config, available_memory, configure, draft_limit, resolve
+from penstock.config import (
+    DEFAULTS,
+    OPTIONS,
+    Config,
+    available_memory,
+    configure,
+    draft_limit,
+    resolve,
+    total_memory,
+)
 from penstock.errors import ConfigError
 from penstock.kv_types import is_kv_quantized
 from penstock.speculative_config import speculation_in, speculation_in_json
@@ -81,7 +90,15 @@ def test_refuses_what_cannot_be() -> None:
 
 
 def test_knows_this_machine() -> None:
-    assert available_memory() > 1 << 20
+    assert 1 << 20 < available_memory() <= total_memory()
+
+
+def test_a_container_has_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": ["MemAvailable: 4096 kB"], "/sys/fs/cgroup/memory.max": ["2097152"]}
+    monkeypatch.setattr("penstock.config._lines", lambda path: files.get(path, []))
+    assert available_memory() == total_memory() == 2 << 20
+    files["/sys/fs/cgroup/memory.max"] = ["max"]
+    assert available_memory() == 4 << 20 < total_memory()
 
 
 def test_every_field_that_a_user_may_set_is_described() -> None:
@@ -139,7 +156,9 @@ def test_bytes_may_have_a_unit(text: str, count: int, written: str) -> None:
     assert read_bytes(written) == count
 
 
-@pytest.mark.parametrize("text", ["", "G", "-1", "1e9", "0x10", "8GG", "8gb", "8 bytes", "١", "8,000"])
+@pytest.mark.parametrize(
+    "text", ["", "G", "-1", "1e9", "0x10", "8GG", "8gb", "8 bytes", "١", "8,000", "0.5", "1.5B", f"{10**400}.5T"]
+)
 def test_other_texts_are_no_bytes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a number of bytes"):
         read_bytes(text)

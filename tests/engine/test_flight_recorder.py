@@ -10,7 +10,9 @@ from math import inf
 
 import pytest
 
+from penstock.backend.fake import FakeBackend
 from penstock.config import Config
+from penstock.engine.engine import Engine
 from penstock.engine.flight_recorder import (
     HEADER,
     LEAST,
@@ -25,9 +27,10 @@ from penstock.engine.flight_recorder import (
     read_record,
     write_times,
 )
+from penstock.engine.loop import Add, advance
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.spawn import ProcessClient
-from penstock.types import STEP_SIZES, Row, StepPlan
+from penstock.types import STEP_SIZES, Failed, Request, Row, SamplingParams, StepPlan
 from tests.engine.test_crashes import check_whole, request
 from tests.engine.test_ipc import LIMITS, VOCAB, events_of, run, started, until
 
@@ -131,6 +134,16 @@ def test_suspects_are_those_that_were_not_answered_unless_all_were() -> None:
         recorder.commit(plan, 0.1)
     recorder.launch(StepPlan(4, (answering,), (), ()))
     assert read_record(memory).suspects == {1}
+
+
+def test_a_request_that_was_refused_is_suspected_of_nothing() -> None:
+    memory, backend = bytearray(RECORD_BYTES), FakeBackend(VOCAB)
+    backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
+    engine = Engine(backend, LIMITS)
+    engine.record_flight(memory)
+    (refused,) = advance(engine, [Add(Request(7, (VOCAB,), SamplingParams(), 10))])
+    assert isinstance(refused, Failed)
+    assert read_record(memory).suspects == set()
 
 
 def test_who_waits_shortens_what_idle_work_may_take() -> None:

@@ -21,8 +21,10 @@ from penstock.engine import grammar as grammar_module
 from penstock.engine.engine import Engine
 from penstock.engine.grammar import Constraint, Costs, Grammars
 from penstock.engine.thinking_budget import ThinkingBudget
+from penstock.engine.weight_messages import Pause, Resume
 from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.types import (
+    PAUSE_KEEP,
     Aborted,
     Event,
     Failed,
@@ -301,6 +303,27 @@ def test_nobody_waits_for_a_grammar_of_another() -> None:
     gate.set()
     assert re.fullmatch(DATE.text, answer(drain(asked), 1)[0])
     assert asked.idle
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_request_that_ends_before_it_starts_leaves_others_their_grammars(paused: bool) -> None:
+    """It counted as one that follows a grammar no more, and so the next one's was not followed."""
+    asked = engine(max_len=64)
+    if paused:
+        asked.control_weights(Pause(100, PAUSE_KEEP))
+        asked.add(request(1, DATE, max_tokens=8))
+        while not asked._pause:
+            asked.step()
+        asked.abort(1)
+        asked.control_weights(Resume(101))
+    else:
+        asked.add(request(1, DATE)._replace(prompt=(1,) * 65))
+    ended = [event for event in drain(asked) if isinstance(event, Aborted | Failed)]
+    assert [type(event) for event in ended] == [Aborted if paused else Failed]
+    for id in (2, 3):
+        ((text, reason),) = ask(asked, request(id, DATE, max_tokens=20))
+        assert re.fullmatch(DATE.text, text)
+        assert reason == "stop"
 
 
 def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

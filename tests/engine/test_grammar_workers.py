@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +16,8 @@ import pytest
 from penstock.engine import grammar as grammar_module
 from penstock.engine.grammar import Compiled, Compiling, Grammars
 from penstock.errors import Overloaded
+from penstock.server.chat import schema_check
+from penstock.thread_stacks import large_stacks
 from penstock.types import Grammar
 
 
@@ -46,11 +53,11 @@ def compiled(compiling: Compiling) -> Compiled:
 
 def test_workers_end_when_all_is_compiled_and_come_back_for_more() -> None:
     """An engine that is given up would leave its threads behind, with a GB of addresses each."""
-    grammars, before = Grammars(Vocabulary, 257), threading.active_count()
+    grammars, before = Grammars(Vocabulary, 257), set(threading.enumerate())
     for round in range(3):
         for compiling in [grammars.compile(lark(f"{round}-{word}")) for word in range(20)]:
             compiled(compiling)
-        wait_until(lambda: threading.active_count() == before)
+        wait_until(lambda: set(threading.enumerate()) <= before)  # of others some may end meanwhile
 
 
 def test_a_worker_is_at_hand_for_each_of_two_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +84,49 @@ def test_without_a_thread_one_request_is_refused_and_may_come_again(monkeypatch:
     assert compiled(grammars.compile(lark("yes"))).matcher
 
 
-def test_engines_that_start_workers_at_once_leave_the_size_of_stacks_alone() -> None:
+def test_without_a_thread_a_schema_is_refused_and_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = threading.stack_size()
+    monkeypatch.setattr(schema_check, "STACK_BYTES", 1 << 50)  # more addresses than there are
+    with ThreadPoolExecutor(1) as workers:
+        monkeypatch.setattr(schema_check, "_workers", workers)
+        with pytest.raises(Overloaded, match="the JSON schema cannot be read, for want of a thread"):
+            asyncio.run(schema_check._off_loop("{}"))
+        assert threading.stack_size() == usual
+        monkeypatch.setattr(schema_check, "STACK_BYTES", 1 << 30)
+        assert asyncio.run(schema_check._off_loop('{"const": 1}')).schema
+
+
+def test_whoever_starts_threads_at_once_leaves_the_size_of_stacks_alone() -> None:
+    """Engines compile grammars and a server rewrites schemas, each in threads of its own."""
     usual = threading.stack_size()
     engines = [Grammars(Vocabulary, 257) for _ in range(8)]
     starters = [threading.Thread(target=lambda each=each: compiled(each.compile(lark("yes")))) for each in engines]
+    for number in range(8):
+        text = json.dumps({"const": number})
+        starters.append(threading.Thread(target=lambda text=text: asyncio.run(schema_check._off_loop(text))))
     for starter in starters:
         starter.start()
     for starter in starters:
         starter.join()
     assert threading.stack_size() == usual
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_process_that_is_forked_meanwhile_has_stacks_of_the_usual_size() -> None:
+    usual, inside = threading.stack_size(), threading.Event()
+
+    def hold() -> None:
+        with large_stacks(2**30):
+            inside.set()
+            time.sleep(0.1)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait()
+    if (pid := os.fork()) == 0:
+        signal.alarm(10)  # ends it if it waits for ever
+        with large_stacks(2**30):
+            pass
+        os._exit(threading.stack_size() != usual)
+    holder.join()
+    assert os.waitpid(pid, 0)[1] == 0

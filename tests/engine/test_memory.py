@@ -113,6 +113,13 @@ def test_a_cache_of_a_size_that_is_asked_for_takes_what_a_machine_keeps_free_by_
     assert plan_memory(asked, SPEC, machine._replace(reserve_share=0.0)).notes  # what a GPU keeps free is needed
 
 
+@pytest.mark.parametrize("device", ["cpu", "ref"])
+def test_host_memory_for_kv_that_the_machine_has_not_is_refused(device: str) -> None:
+    golden = Path(__file__).parents[1] / "models" / "goldens" / "llama3"
+    with pytest.raises(ConfigError, match=r"1000000.00 GB of host memory .* than this machine has, .*: lower kv_ram"):
+        open_engine(configure(golden, {"device": device, "kv_ram": "1000TB"}))
+
+
 def test_a_cache_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     golden = Path(__file__).parents[1] / "models" / "goldens" / "llama3"
     monkeypatch.setattr("penstock.engine.build.total_memory", lambda: 100_000)

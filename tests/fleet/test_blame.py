@@ -298,6 +298,24 @@ def test_a_word_that_comes_late_counts(clock: VirtualClock, words: int) -> None:
     assert play(clock, 3, scenario).deaths == ALONE
 
 
+@pytest.mark.parametrize("moment", [0.0, WORD_SECONDS + 0.1])
+def test_nobody_waits_for_word_of_a_replica_that_was_forgotten(clock: VirtualClock, moment: float) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        first, second = fleet.engines
+        asked = await fleet.ask_at(first, 10)
+        fleet.lose(first)
+        await asyncio.sleep(moment)
+        fleet.notices.forget(first.name)
+        assert fleet.has(second) == [asked]
+        first.suspects = ()
+        await fleet.check()
+        await asyncio.sleep(WORD_SECONDS + 0.1)
+        notices = fleet.notices
+        assert (notices._known, notices._awaited, notices._overdue) == ({}, {}, {})
+
+    play(clock, 2, scenario)
+
+
 def test_a_late_word_does_not_count_against_what_was_answered_since(clock: VirtualClock) -> None:
     async def scenario(fleet: Fleet) -> None:
         first, second, third = fleet.engines

@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "file_locks": set(),
     "garbage": set(),
     "byte_sizes": set(),
+    "thread_stacks": set(),
     "config": {"byte_sizes", "kv_types", "types", "errors"},
     "keys": {"errors", "service_levels"},
     "kv_types": {"errors"},
@@ -53,14 +54,24 @@ MAY_IMPORT = {
     "model": {"text"} | WAIST,
     "backend": {"file_locks", "garbage", "model"} | WAIST,
     "planning": {"backend", "model"} | WAIST,
-    "engine": {"backend", "core", "file_locks", "model", "planning", "text"} | WAIST,
+    "engine": {"backend", "core", "file_locks", "model", "planning", "text", "thread_stacks"} | WAIST,
     "ipc": {"engine"} | WAIST,
     "store": {"file_locks"} | WAIST,
     "llm": {"ipc", "engine", "text", "model", "store", "service_levels", "speculative_config"} | WAIST,
     "fleet": {"server", "ipc", "engine", "core", "planning", "bench", "service_levels", "text"} | WAIST,
-    "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text"} | WAIST,
+    "server": {"ipc", "keys", "model", "service_levels", "store", "templates", "text", "thread_stacks"} | WAIST,
 }
-STANDARD_LIBRARY_ONLY = {"byte_sizes", "core", "types", "errors", "config", "file_locks", "garbage", "kv_types"}
+STANDARD_LIBRARY_ONLY = {
+    "byte_sizes",
+    "core",
+    "types",
+    "errors",
+    "config",
+    "file_locks",
+    "garbage",
+    "kv_types",
+    "thread_stacks",
+}
 EXTRAS = {"torch", "triton", "ray", "nixl"}
 HOMES_OF_EXTRAS = {ROOT / "fleet" / "ray_ground.py", ROOT / "engine" / "carry" / "nixl.py"}
 

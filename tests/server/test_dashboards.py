@@ -191,11 +191,16 @@ def test_statistics_of_several_engines_are_added_up() -> None:
 PREFIXES = {"vllm": "vllm:", "llamacpp": "llamacpp:", "sglang": "sglang:", "tgi": "tgi_", "nv": "nv_"}
 
 
+def renaming(serve: Any) -> Any:
+    """Serves a model that exports the names of SGLang, TGI and Triton only."""
+    client = InProcessClient(toys.open_slow_parrot, "parrot")
+    return serve(client, toys.ToyText(), MODEL, pool={"metric_sets": ("sglang", "tgi", "nv")})
+
+
 @pytest.fixture(scope="module")
 def renamed(serve: Any) -> Any:
-    """Exports the names of SGLang, TGI and Triton only, after an answer, an error and a client that left."""
-    client = InProcessClient(toys.open_slow_parrot, "parrot")
-    with serve(client, toys.ToyText(), MODEL, pool={"metric_sets": ("sglang", "tgi", "nv")}) as server:
+    """Has those names, after an answer and a client that left."""
+    with renaming(serve) as server:
         server.post("/v1/completions", model=MODEL, prompt="[hello there]", max_tokens=9)
         with server.http.stream("POST", "/v1/completions", json={"prompt": "[*ab]", "stream": True}) as answer:
             next(answer.iter_lines())
@@ -261,9 +266,10 @@ def test_their_labels_and_what_they_derive(renamed: Any) -> None:
     assert values(renamed)["nv_inference_exec_count"] == values(renamed)["penstock_steps_total"]
 
 
-def test_throughput_is_what_was_generated_since_the_last_scrape(renamed: Any) -> None:
-    values(renamed)
-    renamed.post("/v1/completions", model=MODEL, prompt="[hello there]", max_tokens=9)
-    renamed.until_idle()
-    assert values(renamed)["sglang:gen_throughput"] > 0
-    assert values(renamed)["sglang:gen_throughput"] == 0
+def test_throughput_is_what_was_generated_since_the_last_scrape(serve: Any) -> None:
+    with renaming(serve) as server:
+        values(server)
+        server.post("/v1/completions", model=MODEL, prompt="[hello there]", max_tokens=9)
+        server.until_idle()
+        assert values(server)["sglang:gen_throughput"] > 0
+        assert values(server)["sglang:gen_throughput"] == 0

@@ -299,15 +299,16 @@ def test_pushing_is_refused(parrot: Any) -> None:
 
 
 @pytest.mark.parametrize("keep_alive", [0, "0", "0s"])
-def test_unloading_is_answered_and_the_next_request_loads(parrot: Any, keep_alive: Any) -> None:
-    client = sdk(parrot)
-    told = client.generate(MODEL, keep_alive=keep_alive)
-    assert (told.done, told.done_reason, told.response) == (True, "unload", "")
-    assert client.chat(MODEL, [], keep_alive=keep_alive).done_reason == "unload"
-    parrot.until(lambda: not client.ps().models)
-    assert client.chat(MODEL, ask("[hi]"), keep_alive=keep_alive).message.content == "hi"
-    with pytest.raises(ollama.ResponseError, match="temperature must be between"):
-        client.generate(MODEL, keep_alive=keep_alive, options={"temperature": -1})
+def test_unloading_is_answered_and_the_next_request_loads(serve: Callable[..., Any], keep_alive: Any) -> None:
+    with serve(InProcessClient(toys.open_parrot, "parrot"), toys.ToyText(), MODEL) as server:
+        client = sdk(server)
+        told = client.generate(MODEL, keep_alive=keep_alive)
+        assert (told.done, told.done_reason, told.response) == (True, "unload", "")
+        assert client.chat(MODEL, [], keep_alive=keep_alive).done_reason == "unload"
+        server.until(lambda: not client.ps().models)
+        assert client.chat(MODEL, ask("[hi]"), keep_alive=keep_alive).message.content == "hi"
+        with pytest.raises(ollama.ResponseError, match="temperature must be between"):
+            client.generate(MODEL, keep_alive=keep_alive, options={"temperature": -1})
 
 
 # -- filling in ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HELP = {
     "/help": "show this page",
     "/reset": "start a new conversation",
-    "/system TEXT": "start a new conversation with this system message; without TEXT, with none",
+    "/system TEXT": "start a new conversation with this system message; without TEXT, with the model's own, if any",
     "/set NAME VALUE": "change the sampling, such as /set temperature 0.2; without a name, show it",
     "/retry": "answer the last message again",
     "/undo": "take the last message and its answer back",

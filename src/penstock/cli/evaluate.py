@@ -22,7 +22,9 @@ class TextOptions(NamedTuple):
 
     text: Annotated[str, Option(help="File with the text to predict.")] = ""
     context: Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")] = 512
-    tokens: Annotated[int, Option(minimum=1, help="Most tokens of the text to use.")] = 8192
+    tokens: Annotated[
+        int, Option(minimum=0, help="Most tokens of the text to use. 0: 8192, or one window if that is longer.")
+    ] = 0
     json: options.Json = False
 
 
@@ -86,7 +88,7 @@ def kl(
         print_divergence(found)
 
 
-def diverge(config: Config, against: Path, words: str, context: int = 512, tokens: int = 8192) -> Divergence:
+def diverge(config: Config, against: Path, words: str, context: int = 512, tokens: int = 0) -> Divergence:
     """Returns the KL divergence of a config's model from the model `against`. Neither the weights of the latter nor its
     KV cache are quantized at load."""
     from penstock.planning.evaluation import Scorer, measure_divergence, windows_of

@@ -161,8 +161,11 @@ def in_folder(folder: Path) -> list[FoundModel]:
 
     if not folder.is_dir():
         raise ModelNotFound(f"--models-dir {folder} is not a folder")
-    folders = [path.parent for path in sorted(folder.glob("*/config.json"))]
-    found = (*(folder / name for name in gguf_models(os.listdir(folder))), *folders)
+    try:
+        files = [folder / name for name in gguf_models(os.listdir(folder))]
+    except OSError as error:  # it may have gone, or been closed to others, while a server runs
+        raise ModelNotFound(f"--models-dir {folder} cannot be read: {error.strerror}") from error
+    found = (*files, *(path.parent for path in sorted(folder.glob("*/config.json"))))
     return [FoundModel(path.stem if path.is_file() else path.name, str(path), path) for path in found]
 
 

@@ -129,7 +129,7 @@ class Engine(WeightControl):
         self._disk = open_prefixes(kv_store, cache, self._host, backend, limits, self._costs, chain)
         self.peers = PeerBlocks(carry, cache, self._host, backend, limits, self._costs.prompts, chain)
         self._needs = RequestNeeds(grammars, self._adapter_control, self.peers, self._disk)
-        self._constrained = self._mirostats = 0  # requests that have a constraint, that learn from tokens' surprise
+        self._constrained, self._mirostats = set[int](), set[int]()  # have started with a constraint, with mirostat
         self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
         self._answered = self._busy_seconds = 0.0  # when the last step's answer came; spent in steps
         self._goes_on = self._out_of_memory = False  # after that step there was more to compute; it found no memory
@@ -293,8 +293,10 @@ class Engine(WeightControl):
             return self._end_resumed(record, decided)
         self._scheduler.add(sequence)
         self._records[request.id] = record
-        self._constrained += record.constraint is not None
-        self._mirostats += record.mirostat
+        if record.constraint is not None:
+            self._constrained.add(request.id)
+        if record.mirostat:
+            self._mirostats.add(request.id)
         if self._speculation is not None:
             self._speculation.open(record)
             self._speculation.append(request.id, request.generated + decided.tokens)
@@ -472,8 +474,8 @@ class Engine(WeightControl):
                 if (record := self._records.get(event.seq)) is not None:
                     event = record.complete_tokens(event)
             elif isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
-                self._constrained -= record.constraint is not None
-                self._mirostats -= record.mirostat
+                self._constrained.discard(event.seq)
+                self._mirostats.discard(event.seq)
                 self._disk.end(record, event)
                 self.peers.end(record)
                 self._release(record)

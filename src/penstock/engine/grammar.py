@@ -23,6 +23,7 @@ from penstock.engine.trigger import PatternTrigger, TriggerWatch, compile_patter
 from penstock.errors import InvalidGrammar, InvalidRequest, Overloaded, PenstockError, UnsupportedModel
 from penstock.text import gbnf, structural_tag
 from penstock.text.json_schema import guaranteed
+from penstock.thread_stacks import large_stacks
 from penstock.types import Grammar, Thinking
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ COMPILE_SECONDS = 10.0  # after which a grammar is given up
 SLOWEST_MASK = 0.25  # seconds for one bitmask: a thousand times what is usual
 MARK = "\x02"  # a character that is a token of its own in vocabularies that put a space before texts
 STACK_BYTES = 2**30  # of addresses: the library calls itself for every rule in a chain of them
-STACKS = threading.Lock()  # the size of a new thread's stack is the process's, not an engine's
 LONGEST_REASON = 400  # characters of the library's words that are passed on
 WHITESPACE = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
 
@@ -110,7 +110,8 @@ class Grammars:
 
     def _start_worker(self) -> None:
         try:
-            _start_with_large_stack(self._work)
+            with large_stacks(STACK_BYTES):
+                threading.Thread(target=self._work, daemon=True).start()
             self._workers += 1
         except RuntimeError as error:
             if not self._workers:
@@ -166,15 +167,6 @@ class Grammars:
                 self._special = _special_tokens(vocabulary)
                 self._tokenizer = _tokenizer(vocabulary, self._width)
             return self._tokenizer
-
-
-def _start_with_large_stack(work: Callable[[], None]) -> None:
-    with STACKS:
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            threading.Thread(target=work, daemon=True).start()
-        finally:
-            threading.stack_size(usual)
 
 
 class Compiled(NamedTuple):

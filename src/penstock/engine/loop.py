@@ -120,5 +120,6 @@ def _apply(engine: Engine, message: Message) -> list[Event]:
             id = message.id
             engine.wake(id)
     except PenstockError as error:
+        engine.recorder.add()  # nobody is added any more: it would be suspected of a death that comes later
         return [Failed(id, error.code, error.message)]
     return []

@@ -54,7 +54,9 @@ class DeathNotices:
                 self._streams.blame_late(lost, own, crashed=death.crashed)
 
     def forget(self, replica: str) -> None:
-        """Forgets the deaths of a replica that has ended for good."""
+        """Forgets the deaths of a replica that has ended for good: no word of one will come any more."""
+        for life, lost in [each for each in self._awaited.items() if each[0][0] == replica]:
+            self._stop_waiting(life, lost)
         for lives in (self._known, self._overdue):
             for life in [each for each in lives if each[0] == replica]:
                 del lives[life]

@@ -164,7 +164,8 @@ def main(path: str) -> None:
     if lock is None or os.fork():
         os._exit(0)
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # it ends after its forks
+        signal.signal(ending, signal.SIG_IGN)
     Path(path).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)

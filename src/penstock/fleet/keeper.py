@@ -201,7 +201,8 @@ class Keeper:
 
 def keep(spec: bytes) -> None:
     """Runs a keeper in this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the steward decides when to stop
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager may send one to every process
+        signal.signal(ending, signal.SIG_IGN)  # the steward decides when to stop
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     asyncio.run(_keep(msgspec.json.decode(spec, type=KeeperSpec)))
 

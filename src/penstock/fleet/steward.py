@@ -373,7 +373,8 @@ def _member(replica: KeptReplica, info: ReplicaInfo) -> MemberStatus:
 
 def main(folder: str) -> None:
     """Runs a steward, if there is no other of this fleet."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway decides when to stop
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager may send one to every process
+        signal.signal(ending, signal.SIG_IGN)  # the gateway decides when to stop
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     with open(Path(folder) / "steward.lock", "w") as lock:
         line = sys.stdin.buffer.readline()

@@ -123,10 +123,10 @@ def followers(window: Ints) -> Ints:
 
 
 def windows_of(
-    path: Path, text: str, context: int = CONTEXT, tokens: int = TOKENS, changes: Sequence[str] = ()
+    path: Path, text: str, context: int = CONTEXT, tokens: int = 0, changes: Sequence[str] = ()
 ) -> list[Ints]:
-    """Returns at most `tokens` tokens of the text, cut into windows. Each window begins with BOS if the model uses
-    it. `changes`: see `open_checkpoint`."""
+    """Returns at most `tokens` tokens of the text, cut into windows; 0 stands for TOKENS, or for one window if that is
+    longer. Each window begins with BOS if the model uses it. `changes`: see `open_checkpoint`."""
     checkpoint = open_checkpoint(path, changes, max_len=context)
     if checkpoint.spec.encoder:
         raise UnsupportedModel("this model is an encoder, which predicts no tokens: it has no perplexity")
@@ -135,8 +135,12 @@ def windows_of(
     if not MIN_CONTEXT <= context <= checkpoint.spec.max_len:
         longest = checkpoint.spec.max_len
         raise ConfigError(f"--context must be from {MIN_CONTEXT} to {longest} tokens with this model; got {context}")
+    tokens = tokens or max(TOKENS, context)
+    if tokens < context:
+        raise ConfigError(
+            f"--tokens {tokens} is less than one window of {context} tokens: raise --tokens, or lower --context"
+        )
     tokenizer = text_of(checkpoint).tokenizer
-    tokens = max(tokens, context)
     ids = tokenizer.encode(text[: min(tokens * LONG_TOKEN, MAX_CHARACTERS)], bos=True)
     begins = ids[:1] if ids[:1] == [tokenizer.bos_id] else []
     count = min(len(ids), tokens) // context

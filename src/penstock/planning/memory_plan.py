@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.backend.base import Footprint, Tuner
-from penstock.config import AUTO, Config, Device, parse_adapter, resolve
+from penstock.config import AUTO, Config, Device, parse_adapter, resolve, total_memory
 from penstock.errors import ConfigError
 from penstock.model.adapters import adapter_bytes
 from penstock.model.load import Checkpoint
@@ -175,12 +175,17 @@ class HostPlaces(NamedTuple):
 
 def host_tier(config: Config, limits: Limits, block_bytes: int, state_bytes: int, free: int) -> HostPlaces:
     """Divides the host memory for what leaves the cache, where `free` bytes of it are. States may take half of it, as
-    they may of the cache, and there is one wherever it fits."""
+    they may of the cache, and there is one wherever it fits. Raises ConfigError for more than the machine has."""
     unused = Device.parse(config.device).kind == "cuda" and not config.kv_disk and config.kv_ram == AUTO
     if unused or limits.encoder:
         return HostPlaces()
     cache = limits.num_blocks * block_bytes + limits.states * state_bytes
     room = min(cache, free // KV_RAM_SHARE) if config.kv_ram == AUTO else int(config.kv_ram)
+    if config.kv_ram != AUTO and room > total_memory():
+        raise ConfigError(
+            f"{gigabytes(room)} of host memory for KV is more than this machine has, {gigabytes(total_memory())}: "
+            "lower kv_ram"
+        )
     states = max(room // 2 // state_bytes, min(room // state_bytes, 1)) if limits.states else 0
     return HostPlaces((room - states * state_bytes) // block_bytes, states)
 

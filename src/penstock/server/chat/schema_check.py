@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from penstock.errors import InvalidGrammar
+from penstock.errors import InvalidGrammar, Overloaded
 from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 from penstock.text.json_schema import RewrittenSchema, check_enforced, rewrite
 from penstock.text.schema_validator import first_problem
+from penstock.thread_stacks import large_stacks
 from penstock.types import Grammar, Request
 
 TakeDelta = Callable[[int, Delta], None]  # is called with a choice, and what was added to it
@@ -98,11 +98,14 @@ async def _rewritten(context: RequestContext, request: Request) -> RewrittenSche
 async def _off_loop(text: str) -> RewrittenSchema:
     """Rewrites a schema in a thread whose stack is large enough for the library, which calls itself for every schema in
     a chain of them."""
-    usual = threading.stack_size(STACK_BYTES)
     try:
-        rewriting = asyncio.get_running_loop().run_in_executor(_workers, rewrite, text)
-    finally:
-        threading.stack_size(usual)
+        with large_stacks(STACK_BYTES):
+            rewriting = asyncio.get_running_loop().run_in_executor(_workers, rewrite, text)
+    except RuntimeError as error:
+        raise Overloaded(
+            f"the JSON schema cannot be read, for want of a thread with {STACK_BYTES >> 20} MB of addresses ({error}): "
+            "try again, or raise the limits of the server's process"
+        ) from error
     try:
         return await asyncio.wait_for(rewriting, REWRITE_SECONDS)
     except TimeoutError as error:
