@@ -160,7 +160,7 @@ def test_copies_do_not_wait_for_memory_that_cannot_be_pinned(monkeypatch: pytest
         waiting = Thread(target=room._wait_for, args=[3], daemon=True)
         waiting.start()
         gpu.driver.go_on.set()
-        waiting.join(20)
+        waiting.join(60)
         assert not waiting.is_alive()
         room.copy_out([3], [3])
         room.finish()
