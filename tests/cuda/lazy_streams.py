@@ -6,11 +6,12 @@ goes through its own queue in order, and none passes an event that has not happe
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
-from types import SimpleNamespace
+from threading import Event, local
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class LazyGpu(TorchDispatchMode):
     def __init__(self, random: Random) -> None:
         super().__init__()
         self.random = random
+        self.driver = LazyDriver()
         self.streams: list[LazyStream] = []
         self.current = self.steps = LazyStream(self)
         self.happening = False
@@ -128,21 +130,48 @@ class LazyEvent:
         return 2.0
 
 
+class LazyDriver:
+    """Stands in for the library that pins host memory. Each thread must have chosen its GPU, as it need not for calls
+    that name a stream."""
+
+    def __init__(self) -> None:
+        self.registered: list[int] = []
+        self.refuses_after = 1 << 30  # segments; then it waits for `go_on`
+        self.go_on = Event()
+        self._chosen = local()
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        self._chosen.device = device
+        yield
+        del self._chosen.device
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert hasattr(self._chosen, "device"), "this thread has chosen no GPU"
+        if len(self.registered) >= self.refuses_after:
+            self.go_on.wait(60)
+            time.sleep(0.1)
+            return 2
+        self.registered.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        assert hasattr(self._chosen, "device"), "this thread has chosen no GPU"
+        self.registered.remove(address)
+
+
 @contextmanager
 def lazy_gpu(random: Random) -> Iterator[LazyGpu]:
     """Puts such a GPU in the place of torch's own, as long as the context lasts."""
-    gpu, registered = LazyGpu(random), list[int]()
-    library = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: registered.append(address) or 0,
-        cudaHostUnregister=registered.remove,
-    )
+    gpu = LazyGpu(random)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "Stream", lambda device: LazyStream(gpu))
         patched.setattr(torch.cuda, "Event", lambda enable_timing: LazyEvent(gpu))
         patched.setattr(torch.cuda, "current_stream", lambda device: gpu.current)
         patched.setattr(torch.cuda, "stream", gpu.on)
-        patched.setattr(torch.cuda, "cudart", lambda: library)
+        patched.setattr(torch.cuda, "device", gpu.driver.device)
+        patched.setattr(torch.cuda, "cudart", lambda: gpu.driver)
         patched.setattr(torch.Tensor, "pin_memory", lambda self: self)
         with gpu:
             yield gpu
-    assert not registered, "host memory stays pinned"
+    assert not gpu.driver.registered, "host memory stays pinned"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from penstock.backend.base import Batch, StateMove
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda import CudaBackend, pinned_room
 from penstock.backend.cuda.pinned_room import PinnedRoom
 from penstock.core.tiers import CopyCosts
 from penstock.engine.host_blocks import HostBlocks, HostMemory
@@ -146,4 +147,23 @@ def test_blocks_leave_beside_the_steps_that_follow() -> None:
         room.finish()
         assert room.array[:3].tolist() == [[1] * 8] * 3
         assert [timing.blocks for timing in room.timings()] == [1, 1, 1]
+        room.close()
+
+
+def test_copies_do_not_wait_for_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One comes while the last segment is tried, which is then refused."""
+    monkeypatch.setattr(pinned_room, "SEGMENT", 16)
+    monkeypatch.setattr(pinned_room, "PATIENCE", 1000.0)
+    with lazy_gpu(Random(0)) as gpu:
+        gpu.driver.refuses_after = 1
+        room = PinnedRoom([torch.ones((4, 8), dtype=torch.uint8)], 4, nullcontext)
+        waiting = Thread(target=room._wait_for, args=[3], daemon=True)
+        waiting.start()
+        gpu.driver.go_on.set()
+        waiting.join(60)
+        assert not waiting.is_alive()
+        room.copy_out([3], [3])
+        room.finish()
+        assert room.array[3].tolist() == [1] * 8
+        assert len(gpu.driver.registered) == 1
         room.close()

@@ -117,7 +117,7 @@ class CudaBlocks(CudaMemory):
 class CudaStates(CudaMemory):
     """Copies the recurrent states of all programs, each as if it were a block."""
 
-    STAGED = 0  # one at a time: a state is large, and few travel
+    STAGED = 0  # one in each buffer: a state is large, and few travel
 
     def _layouts(self) -> list[str]:
         return [f"states of {shapes_of(self._caches())}"]

@@ -92,7 +92,7 @@ class DeviceInputs:
     tables: Any  # [rows * groups * width]
     groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
     run: int = 0  # above 0, the step's KV is stored before anything attends: see Shape
-    decodes: int = 0  # tokens that come first and attend as decoding rows do, with padding, where contexts are expanded
+    decodes: int = 0  # tokens that come first and attend as decoding rows do, with padding, where MLA expands contexts
 
     def of(self, group: int) -> DeviceInputs:
         """Returns the inputs that the layers of one group read."""

@@ -55,9 +55,7 @@ class LoadedProgram:
         self.groups = 1  # KV layer groups
         layers = self.program.layers.values()
         self.sharing: Sharing | None = None  # once a cache is reserved, if rows may attend together to what they share
-        self.expansion: MlaExpansion | KvExpansion | None = (
-            None  # the same, if prompts may have their contexts expanded
-        )
+        self.expansion: MlaExpansion | KvExpansion | None = None  # the same, if contexts of prompts may be expanded
         self.tile_tokens = tokens_per_tile(max([spec.heads // spec.kv_heads for spec in layers], default=1))
         self._rows, self._fixed = sizes.rows, shared.tilings.fixed
         self._sampled = SampledTokens(sizes.tokens, device)

@@ -88,7 +88,8 @@ class PinnedRoom:
         self._crossings: deque[Crossing] = deque()  # that were not told yet
         self._closing = False
         self._pinned: list[int] = []  # addresses
-        self._more = Condition()  # is pinned
+        self._more = Condition()  # is pinned, or nothing more will be
+        self._pins = True
         self._thread = Thread(target=self._pin, name="pin KV", daemon=True)
         self._thread.start()
 
@@ -132,8 +133,9 @@ class PinnedRoom:
         self.finish()
         for buffer in self._buffers:
             buffer.finish()
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        with torch.cuda.device(self._device):
+            for address in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
         self._buffers.clear()
         del self._next_buffer
@@ -162,9 +164,19 @@ class PinnedRoom:
         """Waits until a place and all before it are pinned, or nothing more will be."""
         end = (place + 1) * self.array.shape[1]
         with self._more:
-            self._more.wait_for(lambda: len(self._pinned) * SEGMENT >= end or not self._thread.is_alive(), PATIENCE)
+            self._more.wait_for(lambda: len(self._pinned) * SEGMENT >= end or not self._pins, PATIENCE)
 
     def _pin(self) -> None:
+        """Pins until all is pinned, or nothing more can be."""
+        try:
+            with torch.cuda.device(self._device):  # a thread begins with the first GPU, and would take memory there
+                self._pin_segments()
+        finally:
+            with self._more:
+                self._pins = False
+                self._more.notify_all()
+
+    def _pin_segments(self) -> None:
         """Has one segment after the other pinned."""
         first, total = self.array.ctypes.data, self.array.nbytes
         for at in range(0, total, SEGMENT):

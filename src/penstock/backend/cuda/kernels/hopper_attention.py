@@ -362,6 +362,22 @@ def _span_of(kv_head, at, CONFIG: gl.constexpr):
     return TileSpan(kv_head, token, first, count, begin, head, whole, last)
 
 
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr):
+    """Returns what says when keys and values of each stage are filled, by one copy, and free, by both warpgroups."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(keys_ready.index(stage), count=1)
+        mbarrier.init(values_ready.index(stage), count=1)
+        mbarrier.init(keys_free.index(stage), count=2)
+        mbarrier.init(values_free.index(stage), count=2)
+    return keys_ready, values_ready, keys_free, values_free
+
+
 @gluon.jit(do_not_specialize=["count"])
 def _hopper_attention(
     lines,
@@ -384,19 +400,10 @@ def _hopper_attention(
     TILE: gl.constexpr = CONFIG.tile
     DIMS: gl.constexpr = SHAPE.dims
     LAYOUT: gl.constexpr = lines.layout
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     queries = gl.allocate_shared_memory(lines.dtype, [2, QUERIES, DIMS], LAYOUT)
     keys = gl.allocate_shared_memory(lines.dtype, [STAGES, TILE, DIMS], LAYOUT)
     values = gl.allocate_shared_memory(lines.dtype, [STAGES, TILE, DIMS], LAYOUT)
-    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(keys_ready.index(stage), count=1)
-        mbarrier.init(values_ready.index(stage), count=1)
-        mbarrier.init(keys_free.index(stage), count=2)
-        mbarrier.init(values_free.index(stage), count=2)
+    keys_ready, values_ready, keys_free, values_free = make_barriers(STAGES)
     if PDL:
         gdc_wait()
     kv_head, tile = _task_of(header, count, CONFIG)

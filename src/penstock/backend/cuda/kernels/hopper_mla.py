@@ -30,6 +30,7 @@ from penstock.backend.cuda.kernels.hopper_attention import (
     HopperAttentionTiling,
     await_turn,
     give_turn,
+    make_barriers,
     packed_pairs,
     take_scores,
     unpacked_pairs,
@@ -338,35 +339,16 @@ def _hopper_mla(
     ROPE: gl.constexpr = CONFIG.rope
     V_DIM: gl.constexpr = CONFIG.v_dim
     LAYOUT: gl.constexpr = nope.layout
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     nope_queries = gl.allocate_shared_memory(nope.dtype, [2, QUERIES, NOPE], LAYOUT)
     rope_queries = gl.allocate_shared_memory(nope.dtype, [2, QUERIES, ROPE], LAYOUT)
     nope_tiles = gl.allocate_shared_memory(nope.dtype, [STAGES, TILE, NOPE], LAYOUT)
     rope_tiles = gl.allocate_shared_memory(nope.dtype, [STAGES, TILE, ROPE], LAYOUT)
     value_tiles = gl.allocate_shared_memory(nope.dtype, [STAGES, TILE, V_DIM], LAYOUT)
-    keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(keys_ready.index(stage), count=1)
-        mbarrier.init(values_ready.index(stage), count=1)
-        mbarrier.init(keys_free.index(stage), count=2)
-        mbarrier.init(values_free.index(stage), count=2)
+    barriers = make_barriers(STAGES)
     if PDL:
         gdc_wait()
     span = _span_of(tiles, starts, count, begin, CONFIG)
-    buffers = MlaBuffers(
-        nope_queries,
-        rope_queries,
-        nope_tiles,
-        rope_tiles,
-        value_tiles,
-        keys_ready,
-        values_ready,
-        keys_free,
-        values_free,
-    )
+    buffers = MlaBuffers(nope_queries, rope_queries, nope_tiles, rope_tiles, value_tiles, *barriers)
     gl.warp_specialize(
         [
             (_first_half, (q, out, carry, span, buffers, scale, CONFIG)),
