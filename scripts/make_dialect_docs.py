@@ -45,8 +45,8 @@ A field of a request is one of these:
 def render() -> str:
     """Returns the page."""
     nobody = cast(Any, None)
-    stored = Files(nobody), Batches(nobody, nobody), Responses(nobody), StoredChats(), StreamEndpoints(nobody)
-    routes = all_routes(nobody, *stored, RecentRequests())
+    stored = Files(nobody), Batches(nobody, nobody), Responses(nobody, nobody), StoredChats(nobody)
+    routes = all_routes(nobody, *stored, StreamEndpoints(nobody), RecentRequests())
     schemas = document(routes)
     ordered = sorted(routes, key=lambda route: _dialect(route))
     sections = [_section(name, list(found), schemas) for name, found in groupby(ordered, _dialect)]

@@ -450,6 +450,7 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
             "ALTER TABLE batches DROP COLUMN owner; ALTER TABLE batches DROP COLUMN payer;"
             "ALTER TABLE batches DROP COLUMN tenant;"
             "ALTER TABLE batches RENAME COLUMN record TO told; ALTER TABLE files DROP COLUMN tenant;"
+            "DROP TABLE answers;"
             "PRAGMA user_version = 1;"
         )
     db.close()
@@ -458,7 +459,8 @@ def test_an_archive_of_an_older_server_is_upgraded(serve: Any, toy_text: Any, tm
         assert ended(server.sdk(), begin(server.sdk(), jsonl(line("three"))).id).status == "completed"
     with sqlite3.connect(tmp_path / "archive.db") as db:
         assert records.ownership(db, id) == records.Ownership()
-        assert db.execute("PRAGMA user_version").fetchone() == (4,)
+        assert db.execute("PRAGMA user_version").fetchone() == (5,)
+        assert db.execute("SELECT count(*) FROM answers").fetchone() == (0,)
     db.close()
 
 

@@ -256,7 +256,7 @@ def test_sglang_pauses_and_aborts(server: Any, other: str) -> None:
         told = ok(server.post("/update_weights_from_disk", model_path=other, abort_all_requests=True, keep_pause=True))
         assert told["success"]
         assert ok(held.result(60))["meta_info"]["finish_reason"]["type"] == "abort"
-        again = pool.submit(server.post, "/generate", text=PROMPT, sampling_params=params)  # reports tell of weights now
+        again = pool.submit(server.post, "/generate", text=PROMPT, sampling_params=params)
         server.until(lambda: server.client.stats.waiting == 1)
         ok(server.post("/pause_generation", mode="abort"))
         assert ok(again.result(60))["meta_info"]["finish_reason"]["type"] == "abort"
