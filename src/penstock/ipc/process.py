@@ -9,9 +9,11 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from math import inf
 
 import zmq
@@ -50,15 +52,18 @@ MOST_STACK = 2**16  # characters that are read of them
 
 
 class EngineSocket:
-    """Holds the server's end of the socket, in a folder that only this user can enter."""
+    """Holds the server's end of the socket, in a folder that only this user can enter. One that is dropped is closed:
+    the collector would end the context first, and wait for ever for the socket."""
 
     def __init__(self, *, requests: bool) -> None:
         with ExitStack() as undo:
             self._folder = tempfile.mkdtemp(prefix="penstock-")
             undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._context = zmq.asyncio.Context()
-            undo.callback(self._context.destroy, linger=0)
-            self.socket = self._context.socket(zmq.PAIR)
+            context = zmq.asyncio.Context()
+            self.socket = context.socket(zmq.PAIR)
+            self._disconnect = weakref.finalize(self, _disconnect, context, self.socket)
+            self._disconnect.atexit = False
+            undo.callback(self._disconnect)
             self.address = address_in(self._folder)
             bind(self.socket, self.address)
             self._memories = [EngineMemory(self.address, FLIGHT, RECORD_BYTES)]
@@ -70,10 +75,17 @@ class EngineSocket:
         self.requests = self._memories[1].memory if requests else None
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._disconnect()
         for memory in self._memories:
             memory.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _disconnect(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> None:
+    """Closes a socket, and ends its context in a thread: that waits for ZeroMQ's threads, as no event loop may."""
+    socket.close(linger=0)
+    with suppress(RuntimeError):  # no thread can be had: the context stays
+        threading.Thread(target=context.term, name="penstock-disconnect", daemon=True).start()
 
 
 class Silence:
