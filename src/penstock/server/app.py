@@ -99,9 +99,11 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP, archive: Archive |
             async with runner.running(app), nullcontext() if setup.usage is None else setup.usage.running():
                 await responses.open()
                 await chats.open()
-                yield
-                await responses.close()
-                await chats.close()
+                try:
+                    yield
+                finally:  # while the archive is open
+                    await responses.close()
+                    await chats.close()
         finally:
             await streams.close()
             await pool.close()
