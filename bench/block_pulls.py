@@ -27,6 +27,7 @@ from penstock.ipc.process import EngineProcess
 from penstock.ipc.spawn import ProcessClient
 from penstock.store.store import fetch
 from penstock.types import BlockOffer, Claim, Finished, Report, Request, SamplingParams, Tokens
+from penstock.types.messages import Offer
 
 FIRST_ID, LAST_ID = 1000, 40000  # token ids of plain text
 KV_MEMORY, KV_RAM = 96 << 20, 64 << 20  # bytes: little, so that all of it was used before a pull is timed
@@ -69,7 +70,7 @@ async def pull(first: ProcessClient, second: ProcessClient, prompt: Sequence[int
     """Computes a prompt on one engine, has another read it, and sees that both answer the same."""
     computed = await answer(first, prompt)
     began = time.perf_counter()
-    offer = await first.offer(prompt)
+    offer = (await first.ask(Offer(prompt))).offer
     offered = 1e3 * (time.perf_counter() - began)
     assert offer is not None, "nothing was offered"
     read = await answer(second, prompt, offer)

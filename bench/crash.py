@@ -1,5 +1,6 @@
-"""Kills the engine of `penstock serve` again and again under streams, and compares every answer with the one that comes
-without kills: `python bench/crash.py --seconds 60 --signals KILL,SEGV,STOP`."""
+"""Kills processes of `penstock serve` again and again under streams, and compares every answer with the one that comes
+without kills: `python bench/crash.py --seconds 60 --signals KILL,SEGV,STOP --victims engine,parent,standby,renderer`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -158,15 +161,43 @@ def _joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def kill_again_and_again(http: httpx.AsyncClient, kinds: list[str], every: float, tally: Tally) -> None:
-    """Sends a signal to the engine every so many seconds."""
+def children_of(pid: int) -> dict[int, str]:
+    """Returns the command lines of the processes that a process has started, by their ids."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (folder / "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
+                found[int(folder.name)] = (folder / "cmdline").read_text()
+    return found
+
+
+def victim(server: int, engine: int, kind: str) -> int | None:
+    """Returns a process of the server: its engine, the parent that engines are forked from, the standby or the renderer
+    of chat templates; None if there is none now."""
+    if kind == "engine":
+        return engine
+    children = children_of(server)
+    parent = next((pid for pid, line in children.items() if "forkserver" in line), None)
+    if kind == "parent":
+        return parent
+    if kind == "renderer":
+        return next((pid for pid, line in children.items() if "penstock.templates" in line), None)
+    return next((pid for pid in children_of(parent or 0) if pid != engine), None)
+
+
+async def kill_again_and_again(http: httpx.AsyncClient, server: int, options: argparse.Namespace, tally: Tally) -> None:
+    """Sends a signal to one of the processes at a fixed interval."""
+    kinds, victims = options.signals.split(","), options.victims.split(",")
     while True:
-        await asyncio.sleep(every)
+        await asyncio.sleep(options.every)
         health = (await http.get("/health")).json()
-        if health["engine"] is not None:
-            kind = kinds[len(tally.kills) % len(kinds)]
-            os.kill(health["engine"]["pid"], signal.Signals[f"SIG{kind}"])
-            tally.kills.append((time.perf_counter(), kind))
+        if health["engine"] is None:
+            continue
+        kind, whom = kinds[len(tally.kills) % len(kinds)], random.choice(victims)
+        if (pid := victim(server, health["engine"]["pid"], whom)) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.Signals[f"SIG{kind}"])
+                tally.kills.append((time.perf_counter(), kind if victims == ["engine"] else f"{kind} of the {whom}"))
 
 
 async def ask_until(streams: Streams, questions: list[Question], end: float, tally: Tally) -> None:
@@ -174,18 +205,21 @@ async def ask_until(streams: Streams, questions: list[Question], end: float, tal
         await streams.check(random.choice(questions), tally)
 
 
-async def measure(options: argparse.Namespace, url: str) -> Tally:
-    questions = [
-        Question(kind, text, seed, options.tokens)
-        for seed, (text, kind) in enumerate((text, kind) for text in QUESTIONS for kind in KINDS)
-    ]
+def questions_of(tokens: int) -> list[Question]:
+    """Returns every question in every kind, with a limit on the tokens of the answer."""
+    pairs = ((text, kind) for text in QUESTIONS for kind in KINDS)
+    return [Question(kind, text, seed, tokens) for seed, (text, kind) in enumerate(pairs)]
+
+
+async def measure(options: argparse.Namespace, url: str, server: int) -> Tally:
+    questions = questions_of(options.tokens)
     tally = Tally()
     limits = httpx.Limits(max_connections=options.streams + 8)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
         await until_ready(http)
         streams = Streams(http, options.model)
         tally.gaps["before any signal"] = await streams.learn(questions)
-        killing = asyncio.create_task(kill_again_and_again(http, options.signals.split(","), options.every, tally))
+        killing = asyncio.create_task(kill_again_and_again(http, server, options, tally))
         end = time.monotonic() + options.seconds
         await asyncio.gather(*(ask_until(streams, questions, end, tally) for _ in range(options.streams)))
         killing.cancel()
@@ -217,11 +251,12 @@ async def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer at most")
     parser.add_argument("--signals", default="KILL", help="KILL, SEGV and STOP, in turn")
+    parser.add_argument("--victims", default="engine", help="engine, parent, standby and renderer, at random")
     options, more = parser.parse_known_args()
     port = free_port()
     server = await serve(options.model, port, more)
     try:
-        tally = await measure(options, f"http://127.0.0.1:{port}")
+        tally = await measure(options, f"http://127.0.0.1:{port}", server.pid)
     finally:
         server.terminate()
         await server.wait()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.core.step_cost import PromptCost
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.engine.kv_disk import loading
 from penstock.engine.kv_disk.segment import BlockLayout
@@ -32,7 +33,7 @@ def open_server(folder: Path) -> Engine:
     layout = BlockLayout(bytes(16), LIMITS.block_size, 1, len(backend.kv.export_blocks([0])))
     store = SegmentStore(folder, layout, LIMIT)
     store.open()
-    return Engine(backend, LIMITS, kv_store=store)
+    return assemble(backend, LIMITS, kv_store=store)
 
 
 def ask(engine: Engine, prompts: list[tuple[int, ...]], counts: Counter[str]) -> list[list[int]]:

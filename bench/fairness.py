@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from penstock.bench.http import Connection
 from penstock.keys import Key, changing, digest, new_key, now
+from penstock.tools.bench.http import Connection
 
 KV_BYTES = 400_000_000  # of a server whose memory is watched: its prefix cache is full after some seconds
 WORDS = ("river", "stone", "paper", "cloud", "engine", "garden", "window", "silver", "number", "market", "winter")

@@ -19,14 +19,14 @@ from random import Random
 from typing import Any
 
 from penstock.engine.chain_hash import chain_hash
-from penstock.fleet.block_table import DEVICE, chain_hash_table
+from penstock.fleet.holders import DEVICE, chain_hash_table
 from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger, Load
-from penstock.fleet.policies import NAMES
 from penstock.fleet.route import PRECISION, RoutedPrompt, Router, RoutingWeights
-from penstock.fleet.sim import FleetOptions, FleetReport, FleetSimulation, simulate
 from penstock.fleet.timing import EngineTiming
-from penstock.fleet.traces import Trace, TracedRequest, read_trace
+from penstock.tools.sim.policies import NAMES
+from penstock.tools.sim.simulation import FleetOptions, FleetReport, FleetSimulation, simulate
+from penstock.tools.traces import Trace, TracedRequest, read_trace
 
 REPLICAS = 64
 PROMPT_TOKENS, BLOCK = 8192, 16

@@ -22,13 +22,13 @@ import numpy as np
 from quiet import Clock, adopt_orphans, others_since, reap_orphans, wait_for_quiet
 from served import running_fleet
 
-from penstock.bench.load import RequestTiming, run
-from penstock.bench.targets import UrlTarget
-from penstock.fleet.replay import ReplayOptions, ReplayReport, prompt_of, replay
 from penstock.fleet.route import RoutingWeights
-from penstock.fleet.sim import FleetOptions, FleetReport, simulate
 from penstock.fleet.timing import EngineTiming
-from penstock.fleet.traces import Trace, TracedRequest, read_trace
+from penstock.tools.bench.load import RequestTiming, run
+from penstock.tools.bench.targets import UrlTarget
+from penstock.tools.replay import ReplayOptions, ReplayReport, prompt_of, replay
+from penstock.tools.sim.simulation import FleetOptions, FleetReport, simulate
+from penstock.tools.traces import Trace, TracedRequest, read_trace
 
 REPLICAS = 3
 SIZES = (32, 128, 256, 512, 1024, 1536)  # tokens of prompts that are timed

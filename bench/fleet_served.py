@@ -252,7 +252,7 @@ def main() -> int:
     if options.what == "server":
         serve(options.more[0], int(options.more[1]))
     elif options.what == "overhead":
-        from penstock.bench.load import run
+        from penstock.tools.bench.load import run
 
         run(overhead(options))
     else:

@@ -25,9 +25,9 @@ import httpx
 from quiet import Clock, adopt_orphans, others_since, reap_orphans, wait_for_quiet
 from served import running_fleet
 
-from penstock.bench.load import RequestTiming, run
-from penstock.bench.targets import UrlTarget
 from penstock.errors import EngineUnavailable
+from penstock.tools.bench.load import RequestTiming, run
+from penstock.tools.bench.targets import UrlTarget
 
 ENGINES = ("--replicas", "2", "--threads", "1", "--max-len", "8192", "--speculation", "off", "--max-wait", "0")
 SHORT, ANSWER = 9, 64  # tokens of a stream's prompt, and of its answer

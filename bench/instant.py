@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.backend.fake import FakeBackend
 from penstock.config import Config
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.types import Limits, RowResult, StepResult
 
@@ -39,4 +40,4 @@ class Instant(FakeBackend):
 
 
 def open_instant(config: Config, pause: float = 0.0) -> Engine:
-    return Engine(Instant(pause), LIMITS, block_events=bool(config.listen))
+    return assemble(Instant(pause), LIMITS, block_events=bool(config.listen))

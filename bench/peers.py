@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 import penstock
-from penstock.bench import Result, UrlTarget, Workload, run_workload
 from penstock.errors import EngineUnavailable
+from penstock.tools.bench import Result, UrlTarget, Workload, run_workload
 
 Figures = dict[str, float]
 Command = Sequence[str | Path]

@@ -80,7 +80,7 @@ def bytes_of_a_token(path: Path) -> int:
     """Returns the bytes of a token's KV."""
     probe = open_engine(configure(path, {"device": "cpu", "max_rows": 1, "max_len": 64}))
     try:
-        return len(probe._backend.kv.export_blocks([0])) // probe.limits.block_size
+        return len(probe.backend.kv.export_blocks([0])) // probe.limits.block_size
     finally:
         probe.close()
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.engine.grammar import WHITESPACE
+from penstock.engine.grammars.grammar import WHITESPACE
 from penstock.errors import InvalidGrammar
-from penstock.text.json_schema import RewrittenSchema, rewrite
-from penstock.text.schema_validator import first_problem
+from penstock.text.grammar.json_schema import RewrittenSchema, rewrite
+from penstock.text.grammar.schema_validator import first_problem
 
 SPACINGS: tuple[dict[str, Any], ...] = ({"separators": (",", ":")}, {})
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from penstock.backend.base import Ticket
 from penstock.engine.engine import Engine
+from penstock.engine.feature import Feature
 from penstock.types import DraftCounts, Finished, Request, Row, RowResult, SamplingParams, StepPlan, Tokens, add_drafts
 
 PLACES = 2000  # tokens of a text whose answers copy from it and jump
@@ -31,20 +32,23 @@ class Speed(NamedTuple):
     drafts: tuple[DraftCounts, ...]
 
 
-class ScriptedEngine(Engine):
-    """Answers requests with what `script` has for them."""
+class Script(Feature):
+    """Has an engine answer requests with the tokens of `answers`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.script: dict[int, tuple[int, Sequence[int]]] = {}  # by request: the length of its prompt, and its answer
+    def __init__(self) -> None:
+        self.answers: dict[int, tuple[int, Sequence[int]]] = {}  # by request: the length of its prompt, and its answer
         self._plans: dict[Ticket, StepPlan] = {}
-        self._waited = self._backend.wait
-        self._backend.wait = self._wait  # type: ignore[method-assign]
 
-    def _launch_batch(self, plan: StepPlan) -> Ticket:
-        ticket = super()._launch_batch(plan)
-        self._plans[ticket] = plan
-        return ticket
+    def join(self, engine: Engine) -> None:
+        super().join(engine)
+        self._waited = engine.backend.wait
+        engine.backend.wait = self._wait  # type: ignore[method-assign]
+
+    def launched(self, plan: StepPlan, gap: float) -> None:
+        self._plans[self.engine.in_flight[-1].ticket] = plan
+
+    def close(self) -> None:
+        self.engine.backend.wait = self._waited  # type: ignore[method-assign]
 
     def _wait(self, ticket: Ticket) -> Any:
         result, plan = self._waited(ticket), self._plans.pop(ticket, None)
@@ -54,9 +58,9 @@ class ScriptedEngine(Engine):
         return result._replace(rows=rows)
 
     def _scripted(self, row: Row, answer: RowResult) -> RowResult:
-        if row.seq not in self.script or not answer.tokens:
+        if row.seq not in self.answers or not answer.tokens:
             return answer
-        prompt, tokens = self.script[row.seq]
+        prompt, tokens = self.answers[row.seq]
         last = row.start + row.count - prompt
         said = [tokens[at] if at < len(tokens) else 0 for at in range(last - len(answer.tokens) + 1, last + 1)]
         return answer._replace(tokens=tuple(said))
@@ -65,8 +69,10 @@ class ScriptedEngine(Engine):
 class Runner:
     """Runs recorded answers on one engine, with drafts and without."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
+        """Takes an engine that has a Script."""
         self._engine = engine
+        self._answers = engine.find(Script).answers
         self._ids = iter(range(1 << 30))
 
     def compare(self, records: Sequence[Recorded], rows: int, rounds: int) -> tuple[list[float], Speed]:
@@ -95,13 +101,13 @@ class Runner:
                     answering[event.seq] = True
                     tokens += counts * len(event.tokens)
                 elif isinstance(event, Finished):
-                    del answering[event.seq], engine.script[event.seq]
+                    del answering[event.seq], self._answers[event.seq]
                     reports.append(event.report)
         return Speed(tokens / seconds, add_drafts(each for report in reports if report for each in report.drafts))
 
     def _add(self, recorded: Recorded, drafts: bool) -> int:
         id, greedy = next(self._ids), SamplingParams(temperature=0.0, ignore_eos=True)
-        self._engine.script[id] = len(recorded.prompt), recorded.answer
+        self._answers[id] = len(recorded.prompt), recorded.answer
         self._engine.add(
             Request(
                 id,

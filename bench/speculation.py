@@ -36,14 +36,15 @@ import subprocess
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from scripted import Recorded, Runner, ScriptedEngine, described
+from scripted import Recorded, Runner, Script, described
 
 from penstock.config import Config
 from penstock.engine import build
-from penstock.engine.drafting import INDEXED, Drafting, RequestDrafter, common_prefix, suffix_classes
+from penstock.engine.drafts.drafting import INDEXED, Drafting, RequestDrafter, common_prefix, suffix_classes
 from penstock.types import Request, SamplingParams
 
 COSTS = {  # milliseconds by the number of tokens in a step
@@ -249,9 +250,8 @@ def run_online(args: argparse.Namespace) -> None:
     """Runs records on the real engine, with drafts and without in turn."""
     from penstock.model.load import load_text
 
-    build.Engine = ScriptedEngine  # type: ignore[misc]
+    build.assemble = partial(build.assemble, more=(Script(),))  # type: ignore[assignment]
     engine = build.open_engine(Config(model=args.model, threads=args.threads, max_len=8192))
-    assert isinstance(engine, ScriptedEngine)
     runner, tokenizer = Runner(engine), load_text(Path(args.model)).tokenizer
     for kind, records in kinds_of(args, Reader(tokenizer.encode)).items():
         fit = [each for each in records if len(each.prompt) <= LONGEST_PROMPT and len(each.answer) >= args.tokens]

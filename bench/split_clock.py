@@ -65,7 +65,7 @@ class Replica:
         took = PAIR * sum(row.count * (row.start + row.count / 2) for row in prompts) + TOKEN * tokens
         took += FIXED * bool(prompts) + (ANSWERS + ROW * answering) * bool(answering)
         took *= self._random.uniform(1.0, 1.1)
-        self.costs.observe(plan.rows, took / 1000, answers=True)
+        self.costs.observe(plan.rows, took / 1000)
         self.free_at = now + took
         rows = tuple(RowResult(tokens=(50,) if row.sample else ()) for row in plan.rows)
         for event in self.scheduler.commit(plan, StepResult(plan.step, rows)):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.cli.app import COMMANDS, command
-from penstock.cli.command import Declared, EngineOptions, declarations, engine_options
+from penstock.cli.framework.command import Declared, EngineOptions, declarations, engine_options
 from penstock.config import OPTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
@@ -26,7 +26,7 @@ This page is written by `scripts/make_cli_docs.py` from the same declarations as
 ENGINE_OPTIONS = """\
 ## Engine options
 
-These options configure the engine. Each is declared once, in `src/penstock/config.py`. Commands take them as flags:
+These options configure the engine. `src/penstock/config/__init__.py` declares each once. Commands take them as flags:
 
 ```sh
 penstock serve ./model.gguf --max-len 8192 --kv int8 --step-tokens 1024

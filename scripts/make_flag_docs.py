@@ -10,7 +10,7 @@ from pathlib import Path
 from generated_blocks import write
 
 from penstock.cli.app import command
-from penstock.cli.command import declarations
+from penstock.cli.framework.command import declarations
 from penstock.cli.other_engines import AS_MODEL, AS_PROMPT, NO_EFFECT, RENAMED, SEVERAL_NAMES, TOLD
 
 FOLDER = Path(__file__).parents[1] / "docs" / "moving"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.cli.app import COMMANDS, command
-from penstock.cli.command import Declared, Option, declarations
+from penstock.cli.framework.command import Declared, Option, declarations
 
 PAGE = Path(__file__).parents[1] / "docs" / "penstock.1"
 FILES = {

@@ -1,6 +1,6 @@
 """Prepares pages of docs/ for MkDocs: they are written as code hosts read them, which differs in two ways.
 
-- A code host finds ../src/penstock/config.py; a site of docs/ has no such page. Links that leave docs/ become plain
+- A code host finds ../src/penstock/errors.py; a site of docs/ has no such page. Links that leave docs/ become plain
   text, or lead to PENSTOCK_SOURCE_URL (such as https://host/owner/penstock/blob/main) if that is set.
 - A code host nests lists by two spaces, and lets them follow a paragraph at once. Python's Markdown wants four spaces,
   and an empty line.

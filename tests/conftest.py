@@ -7,13 +7,15 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # The same examples on every machine, so that a failure is the change's own; `pytest --hypothesis-profile=explore`
 # looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.register_profile("few", settings.get_profile("repeatable"), max_examples=20)  # enough to reach every line
+unshrunk = (Phase.explicit, Phase.generate)  # for those who want to know whether a test fails, and not why
+settings.register_profile("unshrunk", settings.get_profile("repeatable"), phases=unshrunk)
 settings.load_profile("repeatable")
 
 # A shell's background jobs ignore Ctrl-C, and so would the processes that tests start and interrupt.

@@ -27,6 +27,7 @@ from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.graphs import bucket_decode_rows
 from penstock.backend.cuda.kernels import pdl
 from penstock.backend.cuda.shared_prefixes import Sharing
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.model.families.llama import build
 from penstock.model.rope import plain
@@ -89,7 +90,7 @@ class Bench:
     def engine(self, max_tokens: int, prefill_budget: int = PREFILL_BUDGET) -> Engine:
         backend = self.backend
         limits = Limits(LONGEST, MAX_ROWS, max_tokens, BLOCK_SIZE, self.num_blocks, 128256, prefill_budget)
-        return Engine(backend, limits, depth=backend.depth)
+        return assemble(backend, limits, depth=backend.depth)
 
     def requests(self, count: int, prompt: int, answer: int, temperature: float = 0.0) -> list[Request]:
         params = SamplingParams(temperature=temperature, ignore_eos=True)
@@ -120,7 +121,7 @@ class Watched:
 
 def generate(engine: Engine, requests: list[Request]) -> Figures:
     """All requests at once, to their ends."""
-    watched = engine._backend = Watched(engine._backend)  # type: ignore[assignment]
+    watched = engine.backend = Watched(engine.backend)  # type: ignore[assignment]
     times: dict[int, list[float]] = {request.id: [] for request in requests}
     began = time.perf_counter()
     for request in requests:
@@ -280,7 +281,7 @@ def host_tier(bench: Bench) -> Figures:
     blocks = 700  # two such prompts
     backend = bench.backend
     limits = Limits(8192, MAX_ROWS, STEP_TOKENS, BLOCK_SIZE, blocks, 128256, PREFILL_BUDGET, host_places=2048)
-    engine = Engine(backend, limits, depth=backend.depth)
+    engine = assemble(backend, limits, depth=backend.depth)
     first, *others = bench.requests(8, 4096, 2)
     found: dict[str, list[float]] = {"computed": [], "on the device": [], "in host memory": []}
     for name, request in (("computed", first), *(("computed", other) for other in others)):
@@ -302,9 +303,9 @@ def leaving_beside_steps(bench: Bench, limits: Limits) -> Figures:
     found: dict[str, list[float]] = {"forgotten": [], "to host memory": []}
     for _ in range(3):
         for name, places in (("forgotten", 0), ("to host memory", limits.host_places)):
-            engine = Engine(bench.backend, limits._replace(host_places=places), depth=bench.backend.depth)
+            engine = assemble(bench.backend, limits._replace(host_places=places), depth=bench.backend.depth)
             found[name].append(generate(engine, bench.requests(32, 2048, 128))["tok/s"])
-            engine._host.release()
+            engine.host.release()
     say(f"host tier, tok/s while blocks leave: {found}")
     return {**found, "ratio": statistics.median(found["to host memory"]) / statistics.median(found["forgotten"])}
 

@@ -27,14 +27,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from cells import BLOCK_SIZE, decode_batch, llama8b
 from random_weights import KINDS, RandomWeights
-from scripted import Recorded, Runner, ScriptedEngine, described
+from scripted import Recorded, Runner, Script, described
 
 from penstock.backend.cuda import CudaBackend
-from penstock.core.draft_depths import DraftDepths
+from penstock.core.drafting.depths import DraftDepths
+from penstock.engine.assemble import assemble
 from penstock.engine.batch import DraftRow, draft_batch
-from penstock.engine.draft_model import MTP_HEAD, SMALL_MODEL, DraftingRow, DraftKind, DraftModel, DraftStep
-from penstock.engine.drafting import Drafting
-from penstock.engine.sampling import Sampler
+from penstock.engine.drafts.draft_model import MTP_HEAD, SMALL_MODEL, DraftingRow, DraftKind, DraftModel, DraftStep
+from penstock.engine.drafts.drafting import Drafting
+from penstock.engine.samplers.sampler import Sampler
 from penstock.model.families import mtp
 from penstock.model.families.llama import build
 from penstock.model.heads import head_spec
@@ -145,14 +146,14 @@ class ScriptedDrafts(DraftModel):
     """Drafts the token of the recorded answer with the probability `acceptance`."""
 
     acceptance = 0.0
-    engine: ScriptedEngine
+    script: Script
     dice = random.Random(3)
 
     def _wait(self, step: DraftStep) -> Sequence[RowResult]:
         return list(map(self._made_up, step.rows, super()._wait(step)))
 
     def _made_up(self, row: DraftingRow, answer: RowResult) -> RowResult:
-        prompt, tokens = self.engine.script[row.request.id]
+        prompt, tokens = self.script.answers[row.request.id]
         at = len(row.text) - prompt
         token = tokens[at] if self.dice.random() < self.acceptance and at < len(tokens) else 1
         chance = min(max(self.acceptance, 0.001), 0.99)
@@ -173,15 +174,15 @@ def print_gains(backend: CudaBackend, what: DraftKind, given: argparse.Namespace
         depths = DraftDepths(backend.padded_sizes)
         drafts = ScriptedDrafts(backend, LIMITS, LIMITS.max_len, depths=depths, kind=what, depth=backend.depth)
         options = {"drafting": Drafting(backend.padded_sizes), "draft_model": drafts}
-        engine = ScriptedEngine(backend, LIMITS, depth=backend.depth, **options)
-        drafts.engine, drafts.acceptance = engine, acceptance
+        drafts.script, drafts.acceptance = Script(), acceptance
+        engine = assemble(backend, LIMITS, depth=backend.depth, more=(drafts.script,), **options)
         runner = Runner(engine)
         for count in given.rows:
             records = unlike(count, given.tokens)
             runner.run(records, count, drafts=True)  # shapes are captured and costs learned
             found = described(*runner.compare(records, count, given.rounds))
             print(f"{given.draft} of {given.kind}, {count} rows, {acceptance:.0%}: {found}", flush=True)
-        backend.wait = engine._waited  # type: ignore[method-assign]
+        drafts.script.close()
 
 
 def main() -> None:

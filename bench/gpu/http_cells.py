@@ -28,7 +28,7 @@ from typing import Any
 import model_shapes
 import random_model
 
-from penstock.bench import RequestTiming, UrlTarget
+from penstock.tools.bench import RequestTiming, UrlTarget
 
 Figures = dict[str, Any]
 SHAPES = model_shapes.SHAPES | model_shapes.TINY

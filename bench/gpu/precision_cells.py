@@ -18,7 +18,7 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix
 from penstock.backend.cuda.weights import DenseMatrix
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.weights import Packer
@@ -165,7 +165,7 @@ def speed(kind: Kind, layers: int) -> Figures:
     dice = np.random.default_rng(0)
     for turn, count in enumerate((8, 8, 257)):
         prompt = tuple(dice.integers(1000, 100_000, 128).tolist())
-        figures = generate(Engine(backend, limits, depth=backend.depth), [Request(turn, prompt, params, count)])
+        figures = generate(assemble(backend, limits, depth=backend.depth), [Request(turn, prompt, params, count)])
     many = decode_batch(64, 2048, blocks, 0)
     for _ in range(3):
         backend.wait(backend.launch(many))
@@ -217,7 +217,7 @@ def compare_greedy(given: argparse.Namespace, inputs: Figures) -> list[Figures]:
     found = []
     count = ANSWER if given.device == "cuda" else 3
     for id, (prompt, cpu) in enumerate(zip(inputs["prompts"], inputs["answers"], strict=True)):
-        answer = greedy(Engine(backend, limits, depth=backend.depth), id, prompt, count)
+        answer = greedy(assemble(backend, limits, depth=backend.depth), id, prompt, count)
         found.append(compared(answer, cpu))
         say(f"greedy {id}: {found[-1]}")
     backend.close()

@@ -16,17 +16,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cells import BLOCK_SIZE, llama8b
 from random_weights import KINDS, RandomWeights
-from scripted import Runner, ScriptedEngine, described, jumping
+from scripted import Runner, Script, described, jumping
 
 from penstock.backend.cuda import CudaBackend
-from penstock.engine.drafting import Drafting
+from penstock.engine.assemble import assemble
+from penstock.engine.drafts.drafting import Drafting
+from penstock.engine.engine import Engine
 from penstock.model.families.llama import build
 from penstock.types import Limits
 
 ROWS, STEP_TOKENS, VOCAB = 256, 8192, 128256
 
 
-def opened(kind: str, layers: int) -> ScriptedEngine:
+def opened(kind: str, layers: int) -> Engine:
     backend = CudaBackend(STEP_TOKENS, ROWS)
     backend.load(build(llama8b(layers), RandomWeights(backend._workspace, kind)))
     limits = Limits(16384, ROWS, STEP_TOKENS, BLOCK_SIZE, 20_000, VOCAB)
@@ -36,7 +38,7 @@ def opened(kind: str, layers: int) -> ScriptedEngine:
         backend.prepare(rows)
         for run in backend._programs[0].program.run_sizes:
             backend.prepare(rows, run=run)
-    return ScriptedEngine(backend, limits, depth=backend.depth, drafting=Drafting(backend.padded_sizes))
+    return assemble(backend, limits, depth=backend.depth, drafting=Drafting(backend.padded_sizes), more=(Script(),))
 
 
 def main() -> None:

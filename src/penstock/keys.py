@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from penstock.errors import ConfigError
 from penstock.service_levels import Targets
+from penstock.system.private_files import make_private_folder
 
 PREFIX = "sk-penstock-"  # by which people and secret scanners recognize a key
 
@@ -49,6 +50,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     itl_target_ms: Most | None = None
     models: tuple[str, ...] = ()  # that it may use; empty: all
     admin: bool = False  # may pull, create and delete models
+    monitor: bool = False  # may read /metrics
 
     @property
     def targets(self) -> Targets:
@@ -99,7 +101,7 @@ def changing(path: Path) -> Iterator[list[Key]]:
     """Yields the file's keys, to be changed in place. They are written if the block does not raise, all or none. The
     draft beside the file keeps others from changing it meanwhile."""
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     draft = path.with_name(f"{path.name}.draft")
     try:
         opened = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

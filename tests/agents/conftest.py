@@ -144,7 +144,7 @@ def play() -> Iterator[Callable[[Script], Server]]:
     running = []
 
     def begin(script: Script) -> Server:
-        engine = InProcessClient(lambda: toys.open_paced_parrot(0.0), "parrot")
+        engine = InProcessClient(lambda: toys.open_paced_parrot(0.0, grammars=toys.FreeGrammars()), "parrot")
         running.append(serving(engine, ScriptedText(script), MODEL))
         return running[-1].__enter__()
 

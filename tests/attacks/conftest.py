@@ -51,10 +51,18 @@ class Attacked:
             yield wire
 
     @property
+    def memory(self) -> int:
+        """The bytes that it has in memory."""
+        return self._status("VmRSS")
+
+    @property
     def most_memory(self) -> int:
         """The most bytes that it has had in memory."""
+        return self._status("VmHWM")
+
+    def _status(self, name: str) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+        return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) * 1024
 
     def _read(self) -> None:
         assert self.process.stderr

@@ -53,12 +53,12 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(poisoned: Attacked,
 
 
 def write_gguf(path: Path, tokens: int) -> Path:
-    """A file whose vocabulary has so many words of 8 digits. It has embeddings and no other weights."""
+    """A file whose vocabulary has so many words of 8 digits. It has embeddings and a norm, and no other weights."""
     words = np.zeros(tokens, np.dtype([("size", "<u8"), ("text", "S8")]))
     words["size"], words["text"] = 8, np.char.zfill(np.arange(tokens).astype("S8"), 8)
     kinds = {str: 8, int: 4, float: 6}
     keys: dict[str, str | int | float] = {"general.architecture": "llama"}
-    keys |= {f"llama.{name}": 64 for name in ("block_count", "context_length", "embedding_length")}
+    keys |= {"llama.block_count": 1, "llama.context_length": 64, "llama.embedding_length": 64}
     keys |= {"llama.feed_forward_length": 64, "llama.attention.head_count": 1}
     keys |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "gpt2"}
     keys |= {"tokenizer.ggml.pre": "default", "tokenizer.ggml.eos_token_id": 0}
@@ -70,13 +70,14 @@ def write_gguf(path: Path, tokens: int) -> Path:
         data = text(value) if isinstance(value, str) else struct.pack("<I" if isinstance(value, int) else "<f", value)
         return text(name) + struct.pack("<I", kinds[type(value)]) + data
 
-    head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(keys) + 3) + b"".join(pair(*each) for each in keys.items())
+    head = b"GGUF" + struct.pack("<IQQ", 3, 2, len(keys) + 3) + b"".join(pair(*each) for each in keys.items())
     merges = text("tokenizer.ggml.merges") + struct.pack("<IIQ", 9, 8, 0)
     vocabulary = text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, tokens) + words.tobytes()
     vocabulary += text("tokenizer.ggml.token_type") + struct.pack("<IIQ", 9, 5, tokens)
     vocabulary += np.ones(tokens, "<i4").tobytes()
-    tensor = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 64, 64, 0, 0)
-    path.write_bytes(head + merges + vocabulary + tensor + bytes(64 * 64 * 4 + 64))
+    tensors = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 64, 64, 0, 0)
+    tensors += text("blk.0.attn_norm.weight") + struct.pack("<IQIQ", 1, 64, 0, 64 * 64 * 4)
+    path.write_bytes(head + merges + vocabulary + tensors + bytes(64 * 64 * 4 + 64 * 4 + 64))
     return path
 
 

@@ -59,7 +59,7 @@ def test_a_models_own_template_is_no_better(babbler: Path, tmp_path: Path) -> No
         assert "chat template was stopped" in refused.json()["error"]["message"]
         assert server.chat().status_code == 200
         children = subprocess.run(["ps", "--ppid", str(server.process.pid), "-o", "args="], capture_output=True).stdout
-        assert children.count(b"penstock.templates.child") == 1
+        assert children.count(b"penstock.templates.render_worker") == 1
     assert "Traceback" not in server.logged
 
 
@@ -91,12 +91,13 @@ def test_its_errors_are_the_same(source: str, told: str) -> None:
         isolated("{% for i in range(9) %}{{ 'x' * 999999 }}{% endfor %}").render(HELLO)
 
 
-def test_a_child_that_was_killed_is_started_again() -> None:
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_child_that_was_killed_or_stopped_is_replaced(kind: signal.Signals) -> None:
     process = RenderProcess()
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}).isolated(process)
     assert template.render(HELLO) == "Hello"
     child: Any = process._children[0]
-    os.kill(child._process.pid, signal.SIGKILL)
+    os.kill(child._process.pid, kind)
     assert template.render(HELLO) == "Hello"
     assert process._children[0] is not child
 

@@ -89,6 +89,57 @@ def test_a_head_that_is_too_long_is_answered(attacked: Attacked) -> None:
         assert read_all(wire).startswith(b"HTTP/1.1 431 ")
 
 
+CHUNKED = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("chunks", [b"zz\r\n", b"5\r\nhello,\r\n", b"-1\r\n", b"fffffffffffffffff\r\n"])
+def test_malformed_chunks_are_answered(attacked: Attacked, chunks: bytes) -> None:
+    with attacked.raw() as wire:
+        wire.sendall(CHUNKED + b"2\r\n{}\r\n")
+        wire.sendall(chunks)
+        said = read_all(wire)
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert said.count(b"content-length: ") == 1
+    assert b'"bad_request"' in said
+
+
+def test_what_is_malformed_behind_a_request_costs_that_request_nothing(attacked: Attacked) -> None:
+    with attacked.raw() as wire:
+        wire.sendall(post(BODY) + CHUNKED + b"zz\r\n")
+        said = read_all(wire)
+    assert said.startswith(b"HTTP/1.1 200 OK")
+    assert b'"choices"' in said
+
+
+UPGRADE = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2_settings": "AAMAAABkAARAAAAAAAIAAAAA"}
+
+
+@pytest.mark.parametrize("upgrade", [UPGRADE, {"connection": "upgrade", "upgrade": "websocket"}])
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one(
+    attacked: Attacked, upgrade: dict[str, str], size: int
+) -> None:
+    """Java's HTTP client does so with its first request, whose body comes with it or behind it."""
+    body = {**BODY, "metadata": {"x": "y" * size}}
+    with attacked.raw() as wire:
+        wire.sendall(post(body, **upgrade) + post(body, **(upgrade | {"connection": "upgrade, close"})))
+        said = read_all(wire)
+    assert said.count(b"HTTP/1.1 200 OK") == 2
+    assert said.count(b'"choices"') == 2
+    assert "WebSocket" not in attacked.logged
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [("CONNECT example.org:443", 405), ("GET http://[", 400), ("GET http://", 400), ("GET ?", 400), ("PRI *", 400)],
+)
+def test_a_strange_url_is_no_fault_of_the_server(attacked: Attacked, request_line: str, status: int) -> None:
+    with attacked.raw() as wire:
+        wire.sendall(f"{request_line} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        assert read_all(wire).startswith(f"HTTP/1.1 {status} ".encode())
+    assert "Traceback" not in attacked.logged
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_http_1_0(attacked: Attacked, stream: bool) -> None:
     """Such clients know no chunks: an answer ends with its connection."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from penstock.bench import RequestTiming, UrlTarget, Workload, run_workload
-from penstock.bench.http import Chunked
-from penstock.bench.load import prompts, summarize
 from penstock.errors import ConfigError, EngineUnavailable, InvalidRequest
+from penstock.tools.bench import RequestTiming, UrlTarget, Workload, run_workload
+from penstock.tools.bench.http import Chunked
+from penstock.tools.bench.load import prompts, summarize
 
 DRAFTED = 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="stub"}'
 ACCEPTED = 'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="stub"}'

@@ -15,7 +15,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli.markdown import split_blocks
+from penstock.cli.framework.markdown import split_blocks
 
 Penstock = Callable[..., tuple[int, str, str]]
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -147,7 +147,7 @@ def test_no_text_is_lost_between_blocks(text: str) -> None:
 
 def test_markdown_is_rendered_on_a_terminal() -> None:
     pieces = ["**bo", "ld**\n\n```py\nx = 1\n```\n\n- it", "em"]
-    program = f"from penstock.cli.markdown import print_answer; print_answer({pieces})"
+    program = f"from penstock.cli.framework.markdown import print_answer; print_answer({pieces})"
     outer, inner = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "60"}
     subprocess.run([sys.executable, "-c", program], stdout=inner, env=environment, timeout=60, check=True)
@@ -164,7 +164,7 @@ def test_markdown_is_rendered_on_a_terminal() -> None:
 def test_what_is_typed_during_an_answer_is_read_after_it_and_not_shown_in_it(tmp_path: Path) -> None:
     program = """if True:
         import pathlib, time
-        from penstock.cli.markdown import print_answer
+        from penstock.cli.framework.markdown import print_answer
         def pieces():
             yield "begun"
             while not pathlib.Path("typed").exists():

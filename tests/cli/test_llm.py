@@ -25,7 +25,6 @@ from penstock import (
     SamplingParams,
     StructuredOutputsParams,
     Targets,
-    sampling_fields,
 )
 from penstock.errors import (
     AdapterError,
@@ -38,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.llm.engine_options import read_options
 from penstock.store import DerivedModel, save_derived
-from penstock.types import AdapterUse, Claim, DryPenalty, Event, Failed, SamplerChain, Thinking
+from penstock.types import AdapterUse, Claim, DryPenalty, Event, Failed, SamplerChain, Thinking, sampling_fields
 
 MODELS = Path(__file__).parents[1] / "models"
 RECITED = "abcdefghijklménopqrstuvwxyz"
@@ -430,6 +429,9 @@ def test_a_closed_llm_says_so(reciter: Path) -> None:
 
 
 def test_choices(llm: LLM) -> None:
+    last = SamplingParams(n=2, temperature=100.0, max_tokens=4, seed=2**64 - 1)
+    first = replace(last, n=1, seed=0)
+    assert llm.generate("abc", last)[0].outputs[1].text == llm.generate("abc", first)[0].outputs[0].text
     params = SamplingParams(n=3, temperature=100.0, max_tokens=4, seed=5)
     (done,) = llm.generate("abc", params)
     assert [answer.index for answer in done.outputs] == [0, 1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -114,6 +115,16 @@ def test_a_server_of_a_folder_serves_what_is_in_it(tmp_path: Path, reciter: Path
         shutil.rmtree(folder / "two")
         assert client.post("/models/unload", json={"model": "two"}).status_code == 200
         assert pids(client) == {"one": engine}
+
+
+def test_one_max_len_is_cut_for_models_with_a_shorter_context(tmp_path: Path, reciter: Path) -> None:
+    for name, context in (("short", 96), ("long", 4096)):
+        config = json.loads((shutil.copytree(reciter, tmp_path / name) / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    with serving(tmp_path / "short", tmp_path / "long") as client:
+        assert answer(client, "short") == answer(client, "long") == RECITED
+        listed = {model["id"]: model["max_model_len"] for model in client.get("/v1/models").json()["data"]}
+        assert listed == {"short": 96, "long": 128}
 
 
 def test_a_folder_that_can_no_longer_be_read_changes_nothing(

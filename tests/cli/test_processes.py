@@ -82,7 +82,9 @@ def test_a_closed_stream_is_as_good_as_an_empty_one(closed: str, words: str, rec
 @pytest.mark.parametrize("words", ["--help", "--version", "list"])
 def test_output_to_a_full_disk_is_an_error_of_one_line(words: str) -> None:
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run([*COMMAND, *words.split()], stdout=full, stderr=subprocess.PIPE, timeout=60, text=True)
+        buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # the text is written when the command ends
+        command = [*COMMAND, *words.split()]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, text=True, env=buffered)
     assert ended.returncode == 1
     assert ended.stderr == "error: [Errno 28] No space left on device [os_error]\n"
 
@@ -317,7 +319,11 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found in /proc")
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_signal_to_all_processes_of_a_server_lets_answers_end(babbler: Path, forked: bool) -> None:
+def test_a_signal_to_all_processes_of_a_server_lets_answers_end(
+    babbler: Path, forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     server = start("serve", babbler, "--port", 0)
     assert server.stderr
     lines: list[str] = []
@@ -338,3 +344,5 @@ def test_a_signal_to_all_processes_of_a_server_lets_answers_end(babbler: Path, f
     _, told = server.communicate(timeout=60)
     assert b"the engine process" not in told  # it would say how that ended
     assert b"Traceback" not in told
+    assert server.returncode == 0
+    assert not list(temporary.iterdir())

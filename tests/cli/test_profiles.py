@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock import server
-from penstock.cli.command import UsageError
+from penstock.cli.framework.command import UsageError
 from penstock.cli.serve import ShareOptions
 from penstock.service_levels import PROFILES, Targets
 

@@ -121,7 +121,6 @@ def test_a_quantized_cache_is_compared_with_one_that_is_not(penstock: Penstock, 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("ppl", "MODEL"), 2, "--text is missing"),
         (("kl", "MODEL", "--text", "BOOK"), 2, "--against is missing"),
         (("ppl", "MODEL", "--text", "nowhere.txt"), 1, "nowhere.txt"),
         (("ppl", "MODEL", "--text", "BOOK", "--context", "5000"), 1, "--context must be from 8 to 4096"),

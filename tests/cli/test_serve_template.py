@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.command import UsageError
+from penstock.cli.framework.command import UsageError
 from penstock.cli.serve import SpeculativeOptions, TemplateOptions
 from penstock.config import DEFAULTS
 from penstock.errors import ConfigError

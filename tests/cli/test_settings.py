@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.app import COMMANDS
-from penstock.cli.command import UsageError
+from penstock.cli.framework.command import UsageError
 from penstock.cli.other_engines import KnownFlags, translate
 from penstock.store import DerivedModel, save_derived
 

@@ -80,6 +80,16 @@ def change_a_token(s: Scheduler) -> None:
     s.running[0].tokens[0] = 77
 
 
+def publish_a_block_that_is_not_full(s: Scheduler) -> None:
+    node = s.running[0].nodes[0]
+    node.key = node.key[:-1]
+
+
+def compute_an_unknown_token(s: Scheduler) -> None:
+    seq = s.running[0]
+    seq.computed = seq.planned = seq.end = len(seq.tokens) + 1
+
+
 def lose_a_place(s: Scheduler) -> None:
     assert isinstance(s.cache.states, SavedStates)
     s.cache.states._free.pop()
@@ -111,6 +121,8 @@ def save_the_past(s: Scheduler) -> None:
         compute_without_blocks,
         swap_blocks,
         change_a_token,
+        publish_a_block_that_is_not_full,
+        compute_an_unknown_token,
         lose_a_place,
         keep_a_state_of_nothing,
         save_the_past,
@@ -206,7 +218,13 @@ def test_a_node_without_blocks_that_nobody_needs_is_seen() -> None:
     scheduler = Scheduler(limits(windows=(6,)))
     run(scheduler, Sequence(1, tuple(range(9)), 1))
     parent = next(scheduler.cache.trie.nodes())
-    parent.children[(1,)] = child = PrefixNode(parent, (1,), [-1], [0])
+    parent.children[(1, 2, 3, 4)] = child = PrefixNode(parent, (1, 2, 3, 4), [-1], [0])
     child.holders = 0
     with pytest.raises(AssertionError, match="nobody needs has no blocks"):
         check(scheduler)
+
+
+def test_a_block_that_is_not_full_is_not_published() -> None:
+    trie = Scheduler(limits()).cache.trie
+    with pytest.raises(AssertionError, match="not full"):
+        trie.publish([], "", [1, 2, 3], [0])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.draft_depths import DraftDepths, plan_depths
-from penstock.core.speculation import Exploration
+from penstock.core.drafting.depths import DraftDepths, plan_depths
+from penstock.core.drafting.lengths import Exploration
 
 RATES = st.sampled_from((0.05, 0.1, 0.3, 0.5, 0.8, 0.9, 0.99))
 SURVIVAL = st.lists(RATES, max_size=6).map(lambda rates: tuple(accumulate(rates, float.__mul__)))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Line
+from copy import deepcopy
 
 import pytest
 
 from penstock.core import Scheduler, Sequence, check
-from penstock.core.drafts import DraftRoom, Drafts
-from penstock.types import RowResult, StepPlan, StepResult
+from penstock.core.drafting.rows import DraftRoom, Drafts
+from penstock.types import Event, Finished, RowResult, StepPlan, StepResult
 from tests.core.world import limits, step
 
 
@@ -131,3 +132,40 @@ def test_a_sequence_waits_for_its_draft_while_an_earlier_chunk_of_it_is_committe
     scheduler.commit(drafted, StepResult(drafted.step, (RowResult((7, 8), accepted=1),)))
     check(scheduler)
     assert scheduler.sequences[1].tokens[-4:] == [8, 9, 7, 8]
+
+
+class Exact(Together):
+    """Drafts nine tokens."""
+
+    def propose(self, asked: Line[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
+        return [(7,) * min(room.most, 9) for room in asked]
+
+
+CUT_BY = {
+    "a loop": (Sequence(1, (1, 2, 3, 4), 1400, guarded_from=0), "length"),
+    "a stop token": (Sequence(1, (1, 2, 3, 4), 1400, stop_ids=frozenset({9})), "stop"),
+}
+
+
+@pytest.mark.parametrize("states", [0, 8])
+@pytest.mark.parametrize("cut_by", CUT_BY)
+def test_accepted_tokens_that_are_cut_were_never_computed(cut_by: str, states: int) -> None:
+    """Its last row has computed more positions than the answer keeps tokens: the last block is not full."""
+    seq, reason = deepcopy(CUT_BY[cut_by])
+    scheduler = Scheduler(
+        limits(max_len=1500, step_tokens=64, num_blocks=400, max_rows=8, block_size=8, states=states), drafts=Exact()
+    )
+    scheduler.add(seq)
+    ended: list[Event] = []
+    cut = 0
+    while scheduler.sequences:
+        plan = scheduler.plan()
+        (row,) = plan.rows
+        stops = "stop" in cut_by and len(seq.tokens) > 1000 and len(row.draft) > 3
+        tokens = (7, 7, 7, 9, 7, 7, 7, 7, 7, 7, 7)[: row.sample] if stops else (7,) * row.sample
+        before = len(seq.tokens)
+        ended = scheduler.commit(plan, StepResult(plan.step, (RowResult(tokens, accepted=len(row.draft)),)))
+        cut = before + len(tokens) - len(seq.tokens)
+        check(scheduler)
+    assert [event.reason for event in ended if isinstance(event, Finished)] == [reason]
+    assert cut > 2, "the last row's draft was not cut: this proves nothing"

@@ -16,6 +16,7 @@ from penstock.backend.fake import FakeBackend, continuation, gathered, next_toke
 from penstock.core import Policy, Sequence, StandardPolicy, check
 from penstock.core.policy import Room, StepBudget
 from penstock.core.step_cost import CostModel
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.planning.memory_plan import all_states
 from penstock.types import (
@@ -162,7 +163,7 @@ def drive(
 ) -> tuple[Engine, list[Answer]]:
     backend = FakeBackend(limits.vocab, limits.max_rows, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
-    engine = Engine(backend, limits, depth=depth, policy=policy, drafting=drafting, costs=Unmeasured())
+    engine = assemble(backend, limits, depth=depth, policy=policy, drafting=drafting, costs=Unmeasured())
     answers = [Answer() for _ in requests]
     work = sum(len(r.prompt) + r.max_tokens for r in requests)
     step = 0
@@ -192,7 +193,7 @@ def drive(
                 engine.abort(id)
         for event in engine.step():
             note(answers[event.seq], event)
-        check(engine._scheduler)
+        check(engine.scheduler)
         step += 1
         assert step < 60 + 20 * work, "no end in sight: the scheduler is going round in circles"
     return engine, answers

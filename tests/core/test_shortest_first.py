@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core import Scheduler, Sequence, StandardPolicy
-from penstock.core.policy import PATIENCE
-from penstock.types import Claim
+from penstock.types import PROMPT_PATIENCE, Claim
 from tests.core.test_step_cost import learned
 from tests.core.world import counts, limits, step
 
@@ -72,7 +71,7 @@ def test_deadlines_and_unknown_costs_come_first() -> None:
 @given(st.lists(st.integers(1, 250), min_size=10, max_size=20), st.floats(0.5, 3.0))
 def test_a_long_prompt_goes_before_all_that_come_after_its_patience(lengths: list[int], pause: float) -> None:
     """Short prompts keep coming, one a step: none that comes later than the long one's rank goes before it."""
-    scheduler, patience = scheduled(), PATIENCE * KNOWN.prompt_seconds(LONG)
+    scheduler, patience = scheduled(), PROMPT_PATIENCE * KNOWN.prompt_seconds(LONG)
     scheduler.add(long := prompt(0, LONG))
     for id, length in enumerate(lengths, 1):
         scheduler.now += pause

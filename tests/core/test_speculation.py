@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.speculation import (
+from penstock.core.drafting.lengths import (
     FLOOR,
     MOST,
     NOTHING,
@@ -21,7 +21,7 @@ from penstock.core.speculation import (
     cells_of,
     draft_lengths,
 )
-from penstock.core.suffixes import ALIKE, DIFFERENT, SINGLE
+from penstock.core.drafting.suffixes import ALIKE, DIFFERENT, SINGLE
 
 SURVIVAL = st.lists(st.sampled_from((0.1, 0.3, 0.5, 0.8, 0.9, 0.99, 1.0)), max_size=4).map(
     lambda rates: tuple(accumulate(rates, float.__mul__))

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from penstock.core import Scheduler, Sequence, StandardPolicy
+from penstock.core.drafting.lengths import StepCost
 from penstock.core.policy import CAUTIOUS, LEAST, StepBudget
-from penstock.core.speculation import StepCost
 from penstock.core.step_cost import CostModel, PromptCost
 from penstock.types import Claim, Row
 from tests.core.world import counts, limits, step
@@ -30,19 +30,19 @@ def learned(noise: float = 0.0) -> CostModel:
         answers = tuple(Row(id, 100, 1, 1) for id in range(random.randint(1, 8)))
         prompt = Row(9, random.randrange(4000), random.randint(16, 512), 0)
         for rows in (answers, (*answers, prompt)):
-            costs.observe(rows, taken(rows) * random.uniform(1 - noise, 1 + noise), answers=True)
+            costs.observe(rows, taken(rows) * random.uniform(1 - noise, 1 + noise))
     return costs
 
 
 def test_nothing_is_known_before_prompts_were_measured() -> None:
-    costs = CostModel()
+    costs = CostModel(learns_answers=False)
     assert costs.answer_seconds(3, 3) == 0.0
     for _ in range(PromptCost.FEW):
         assert not costs.known
-        costs.observe((Row(1, 0, 8, 0),), 0.02, answers=False)
+        costs.observe((Row(1, 0, 8, 0),), 0.02)
     assert costs.known
     assert costs.answer_seconds(3, 3) == 0.0
-    costs.observe((Row(1, 0, 1, 1),), 0.01, answers=False)
+    costs.observe((Row(1, 0, 1, 1),), 0.01)
     assert costs.answer_seconds(3, 3) > 0.0
 
 
@@ -56,7 +56,7 @@ def test_a_target_is_kept_though_no_step_only_answers() -> None:
     seconds = []
     while any(seq.computed < seq.prompt_len for seq in scheduler.sequences.values()):
         plan, _ = step(scheduler)
-        costs.observe(plan.rows, taken(plan.rows), answers=True)
+        costs.observe(plan.rows, taken(plan.rows))
         if any(row.count == 1 for row in plan.rows):
             seconds.append(taken(plan.rows))
     assert max(seconds[8:]) <= 1.05 * 0.05
@@ -72,10 +72,10 @@ def test_a_step_tells_what_answers_cost_before_a_long_prompt_takes_more_than_the
     scheduler.add(Sequence(2, (2,) * 8000, 1))
     assert counts(step(scheduler)[0]) == {1: 1, 2: 15}
     for size in (100, 200, 300, 400):
-        costs.observe((Row(9, 0, size, 0),), 1e-6 * size, answers=True)
+        costs.observe((Row(9, 0, size, 0),), 1e-6 * size)
     plan, _ = step(scheduler)
     assert counts(plan) == {1: 1, 2: 1}
-    costs.observe(plan.rows, 1e-3, answers=True)
+    costs.observe(plan.rows, 1e-3)
     assert sum(counts(step(scheduler)[0]).values()) == 512
 
 
@@ -84,8 +84,8 @@ def test_a_long_prompt_takes_few_steps_beside_answers_without_a_target() -> None
     for length, seconds, most in ((200, TOKEN, 16), (8000, 1e-6, 512), (8000, TOKEN, None), (8000, 1.0, 1 + LEAST)):
         costs = CostModel()
         for size in (100, 200, 300, 400):
-            costs.observe((Row(9, 0, size, 0),), seconds * size, answers=True)
-        costs.observe((Row(9, 0, 1, 1),), 1e-3, answers=True)
+            costs.observe((Row(9, 0, size, 0),), seconds * size)
+        costs.observe((Row(9, 0, 1, 1),), 1e-3)
         scheduler = Scheduler(some, policy=StandardPolicy(some, costs))
         scheduler.add(Sequence(1, (1,), 900))
         step(scheduler)
@@ -160,9 +160,9 @@ def slow(prompts: float, answers: float = 1.0) -> CostModel:
     """Returns what is known of a machine where both take so many times as long as on that of these tests."""
     costs = CostModel()
     for size in (100, 200, 300, 400):
-        costs.observe((Row(9, 0, size, 0),), prompts * TOKEN * size, answers=True)
+        costs.observe((Row(9, 0, size, 0),), prompts * TOKEN * size)
     for _ in range(9):
-        costs.observe((Row(9, 0, 1, 1),), answers * 5e-3, answers=True)
+        costs.observe((Row(9, 0, 1, 1),), answers * 5e-3)
     return costs
 
 
@@ -212,7 +212,7 @@ def test_a_cost_that_was_learned_wrong_is_learned_again() -> None:
     computed = []
     while 2 in scheduler.sequences:
         plan, _ = step(scheduler)
-        costs.observe(plan.rows, taken(plan.rows), answers=True)
+        costs.observe(plan.rows, taken(plan.rows))
         computed.append(counts(plan)[2])
     assert computed[0] == LEAST
     assert max(computed) > 100
@@ -244,14 +244,14 @@ def test_steps_are_planned_shorter_while_the_machine_is_busy_with_something_else
     costs, rows = learned(), (Row(1, 100, 1, 1), Row(2, 100, 1, 1), Row(9, 0, 64, 0))
     quiet = taken(rows)
     for _ in range(200):
-        costs.observe(rows, quiet, answers=True)
+        costs.observe(rows, quiet)
     assert costs.lateness == CostModel.LATENESS[0]
-    costs.observe(rows, 1.5 * quiet, answers=True)
+    costs.observe(rows, 1.5 * quiet)
     busy = costs.lateness
     assert 1.35 < busy < 1.5, "the next step may take as long"
     for _ in range(99):
-        costs.observe(rows, 9e9, answers=True)
+        costs.observe(rows, 9e9)
     assert costs.lateness == CostModel.LATENESS[1]
     for _ in range(999):
-        costs.observe(rows, quiet, answers=True)
+        costs.observe(rows, quiet)
     assert costs.lateness < busy

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.suffixes import ALIKE, DIFFERENT, SEPARATOR, SINGLE, SuffixAutomaton, SuffixCursor
+from penstock.core.drafting.suffixes import ALIKE, DIFFERENT, SEPARATOR, SINGLE, SuffixAutomaton, SuffixCursor
 
 TOKENS = st.lists(st.integers(0, 3), max_size=40)
 

@@ -383,7 +383,8 @@ def forget_a_parent_first(s: Scheduler) -> None:
 def leave_a_hole_on_the_device(s: Scheduler) -> None:
     leaf = next(iter(s.cache.host.only()))
     assert isinstance(leaf, PrefixNode)
-    leaf.children[(1,)] = child = PrefixNode(leaf, (1,), s.cache.trie.evict(lambda node, blocks: True), [])
+    key = (1,) * s.cache.block_size
+    leaf.children[key] = child = PrefixNode(leaf, key, s.cache.trie.evict(lambda node, blocks: True), [])
     child.holders = 0
     s.cache.trie._rest(child)
 

@@ -17,6 +17,7 @@ from penstock.backend.cuda import CudaBackend, inputs
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import CASES, Case, difference, run
 from penstock.backend.ref.random_steps import blocks_for, random_steps, with_groups
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.errors import UnsupportedModel
 from penstock.model.load import load_model, open_checkpoint
@@ -242,7 +243,7 @@ def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def answered(drafting: RandomDrafting | None) -> tuple[dict[int, list[int]], Engine]:
         backend = loaded("llama3", backend_of(max_tokens=64, max_rows=16))
         backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
-        engine = Engine(backend, limits, depth=1, drafting=drafting)
+        engine = assemble(backend, limits, depth=1, drafting=drafting)
         return answers(engine, requests, np.random.default_rng(0)), engine
 
     plain, _ = answered(None)
@@ -266,9 +267,9 @@ def test_each_request_gets_what_it_gets_alone(seed: int) -> None:
     limits = Limits(60, 3, 24, block_size=BLOCK_SIZE, num_blocks=int(rng.integers(16, 40)), vocab=vocab)
     backend = loaded("llama3", backend_of(max_tokens=24, max_rows=3))
     backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
-    together = answers(Engine(backend, limits, depth=1), requests, rng)
+    together = answers(assemble(backend, limits, depth=1), requests, rng)
     for request in requests:
         reference = loaded("llama3", RefBackend())
         reference.reserve_kv(limits.num_blocks, BLOCK_SIZE)
-        alone = answers(Engine(reference, limits), [request], rng)
+        alone = answers(assemble(reference, limits), [request], rng)
         assert together[request.id] == alone[request.id]

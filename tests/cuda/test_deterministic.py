@@ -29,7 +29,7 @@ from penstock.backend.cuda.segments import MOST_SPLITS, SEGMENT, most_splits, pl
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import difference
 from penstock.backend.ref.random_steps import blocks_for, random_steps
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.memory_plan import all_states
 from penstock.types import Limits, Request, SamplingParams, Tokens
@@ -280,7 +280,7 @@ def test_answers_are_the_same_with_drafts_in_company_and_from_cached_prefixes(ki
         states = 4 if backend.memory_needs().state_bytes else 0
         limits = Limits(40, 2, step_tokens, BLOCK_SIZE, num_blocks=16, vocab=40, states=states)
         backend.reserve_kv(limits.num_blocks, BLOCK_SIZE, all_states(limits))
-        engine, events = Engine(backend, limits, depth=1, drafting=drafting), list[Any]()
+        engine, events = assemble(backend, limits, depth=1, drafting=drafting), list[Any]()
         for each in requests:
             engine.add(each)
         while not engine.idle:

@@ -11,7 +11,7 @@ import torch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import difference
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.model.load import load_model, open_checkpoint
 from penstock.types import Finished, Limits, Request, SamplingParams
 from tests.cuda.device import DEVICE, HALF
@@ -23,7 +23,7 @@ LIMITS = Limits(max_len=64, max_rows=8, step_tokens=128, block_size=16, num_bloc
 def pooled(backend: CudaBackend | RefBackend, path: Path, prompts: list[list[int]], kind: str) -> np.ndarray:
     backend.load(load_model(open_checkpoint(path), backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    engine = Engine(backend, LIMITS, depth=backend.depth)
+    engine = assemble(backend, LIMITS, depth=backend.depth)
     for id, prompt in enumerate(prompts):
         engine.add(Request(id, tuple(prompt), SamplingParams(), 0, pooling=kind))
     found: dict[int, np.ndarray] = {}

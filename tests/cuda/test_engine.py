@@ -16,7 +16,7 @@ from penstock.backend.cuda.kernels.dequantize import dequantize_matrix
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.pack_quantized import quantize_int4
 from penstock.backend.ref import RefBackend
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.model.dequantize import dequantize
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens
@@ -80,7 +80,7 @@ def answers(backend: Any, kind: Kind, requests: list[Request], rng: np.random.Ge
     """Runs the requests, arriving at random, to their ends: what each was told."""
     limits = Limits(60, 4, 24, BLOCK_SIZE, num_blocks=24, vocab=spec_for(kind.format).vocab)
     backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
-    engine = Engine(backend, limits, depth=backend.depth)
+    engine = assemble(backend, limits, depth=backend.depth)
     told: dict[int, list[TokenLogprob]] = {request.id: [] for request in requests}
     waiting, ended = list(requests), 0
     while ended < len(requests):

@@ -10,8 +10,8 @@ import torch
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.exchange import copies, leaves
-from penstock.backend.exchange import KeepingPacker
-from penstock.engine.engine import Engine
+from penstock.backend.weight_exchange import KeepingPacker
+from penstock.engine.assemble import assemble
 from penstock.errors import WeightsError
 from penstock.model.load import load_model, open_checkpoint
 from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens
@@ -32,7 +32,7 @@ def loaded(path: Path, dtype: torch.dtype, quantize: str) -> tuple[CudaBackend, 
 
 def answer(backend: CudaBackend, count: int = 2) -> list[TokenLogprob]:
     vocab = backend._programs[0].program.answer.width
-    engine = Engine(backend, Limits(60, 4, 32, 8, num_blocks=16, vocab=vocab, states=4), depth=backend.depth)
+    engine = assemble(backend, Limits(60, 4, 32, 8, num_blocks=16, vocab=vocab, states=4), depth=backend.depth)
     engine.add(Request(1, PROMPT, SamplingParams(temperature=0, logprobs=3), count))
     events: list[Any] = []
     while not any(isinstance(event, Finished) for event in events):

@@ -15,7 +15,7 @@ from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.footprint import tensor_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, padded
 from penstock.backend.cuda.transfer import Transfer
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.errors import OutOfMemory
 from penstock.model.load import load_model, open_checkpoint
 from penstock.model.roles import Role
@@ -173,7 +173,7 @@ def test_garbage_is_left_alone_while_a_graph_is_captured(monkeypatch: pytest.Mon
 def answers(
     backend: CudaBackend, limits: Limits, prompts: Mapping[int, tuple[int, ...]] = PROMPTS
 ) -> dict[int, list[int]]:
-    engine = Engine(backend, limits, depth=1)
+    engine = assemble(backend, limits, depth=1)
     for id, prompt in prompts.items():
         engine.add(Request(id, prompt, SamplingParams(temperature=0), 6))
     found: dict[int, list[int]] = {id: [] for id in prompts}

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.ref import RefBackend
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.types import Finished, Limits, Request, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF
 from tests.cuda.small import SMALL, load_small
@@ -19,7 +19,7 @@ ROUNDS = 6 if DEVICE == "cuda" else 1  # graphs are taken of shapes that come ag
 
 def embeddings(backend: Any, requests: list[Request]) -> dict[int, np.ndarray]:
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    engine = Engine(backend, LIMITS, depth=backend.depth)
+    engine = assemble(backend, LIMITS, depth=backend.depth)
     found: dict[int, np.ndarray] = {}
     for request in requests:
         engine.add(request)

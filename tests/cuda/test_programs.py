@@ -19,12 +19,12 @@ from penstock.backend.cuda.arena import Arena, tensors_in
 from penstock.backend.cuda.graphs import common_shapes, draft_shapes
 from penstock.backend.ref import RefBackend
 from penstock.config import configure
-from penstock.core.draft_depths import DepthPlan, DraftDepths
-from penstock.core.speculation import Proposal
+from penstock.core.drafting.depths import DepthPlan, DraftDepths
+from penstock.core.drafting.lengths import Proposal
+from penstock.engine.assemble import assemble
 from penstock.engine.build import open_engine
-from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, DraftModel
-from penstock.engine.drafting import Drafting
-from penstock.engine.engine import Engine
+from penstock.engine.drafts.draft_model import EAGLE3_HEAD, MTP_HEAD, DraftModel
+from penstock.engine.drafts.drafting import Drafting
 from penstock.model.eagle import EagleHead, observed
 from penstock.model.families import llama, mtp
 from penstock.model.heads import ends_of, head_spec
@@ -176,7 +176,7 @@ def answers(draft: int | None) -> tuple[dict[int, list[int]], DraftCounts]:
     backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
     model = DraftModel(backend, limits, 32, depths=TwoTokens(), depth=backend.depth)
     drafts: dict[str, Any] = {"drafting": AllVerified(), "draft_model": model} if draft is not None else {}
-    engine = Engine(backend, limits, depth=backend.depth, **drafts)
+    engine = assemble(backend, limits, depth=backend.depth, **drafts)
     asked = PROMPTS if DEVICE == "cuda" else PROMPTS[1:]
     for id, prompt in enumerate(asked):
         engine.add(Request(id, tuple(prompt), SamplingParams(temperature=0.8, seed=7, ignore_eos=True), 5))
@@ -207,7 +207,7 @@ def test_a_head_reads_the_hidden_states_that_its_target_has_stored() -> None:
     limits = Limits(max_len=32, max_rows=4, step_tokens=16, block_size=BLOCK_SIZE, num_blocks=16, vocab=64)
     backend.reserve_kv(limits.num_blocks, BLOCK_SIZE, 0, TOY.kv_groups)
     head = DraftModel(backend, limits, 32, depths=TwoTokens(), kind=MTP_HEAD, depth=backend.depth)
-    engine = Engine(backend, limits, depth=backend.depth, drafting=AllVerified(), draft_model=head)
+    engine = assemble(backend, limits, depth=backend.depth, drafting=AllVerified(), draft_model=head)
     engine.add(Request(1, (3, 9, 5), SamplingParams(temperature=0.0), 5))
     tokens = [5]
     while not engine.idle:
@@ -266,7 +266,7 @@ def test_an_eagle_head_changes_no_answer() -> None:
     model = DraftModel(backend, limits, 32, depths=TwoTokens(), kind=kind, depth=backend.depth)
     found = []
     for drafts in ({}, {"drafting": AllVerified(), "draft_model": model}):
-        engine, tokens = Engine(backend, limits, depth=backend.depth, **drafts), list[int]()
+        engine, tokens = assemble(backend, limits, depth=backend.depth, **drafts), list[int]()
         engine.add(Request(1, tuple(PROMPTS[1]), SamplingParams(temperature=0.8, seed=7, ignore_eos=True), 24))
         while not engine.idle:
             tokens += [token for event in engine.step() if isinstance(event, Tokens) for token in event.tokens]

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.block_checksum import block_checksums, word_weights
+from penstock.backend.blocks.checksum import block_checksums, word_weights
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.sharing import CudaSharing, KvRows, device_name
-from penstock.engine.carry.cuda_ipc import DeviceDesk
-from penstock.engine.carry.messages import Offer
-from penstock.engine.carry.peers import CarryOptions
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.engine.kv_disk import loading
+from penstock.engine.kv_transfer.cuda_ipc import DeviceDesk
+from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions
 from penstock.engine.loop import advance
 from penstock.types import BlockOffer, Finished, Limits, Offered, Report, Request, SamplingParams, Tokens
+from penstock.types.messages import Offer
 from tests.cuda.device import DEVICE
 from tests.cuda.small import load_small
 
@@ -154,7 +154,7 @@ class Host:
         backend = loaded()
         if stand_in:
             backend.sharing = on_stand_in(backend)
-        self.engine = Engine(backend, LIMITS, carry=CarryOptions(b"same", ("cuda_ipc",)), depth=0)
+        self.engine = assemble(backend, LIMITS, transfer=TransferOptions(b"same", ("cuda_ipc",)), depth=0)
         self.device = self.engine.shared_device
         self._id = 0
 
@@ -171,7 +171,7 @@ class Host:
 
     def offer(self, device: str, seconds: float = 60.0) -> BlockOffer:
         self._id += 1
-        [offered] = advance(self.engine, [Offer(self._id, PROMPT, seconds=seconds, device=device)])
+        [offered] = advance(self.engine, [Offer(PROMPT, seconds=seconds, device=device, id=self._id)])
         assert isinstance(offered, Offered)
         assert offered.offer is not None
         return offered.offer
@@ -191,7 +191,7 @@ class Host:
 
     @property
     def _desk(self) -> DeviceDesk:
-        return self.engine.peers._offers._near  # type: ignore[union-attr, return-value]
+        return self.engine.find(PeerBlocks)._offers._near  # type: ignore[union-attr, return-value]
 
     def _places(self) -> list[int]:
         [lease] = self._desk.leases._granted.values()

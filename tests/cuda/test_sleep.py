@@ -14,10 +14,11 @@ import torch
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.arena import Arena, tensors_in
-from penstock.engine.engine import Engine
-from penstock.engine.loop import Add, Sleep, advance
+from penstock.engine.assemble import assemble
+from penstock.engine.loop import advance
 from penstock.model.load import load_model, open_checkpoint
 from penstock.types import Limits, MemoryUse, Request, SamplingParams, Tokens
+from penstock.types.messages import Add, Sleep
 from tests.cuda.device import DEVICE, HALF
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.small import load_small
@@ -93,7 +94,7 @@ def test_an_engine_answers_as_before() -> None:
     backend.load(load_model(open_checkpoint(GOLDENS / "lfm2"), backend))
     limits = Limits(64, 4, 32, BLOCK_SIZE, 40, backend._programs[0].program.answer.width, states=4)
     backend.reserve_kv(limits.num_blocks, limits.block_size, limits.max_rows + limits.states)
-    engine = Engine(backend, limits, depth=backend.depth, sleeper=backend.sleeper)
+    engine = assemble(backend, limits, depth=backend.depth, sleeper=backend.sleeper)
     params = SamplingParams(temperature=0.0, ignore_eos=True)
 
     def answer(id: int) -> list[int]:
@@ -103,7 +104,7 @@ def test_an_engine_answers_as_before() -> None:
         return [token for event in events if isinstance(event, Tokens) for token in event.tokens]
 
     first = answer(1)
-    (use,) = advance(engine, [Sleep(2)])
+    (use,) = advance(engine, [Sleep(id=2)])
     assert use == MemoryUse(2, 0, backend._arena.host_bytes)
     assert answer(3) == first
 

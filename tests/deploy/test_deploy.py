@@ -16,7 +16,7 @@ import yaml
 
 from penstock import __version__
 from penstock.cli.app import COMMANDS, command
-from penstock.cli.command import make_parser
+from penstock.cli.framework.command import make_parser
 from tests.deploy.charts import render
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.backend.base import BlockMemory
-from penstock.backend.block_checksum import block_checksums
+from penstock.backend.blocks.checksum import block_checksums
 
 FOLDER = "/dev/shm"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from penstock.core.speculation import Proposal
-from penstock.engine.speculation import Drafter
+from penstock.core.drafting.lengths import Proposal
+from penstock.engine.drafts.speculation import Drafter
 from penstock.types import Request
 
 

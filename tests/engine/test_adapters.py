@@ -13,11 +13,12 @@ import pytest
 
 from penstock.backend.fake import FakeAdapter, FakeBackend, continuation
 from penstock.config import parse_adapter
-from penstock.engine import adapters as adapters_module
-from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.adapters import MAX_PASSED, Adapters
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.engine.loop import advance
+from penstock.engine.lora import adapters as adapters_module
+from penstock.engine.lora.adapters import MAX_PASSED, Adapters
+from penstock.engine.lora.feature import AdapterControl
 from penstock.errors import AdapterError, AdapterNotFound, ConfigError, InvalidRequest
 from penstock.ipc import wire
 from penstock.llm.engine_options import read_options
@@ -36,6 +37,7 @@ from penstock.types import (
     SamplingParams,
     Tokens,
 )
+from penstock.types.messages import ListAdapters, RegisterAdapter, Sleep, UnregisterAdapter
 
 VOCAB = 1000
 LIMITS = Limits(max_len=200, max_rows=8, step_tokens=32, block_size=4, num_blocks=120, vocab=VOCAB)
@@ -89,7 +91,7 @@ def engine_with(
     adapters = Adapters(backend.adapters, base, most, memory)
     for name in ("one", "two", "three", "four"):
         adapters.register(name, folder / name)
-    return Engine(backend, limits, adapters=adapters, **options)
+    return assemble(backend, limits, adapters=adapters, **options)
 
 
 def request(id: int, *uses: AdapterUse, prompt: Any = range(20), max_tokens: int = 8, **fields: Any) -> Request:
@@ -196,15 +198,18 @@ def test_a_slot_in_use_is_kept_and_the_least_recent_one_is_taken(folder: Path):
     engine = engine_with(folder, most=2)
     engine.add(request(1, AdapterUse("one")))
     run(engine)
-    held = engine._adapter_control.adapters.hold([AdapterUse("one")])
+    held = engine.find(AdapterControl).adapters.hold([AdapterUse("one")])
     for id, name in ((2, "two"), (3, "three"), (4, "two")):
         engine.add(request(id, AdapterUse(name), max_tokens=2))
         run(engine)
-        assert {info.name for info in engine.adapters if info.loaded} == {"one", name}
-    engine._adapter_control.adapters.release(held)
+        assert {info.name for info in engine.find(AdapterControl).listed() if info.loaded} == {"one", name}
+    engine.find(AdapterControl).adapters.release(held)
     engine.add(request(5, AdapterUse("three")))
     run(engine)
-    assert {info.name for info in engine.adapters if info.loaded} == {"two", "three"}  # "one" was used before "two"
+    assert {info.name for info in engine.find(AdapterControl).listed() if info.loaded} == {
+        "two",
+        "three",
+    }  # "one" was used before "two"
 
 
 @pytest.mark.parametrize(("most", "memory"), [(2, 1 << 20), (8, 2 * BYTES + 100)])
@@ -324,7 +329,7 @@ def test_an_adapter_larger_than_the_memory_is_refused(folder: Path):
 def test_where_memory_is_short_adapters_are_evicted_and_else_the_request_fails(folder: Path):
     free = 10 * BYTES
     engine = engine_with(folder)
-    engine._adapter_control.adapters._available = lambda: free
+    engine.find(AdapterControl).adapters._available = lambda: free
     engine.add(request(1, AdapterUse("one")))
     assert tokens_of(run(engine)[1]) == continuation(range(20), 8, VOCAB, adapter=11)
     free = BYTES  # less than reading another one takes
@@ -336,7 +341,7 @@ def test_where_memory_is_short_adapters_are_evicted_and_else_the_request_fails(f
     assert failed.code == "overloaded"
     assert "memory are free: unload a model" in failed.message
     assert len(tokens_of(found[3])) == 8
-    assert not any(info.loaded for info in engine.adapters)  # that might have been enough
+    assert not any(info.loaded for info in engine.find(AdapterControl).listed())  # that might have been enough
     free = 10 * BYTES
     engine.add(request(4, AdapterUse("two")))
     assert tokens_of(run(engine)[4]) == continuation(range(20), 8, VOCAB, adapter=222)
@@ -381,30 +386,30 @@ def test_adapters_are_registered_listed_and_unregistered_by_messages(folder: Pat
     engine = engine_with(folder)
     shutil.copy(folder / "one", folder / "five")
     info = AdapterInfo("five", str(folder / "five"), 0.5, 1)
-    assert control(engine, RegisterAdapter(7, "five", str(folder / "five"), 0.5)) == AdapterList(7, (info,))
-    assert control(engine, RegisterAdapter(8, "five", str(folder / "five"), 0.5)) == AdapterList(8, (info,))
+    assert control(engine, RegisterAdapter("five", str(folder / "five"), 0.5, id=7)) == AdapterList(7, (info,))
+    assert control(engine, RegisterAdapter("five", str(folder / "five"), 0.5, id=8)) == AdapterList(8, (info,))
     engine.add(request(1, AdapterUse("five", 2.0)))
     assert tokens_of(run(engine)[1]) == continuation(range(20), 8, VOCAB, adapter=11)
-    listed = control(engine, ListAdapters(9))
+    listed = control(engine, ListAdapters(id=9))
     assert isinstance(listed, AdapterList)
     assert [one.name for one in listed.adapters] == ["one", "two", "three", "four", "five"]
     assert listed.adapters[-1] == info._replace(digest="digest of 11", loaded=True)
-    control(engine, UnregisterAdapter(10, "five"))
+    control(engine, UnregisterAdapter("five", id=10))
     with pytest.raises(AdapterNotFound):
         engine.add(request(2, AdapterUse("five")))
 
 
 def test_messages_that_cannot_be_followed_say_why(folder: Path):
     engine = engine_with(folder)
-    in_use = control(engine, RegisterAdapter(7, "one", str(folder / "two")))
+    in_use = control(engine, RegisterAdapter("one", str(folder / "two"), id=7))
     assert isinstance(in_use, Failed)
     assert (in_use.seq, in_use.code) == (7, "invalid_adapter")
     assert "an adapter named 'one' is registered already" in in_use.message
-    bad = control(engine, RegisterAdapter(8, "bad", str(folder / "bad")))
+    bad = control(engine, RegisterAdapter("bad", str(folder / "bad"), id=8))
     assert isinstance(bad, Failed)
     assert bad.code == "invalid_adapter"
     assert "nonsense" in bad.message
-    unknown = control(engine, UnregisterAdapter(9, "bad"))
+    unknown = control(engine, UnregisterAdapter("bad", id=9))
     assert isinstance(unknown, Failed)
     assert unknown.code == "adapter_not_found"
 
@@ -414,18 +419,18 @@ def test_an_adapter_is_replaced_by_a_message(folder: Path):
     engine = engine_with(folder)
     engine.add(request(1, AdapterUse("one")))
     assert tokens_of(run(engine)[1]) == continuation(range(20), 8, VOCAB, adapter=11)
-    assert isinstance(control(engine, RegisterAdapter(7, "one", str(folder / "two"), replace=True)), AdapterList)
-    assert isinstance(control(engine, RegisterAdapter(8, "one", str(folder / "bad"), replace=True)), Failed)
+    assert isinstance(control(engine, RegisterAdapter("one", str(folder / "two"), replace=True, id=7)), AdapterList)
+    assert isinstance(control(engine, RegisterAdapter("one", str(folder / "bad"), replace=True, id=8)), Failed)
     engine.add(request(2, AdapterUse("one")))
     assert tokens_of(run(engine)[2]) == continuation(range(20), 8, VOCAB, adapter=222)
 
 
 def test_thousands_of_registered_adapters_take_no_slot(folder: Path):
     engine = engine_with(folder)
-    adapters = engine._adapter_control.adapters
+    adapters = engine.find(AdapterControl).adapters
     for number in range(5000):
         adapters.register(f"a{number}", folder / "one")
-    assert not any(info.loaded for info in engine.adapters)
+    assert not any(info.loaded for info in engine.find(AdapterControl).listed())
     engine.add(request(1, AdapterUse("a4321")))
     assert tokens_of(run(engine)[1]) == continuation(range(20), 8, VOCAB, adapter=11)
 
@@ -480,9 +485,9 @@ def test_an_engine_that_sleeps_gives_the_memory_of_adapters_back(folder: Path) -
     engine = engine_with(folder, backend=backend, sleeper=backend.sleeper)
     engine.add(request(0, AdapterUse("one")))
     first = tokens_of(run(engine)[0])
-    assert [info.loaded for info in engine.adapters] == [True, False, False, False]
-    engine.sleep(1)
+    assert [info.loaded for info in engine.find(AdapterControl).listed()] == [True, False, False, False]
+    engine.handle(Sleep(id=1))
     engine.step()
-    assert not any(info.loaded for info in engine.adapters)
+    assert not any(info.loaded for info in engine.find(AdapterControl).listed())
     engine.add(request(2, AdapterUse("one")))
     assert tokens_of(run(engine)[2]) == first

@@ -14,12 +14,12 @@ import pytest
 
 from penstock.config import Config
 from penstock.engine.build import offer_addresses
-from penstock.engine.carry import nixl
-from penstock.engine.carry.leases import LeasedBlock, Leases
-from penstock.engine.carry.offers import _listener
-from penstock.engine.carry.reader import OfferReader, WantedBlock
-from penstock.engine.carry.server import OfferServer
-from penstock.engine.carry.staging import StagedBlocks, StagedCopy
+from penstock.engine.kv_transfer import nixl
+from penstock.engine.kv_transfer.leases import LeasedBlock, Leases
+from penstock.engine.kv_transfer.offers import _listener
+from penstock.engine.kv_transfer.reader import OfferReader, WantedBlock
+from penstock.engine.kv_transfer.server import OfferServer
+from penstock.engine.kv_transfer.staging import StagedBlocks, StagedCopy
 from penstock.errors import ConfigError
 from penstock.types import BlockOffer
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from penstock.backend import resolve_defaults
-from penstock.byte_sizes import read_bytes, written_bytes
 from penstock.config import (
     DEFAULTS,
     OPTIONS,
@@ -17,12 +16,13 @@ from penstock.config import (
     available_memory,
     configure,
     draft_limit,
-    resolve,
     total_memory,
 )
+from penstock.config.byte_sizes import read_bytes, written_bytes
+from penstock.config.kv_formats import is_kv_quantized
+from penstock.config.speculative import speculation_in, speculation_in_json
 from penstock.errors import ConfigError
-from penstock.kv_types import is_kv_quantized
-from penstock.speculative_config import speculation_in, speculation_in_json
+from penstock.planning.limits import resolve
 from penstock.types import Limits
 
 
@@ -85,6 +85,9 @@ def test_an_encoder_takes_the_step_and_the_cache_it_is_told() -> None:
 def test_refuses_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="max_len 2000 is beyond the model's context of 1024"):
         limits(max_len=2000)
+    config = resolve_defaults(Config(model="m", device="cpu", max_len=2000, max_len_for_all=True))
+    found = [resolve(config, context=each, vocab=10, kv_bytes=1024, memory=1 << 30).max_len for each in (1024, 4096)]
+    assert found == [1024, 2000]
     with pytest.raises(ConfigError, match="needs at least 32768 bytes; got 100"):
         limits(kv_memory=100)
 
@@ -103,6 +106,7 @@ def test_a_container_has_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_field_that_a_user_may_set_is_described() -> None:
     others = {"model", "name", "yielding", "grammars_wait", "kv_file", "standby", "listen", "secret", "offers"}
+    others |= {"max_len_for_all"}
     assert {field.name for field in fields(Config)} == OPTIONS.keys() | others
     for name, option in OPTIONS.items():
         assert option.help.endswith(".")

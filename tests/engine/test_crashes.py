@@ -7,7 +7,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,18 +18,23 @@ from penstock.config import Config
 from penstock.errors import EngineUnavailable
 from penstock.ipc.engine_folder import EngineMemory
 from penstock.ipc.launchers import SpawnLauncher
-from penstock.ipc.process import Silence
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Tokens
+from penstock.types.messages import DescribeWeights, Pause, Resume
 from tests.engine.test_ipc import LIMITS, VOCAB, events_of, run, started, tokens_of, until
 
-# tokens that end the engine: of prompts, by a crash, a hang, a crash in the step after and SIGKILL; of an answer
-POISON, FREEZE, AFTER, KILLED, LATER = 666, 667, 668, 670, 669
+# tokens that end the engine: of prompts, by a crash, a hang, a crash in the step after, SIGKILL, an error after the
+# step and an error while the step is planned; of an answer
+POISON, FREEZE, AFTER, KILLED, SETTLED, UNPLANNED, LATER = 666, 667, 668, 670, 671, 672, 669
+COMPILES, COMPILES_ON = 673, 674  # the step takes longer than an engine may hang, and longer than a compiler may
 
 HOST = f"""
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, struct, sys, time
 from penstock.backend.fake import FakeBackend
-from penstock.engine.engine import Engine
+from penstock.engine import flight_recorder
+from penstock.engine.assemble import assemble
+from penstock.engine.feature import Feature
+from penstock.engine.kv_handover.ledger import KvLedger, ledger_bytes
 from penstock.ipc.host import host
 from penstock.types import Limits
 
@@ -49,18 +53,40 @@ class Mortal(FakeBackend):
             if token == {FREEZE} and at < 4:
                 time.sleep(600)
             self.doomed |= token == {AFTER} and at < 4
+            if token in ({COMPILES}, {COMPILES_ON}) and at < 4 and self.compiler:
+                flight_recorder.SLOW = 600 if token == {COMPILES} else 1
+                self.tell(True)
+                time.sleep(flight_recorder.LEAST + 1)
+                self.tell(False)
         return super().launch(batch)
+
+    def tell_of_compiling(self, tell):
+        self.tell = tell
 
     def wait(self, ticket):
         time.sleep(0.002)
         return super().wait(ticket)
 
+class MortalLedger(KvLedger):
+    def settle(self, running=()):
+        if any({SETTLED} in seq.tokens[:4] and seq.computed > 2 for seq in running):
+            raise struct.error("required argument is not an integer")
+
+class Unplanned(Feature):
+    def before_plan(self):
+        if any({UNPLANNED} in seq.tokens[:4] for seq in self.engine.scheduler.sequences.values()):
+            raise ValueError("no such block")
+
 def open(config, _):
     backend = Mortal({VOCAB})
     backend.later = config.model == "later"
+    backend.compiler = config.model == "compiles" or os.path.exists(config.model)
+    if os.path.exists(config.model):
+        os.remove(config.model)
     limits = Limits{tuple(LIMITS)}
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Engine(backend, limits, sleeper=backend.sleeper)
+    ledger = MortalLedger(bytearray(ledger_bytes(limits)), limits)
+    return assemble(backend, limits, sleeper=backend.sleeper, ledger=ledger, more=(Unplanned(),))
 
 host(open)
 """
@@ -70,6 +96,7 @@ LOADING_HOST = f"""
 import os, pathlib, signal, threading, time
 from penstock.backend.fake import FakeBackend
 from penstock.engine import flight_recorder
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.ipc import loading_pulse
 from penstock.ipc.host import host
@@ -91,7 +118,7 @@ def open(config, _):
                 sum(range(1000))
     backend, limits = FakeBackend({VOCAB}), Limits{tuple(LIMITS)}
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Engine(backend, limits)
+    return assemble(backend, limits)
 
 host(open)
 """
@@ -164,14 +191,14 @@ def test_requests_that_come_while_there_is_no_engine_wait_for_the_next() -> None
             await until(lambda: client.state == "resuming")
             assert client.hello is not None
             with pytest.raises(EngineUnavailable, match="a new one is being started"):
-                await client.describe_weights()
+                await client.ask(DescribeWeights())
             check_whole(await events_of(client, request(client, [1, 2])), [1, 2])
             assert (client.state, client.restarts) == ("ready", 1)
 
     run(scenario())
 
 
-@pytest.mark.parametrize("token", [POISON, FREEZE])
+@pytest.mark.parametrize("token", [POISON, FREEZE, SETTLED])
 def test_a_poisoned_request_fails_alone_after_two_deaths(token: int) -> None:
     async def scenario() -> None:
         async with started(mortal()) as client:
@@ -189,6 +216,47 @@ def test_a_poisoned_request_fails_alone_after_two_deaths(token: int) -> None:
             assert again.code == "poisoned_request"
             assert "refused at once" in again.message
             assert client.restarts == 2
+
+    run(scenario())
+
+
+def test_an_engine_that_compiles_is_not_killed() -> None:
+    async def scenario() -> None:
+        async with started(mortal("compiles")) as client:
+            other = asyncio.create_task(events_of(client, request(client, [9], 400)))
+            await until_answered(client, 1)
+            check_whole(await events_of(client, request(client, [1, 2, COMPILES])), [1, 2, COMPILES])
+            check_whole(await other, [9], 400)
+            assert client.restarts == 0
+
+    run(scenario())
+
+
+def test_a_request_is_not_blamed_for_a_compiler_that_hangs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "once").touch()
+        async with started(mortal(str(tmp_path / "once"))) as client:
+            stream = asyncio.create_task(events_of(client, request(client, [1, 2, COMPILES_ON])))
+            await until(lambda: client.restarts == 1)
+            assert not any(each.doubted or each.blamed for each in client._streams._streams.values())
+            check_whole(await stream, [1, 2, COMPILES_ON])
+
+    run(scenario())
+
+
+def test_a_request_that_cannot_be_planned_fails_alone() -> None:
+    """The flight record names no request when the engine dies: no step has begun."""
+
+    async def scenario() -> None:
+        async with started(mortal()) as client:
+            prompts = [[seed, 2, 3] for seed in range(6)]
+            asking = [asyncio.create_task(events_of(client, request(client, prompt, 400))) for prompt in prompts]
+            await until_answered(client, len(prompts))
+            (poisoned,) = await events_of(client, request(client, [1, 2, UNPLANNED]))
+            assert poisoned.code == "poisoned_request"
+            for prompt, answer in zip(prompts, await asyncio.gather(*asking), strict=True):
+                check_whole(answer, prompt, 400)
+            assert client.restarts <= 5
 
     run(scenario())
 
@@ -275,14 +343,14 @@ def test_what_was_aborted_or_left_is_not_resumed() -> None:
 def test_control_messages_fail_and_pauses_are_told_again() -> None:
     async def scenario() -> None:
         async with started(mortal()) as client:
-            assert (await client.pause()).paused
+            assert (await client.ask(Pause())).paused
             os.kill(client.hello.pid, signal.SIGKILL)
             await until(lambda: client.restarts == 1 and client.state == "ready")
-            assert (await client.describe_weights()).paused
+            assert (await client.ask(DescribeWeights())).paused
             asking = asyncio.create_task(events_of(client, request(client, [1, 2])))
             await asyncio.sleep(2.5)  # a pause is no hang
             assert client.restarts == 1
-            await client.resume()
+            await client.ask(Resume())
             check_whole(await asking, [1, 2])
 
     run(scenario())
@@ -316,16 +384,6 @@ def test_an_engine_that_waits_for_ever_while_it_loads_fails_the_start(
     with pytest.raises(EngineUnavailable, match=r"did not go on for .* and was killed before it was ready"):
         run(loading("locked", tmp_path / "once").start())
     assert " in open\n" in caplog.records[-1].detail  # where it hangs
-
-
-def test_an_engine_that_is_slow_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "penstock.ipc.process")
-    silence, start = Silence(), time.monotonic()
-    for tick in range(60):  # 6 seconds, in the last of which it goes on
-        silence.observe(1 if tick < 50 else 2, 8.0, start + tick / 10)
-    slow, again = caplog.messages
-    assert slow == "the engine has not gone on for 2.1 s; it is killed after 8.0 s"
-    assert again == "the engine goes on, after 4.9 s"
 
 
 def test_memory_of_a_flight_record_is_given_back_once(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from penstock.backend.base import Batch, Bitmasks, Ticket
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.core import check
-from penstock.core.draft_depths import DepthPlan, DraftDepths
-from penstock.core.speculation import Proposal
-from penstock.engine.draft_model import DraftModel
-from penstock.engine.drafting import Drafting
+from penstock.core.drafting.depths import DepthPlan, DraftDepths
+from penstock.core.drafting.lengths import Proposal
+from penstock.engine.assemble import assemble
+from penstock.engine.drafts.draft_model import DraftModel
+from penstock.engine.drafts.drafting import Drafting
 from penstock.engine.engine import Engine
-from penstock.engine.grammar import Grammars
+from penstock.engine.grammars.grammar import Grammars
 from penstock.model.load import load_model, open_checkpoint
 from penstock.types import Aborted, DraftCounts, Finished, Limits, Request, SamplingParams, StepResult, Tokens
 from tests.engine.test_grammar import Babble, Bytes
@@ -113,7 +114,7 @@ def fake_engine(
     backend.reserve_kv(limits.num_blocks, limits.block_size)
     depths, drafting = (RandomDepths(random), RandomLengths(random)) if random else (FixedDepths(), FixedCosts())
     model = DraftModel(backend, limits, limits.max_len, depths=depths, group=limits.windows.index(0), depth=depth)
-    return Engine(backend, limits, depth=depth, drafting=drafting, draft_model=model), backend
+    return assemble(backend, limits, depth=depth, drafting=drafting, draft_model=model), backend
 
 
 def prompts(random: Random, count: int) -> list[list[int]]:
@@ -145,7 +146,7 @@ def answer_all(engine: Engine, random: Random, windows: Sequence[int]) -> None:
                     engine.abort(event.seq)
             else:
                 ended[event.seq] = event
-        check(engine._scheduler)
+        check(engine.scheduler)
     assert ended.keys() == asked.keys()
     for id, request in asked.items():
         right = continuation(request.prompt, request.max_tokens, VOCAB, windows=windows)
@@ -182,7 +183,7 @@ def ask(engine: Engine, id: int, prompt: Sequence[int], count: int) -> list[int]
     events = []
     while not engine.idle:
         events += engine.step()
-        check(engine._scheduler)
+        check(engine.scheduler)
     return [token for event in events if isinstance(event, Tokens) for token in event.tokens]
 
 
@@ -242,7 +243,7 @@ def test_the_draft_models_own_context_ends_its_drafts() -> None:
     backend = OftenRight(1.0)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
     model = DraftModel(backend, LIMITS, 64, depths=FixedDepths())
-    engine = Engine(backend, LIMITS, drafting=FixedCosts(), draft_model=model)
+    engine = assemble(backend, LIMITS, drafting=FixedCosts(), draft_model=model)
     positions: list[int] = []
     compute = backend._compute
 
@@ -281,7 +282,7 @@ def golden_pair(draft: str) -> Engine:
     backend.reserve_kv(GOLDEN_LIMITS.num_blocks, GOLDEN_LIMITS.block_size)
     random = Random(9)
     model = DraftModel(backend, GOLDEN_LIMITS, GOLDEN_LIMITS.max_len, depths=RandomDepths(random))
-    return Engine(backend, GOLDEN_LIMITS, drafting=RandomLengths(random), draft_model=model)
+    return assemble(backend, GOLDEN_LIMITS, drafting=RandomLengths(random), draft_model=model)
 
 
 @pytest.mark.parametrize("draft", ["llama3", "untied"])
@@ -308,7 +309,7 @@ def test_however_answers_are_constrained(logprobs: int | None) -> None:
     backend.reserve_kv(BABBLE_LIMITS.num_blocks, BABBLE_LIMITS.block_size)
     model = DraftModel(backend, BABBLE_LIMITS, BABBLE_LIMITS.max_len, depths=RandomDepths(random))
     grammars = Grammars(Bytes, BABBLE_LIMITS.vocab)
-    engine = Engine(backend, BABBLE_LIMITS, drafting=RandomLengths(random), draft_model=model, grammars=grammars)
+    engine = assemble(backend, BABBLE_LIMITS, drafting=RandomLengths(random), draft_model=model, grammars=grammars)
     drafted, _ = run(engine, constrained(logprobs))
     for id in plain:
         assert sorted_out(drafted[id]) == sorted_out(plain[id]), id

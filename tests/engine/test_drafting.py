@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.core import suffixes
-from penstock.core.speculation import NOTHING
-from penstock.engine import drafting
-from penstock.engine.drafting import Drafting, RequestDrafter
+from penstock.core.drafting import suffixes
+from penstock.core.drafting.lengths import NOTHING
+from penstock.engine.drafts import drafting
+from penstock.engine.drafts.drafting import Drafting, RequestDrafter
 from penstock.types import Request, SamplingParams
 
 TEXT = list(range(100, 160))

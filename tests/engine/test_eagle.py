@@ -14,19 +14,20 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.packed_cache import packed_cache_of
 from penstock.config import Config, configure
-from penstock.core.draft_depths import DepthPlan, DraftDepths
-from penstock.core.speculation import Proposal
+from penstock.core.drafting.depths import DepthPlan, DraftDepths
+from penstock.core.drafting.lengths import Proposal
+from penstock.engine.assemble import assemble
 from penstock.engine.build import open_engine
-from penstock.engine.draft_model import EAGLE3_HEAD, DraftModel, DraftTask
-from penstock.engine.drafting import Drafting
+from penstock.engine.drafts.draft_model import EAGLE3_HEAD, DraftModel, DraftTask
+from penstock.engine.drafts.drafting import Drafting
 from penstock.engine.engine import Engine
-from penstock.engine.weight_messages import UpdateWeights
 from penstock.errors import ConfigError, PenstockError, UnsupportedModel
 from penstock.model.draft import open_draft
 from penstock.model.eagle import observed, open_eagle
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.forecast import make_forecasts
 from penstock.types import DraftCounts, Limits, Request, SamplingParams
+from penstock.types.messages import UpdateWeights
 from tests.engine.changed_weights import change_weights
 from tests.engine.test_draft_model import RandomDepths, RandomLengths
 from tests.engine.test_draft_options import answer
@@ -45,7 +46,7 @@ def target_alone() -> Engine:
     backend = CpuBackend(1)
     backend.load(load_model(open_checkpoint(TARGET), backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS)
+    return assemble(backend, LIMITS)
 
 
 def with_head(name: str, model: type[DraftModel] = DraftModel) -> Engine:
@@ -56,7 +57,7 @@ def with_head(name: str, model: type[DraftModel] = DraftModel) -> Engine:
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
     kind = EAGLE3_HEAD._replace(token_ids=head.token_ids)
     drafts = model(backend, LIMITS, LIMITS.max_len, kind=kind, depths=RandomDepths(random))
-    return Engine(backend, LIMITS, drafting=RandomLengths(random), draft_model=drafts)
+    return assemble(backend, LIMITS, drafting=RandomLengths(random), draft_model=drafts)
 
 
 def counts_of(engine: Engine) -> DraftCounts:
@@ -199,7 +200,7 @@ def test_weights_are_exchanged_beside_a_head(tmp_path: Path) -> None:
     other = change_weights(TARGET, tmp_path / "other")
     engine, fresh = open_engine(config(FOLDER / "sglang")), open_engine(config("", other))
     before = tokens_of(drain(engine, ask(1, max_tokens=40)), 1)
-    drain(engine, UpdateWeights(UPDATE, str(other)))
+    drain(engine, UpdateWeights(str(other), id=UPDATE))
     drafted = counts_of(engine).drafted
     after = tokens_of(drain(engine, ask(2, max_tokens=40)), 2)
     assert after == tokens_of(drain(fresh, ask(1, max_tokens=40)), 1) != before

@@ -8,8 +8,11 @@ import pytest
 from penstock.backend.base import Batch, Ticket
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.core import check
+from penstock.engine.assemble import assemble
+from penstock.engine.block_feed import BlockFeed, NoBlockFeed
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Abort, Add, Close, Message, run
+from penstock.engine.grammars.constraints import Constraints
+from penstock.engine.loop import run
 from penstock.engine.record import RequestRecord
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.errors import InvalidRequest, PenstockError
@@ -29,6 +32,7 @@ from penstock.types import (
     StepResult,
     Tokens,
 )
+from penstock.types.messages import Abort, Add, Close, Message
 
 LIMITS = Limits(max_len=64, max_rows=4, step_tokens=16, block_size=4, num_blocks=64, vocab=100, host_places=16)
 
@@ -40,7 +44,7 @@ def request(id: int, *prompt: int, max_tokens: int = 5) -> Request:
 def engine(backend: FakeBackend | None = None, depth: int = 0) -> Engine:
     backend = backend or FakeBackend(LIMITS.vocab)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS, depth=depth)
+    return assemble(backend, LIMITS, depth=depth)
 
 
 def drain(engine: Engine) -> list[Event]:
@@ -152,7 +156,7 @@ def test_an_id_in_use_is_refused_and_its_request_goes_on() -> None:
     received = [token for event in drain(small) if isinstance(event, Tokens) for token in event.tokens]
     assert received == continuation((1, 2), 5, LIMITS.vocab)
     small.add(request(1, 3, 4))  # it has ended, and so the engine knows nothing of it any more
-    assert not small._constrained
+    assert not small.find(Constraints)._constrained
 
 
 # -- the waiting room --------------------------------------------------------------------------------------------
@@ -185,16 +189,15 @@ def test_requests_wait_for_what_they_need_and_leave_in_order_when_it_is_there() 
         need.deliver()
     assert delivered == [1, 2]
     assert len(room) == 1
-    assert 0 in room
-    room.leave(0)
+    assert room.drops(0)
     assert not room
 
 
 def test_a_request_that_waited_says_for_what_and_how_long() -> None:
     small, adapter = engine(), Adapter()
     record = RequestRecord(request(1, 1, 2))
-    small._records[1] = record
-    small._waiting_room.enter(record, [Need("adapter", adapter, lambda: None)], now=0.0)
+    small.records[1] = record
+    small.waiting_room.enter(record, [Need("adapter", adapter, lambda: None)], now=0.0)
     small.add(request(2, 3, 4))
     others = drain_until(small, 2)
     assert all(event.seq == 2 for event in others)
@@ -221,12 +224,12 @@ def test_what_cannot_be_had_fails_the_request_that_needs_it() -> None:
     small, adapter = engine(), Adapter()
     adapter.ready = True
     for id, deliver in ((1, refuse), (2, lambda: None)):
-        small._records[id] = record = RequestRecord(request(id, 1, 2))
-        small._waiting_room.enter(record, [Need("adapter", adapter, deliver)], now=0.0)
+        small.records[id] = record = RequestRecord(request(id, 1, 2))
+        small.waiting_room.enter(record, [Need("adapter", adapter, deliver)], now=0.0)
     small.abort(2)
     assert [type(event) for event in drain(small)] == [Aborted, Failed]
     assert small.idle
-    assert not small._records
+    assert not small.records
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------
@@ -244,11 +247,11 @@ def test_block_events_come_with_the_steps_that_caused_them() -> None:
         assert step.block_events() == blocks
         received.extend(blocks)
 
-    run(Engine(backend, LIMITS, block_events=True), inbox, send)
+    run(assemble(backend, LIMITS, block_events=True), inbox, send)
     assert [event.number for event in received] == [0, 1, 2]
     assert [event.tokens for event in received if isinstance(event, BlockStored)][:2] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert len({event.epoch for event in received}) == 1
-    assert engine().block_events() == []
+    assert engine().find(NoBlockFeed).take() == []
 
 
 def test_two_lives_of_an_engine_have_two_epochs() -> None:
@@ -256,10 +259,10 @@ def test_two_lives_of_an_engine_have_two_epochs() -> None:
     for _ in range(2):
         backend = FakeBackend(LIMITS.vocab)
         backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-        life = Engine(backend, LIMITS, block_events=True)
+        life = assemble(backend, LIMITS, block_events=True)
         life.add(request(1, *range(10)))
         drain(life)
-        epochs.append(life.block_events()[0].epoch)
+        epochs.append(life.find(BlockFeed).take()[0].epoch)
     assert epochs[0] != epochs[1]
 
 
@@ -270,17 +273,17 @@ def test_blocks_that_were_copied_out_and_in_again_answer_as_before() -> None:
     small.add(request(1, *prompt))
     drain(small)
     seq = RequestRecord(request(2, *prompt)).sequence(prefix_cache=True)
-    blocks = [node.blocks[0] for node in small._scheduler.cache.match(seq)]
+    blocks = [node.blocks[0] for node in small.scheduler.cache.match(seq)]
     assert len(blocks) == 3
     for place, block in enumerate(blocks):
-        small._scheduler.copy(BlockCopy(block, 7 + place, "out"))
+        small.scheduler.copy(BlockCopy(block, 7 + place, "out"))
     small.step()
     backend.kv.import_blocks(blocks, bytes(len(backend.kv.export_blocks(blocks))))  # what was there is lost
     assert answer_of(small, 3, prompt) != continuation(prompt, 5, LIMITS.vocab)
     for place, block in enumerate(blocks):
-        small._scheduler.copy(BlockCopy(block, 7 + place, "in"))
+        small.scheduler.copy(BlockCopy(block, 7 + place, "in"))
     assert answer_of(small, 4, prompt) == continuation(prompt, 5, LIMITS.vocab)
-    check(small._scheduler)
+    check(small.scheduler)
 
 
 def answer_of(engine: Engine, id: int, prompt: tuple[int, ...]) -> list[int]:
@@ -296,7 +299,7 @@ def test_copies_are_carried_out_in_order() -> None:
     small = engine(backend)
     one, other = backend.kv.export_blocks([0]), bytes(range(32))
     backend.kv.import_blocks([1], other)
-    scheduler = small._scheduler
+    scheduler = small.scheduler
     scheduler.copy(BlockCopy(0, 5, "out"), BlockCopy(1, 5, "in"))  # block 1 has what block 0 had
     scheduler.copy(BlockCopy(1, 6, "out"), BlockCopy(2, 6, "in"))
     small.step()
@@ -305,7 +308,7 @@ def test_copies_are_carried_out_in_order() -> None:
 
 def test_what_was_never_copied_out_cannot_be_copied_in() -> None:
     small = engine()
-    small._scheduler.copy(BlockCopy(0, 9, "in"))
+    small.scheduler.copy(BlockCopy(0, 9, "in"))
     small.add(request(1, *range(10)))
     (failed,) = drain(small)
     assert isinstance(failed, Failed)

@@ -11,8 +11,14 @@ import time
 import weakref
 
 import pytest
+import zmq
 
-from penstock.ipc.process import EngineSocket
+from penstock.engine.flight_recorder import FlightRecorder
+from penstock.ipc import wire
+from penstock.ipc.engine_folder import connect
+from penstock.ipc.process import EngineProcess, EngineSocket
+from penstock.ipc.shared_wire import ID_BITS
+from penstock.types import Row, StepPlan
 
 FORGOTTEN = """
 import asyncio, gc
@@ -67,3 +73,30 @@ def test_a_closed_socket_leaves_nothing() -> None:
     link = asyncio.run(scenario())
     gc.collect()
     assert link() is None
+
+
+def test_the_name_of_a_suspects_client_may_come_after_the_death() -> None:
+    """The message is read by a thread of ZeroMQ, which a busy machine lets wait for longer than the word of the death:
+    without the name nobody was suspected, and a poisoned request ended five engines."""
+
+    class Dead:
+        pid, returncode = 2**30, -11  # no process group has such a number
+
+        async def wait(self) -> None:
+            return None
+
+    async def scenario() -> None:
+        link = EngineSocket(requests=False)
+        FlightRecorder(link.flight).launch(StepPlan(1, (Row(1 << ID_BITS | 12, 0, 1, 1),)))
+        engine = EngineProcess(Dead(), link)  # type: ignore[arg-type]
+        await engine.read(lambda _: None)
+        context = zmq.Context()
+        theirs = context.socket(zmq.PAIR)
+        connect(theirs, link.address)
+        theirs.send(wire.encode_answer(wire.ClientJoined(1, "someone")))
+        assert await engine.last_suspects() == (("someone", 12),)
+        theirs.close(linger=0)
+        context.term()
+        await engine.end(0)
+
+    asyncio.run(scenario())

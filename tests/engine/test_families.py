@@ -15,8 +15,9 @@ import pytest
 
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
+from penstock.engine.assemble import assemble
+from penstock.engine.drafts.speculation import Drafters
 from penstock.engine.engine import Engine
-from penstock.engine.speculation import Drafters
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.memory_plan import all_states
 from penstock.types import Finished, Limits, Request, SamplingParams, TokenLogprob, Tokens, blocks_for
@@ -51,7 +52,7 @@ def fresh(folder: Path, request: pytest.FixtureRequest) -> Make:
         states = 8 if spec.state_bytes else 0
         limits = LIMITS._replace(num_blocks=blocks, vocab=spec.vocab, states=states, windows=spec.windows)
         backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
-        return Engine(backend, limits, drafting=drafting)
+        return assemble(backend, limits, drafting=drafting)
 
     return make
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.backend.fake import FakeBackend
 from penstock.config import Config
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.engine.flight_recorder import (
     HEADER,
     LEAST,
@@ -27,17 +27,18 @@ from penstock.engine.flight_recorder import (
     read_record,
     write_times,
 )
-from penstock.engine.loop import Add, advance
+from penstock.engine.loop import advance
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import STEP_SIZES, Failed, Request, Row, SamplingParams, StepPlan
+from penstock.types.messages import Add
 from tests.engine.test_crashes import check_whole, request
 from tests.engine.test_ipc import LIMITS, VOCAB, events_of, run, started, until
 
 PREPARING_HOST = f"""
 import time
 from penstock.backend.fake import FakeBackend
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.ipc.host import host
 from penstock.types import Limits
 
@@ -49,7 +50,7 @@ class Prepares(FakeBackend):
 def open(config, _):
     backend, limits = Prepares({VOCAB}), Limits{tuple(LIMITS)}
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Engine(backend, limits)
+    return assemble(backend, limits)
 
 host(open)
 """
@@ -132,6 +133,9 @@ def test_suspects_are_those_that_were_not_answered_unless_all_were() -> None:
         if step == 3:
             assert read_record(memory).suspects == {2, 3}  # 1 has had two tokens
         recorder.commit(plan, 0.1)
+        if step == 3:
+            assert read_record(memory).suspects == {2, 3}  # what is done with its answers may be why
+        recorder.sent()
     recorder.launch(StepPlan(4, (answering,), (), ()))
     assert read_record(memory).suspects == {1}
 
@@ -139,11 +143,27 @@ def test_suspects_are_those_that_were_not_answered_unless_all_were() -> None:
 def test_a_request_that_was_refused_is_suspected_of_nothing() -> None:
     memory, backend = bytearray(RECORD_BYTES), FakeBackend(VOCAB)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    engine = Engine(backend, LIMITS)
+    engine = assemble(backend, LIMITS)
     engine.record_flight(memory)
     (refused,) = advance(engine, [Add(Request(7, (VOCAB,), SamplingParams(), 10))])
     assert isinstance(refused, Failed)
     assert read_record(memory).suspects == set()
+
+
+def test_a_step_that_compiles_has_a_minute_until_it_goes_on() -> None:
+    memory = bytearray(RECORD_BYTES)
+    recorder = FlightRecorder(memory)
+    recorder.launch(step(1))
+    recorder.commit(step(1), 0.01)
+    recorder.launch(step(1))
+    assert (read_pulse(memory).limit, read_record(memory).compiling) == (LEAST, False)
+    recorder.compile(True)
+    assert (read_pulse(memory).limit, read_record(memory).compiling) == (SLOW, True)
+    recorder.compile(False)
+    assert (read_pulse(memory).limit, read_record(memory).compiling) == (LEAST, False)
+    recorder.compile(True)  # it fails, and the step with it
+    recorder.work()
+    assert (read_pulse(memory).limit, read_record(memory).compiling) == (LEAST, False)
 
 
 def test_who_waits_shortens_what_idle_work_may_take() -> None:

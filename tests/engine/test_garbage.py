@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock import garbage
-from penstock.garbage import Pauses
+from penstock.system import garbage
+from penstock.system.garbage import Pauses
 
 
 class Collector:

@@ -17,11 +17,12 @@ from penstock.backend.base import Batch, Bitmasks
 from penstock.backend.fake import FakeBackend
 from penstock.backend.sample import sample
 from penstock.core import check
-from penstock.engine import grammar as grammar_module
+from penstock.engine.assemble import assemble
+from penstock.engine.control.pausing import Pausing
 from penstock.engine.engine import Engine
-from penstock.engine.grammar import Constraint, Costs, Grammars
-from penstock.engine.thinking_budget import ThinkingBudget
-from penstock.engine.weight_messages import Pause, Resume
+from penstock.engine.grammars import grammar as grammar_module
+from penstock.engine.grammars.grammar import Constraint, Costs, Grammars
+from penstock.engine.grammars.thinking_budget import ThinkingBudget
 from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.types import (
     PAUSE_KEEP,
@@ -37,6 +38,7 @@ from penstock.types import (
     Thinking,
     Tokens,
 )
+from penstock.types.messages import Pause, Resume
 
 END, OPEN, CLOSE = 256, 257, 258
 LIMITS = Limits(max_len=512, max_rows=8, step_tokens=64, block_size=4, num_blocks=1024, vocab=260)
@@ -92,7 +94,7 @@ def engine(
     settled = LIMITS._replace(**limits)
     backend = backend or Babble()
     backend.reserve_kv(settled.num_blocks, settled.block_size)
-    return Engine(backend, settled, depth=depth, grammars=Grammars(vocabulary, settled.vocab))
+    return assemble(backend, settled, depth=depth, grammars=Grammars(vocabulary, settled.vocab))
 
 
 def request(id: int, grammar: Grammar | None, max_tokens: int = 300, **settings: Any) -> Request:
@@ -104,7 +106,7 @@ def drain(engine: Engine) -> list[Event]:
     events: list[Event] = []
     while not engine.idle:
         events += engine.step()
-        check(engine._scheduler)
+        check(engine.scheduler)
     return events
 
 
@@ -310,12 +312,12 @@ def test_a_request_that_ends_before_it_starts_leaves_others_their_grammars(pause
     """It counted as one that follows a grammar no more, and so the next one's was not followed."""
     asked = engine(max_len=64)
     if paused:
-        asked.control_weights(Pause(100, PAUSE_KEEP))
+        asked.handle(Pause(PAUSE_KEEP, id=100))
         asked.add(request(1, DATE, max_tokens=8))
-        while not asked._pause:
+        while not asked.find(Pausing).waiting:
             asked.step()
         asked.abort(1)
-        asked.control_weights(Resume(101))
+        asked.handle(Resume(id=101))
     else:
         asked.add(request(1, DATE)._replace(prompt=(1,) * 65))
     ended = [event for event in drain(asked) if isinstance(event, Aborted | Failed)]
@@ -378,7 +380,7 @@ def test_an_engine_without_a_tokenizer_says_so() -> None:
     backend = Babble()
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
     with pytest.raises(Exception, match="started without a tokenizer"):
-        Engine(backend, LIMITS).add(request(1, DATE))
+        assemble(backend, LIMITS).add(request(1, DATE))
 
 
 def test_a_grammar_that_becomes_too_complex_fails_instead_of_ending_the_answer() -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import grammar as grammar_module
-from penstock.engine.grammar import Compiled, Compiling, Grammars
+from penstock.engine.grammars import grammar as grammar_module
+from penstock.engine.grammars.grammar import Compiled, Compiling, Grammars
 from penstock.errors import Overloaded
 from penstock.server.chat import schema_check
-from penstock.thread_stacks import large_stacks
+from penstock.system.thread_stacks import large_stacks
 from penstock.types import Grammar
 
 

@@ -15,7 +15,8 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, FakeHead, FakeHeadProgram, continuation
 from penstock.backend.ref import RefBackend
-from penstock.engine.draft_model import MTP_HEAD, DraftModel
+from penstock.engine.assemble import assemble
+from penstock.engine.drafts.draft_model import MTP_HEAD, DraftModel
 from penstock.engine.engine import Engine
 from penstock.model.families import llama, mtp
 from penstock.model.heads import ends_of, head_spec
@@ -73,7 +74,7 @@ def engine_with_head(
     depths, drafting = (RandomDepths(random), RandomLengths(random)) if random else (FixedDepths(), FixedCosts())
     group = limits.windows.index(0)
     head = DraftModel(backend, limits, limits.max_len, depths=depths, kind=MTP_HEAD, group=group, depth=depth)
-    return Engine(backend, limits, depth=depth, drafting=drafting, draft_model=head), backend
+    return assemble(backend, limits, depth=depth, drafting=drafting, draft_model=head), backend
 
 
 def counts_of(engine: Engine) -> DraftCounts:
@@ -207,7 +208,7 @@ def test_blocks_take_hidden_states_with_them(make: Callable[[], Any]) -> None:
 def test_hidden_states_are_those_of_the_position_before(make: Callable[[], Any]) -> None:
     backend, random = with_toy(make()), Random(2)
     head = DraftModel(backend, TOY_LIMITS, 160, depths=RandomDepths(random), kind=MTP_HEAD)
-    engine = Engine(backend, TOY_LIMITS, drafting=RandomLengths(random), draft_model=head)
+    engine = assemble(backend, TOY_LIMITS, drafting=RandomLengths(random), draft_model=head)
     for id, length in enumerate((3, 40, 16, 17)):
         prompt = [random.randrange(64) for _ in range(length)]
         right = [prompt[-1]]

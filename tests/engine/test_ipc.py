@@ -20,8 +20,9 @@ import pytest
 from penstock import __version__
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import Config
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
+from penstock.engine.feature import Feature
 from penstock.errors import ConfigError, EngineUnavailable, MalformedFile, PenstockError, error_of
 from penstock.ipc import process, wire
 from penstock.ipc.inprocess import InProcessClient
@@ -43,6 +44,7 @@ from penstock.types import (
     TokenLogprob,
     Tokens,
 )
+from penstock.types.messages import Abort, Add, Close, FlushCache, Message
 
 VOCAB = 1000
 LIMITS = Limits(max_len=2**15, max_rows=16, step_tokens=64, block_size=16, num_blocks=2**13, vocab=VOCAB)
@@ -53,7 +55,7 @@ FAKE_HOST = f"""
 import os, sys, time
 import penstock.ipc.inprocess_engine
 from penstock.backend.fake import FakeBackend
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.errors import MalformedFile
 from penstock.ipc.host import host
 from penstock.types import Aborted, Limits
@@ -73,7 +75,7 @@ def open(config, _):
     backend = SlowBackend({VOCAB})
     limits = Limits{tuple(LIMITS)}
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    engine = Engine(backend, limits, sleeper=backend.sleeper)
+    engine = assemble(backend, limits, sleeper=backend.sleeper)
     if config.model == "old":
         penstock.ipc.inprocess_engine.__version__ = "0"
     if config.model == "junk":
@@ -84,10 +86,10 @@ host(open)
 """
 
 
-def fake_engine(kind: type[Engine] = Engine) -> Engine:
+def fake_engine(*more: Feature) -> Engine:
     backend = FakeBackend(VOCAB)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return kind(backend, LIMITS, sleeper=backend.sleeper)
+    return assemble(backend, LIMITS, sleeper=backend.sleeper, more=more)
 
 
 def in_process() -> InProcessClient:
@@ -239,12 +241,12 @@ def test_thread_start_raises_what_opening_raised() -> None:
 
 
 def test_thread_that_fails_fails_its_requests() -> None:
-    class Broken(Engine):
-        def step(self) -> list[Event]:
+    class Broken(Feature):
+        def before_plan(self) -> None:
             raise ValueError("lost the thread")
 
     async def scenario() -> None:
-        async with started(InProcessClient(lambda: fake_engine(Broken))) as client:
+        async with started(InProcessClient(lambda: fake_engine(Broken()))) as client:
             (failed,) = await events_of(client, request(client, [1]))
             assert failed.code == "engine_died"
             assert "lost the thread" in failed.message

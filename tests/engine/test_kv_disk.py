@@ -17,6 +17,7 @@ from penstock.core import check, hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.step_cost import PromptCost
 from penstock.core.tiers import CopyCosts
+from penstock.engine.assemble import assemble
 from penstock.engine.build import open_engine
 from penstock.engine.engine import Engine
 from penstock.engine.host_blocks import HostBlocks
@@ -81,7 +82,7 @@ class Server:
             Slow(folder, layout, 1 << 20) if slow else SegmentStore(folder, layout, 1 << 20, free=lambda _: FREE)
         )
         self.store.open()
-        self.engine = Engine(backend, self.limits, kv_store=self.store)
+        self.engine = assemble(backend, self.limits, kv_store=self.store)
         self._id = 0
 
     def add(self, *prompt: int, max_tokens: int = 6, **options: object) -> int:
@@ -94,8 +95,8 @@ class Server:
         events: list[Event] = []
         while not self.engine.idle:
             events += self.engine.step()
-            check(self.engine._scheduler)
-        while self.engine.prepare_in_idle():
+            check(self.engine.scheduler)
+        while self.engine.use_idle_moment():
             pass
         return events
 
@@ -243,13 +244,13 @@ def test_others_run_while_one_waits_and_a_slow_disk_is_given_up(serve, monkeypat
     assert report_of(events, slow).reused == (("disk", 16),)
     assert dict(report_of(events, slow).waited)["kv"] > 0.1
     assert server.engine.stats().disk.given_up == 1
-    reserved = server.engine._scheduler.cache.host.reserved
+    reserved = server.engine.scheduler.cache.host.reserved
     assert reserved  # a thread may still write to these
     server.store.allowed.release(100)
     while reserved:
         time.sleep(0.01)
         server.answer(1, 2, 3)
-        server.engine.prepare_in_idle()
+        server.engine.use_idle_moment()
     server.answer(*PROMPT)
 
 
@@ -268,9 +269,9 @@ def test_a_request_that_is_aborted_while_it_waits(serve) -> None:
     server.engine.abort(server.add(*PROMPT))
     server.store.allowed.release(100)
     assert isinstance(server.drain()[0], Aborted)
-    while server.engine._scheduler.cache.host.reserved:
+    while server.engine.scheduler.cache.host.reserved:
         time.sleep(0.01)
-        server.engine.prepare_in_idle()
+        server.engine.use_idle_moment()
     server.answer(*PROMPT)
 
 
@@ -295,7 +296,7 @@ def test_updated_weights_use_no_files(serve) -> None:
     server = serve()
     server.answer(*PROMPT)
     server = restart(serve, server)
-    server.engine._weight_state = server.engine._weight_state._replace(updates=1, version="2")
+    server.engine.weights = server.engine.weights._replace(updates=1, version="2")
     assert server.answer(*PROMPT).cached == 0
     server.close()
     assert server.store.written == 0
@@ -328,12 +329,12 @@ def test_reading_that_would_take_longer_than_computing_is_not_begun(serve, monke
     server.answer(*PROMPT)
     server = restart(serve, server)
     monkeypatch.setattr(PromptCost, "FEW", 0)
-    loader = server.engine._disk._loader
+    loader = server.engine.find(DiskPrefixes)._loader
     loader.observe(1, 1.0)  # a byte in a second
     for _ in range(3):
         report = server.answer(*PROMPT)
         assert "kv" not in dict(report.waited)
-        server.engine._scheduler.cache.flush()
+        server.engine.scheduler.cache.flush()
     assert server.engine.stats().disk.read == 0
     assert loader.rate > 1.0  # so that it is tried again some time
 
@@ -436,7 +437,7 @@ def test_a_state_alone_is_read_where_the_blocks_are_known(serve) -> None:
     server.answer(*PROMPT)
     while len(server.store) < 11 or not server.store.has_state(hashing.chain("", PROMPT, LIMITS.block_size)[-1]):
         time.sleep(0.01)  # a thread writes
-    server.engine._scheduler.cache.states.clear()
+    server.engine.scheduler.cache.states.clear()
     assert server.answer(*PROMPT).cached == 40
     assert server.engine.stats().disk.read == 0  # all blocks were there
     assert server.engine.stats().disk.skipped == ()
@@ -446,10 +447,10 @@ def test_without_a_place_for_the_state_nothing_is_read(serve) -> None:
     server = serve(states=4)
     server.answer(*PROMPT)
     server = restart(serve, server, states=4, host_states=1)
-    place = server.engine._scheduler.cache.states.reserve()
+    place = server.engine.scheduler.cache.states.reserve()
     assert server.answer(*PROMPT).cached == 0
-    server.engine._scheduler.cache.states.unreserve(place)
-    assert server.engine._scheduler.cache.host.reserved == set()
+    server.engine.scheduler.cache.states.unreserve(place)
+    assert server.engine.scheduler.cache.host.reserved == set()
 
 
 def test_a_request_that_gives_up_leaves_the_place_of_its_state(serve) -> None:
@@ -458,12 +459,12 @@ def test_a_request_that_gives_up_leaves_the_place_of_its_state(serve) -> None:
     server = restart(serve, server, states=4, slow=True)
     id = server.add(*PROMPT)
     server.engine.step()
-    assert len(server.engine._scheduler.cache.states.host.reserved) == 1
+    assert len(server.engine.scheduler.cache.states.host.reserved) == 1
     server.engine.abort(id)
     server.store.allowed.release(99)
-    while server.engine._scheduler.cache.states.host.reserved:
+    while server.engine.scheduler.cache.states.host.reserved:
         server.drain()
-    assert len(server.engine._scheduler.cache.states.host.free()) == 4
+    assert len(server.engine.scheduler.cache.states.host.free()) == 4
     server.answer(*PROMPT)
 
 
@@ -517,19 +518,19 @@ def test_a_chain_that_is_read_does_not_wait_for_a_thread_that_is_busy() -> None:
 def test_in_idle_the_blocks_that_come_next_are_touched_and_no_others(serve, monkeypatch: pytest.MonkeyPatch) -> None:
     server = serve()
     touched: list[int] = []
-    kv = server.engine._backend.kv
+    kv = server.engine.backend.kv
     touch = kv.touch_blocks
     monkeypatch.setattr(kv, "touch_blocks", lambda blocks: (touched.extend(blocks), touch(blocks)))
-    while server.engine.prepare_in_idle():
+    while server.engine.use_idle_moment():
         pass
     assert not touched, "nothing is on disk that could be read"
-    before = server.engine._scheduler.cache.pool.snapshot()
+    before = server.engine.scheduler.cache.pool.snapshot()
     server.answer(*PROMPT)
     while len(server.store) < 10:  # a thread writes
         time.sleep(0.01)
-    while server.engine.prepare_in_idle():
+    while server.engine.use_idle_moment():
         pass
-    free = server.engine._scheduler.cache.pool
+    free = server.engine.scheduler.cache.pool
     assert 10 <= len(touched) <= len(server.store)
     assert touched == free.upcoming(len(touched)), "what the prompt holds is left alone"
     assert free.snapshot() < before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,8 @@ from penstock.errors import ConfigError, KvLossTooLarge
 from penstock.model.dequantize import dequantize
 from penstock.model.load import open_checkpoint
 from penstock.model.safetensors import read_safetensors
-from penstock.planning.evaluation import Scorer, compare, followers
-from penstock.planning.kv_guard import CONTEXT, batches_of, kept_loss, text_window
+from penstock.planning.evaluation import GUARD_TOKENS, followers
+from penstock.planning.kv_guard import batches_of, guard_windows, kept_loss
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 OUTLIER = 2000.0
@@ -120,21 +122,25 @@ def test_a_model_that_it_harms_is_refused(outlying: Path, opened: Open, capsys: 
         opened(outlying, kv_loss="0")
 
 
-def test_it_is_what_an_evaluation_finds(sound: Path, opened: Open) -> None:
-    """Two engines that load the weights one after the other come to the same."""
-    opened(sound)
-    checkpoint, window = open_checkpoint(sound), text_window(open_checkpoint(sound))
-    assert len(window) == CONTEXT
-    logits = []
-    for kv in ("f16", "int8"):
-        scorer = Scorer(Config(model=str(sound), device="cpu", threads=1, kv=kv), CONTEXT)
-        logits.append(scorer.logits([window]))
-        scorer.close()
-    expected = compare(logits[0], logits[1], followers(window)).divergence.mean()
-    found = kept_loss(Config(model=str(sound), device="cpu", kv="int8"), checkpoint)
+@pytest.mark.parametrize("kv", ["int8", "f16:int8"])
+def test_it_is_what_eval_kl_finds(sound: Path, opened: Open, kv: str) -> None:
+    """The command without a text has the text and the windows of the check."""
+    opened(sound, kv=kv)
+    command = [sys.executable, "-m", "penstock", "eval", "kl", str(sound), "--against", str(sound), "--kv", kv]
+    done = subprocess.run([*command, "--device", "cpu", "--threads", "1", "--json"], stdout=subprocess.PIPE, check=True)
+    expected = json.loads(done.stdout)["kl"]
+    found = kept_loss(Config(model=str(sound), device="cpu", kv=kv), open_checkpoint(sound))
     assert found is not None
-    assert found.mean == pytest.approx(expected, rel=1e-9)
+    assert found.mean == pytest.approx(expected["mean"], rel=1e-9)
+    assert (found.same_top, expected["predictions"]) == (expected["same_top"], 2 * (512 // 2 - 1))
     assert 0 < found.mean < 0.05
+
+
+def test_a_model_with_a_short_context_has_shorter_windows(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(folder_of("qwen2", tmp_path / "short", max_position_embeddings=100))
+    windows = guard_windows(checkpoint)
+    assert {len(window) for window in windows} == {100}
+    assert len(windows) == GUARD_TOKENS // 100
 
 
 @pytest.mark.parametrize("step_tokens", [256, 100, 7])
@@ -145,7 +151,7 @@ def test_small_steps_measure_the_same(
     shutil.rmtree(home)
     tried = spied(monkeypatch)
     assert opened(sound, step_tokens=step_tokens, max_rows=4) == expected
-    assert tried == ["auto", "int8"]
+    assert tried == 2 * ["auto", "int8"]
 
 
 def test_a_restart_does_not_measure_again(sound: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +161,9 @@ def test_a_restart_does_not_measure_again(sound: Path, opened: Open, monkeypatch
     assert tried == []
     (sound / "config.json").write_text((sound / "config.json").read_text() + "\n")
     assert opened(sound) == expected
-    assert tried == ["auto", "int8"]
+    assert tried == 2 * ["auto", "int8"]
     opened(sound, quantize="q8_0")
-    assert len(tried) == 4
+    assert len(tried) == 8
 
 
 @pytest.mark.parametrize("kept", ["", "[]", '["other", [0.5, 0.1, 0.9]]', '[1, 2, "'])
@@ -170,7 +176,7 @@ def test_a_damaged_record_is_measured_again(
     record.write_text(kept)
     tried = spied(monkeypatch)
     assert opened(sound) == expected
-    assert tried == ["auto", "int8"]
+    assert tried == 2 * ["auto", "int8"]
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(
@@ -179,7 +185,7 @@ def test_where_nothing_can_be_kept_it_is_measured_each_time(
     home.write_text("a file where the folder would be")
     tried = spied(monkeypatch)
     assert opened(sound) == opened(sound)
-    assert len(tried) == 4
+    assert len(tried) == 8
 
 
 @pytest.mark.parametrize("golden", ["qwen3next", "gemma3", "deepseek_v2", "gpt_oss"])

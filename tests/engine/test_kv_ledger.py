@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from penstock.backend.base import Batch, Bitmasks
 from penstock.backend.fake import FakeBackend, pooled
 from penstock.core import Policy, check
+from penstock.engine.assemble import assemble
+from penstock.engine.control.weight_updates import WeightUpdates
 from penstock.engine.engine import Engine
-from penstock.engine.kv_ledger import KvLedger, ledger_bytes
-from penstock.engine.weight_messages import UpdateWeights
+from penstock.engine.kv_handover.kept_kv import KeptKv
+from penstock.engine.kv_handover.ledger import KvLedger, ledger_bytes
 from penstock.planning.memory_plan import all_states
 from penstock.types import Finished, Limits, Request, SamplingParams, StepResult, Tokens
+from penstock.types.messages import UpdateWeights
 from tests.core.test_properties import VOCAB, Answer, Arrival, Shuffles, World, alone, note, worlds
 from tests.engine.guesses import RandomDrafting
 
@@ -116,7 +119,7 @@ def opened(limits: Limits, found: Remains, random: Random, **options: Any) -> tu
     ledger: Any = KvLedger(memory, limits)
     ledger._words, ledger._entry = MortalWords(ledger._words, deaths), MortalEntry(ledger._entry, deaths)
     ledger._state_entry = MortalEntry(ledger._state_entry, deaths)
-    return Engine(backend, limits, ledger=ledger, **options), deaths
+    return assemble(backend, limits, ledger=ledger, **options), deaths
 
 
 def ask(engine: Engine, requests: list[Arrival]) -> None:
@@ -131,7 +134,7 @@ def ask(engine: Engine, requests: list[Arrival]) -> None:
     while not engine.idle:
         for event in engine.step():
             note(answers[event.seq], event)
-        check(engine._scheduler)
+        check(engine.scheduler)
     for request, answer in zip(requests, answers, strict=True):
         tokens, reason = alone(request, engine.limits)
         assert isinstance(answer.end, Finished)
@@ -154,7 +157,7 @@ def test_whenever_engines_are_killed_answers_are_those_of_engines_that_live(worl
         policy: Policy | None = Shuffles(limits, random) if life % 2 else None
         drafting = RandomDrafting(lambda request: [5] * 30, VOCAB, random) if life == 1 else None
         engine, deaths = opened(limits, remains, random, depth=depth, policy=policy, drafting=drafting)
-        check(engine._scheduler)
+        check(engine.scheduler)
         ask(engine, requests[life % len(requests) :] + requests[: life % len(requests)])
         assert deaths.remains is not None
         remains = deaths.remains
@@ -202,12 +205,12 @@ def test_states_are_adopted_with_the_blocks_at_whose_ends_they_were_saved(host: 
     first, deaths = opened(limits, Remains.none(limits), Random(1))
     remains = finish(first, deaths, PROMPT, (*PROMPT, 7, 8, 9, 5))
     second, deaths = opened(limits, remains, Random(1))
-    check(second._scheduler)
-    assert len(second._scheduler.cache.states.saved()) == len(first._scheduler.cache.states.saved()) > 1
+    check(second.scheduler)
+    assert len(second.scheduler.cache.states.saved()) == len(first.scheduler.cache.states.saved()) > 1
     ask(second, [arrival(PROMPT), arrival((*PROMPT, 7, 8, 9, 5))])
     assert second.stats().cached_tokens == 12 + 16
     third, _ = opened(limits, finish(second, deaths), Random(1))
-    assert len(third._scheduler.cache.states.saved()) == len(second._scheduler.cache.states.saved())
+    assert len(third.scheduler.cache.states.saved()) == len(second.scheduler.cache.states.saved())
 
 
 def test_a_state_whose_block_is_not_adopted_is_not_adopted_either() -> None:
@@ -218,8 +221,8 @@ def test_a_state_whose_block_is_not_adopted_is_not_adopted_either() -> None:
     ledger[: ledger_bytes(LIMITS._replace(num_blocks=1))] = bytes(ledger_bytes(LIMITS._replace(num_blocks=1)))
     second, deaths = opened(limits, remains._replace(ledger=bytes(ledger)), Random(1))
     assert second.stats().adopted_blocks == 0
-    assert not second._scheduler.cache.states.saved()
-    assert not second._ledger._state_numbers().any()
+    assert not second.scheduler.cache.states.saved()
+    assert not second.find(KeptKv)._ledger._state_numbers().any()
     ask(second, [arrival(PROMPT)])
 
 
@@ -259,7 +262,7 @@ def test_entries_that_contradict_each_other_are_not_adopted() -> None:
 def test_nothing_of_updated_weights_is_noted() -> None:
     first, deaths = served()
     finish(first, deaths, PROMPT)
-    first._change_version(UpdateWeights(99, "new"))
+    first.find(WeightUpdates)._change_version(UpdateWeights("new", id=99))
     remains = finish(first, deaths, PROMPT)
     assert first.stats().blocks_cached == 4
     assert served(remains)[0].stats().adopted_blocks == 0
@@ -282,7 +285,7 @@ def test_an_answer_goes_on_with_one_token_wherever_its_engine_was_killed(windows
     second.add(Request(1, PROMPT, SamplingParams(temperature=0), 40, generated=tokens))
     second.step()
     assert second.stats().computed_tokens == 1
-    check(second._scheduler)
+    check(second.scheduler)
 
 
 def test_a_step_that_nobody_heard_of_is_computed_again_in_its_block() -> None:
@@ -298,24 +301,24 @@ def test_tails_survive_several_deaths_until_their_blocks_are_used() -> None:
     for _ in range(2):
         engine, deaths = served(remains)
         remains = Remains(bytes(deaths._ledger), deaths.kv)
-        assert len(engine._scheduler.cache.tails) == 1
+        assert len(engine.scheduler.cache.tails) == 1
     engine, deaths = served(remains)
     engine.add(Request(1, tuple(range(40, 60)), SamplingParams(temperature=0), 44))  # it takes all blocks
     while not engine.idle:
         engine.step()
-    assert not engine._scheduler.cache.tails
-    assert not served(Remains(bytes(deaths._ledger), deaths.kv))[0]._scheduler.cache.tails
+    assert not engine.scheduler.cache.tails
+    assert not served(Remains(bytes(deaths._ledger), deaths.kv))[0].scheduler.cache.tails
 
 
 def test_an_answer_that_has_ended_leaves_no_tail() -> None:
     first, deaths = served()
-    assert not served(finish(first, deaths, PROMPT))[0]._scheduler.cache.tails
+    assert not served(finish(first, deaths, PROMPT))[0].scheduler.cache.tails
 
 
 def test_what_keeps_nothing_in_the_prefix_cache_leaves_no_tail() -> None:
     first, deaths = served()
     first.add(Request(1, PROMPT, SamplingParams(temperature=0), 9, pooling="mean"))
-    first._scheduler.sequences[1].max_len += 9
+    first.scheduler.sequences[1].max_len += 9
     first.step()
     assert not any(numbers(Remains(bytes(deaths._ledger), deaths.kv)))
 

@@ -11,8 +11,9 @@ import pytest
 from penstock.config import configure
 from penstock.engine.build import open_engine
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Add, advance
+from penstock.engine.loop import advance
 from penstock.types import Event, Request, SamplingParams, TokenLogprob, Tokens
+from penstock.types.messages import Add
 
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
 OPTIONS = {"device": "cpu", "threads": 2, "max_rows": 8, "kv_memory": 1 << 22, "max_len": 64, "block_size": 8}

@@ -15,6 +15,7 @@ from penstock.backend.base import Batch, Ticket
 from penstock.backend.cuda.lost_device import cannot_go_on
 from penstock.backend.fake import FakeBackend
 from penstock.config import Config
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.errors import DeviceLost, EngineUnavailable
 from penstock.ipc import post_mortem
@@ -33,7 +34,8 @@ ASSERTS, FAILS, BUG = 666, 667, 668
 HOST = f"""
 import pathlib, time
 from penstock.backend.fake import FakeBackend
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
+from penstock.engine.feature import Feature
 from penstock.ipc.host import host
 from penstock.types import Limits
 
@@ -64,22 +66,21 @@ class Device(FakeBackend):
         if self.lost:
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-class Buggy(Engine):
-    def _commit(self, *step):
+class Bug(Feature):
+    def launched(self, plan, gap):
         if now.exists():
             how = now.read_text()
             now.unlink()
             if how == "{BUG}":
                 raise KeyError("a bug")
-            self._backend.lost = True
-        super()._commit(*step)
+            self.engine.backend.lost = True
 
 def open(config, _):
     global now
     now = pathlib.Path(config.model)
     backend, limits = Device({VOCAB}), Limits{tuple(LIMITS)}
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Buggy(backend, limits)
+    return assemble(backend, limits, more=(Bug(),))
 
 host(open)
 """
@@ -117,7 +118,7 @@ class Dying(FakeBackend):
 def dying_engine(depth: int = 0) -> Engine:
     backend = Dying(VOCAB)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS, depth=depth)
+    return assemble(backend, LIMITS, depth=depth)
 
 
 @pytest.mark.parametrize("how", [ASSERTS, BUG])

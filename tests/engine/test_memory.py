@@ -11,7 +11,9 @@ import pytest
 from penstock.backend.base import Batch, Footprint, Ticket
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import Config, configure
+from penstock.engine.assemble import assemble
 from penstock.engine.build import open_engine
+from penstock.engine.drafts.drafting import Drafting
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec, all_but_each
@@ -70,10 +72,21 @@ def test_a_shorter_context_is_told() -> None:
 
 
 def test_a_cache_larger_than_the_device_is_made_smaller() -> None:
-    asked = Config(model="m", max_rows=8, step_tokens=512, max_len=4096, kv_memory=100 * GB)
+    asked = Config(model="m", device="cuda", max_rows=8, step_tokens=512, max_len=4096, kv_memory=100 * GB)
     plan = plan_memory(asked, SPEC, device(22 * GB))
     assert plan.cache <= 4 * GB
     assert plan.notes == ("the KV cache gets 4.00 GB, not the 100.00 GB asked for",)
+
+
+def test_a_cpu_has_the_cache_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine takes as much, too: memory is given as it is used, up to that of the machine."""
+    monkeypatch.setattr("penstock.planning.memory_plan.total_memory", lambda: 64 * GB)
+    asked = Config(model="m", device="cpu", max_rows=64, step_tokens=512, kv_memory=20 * GB, kv_ram="0")
+    plan = plan_memory(asked, SPEC, device(22 * GB))
+    assert 20 * GB - 131072 * 16 < plan.cache <= 20 * GB
+    assert plan.notes[0].startswith("4.00 GB are free for the KV cache of 20.00 GB")
+    with pytest.raises(ConfigError, match=r"a KV cache of .* is more than this machine has, 64\.00 GB: lower"):
+        plan_memory(replace(asked, kv_memory=100 * GB), SPEC, device(22 * GB))
 
 
 def test_a_smaller_cache_is_what_was_asked_for() -> None:
@@ -122,7 +135,7 @@ def test_host_memory_for_kv_that_the_machine_has_not_is_refused(device: str) -> 
 
 def test_a_cache_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     golden = Path(__file__).parents[1] / "models" / "goldens" / "llama3"
-    monkeypatch.setattr("penstock.engine.build.total_memory", lambda: 100_000)
+    monkeypatch.setattr("penstock.planning.memory_plan.total_memory", lambda: 100_000)
     with pytest.raises(ConfigError, match=r"more than this machine has, .*: lower kv_memory"):
         open_engine(configure(golden, {"device": "cpu", "kv_memory": "1T"}))
 
@@ -189,11 +202,12 @@ def told(events: list[Event], id: int) -> list[int]:
     return [token for event in events if isinstance(event, Tokens) and event.seq == id for token in event.tokens]
 
 
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("step", range(1, 7))
-def test_a_step_without_memory_is_computed_again(step: int, depth: int) -> None:
+def test_a_step_without_memory_is_computed_again(step: int, depth: int, drafts: bool) -> None:
     backend = Short(step)
-    engine = Engine(backend, LIMITS, depth=depth)
+    engine = assemble(backend, LIMITS, depth=depth, drafting=Drafting() if drafts else None)
     prompts = {1: (1, 2, 3), 2: tuple(range(30))}
     for id, prompt in prompts.items():
         engine.add(request(id, *prompt))
@@ -208,7 +222,7 @@ def test_a_step_without_memory_is_computed_again(step: int, depth: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_where_relief_is_not_enough_the_steps_requests_fail_and_no_others(depth: int) -> None:
     backend = Short(*range(3, 100))
-    engine = Engine(backend, LIMITS, depth=depth)
+    engine = assemble(backend, LIMITS, depth=depth)
     engine.add(request(1, 1, 2, 3))
     events = drain(engine)
     backend.steps.clear()
@@ -226,7 +240,7 @@ def test_where_relief_is_not_enough_the_steps_requests_fail_and_no_others(depth:
 @pytest.mark.parametrize("seed", range(20))
 def test_requests_answer_as_if_alone_however_often_memory_is_short(seed: int) -> None:
     dice = random.Random(seed)
-    engine = Engine(Moody(dice), LIMITS, depth=dice.choice([0, 1]))
+    engine = assemble(Moody(dice), LIMITS, depth=dice.choice([0, 1]))
     shared = [dice.randrange(100) for _ in range(12)]
     prompts = {id: (*shared[: dice.randrange(13)], *(dice.randrange(100) for _ in range(4))) for id in range(12)}
     events: list[Event] = []

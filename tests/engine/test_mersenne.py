@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.backend.base import ChainRow
 from penstock.backend.sampler_chain import choose_by_chain
-from penstock.engine.mersenne import MersenneDraws
+from penstock.engine.samplers.mersenne import MersenneDraws
 from penstock.types import SamplerChain
 
 

@@ -10,16 +10,16 @@ import pytest
 
 from penstock.backend.fake import FakeBackend
 from penstock.config import Config
+from penstock.engine.assemble import assemble
 from penstock.engine.build import offer_addresses
-from penstock.engine.carry.cuda_ipc import CudaIpcListener
-from penstock.engine.carry.messages import Prefill, Release
-from penstock.engine.carry.peers import CarryOptions
-from penstock.engine.engine import Engine
 from penstock.engine.kv_disk import loading
+from penstock.engine.kv_transfer.cuda_ipc import CudaIpcListener
+from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions
 from penstock.engine.loop import advance
 from penstock.errors import ConfigError
 from penstock.planning.memory_plan import all_states
 from penstock.types import Aborted, BlockOffer, Offered, Request, SamplingParams
+from penstock.types.messages import Prefill, Release
 from tests.engine import test_peers
 from tests.engine.device_stand_in import StandInRoom, StandInSharing
 from tests.engine.test_peers import LIMITS, PROMPT, Start, unmeasured, until
@@ -39,7 +39,7 @@ class Replica(test_peers.Replica):
         backend = FakeBackend(LIMITS.vocab, windows=self.limits.windows)
         backend.reserve_kv(self.limits.num_blocks, LIMITS.block_size, all_states(self.limits))
         self.sharing = backend.sharing = StandInSharing(backend.kv, device, room)
-        self.engine = Engine(backend, self.limits, carry=CarryOptions(b"same", listen))
+        self.engine = assemble(backend, self.limits, transfer=TransferOptions(b"same", listen))
         self._id = 0
 
     def offer(self, *prompt: int, **options: object) -> BlockOffer | None:
@@ -52,7 +52,7 @@ class Replica(test_peers.Replica):
     @property
     def staged(self) -> list[int]:
         """Returns where the blocks of the only offer are."""
-        [lease] = self.engine.peers._offers._near.leases._granted.values()
+        [lease] = self.engine.find(PeerBlocks)._offers._near.leases._granted.values()
         return [block.places[-1] for block in lease.blocks]
 
 
@@ -171,7 +171,7 @@ def test_what_was_written_again_before_it_was_read_is_not_used(start: Start) -> 
     first, second = start(), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    staging, place = first.engine.peers._offers._near.leases.staging, first.staged[-1]
+    staging, place = first.engine.find(PeerBlocks)._offers._near.leases.staging, first.staged[-1]
     staging.write(place, bytes(staging.read(place)))
     assert second.answer(*PROMPT, pull=offer).cached == 36
     assert second.counts.failures == (("stale", 1),)
@@ -184,7 +184,7 @@ def test_what_is_written_again_while_it_is_copied_is_not_used(
     first, second = start(), start()
     first.answer(*PROMPT)
     offer, read = first.offer(*PROMPT), StandInRoom.read
-    staging, staged = first.engine.peers._offers._near.leases.staging, first.staged
+    staging, staged = first.engine.find(PeerBlocks)._offers._near.leases.staging, first.staged
 
     def rewritten(self: StandInRoom, places: Sequence[int], blocks: Sequence[int]) -> list[int]:
         sums = read(self, places, blocks)
@@ -251,7 +251,7 @@ def test_nothing_is_copied_where_there_is_no_room(start: Start) -> None:
     second.engine.step()
     second.engine.step()
     offer = first.offer(*PROMPT)
-    cache = second.engine._scheduler.cache
+    cache = second.engine.scheduler.cache
     assert cache.take_in("", PROMPT, 0, [[True]] * 40, lambda blocks: 40) == 0
     second.drain()
     assert second.answer(*PROMPT, pull=offer).cached == 40
@@ -299,7 +299,7 @@ def test_a_request_may_be_aborted_while_it_waits(start: Start, monkeypatch: pyte
 
 def test_a_prompt_is_computed_to_be_offered_on_the_device(start: Start) -> None:
     first, second = start(), start()
-    events = advance(first.engine, [Prefill(77, Request(1, PROMPT, SamplingParams(temperature=0), 6), device=GPU)])
+    events = advance(first.engine, [Prefill(Request(1, PROMPT, SamplingParams(temperature=0), 6), device=GPU, id=77)])
     while not first.engine.idle:
         events += advance(first.engine, [])
     [offered] = events
@@ -312,7 +312,7 @@ def test_sleep_gives_the_memory_of_offers_back(start: Start) -> None:
     first, second = start(), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    first.engine.peers.release_device()
+    first.engine.find(PeerBlocks).release_device()
     assert first.near.closed
     assert second.answer(*PROMPT, pull=offer).cached == 0
     assert second.counts.failures == (("unreachable", 1),)
@@ -348,7 +348,7 @@ def test_each_request_answers_as_if_alone(start: Start, seed: int) -> None:
         if (offer := giver.offer(*prompt, **message)) is not None:
             offers.append(offer)
         taker.answer(*prompt, pull=offer if draw.random() < 0.7 else draw.choice([None, *offers[-3:]]))
-        if draw.random() < 0.1 and (near := giver.engine.peers._offers._near) is not None:
+        if draw.random() < 0.1 and (near := giver.engine.find(PeerBlocks)._offers._near) is not None:
             near.leases.staging.begin(range(draw.randrange(5)))
         if draw.random() < 0.3:
             draw.choice(replicas).engine.flush_cache()

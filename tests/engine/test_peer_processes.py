@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.config import Config
-from penstock.engine.carry.messages import Offer, Prefill, Release
-from penstock.engine.loop import Add, Message
 from penstock.ipc import wire
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import BlockOffer, Finished, Offered, PeerCounts, Report, Request, SamplingParams, Stats
+from penstock.types.messages import Add, Message, Offer, Prefill, Release
 from tests.engine.test_carriers import NEEDS_NIXL
 from tests.engine.test_ipc import events_of, run, tokens_of
 
@@ -44,7 +43,7 @@ async def read_once(clients: list[ProcessClient]) -> int:
     for first in range(3, 43):
         prompt = (first, *PROMPT[1:])
         said, _ = await answer(clients[0], None, prompt)
-        again, report = await answer(clients[1], await clients[0].offer(prompt), prompt)
+        again, report = await answer(clients[1], (await clients[0].ask(Offer(prompt))).offer, prompt)
         assert again == said
         if dict(report.reused).get("peer", 0) == len(PROMPT) - 1:
             break
@@ -85,7 +84,7 @@ def test_nixl_brings_the_same_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Offer(5, (1, 2), "salt", 3, 1.5), Release(b"x" * 16), Prefill(6, REQUEST, 1, 2.0), Add(REQUEST)]
+    "message", [Offer((1, 2), "salt", 3, 1.5, id=5), Release(b"x" * 16), Prefill(REQUEST, 1, 2.0, id=6), Add(REQUEST)]
 )
 def test_messages_survive_the_wire(message: Message) -> None:
     assert wire.decode_message(wire.encode_message(message)) == message

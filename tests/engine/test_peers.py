@@ -9,27 +9,28 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from penstock.backend.array_blocks import ArrayBlocks
+from penstock.backend.blocks.array_blocks import ArrayBlocks
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import Config
 from penstock.core import check
 from penstock.core.kvcache import KvCache
 from penstock.core.step_cost import PromptCost
+from penstock.engine.assemble import assemble
 from penstock.engine.build import open_engine
-from penstock.engine.carry import leases as leasing
-from penstock.engine.carry import nixl, server, tcp
-from penstock.engine.carry.leases import Leases
-from penstock.engine.carry.messages import Offer, Prefill, Release
-from penstock.engine.carry.peers import CarryOptions
-from penstock.engine.carry.staging import StagedBlocks
-from penstock.engine.carry.wire import REPLY, REQUEST, BlockPart, CarryRefused
-from penstock.engine.engine import Engine
 from penstock.engine.kv_disk import loading
-from penstock.engine.loop import Abort, Add, advance
+from penstock.engine.kv_transfer import leases as leasing
+from penstock.engine.kv_transfer import nixl, server, tcp
+from penstock.engine.kv_transfer.leases import Leases
+from penstock.engine.kv_transfer.offers import BlockOffers
+from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions
+from penstock.engine.kv_transfer.staging import StagedBlocks
+from penstock.engine.kv_transfer.wire import REPLY, REQUEST, BlockPart, TransferRefused
+from penstock.engine.loop import advance
 from penstock.errors import ConfigError
 from penstock.planning.memory_plan import all_states
 from penstock.server.telemetry.peer_metrics import peer_metrics
@@ -46,6 +47,7 @@ from penstock.types import (
     SamplingParams,
     Tokens,
 )
+from penstock.types.messages import Abort, Add, Offer, Prefill, Release
 
 LIMITS = Limits(max_len=128, max_rows=4, step_tokens=16, block_size=4, num_blocks=64, vocab=100, host_places=64)
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
@@ -62,12 +64,12 @@ class Replica:
         self.limits = LIMITS._replace(**limits)
         backend = FakeBackend(LIMITS.vocab, windows=self.limits.windows)
         backend.reserve_kv(self.limits.num_blocks, LIMITS.block_size, all_states(self.limits))
-        self.engine = Engine(backend, self.limits, carry=CarryOptions(identity, listen))
+        self.engine = assemble(backend, self.limits, transfer=TransferOptions(identity, listen))
         self._id = 0
 
     def offer(self, *prompt: int, **options: object) -> BlockOffer | None:
         self._id += 1
-        [offered] = advance(self.engine, [Offer(self._id, prompt)._replace(**options)])
+        [offered] = advance(self.engine, [Offer(prompt, id=self._id, **options)])
         assert isinstance(offered, Offered)
         assert offered.seq == self._id
         return offered.offer
@@ -82,7 +84,7 @@ class Replica:
         events: list[Event] = []
         while not self.engine.idle:
             events += self.engine.step()
-            check(self.engine._scheduler)
+            check(self.engine.scheduler)
         return events
 
     def answer(self, *prompt: int, **options: object) -> Report:
@@ -179,7 +181,7 @@ def test_without_a_state_nothing_is_offered(start: Start) -> None:
     first = start(states=4, host_states=2)
     first.answer(*PROMPT)
     assert first.offer(*PROMPT[:30]) is None  # its state was saved after 40 tokens alone, and after each step
-    first.engine._scheduler.cache.states.clear()
+    first.engine.scheduler.cache.states.clear()
     assert first.offer(*PROMPT) is None
 
 
@@ -197,14 +199,14 @@ def test_a_state_that_changes_on_the_way_is_not_used(start: Start) -> None:
     first, second = start(states=4, host_states=2), start(states=4, host_states=2)
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    staging = first.engine.peers._offers._desk.leases.staging
-    [lease] = first.engine.peers._offers._desk.leases._granted.values()
+    staging = first.engine.find(PeerBlocks)._offers._desk.leases.staging
+    [lease] = first.engine.find(PeerBlocks)._offers._desk.leases._granted.values()
     part = lease.blocks[-1]
     assert part.of_state
     staging.write(part.places[0], bytes(staging.block_bytes))
     assert second.answer(*PROMPT, pull=offer).cached == 0
     assert second.counts.failures == (("stale", 1),)
-    assert second.engine._scheduler.cache.states.host.reserved == set()
+    assert second.engine.scheduler.cache.states.host.reserved == set()
 
 
 @pytest.mark.parametrize("name", ["qwen3next", "bamba", "lfm2", "kimi_linear"])
@@ -218,7 +220,7 @@ def test_hybrid_models_answer_the_same_from_a_peer(name: str, listen: tuple[str,
     said = []
     for engine in (first, second):
         if engine is second:
-            [offered] = advance(first, [Offer(1, prompt)])
+            [offered] = advance(first, [Offer(prompt, id=1)])
             assert isinstance(offered, Offered)
             assert offered.offer is not None
         pull = offered.offer if engine is second else None
@@ -308,7 +310,7 @@ def test_an_offer_is_used_once(start: Start) -> None:
 
 def last_place(replica: Replica) -> int:
     """Returns where the last block of the only offer is staged."""
-    [lease] = replica.engine.peers._offers._desk.leases._granted.values()
+    [lease] = replica.engine.find(PeerBlocks)._offers._desk.leases._granted.values()
     return lease.blocks[-1].places[0]
 
 
@@ -319,7 +321,7 @@ def test_what_was_written_again_before_it_was_read_is_not_used(
     first, second = start(listen), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    staged, place = first.engine.peers._offers._desk.leases.staging, last_place(first)
+    staged, place = first.engine.find(PeerBlocks)._offers._desk.leases.staging, last_place(first)
     staged.write(place, bytes(staged.block_bytes))
     assert second.answer(*PROMPT, pull=offer).cached == 36
     assert second.counts.failures == (("stale", 1),)
@@ -329,7 +331,11 @@ def test_what_is_written_again_while_it_is_read_is_not_used(start: Start, monkey
     first, second = start(TCP), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    staged, place, read = first.engine.peers._offers._desk.leases.staging, last_place(first), StagedBlocks.read
+    staged, place, read = (
+        first.engine.find(PeerBlocks)._offers._desk.leases.staging,
+        last_place(first),
+        StagedBlocks.read,
+    )
 
     def rewritten(self: StagedBlocks, asked: int) -> memoryview:
         if asked == place:
@@ -348,7 +354,7 @@ def test_what_is_written_again_while_it_is_copied_is_not_used(
     first, second = start(), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    leases, copy_in = first.engine.peers._offers._desk.leases, ArrayBlocks.copy_in
+    leases, copy_in = first.engine.find(PeerBlocks)._offers._desk.leases, ArrayBlocks.copy_in
     place = leases._granted[offer.id].blocks[at].places[0]
 
     def rewritten(*args: Any) -> list[int]:
@@ -481,7 +487,7 @@ def test_damaged_blocks_are_computed(start: Start, listen: tuple[str, ...]) -> N
     first, second = start(listen), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    leases = first.engine.peers._offers._desk.leases
+    leases = first.engine.find(PeerBlocks)._offers._desk.leases
     leases.staging.read(leases._granted[offer.id].blocks[4].places[0])[3] ^= 1
     assert second.answer(*PROMPT, pull=offer).cached == 16
     assert second.counts.failures == (("damaged", 1),)
@@ -491,7 +497,7 @@ def test_another_block_under_the_same_place_is_computed(start: Start) -> None:
     first, second = start(), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    leases = first.engine.peers._offers._desk.leases
+    leases = first.engine.find(PeerBlocks)._offers._desk.leases
     lease = leases._granted[offer.id]
     swapped = [*lease.blocks[:2], lease.blocks[3], lease.blocks[2], *lease.blocks[4:]]
     leases._granted[offer.id] = lease._replace(blocks=swapped)
@@ -556,7 +562,7 @@ def test_a_slow_engine_is_given_up_and_others_run_meanwhile(start: Start, monkey
     assert second.counts.failures == (("slow", 1),)
     go_on.set()
     until(lambda: first.counts.leased_blocks == 0)
-    chains, host = second.engine.peers._pulls._chains, second.engine._scheduler.cache.host
+    chains, host = second.engine.find(PeerBlocks)._pulls._chains, second.engine.scheduler.cache.host
     until(lambda: chains.collect() or not host.reserved)
 
 
@@ -576,7 +582,7 @@ def test_updated_weights_have_other_blocks(start: Start) -> None:
     first, second = start(), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    second.engine._weight_state = second.engine._weight_state._replace(updates=1)
+    second.engine.weights = second.engine.weights._replace(updates=1)
     assert second.answer(*PROMPT, pull=offer).cached == 0
     assert second.counts.failures == (("new_weights", 1),)
 
@@ -598,7 +604,7 @@ def test_leases_forget_the_oldest_that_have_ended(monkeypatch: pytest.MonkeyPatc
 
 
 def refused(leases: Leases, id: bytes) -> str:
-    with pytest.raises(CarryRefused) as caught:
+    with pytest.raises(TransferRefused) as caught:
         leases.open(id, 1, 0, 1)
     return caught.value.reason
 
@@ -606,7 +612,7 @@ def refused(leases: Leases, id: bytes) -> str:
 def test_a_prompt_is_computed_to_be_offered(start: Start) -> None:
     first, second = start(), start()
     request = Request(1, PROMPT, SamplingParams(temperature=0), 6, generated=(3, 4, 5, 6))
-    events = advance(first.engine, [Prefill(77, request, 2)])
+    events = advance(first.engine, [Prefill(request, 2, id=77)])
     while not first.engine.idle:
         events += advance(first.engine, [])
     [offered] = events
@@ -623,11 +629,11 @@ def test_a_prompt_that_cannot_be_computed_is_not_offered(start: Start) -> None:
     first = start()
     request = Request(1, PROMPT, SamplingParams(temperature=0), 6)
     too_long = request._replace(prompt=tuple(range(90)) * 2)
-    assert advance(first.engine, [Prefill(5, too_long)]) == [Offered(5)]
-    events = advance(first.engine, [Prefill(6, request)])
+    assert advance(first.engine, [Prefill(too_long, id=5)]) == [Offered(5)]
+    events = advance(first.engine, [Prefill(request, id=6)])
     events += advance(first.engine, [Abort(6)])
     assert events == [Offered(6)]
-    assert start(()).engine.peers.offered([Finished(9, "stop")]) == [Finished(9, "stop")]
+    assert start(()).engine.find(PeerBlocks).translate([Finished(9, "stop")]) == [Finished(9, "stop")]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -677,3 +683,14 @@ def test_counts_add_up_and_are_exported() -> None:
     assert samples["penstock_peer_leased_blocks",] == 6
     assert samples["penstock_peer_carried_total", "shm"] == 4
     assert samples["penstock_peer_carrier_fallbacks_total", "nixl"] == 1
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("free", range(12))
+def test_a_state_that_finds_no_room_leaves_nothing_to_offer(free: int) -> None:
+    """Its parts may take more places than all blocks of the chain: the search for a shorter chain never ended."""
+    offers = BlockOffers.__new__(BlockOffers)
+    offers._cache = SimpleNamespace(reusable=len, groups=1)  # type: ignore[assignment]
+    offers._desk = SimpleNamespace(state_parts=9)  # type: ignore[assignment]
+    offers._wanted = lambda nodes, first, count: count  # type: ignore[method-assign]
+    assert offers._that_fit([None] * 5, 0, free) == max(min(free - 9, 5), 0)  # type: ignore[list-item]

@@ -13,6 +13,7 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, pooled
 from penstock.backend.ref import RefBackend
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.model.load import load_model, open_checkpoint
 from penstock.planning.memory_plan import all_states
@@ -38,7 +39,7 @@ def engine_of(backend: Any, name: str, depth: int = 0, **changes: int) -> Engine
     backend.load(load_model(checkpoint, backend))
     limits = LIMITS._replace(states=4 if checkpoint.spec.state_bytes else 0, **changes)
     backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
-    return Engine(backend, limits, depth=depth)
+    return assemble(backend, limits, depth=depth)
 
 
 def asked(id: int, prompt: Iterable[int], kind: str = "mean") -> Request:
@@ -140,7 +141,7 @@ def test_only_what_asks_for_it_is_pooled() -> None:
 
     backend = Watched(LIMITS.vocab)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    engine = Engine(backend, LIMITS)
+    engine = assemble(backend, LIMITS)
     run(engine, answer(1, [1, 2, 3], 3))
     assert all(batch.pools == () for batch in batches)
     prompt = list(range(50))
@@ -171,7 +172,7 @@ def test_the_default_model_agrees_with_transformers(smollm2: Path) -> None:
     backend.load(load_model(checkpoint, backend))
     backend.reserve_kv(8, 16)
     limits = Limits(max_len=128, max_rows=4, step_tokens=64, block_size=16, num_blocks=8, vocab=checkpoint.spec.vocab)
-    ends = run(Engine(backend, limits), asked(1, tokens), asked(2, tokens, "last"))
+    ends = run(assemble(backend, limits), asked(1, tokens), asked(2, tokens, "last"))
     for end, wanted in ((ends[1], mean), (ends[2], last)):
         got = vector(end)
         assert got @ wanted / np.linalg.norm(got) / np.linalg.norm(wanted) > 0.995

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.command import Exit
+from penstock.cli.framework.command import Exit
 from penstock.cli.replay import replay
 from penstock.config import Config, configure
 from penstock.engine.flight_recorder import FlightRecord, FlightRow

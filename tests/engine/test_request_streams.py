@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.loop import Abort, Add, Message
 from penstock.ipc.streams import RequestStreams
 from penstock.types import Event, Failed, Finished, Request, SamplingParams, Tokens
+from penstock.types.messages import Abort, Add, Message
 
 
 class Sent:

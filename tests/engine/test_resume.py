@@ -12,9 +12,9 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.core import check
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
-from penstock.engine.grammar import Grammars
-from penstock.engine.loop import Add
+from penstock.engine.grammars.grammar import Grammars
 from penstock.errors import InvalidRequest
 from penstock.ipc import wire
 from penstock.ipc.request_journal import RequestJournal
@@ -31,6 +31,7 @@ from penstock.types import (
     TokenLogprob,
     Tokens,
 )
+from penstock.types.messages import Add
 from tests.engine.guesses import RandomDrafting
 from tests.engine.test_grammar import END, JSON, Babble, Bytes
 from tests.engine.test_grammar import LIMITS as BABBLE_LIMITS
@@ -90,7 +91,7 @@ def answers(engine: Engine, asked: Sequence[Request]) -> dict[int, Answer]:
     while not engine.idle:
         for event in engine.step():
             said[event.seq] = said[event.seq].plus(event)
-        check(engine._scheduler)
+        check(engine.scheduler)
     assert engine.stats().blocks_used == 0
     return said
 
@@ -121,7 +122,7 @@ def computing(depth: int = 0, drafting: Any = None) -> Engine:
     backend = CpuBackend(1)
     backend.load(load_model(CHECKPOINT, backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS, depth=depth, drafting=drafting)
+    return assemble(backend, LIMITS, depth=depth, drafting=drafting)
 
 
 def steered() -> list[Request]:
@@ -153,7 +154,7 @@ def babbling(depth: int = 0, drafting: Any = None) -> Engine:
     backend = Babble()
     backend.reserve_kv(BABBLE_LIMITS.num_blocks, BABBLE_LIMITS.block_size)
     grammars = Grammars(Bytes, BABBLE_LIMITS.vocab)
-    return Engine(backend, BABBLE_LIMITS, depth=depth, drafting=drafting, grammars=grammars)
+    return assemble(backend, BABBLE_LIMITS, depth=depth, drafting=drafting, grammars=grammars)
 
 
 def constrained() -> list[Request]:
@@ -204,7 +205,7 @@ FAKE = Limits(max_len=64, max_rows=3, step_tokens=8, block_size=4, num_blocks=24
 def fake(**changed: Any) -> Engine:
     backend = FakeBackend(FAKE.vocab)
     backend.reserve_kv(FAKE.num_blocks, FAKE.block_size)
-    return Engine(backend, FAKE, **changed)
+    return assemble(backend, FAKE, **changed)
 
 
 @pytest.mark.usefixtures("overcommitted")
@@ -249,7 +250,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=1)
 def looping(depth: int = 0, drafting: Any = None) -> Engine:
     backend = FakeBackend(LOOPING.vocab)
     backend.reserve_kv(LOOPING.num_blocks, LOOPING.block_size)
-    return Engine(backend, LOOPING, depth=depth, drafting=drafting)
+    return assemble(backend, LOOPING, depth=depth, drafting=drafting)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -11,8 +11,8 @@ import pytest
 from penstock.backend.base import ChainRow
 from penstock.backend.sample import apply_edit
 from penstock.backend.sampler_chain import Candidates, candidates, choose_by_chain
-from penstock.engine.dry import DryHistory
-from penstock.engine.sampling import Sampler
+from penstock.engine.samplers.dry import DryHistory
+from penstock.engine.samplers.sampler import Sampler
 from penstock.types import DryPenalty, Request, SamplerChain, SamplingParams
 from tests.engine.llama_cpp_samplers import GOLDENS, Golden, logits_of, row_of
 

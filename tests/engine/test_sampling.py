@@ -9,7 +9,7 @@ import pytest
 
 from penstock.backend.base import Batch, Floats, LogitEdit
 from penstock.backend.sample import apply_edit, choose, sample
-from penstock.engine.sampling import Sampler, Wanted, sample_rows, wanted_positions
+from penstock.engine.samplers.sampler import Sampler, Wanted, sample_rows, wanted_positions
 from penstock.errors import InvalidRequest
 from penstock.types import Request, Row, RowResult, SamplingParams
 

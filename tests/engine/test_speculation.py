@@ -12,10 +12,11 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.config import Config
 from penstock.core import check
+from penstock.engine.assemble import MOST_DRAFTED, assemble
 from penstock.engine.build import build_engine
-from penstock.engine.engine import MOST_DRAFTED, Engine
-from penstock.engine.grammar import Grammars
-from penstock.engine.speculation import Drafters
+from penstock.engine.drafts.speculation import Drafters
+from penstock.engine.engine import Engine
+from penstock.engine.grammars.grammar import Grammars
 from penstock.model.load import load_model, open_checkpoint
 from penstock.types import (
     DryPenalty,
@@ -60,7 +61,7 @@ def engine(drafting: Drafters[Any] | None = None, draft_tokens: int = MOST_DRAFT
     backend = CpuBackend(1)
     backend.load(load_model(CHECKPOINT, backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS, drafting=drafting, draft_tokens=draft_tokens)
+    return assemble(backend, LIMITS, drafting=drafting, draft_tokens=draft_tokens)
 
 
 def requests() -> list[Request]:
@@ -89,7 +90,7 @@ def run(engine: Engine, asked: Sequence[Request]) -> tuple[dict[int, list[Any]],
             if isinstance(event, Finished):
                 assert event.report is not None
                 reports[event.seq] = event.report
-        check(engine._scheduler)
+        check(engine.scheduler)
     return said, reports
 
 
@@ -129,7 +130,7 @@ def test_a_request_drafts_no_more_than_it_says() -> None:
             return [len(proposal.tokens) for proposal in proposals]
 
     limited = engine(Counting(lambda request: known[request.id], LIMITS.vocab, Random(4)))
-    planned = limited._scheduler.plan
+    planned = limited.scheduler.plan
 
     def plan() -> Any:
         made = planned()
@@ -137,7 +138,7 @@ def test_a_request_drafts_no_more_than_it_says() -> None:
             longest[row.seq] = max(longest.get(row.seq, 0), len(row.draft))
         return made
 
-    limited._scheduler.plan = plan  # type: ignore[method-assign]
+    limited.scheduler.plan = plan  # type: ignore[method-assign]
     drafted, _ = run(limited, asked)
     assert {id: sorted_out(said) for id, said in drafted.items()} == {
         id: sorted_out(said) for id, said in plain.items()
@@ -176,7 +177,7 @@ def constrained(logprobs: int | None) -> list[Request]:
 def babbling(drafting: Drafters[Any] | None = None) -> Engine:
     backend = Babble()
     backend.reserve_kv(BABBLE_LIMITS.num_blocks, BABBLE_LIMITS.block_size)
-    return Engine(backend, BABBLE_LIMITS, drafting=drafting, grammars=Grammars(Bytes, BABBLE_LIMITS.vocab))
+    return assemble(backend, BABBLE_LIMITS, drafting=drafting, grammars=Grammars(Bytes, BABBLE_LIMITS.vocab))
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
@@ -198,7 +199,7 @@ def test_however_answers_are_constrained(logprobs: int | None) -> None:
 def test_an_engine_drafts_as_its_config_says(speculation: str, tokens: int) -> None:
     settings = {"max_len": 64, "max_rows": 2, "step_tokens": 64}
     built = build_engine(Config(model="m", device="ref", speculation=speculation, **settings), CHECKPOINT)
-    assert built.draft_tokens == tokens
+    assert built.hello().get("draft_tokens", 0) == tokens
     built.close()
 
 

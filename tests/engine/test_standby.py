@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,50 @@ from penstock.ipc.process import EngineProcess
 from penstock.ipc.spawn import ProcessClient
 from penstock.ipc.standby import Standby
 from penstock.types import Request, SamplingParams
-from tests.engine.test_ipc import events_of, run, started, tokens_of, until
+from tests.engine.test_ipc import LIMITS, VOCAB, events_of, run, started, tokens_of, until
 from tests.engine.test_kept_kv import ANSWER, PROMPT, config
 
 SPAWNING = SpawnLauncher()
+GPU_HOST = f"""
+import os, pathlib
+from penstock.backend.fake import FakeBackend
+from penstock.engine import build
+from penstock.ipc.host import host
+from penstock.types import Limits
+
+class Gpu(FakeBackend):
+    device = "cuda"
+
+class Loaded(Exception):
+    pass
+
+def load(config, *_):
+    pathlib.Path(config.name, str(os.getpid())).touch()
+    raise Loaded
+
+build.open_backend = lambda config, *_: Gpu({VOCAB})
+build._tell_memory = load
+
+def open(config, until_needed):
+    try:
+        build.open_engine(config, until_needed=until_needed)
+    except Loaded:
+        backend, limits = Gpu({VOCAB}), Limits{tuple(LIMITS)}
+        backend.reserve_kv(limits.num_blocks, limits.block_size)
+        return build.assemble(backend, limits)
+
+host(open)
+"""
+PRELOADING = """
+import importlib, pathlib, sys
+from penstock.ipc import launchers
+launchers.DRIVER = pathlib.Path(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
+for module in launchers.preloaded():
+    importlib.import_module(module)
+assert sys.modules["torch"].stand_in and sys.modules["triton"].stand_in
+assert not any(name.startswith("penstock.backend.cuda") for name in sys.modules)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +218,33 @@ def test_who_is_cancelled_while_a_process_starts_leaves_it_to_close() -> None:
         assert not Path(f"/proc/{pid}").exists()
 
     run(scenario())
+
+
+def test_on_a_gpu_a_process_waits_that_has_loaded_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is none stands in for the GPU, and an error for the loading of weights."""
+    monkeypatch.setattr(standby, "TAKE_SECONDS", 0.0)  # no limit for what may have to load
+
+    async def scenario() -> None:
+        asked = replace(config(), device="cuda", name=str(tmp_path))
+        async with started(ProcessClient(asked, SpawnLauncher((sys.executable, "-c", GPU_HOST)))) as client:
+            await kill(client)
+            for _ in range(2):
+                pid = await waiting(client)
+                assert not (tmp_path / str(pid)).exists()
+                assert len(await ask(client)) == ANSWER
+                await kill(client)
+                assert client.hello is not None
+                assert client.hello.pid == pid
+                assert (tmp_path / str(pid)).exists()
+
+    run(scenario())
+
+
+def test_what_a_gpu_needs_is_imported_where_engines_are_forked(tmp_path: Path) -> None:
+    """All but what opens the GPU: stand-ins for torch and Triton have nothing that could."""
+    for package in ("torch", "triton"):
+        (tmp_path / f"{package}.py").write_text("stand_in = True")
+    subprocess.run([sys.executable, "-c", PRELOADING, tmp_path], check=True)
 
 
 def test_engines_are_forked_once_one_had_to_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

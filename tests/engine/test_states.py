@@ -15,6 +15,7 @@ from penstock.backend.ref import RefBackend
 from penstock.config import Config
 from penstock.core import check
 from penstock.core.step_cost import PromptCost
+from penstock.engine.assemble import assemble
 from penstock.engine.build import build_engine
 from penstock.engine.engine import Engine
 from penstock.model.load import load_model, open_checkpoint
@@ -41,7 +42,7 @@ def fresh(request: pytest.FixtureRequest) -> Callable[..., Engine]:
         backend.load(load_model(open_checkpoint(GOLDENS / name), backend))
         limits = LIMITS._replace(**changes)
         backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
-        return Engine(backend, limits, depth=depth)
+        return assemble(backend, limits, depth=depth)
 
     return make
 
@@ -56,7 +57,7 @@ def answers(engine: Engine, *prompts: tuple[int, ...], count: int = 12) -> tuple
     while not engine.idle:
         for event in engine.step():
             note(event, said, reused)
-        check(engine._scheduler)
+        check(engine.scheduler)
     return [said[first + i] for i in range(len(prompts))], [reused[first + i] for i in range(len(prompts))]
 
 
@@ -115,7 +116,7 @@ def test_a_prefix_comes_back_from_host_memory_with_its_state(
 
 
 def test_a_state_that_was_exported_is_as_good_in_another_backend(fresh: Callable[..., Engine]) -> None:
-    one, other = (fresh()._backend.states for _ in range(2))
+    one, other = (fresh().backend.states for _ in range(2))
     assert one is not None
     assert other is not None
     size = len(one.export_blocks([0]))

@@ -13,6 +13,7 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.fake import FakeBackend
 from penstock.backend.ref import RefBackend
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequest
 from penstock.model.load import load_model, open_checkpoint
@@ -40,7 +41,7 @@ def engine(name: str) -> Engine:
     backend = RefBackend() if name == "ref" else CpuBackend(2)
     backend.load(load_model(CHECKPOINT, backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS)
+    return assemble(backend, LIMITS)
 
 
 IDS = iter(range(10**6))
@@ -180,7 +181,7 @@ def test_neither_preemption_nor_steps_in_flight_disturb_mirostat(depth: int) -> 
         limits = Limits(max_len=40, max_rows=4, step_tokens=16, block_size=4, num_blocks=blocks, vocab=100)
         backend = FakeBackend(limits.vocab)
         backend.reserve_kv(limits.num_blocks, limits.block_size)
-        small = Engine(backend, limits, depth=depth)
+        small = assemble(backend, limits, depth=depth)
         found.append(run(small, [request(30, seed=seed, **params) for seed in range(3)]))
         lost.append(small.stats().preemptions)
     assert found[0] == found[1]

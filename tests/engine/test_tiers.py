@@ -13,6 +13,7 @@ from penstock.config import configure
 from penstock.core import check
 from penstock.core.step_cost import PromptCost
 from penstock.core.tiers import CopyCosts
+from penstock.engine.assemble import assemble
 from penstock.engine.build import open_engine
 from penstock.engine.engine import Engine
 from penstock.engine.host_blocks import HostBlocks
@@ -41,7 +42,7 @@ def drain(engine: Engine) -> list[Event]:
 
 def answer(engine: Engine, id: int, prompt: tuple[int, ...], count: int = 8) -> tuple[list[Any], Report]:
     """Returns the tokens of an answer, with their logprobs where the backend is a real one, and its report."""
-    logprobs = None if isinstance(engine._backend, FakeBackend) else 3
+    logprobs = None if isinstance(engine.backend, FakeBackend) else 3
     engine.add(Request(id, prompt, SamplingParams(temperature=0, logprobs=logprobs), count))
     events = drain(engine)
     tokens = [event for event in events if isinstance(event, Tokens)]
@@ -59,7 +60,7 @@ def crowd_out(engine: Engine, first: int) -> None:
 
 def engine_over(backend: FakeBackend) -> Engine:
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS)
+    return assemble(backend, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_what_came_back_answers_to_the_bit(name: str, device: str, options: dict
     assert sum(dict(stats.reused).values()) == stats.cached_tokens
     assert stats.copied_out >= stats.copied_in > 0
     assert 0 < stats.host_blocks <= stats.host_places
-    check(engine._scheduler)
+    check(engine.scheduler)
     engine.close()
 
 
@@ -120,7 +121,7 @@ def test_no_other_bytes_can_be_asked_for(given: Any) -> None:
 
 def test_host_memory_is_divided_between_blocks_and_states() -> None:
     engine = open_engine(configure(GOLDENS / "bamba", OPTIONS | {"device": "cpu", "kv_ram": 1 << 20}))
-    limits, backend = engine.limits, engine._backend
+    limits, backend = engine.limits, engine.backend
     assert backend.states is not None
     state, block = len(backend.states.export_blocks([0])), 8 * backend.memory_needs().kv_bytes_per_token
     assert limits.host_states == (1 << 19) // state > 0
@@ -137,7 +138,7 @@ def test_a_step_that_waits_for_blocks_does_not_tell_what_tokens_cost(monkeypatch
     answer(engine, 1, PROMPT)
     crowd_out(engine, 2)
     observed: list[int] = []
-    monkeypatch.setattr(engine._costs, "observe", lambda rows, *others, **more: observed.append(rows[0].start))
+    monkeypatch.setattr(engine.costs, "observe", lambda rows, *others, **more: observed.append(rows[0].start))
     _, report = answer(engine, 20, PROMPT)
     assert dict(report.reused)["ram"] == 40
     assert observed == [45, 46, 47, 48, 49, 50, 51]  # its first step is missing, which began at position 40
@@ -170,7 +171,7 @@ def test_blocks_are_copied_only_where_that_is_no_slower_than_computing() -> None
 @pytest.mark.parametrize("pays", [True, False])
 def test_what_would_be_slower_to_copy_is_computed(pays: bool) -> None:
     engine = engine_over(FakeBackend(LIMITS.vocab))
-    costs = engine._scheduler.cache._costs
+    costs = engine.scheduler.cache._costs
     costs._prompts = measured(1.0 if pays else 0.0)
     first, _ = answer(engine, 1, PROMPT)
     crowd_out(engine, 2)
@@ -182,7 +183,7 @@ def test_what_would_be_slower_to_copy_is_computed(pays: bool) -> None:
 
 def test_what_is_on_the_host_is_computed_again_if_copying_has_become_slow() -> None:
     engine = engine_over(FakeBackend(LIMITS.vocab))
-    costs = engine._scheduler.cache._costs
+    costs = engine.scheduler.cache._costs
     costs._prompts = measured(1.0)
     first, _ = answer(engine, 1, PROMPT)
     crowd_out(engine, 2)
@@ -190,10 +191,10 @@ def test_what_is_on_the_host_is_computed_again_if_copying_has_become_slow() -> N
     again, report = answer(engine, 20, PROMPT)
     assert again == first
     assert (report.cached, engine.stats().copied_in) == (0, 0)
-    check(engine._scheduler)
+    check(engine.scheduler)
     costs._prompts = measured(1.0)
     assert answer(engine, 21, PROMPT)[1].reused == (("device", 44),)
-    check(engine._scheduler)
+    check(engine.scheduler)
 
 
 # -- failures and places -----------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_a_copy_that_fails_fails_its_request_and_what_follows_is_right() -> None
     assert isinstance(failed, Failed)
     assert (failed.seq, failed.code) == (20, "step_failed")
     assert "no room to copy blocks" in failed.message
-    check(engine._scheduler)
+    check(engine.scheduler)
     assert engine.stats().blocks_free == LIMITS.num_blocks
     assert engine.stats().host_blocks == 0
     assert answer(engine, 21, PROMPT)[0] == continuation(PROMPT, 8, LIMITS.vocab)
@@ -236,7 +237,7 @@ def test_a_flushed_cache_has_nothing_on_the_host_either() -> None:
     crowd_out(engine, 2)
     assert engine.stats().host_blocks > 0
     engine.flush_cache()
-    check(engine._scheduler)
+    check(engine.scheduler)
     assert engine.stats().host_blocks == 0
     assert answer(engine, 20, PROMPT)[1].cached == 0
 

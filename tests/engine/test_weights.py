@@ -10,12 +10,13 @@ import pytest
 
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import configure
+from penstock.engine.assemble import assemble
 from penstock.engine.build import open_engine
+from penstock.engine.control.weight_reader import ReadWeights, StoredTensor, check_same_tensors
+from penstock.engine.control.weight_updates import WeightUpdates
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Abort, Add, Message, advance
+from penstock.engine.loop import advance
 from penstock.engine.reading import Reader, Reading
-from penstock.engine.weight_messages import AbortAll, DescribeWeights, Pause, Resume, UpdateWeights
-from penstock.engine.weights import ReadWeights, StoredTensor, check_same_tensors
 from penstock.errors import InvalidRequest, WeightsError
 from penstock.ipc import wire
 from penstock.llm.async_llm import AsyncLLM
@@ -33,6 +34,7 @@ from penstock.types import (
     WeightSpan,
     WeightState,
 )
+from penstock.types.messages import Abort, AbortAll, Add, DescribeWeights, Message, Pause, Resume, UpdateWeights
 from tests.engine.changed_weights import change_config, change_weights
 
 VOCAB = 1000
@@ -66,7 +68,7 @@ class FakeWeights:
 def fake_engine(depth: int = 0, limits: Limits = LIMITS) -> Engine:
     backend = FakeBackend(VOCAB)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Engine(backend, limits, depth=depth, weights=FakeWeights(backend))  # type: ignore[arg-type]
+    return assemble(backend, limits, depth=depth, weights=FakeWeights(backend))  # type: ignore[arg-type]
 
 
 def ask(id: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 12, **fields: Any) -> Add:
@@ -108,7 +110,7 @@ def spans(events: list[Event], id: int) -> tuple[WeightSpan, ...]:
 def test_a_pause_keeps_what_runs_as_it_is(depth: int) -> None:
     engine = fake_engine(depth)
     before = send(engine, ask(1)) + engine.step() + engine.step()
-    paused = send(engine, Pause(UPDATE))
+    paused = send(engine, Pause(id=UPDATE))
     paused += [] if engine.idle else engine.step()
     assert last_of(paused, UPDATE) == WeightState(UPDATE, paused=True)
     assert engine.idle, "a paused engine waits without cost"
@@ -118,7 +120,7 @@ def test_a_pause_keeps_what_runs_as_it_is(depth: int) -> None:
     assert waiting == []
     assert engine.idle
     assert engine.stats().waiting == 1
-    after = drain(engine, Resume(UPDATE + 1))
+    after = drain(engine, Resume(id=UPDATE + 1))
     assert last_of(after, UPDATE + 1) == WeightState(UPDATE + 1)
     expected = continuation(PROMPT, 12, VOCAB)
     assert tokens_of(before + paused + after, 1) == tokens_of(after, 2) == expected
@@ -128,19 +130,19 @@ def test_a_pause_keeps_what_runs_as_it_is(depth: int) -> None:
 
 def test_a_pause_that_waits_lets_all_finish_that_came_before() -> None:
     engine = fake_engine()
-    events = send(engine, ask(1), ask(2, max_tokens=3)) + send(engine, Pause(UPDATE, "wait"), ask(3))
+    events = send(engine, ask(1), ask(2, max_tokens=3)) + send(engine, Pause("wait", id=UPDATE), ask(3))
     assert not any(event.seq == UPDATE for event in events)
     while not any(event.seq == UPDATE for event in events):
         events += engine.step()
     assert [event.seq for event in events if isinstance(event, Finished)] == [2, 1]
     assert engine.idle
-    assert last_of(drain(engine, Resume(UPDATE + 1)), 3).reason == "length"
+    assert last_of(drain(engine, Resume(id=UPDATE + 1)), 3).reason == "length"
 
 
 def test_a_pause_can_be_called_off_before_it_has_begun() -> None:
     engine = fake_engine()
     send(engine, ask(1))
-    events = drain(engine, Pause(UPDATE, "wait"), Resume(UPDATE + 1), ask(2))
+    events = drain(engine, Pause("wait", id=UPDATE), Resume(id=UPDATE + 1), ask(2))
     assert last_of(events, UPDATE) == WeightState(UPDATE)
     assert last_of(events, 2).reason == "length"
 
@@ -149,32 +151,32 @@ def test_an_abort_ends_all_with_what_they_have() -> None:
     engine = fake_engine()
     before = send(engine, ask(1)) + engine.step()
     embedding = Add(Request(2, PROMPT, SamplingParams(), 0, pooling="mean"))
-    held = send(engine, Pause(UPDATE), ask(3))
-    events = before + held + send(engine, embedding, Pause(UPDATE + 1, "abort"))
+    held = send(engine, Pause(id=UPDATE), ask(3))
+    events = before + held + send(engine, embedding, Pause("abort", id=UPDATE + 1))
     assert tokens_of(events, 1) == continuation(PROMPT, 12, VOCAB)[: len(tokens_of(events, 1))] != []
     assert last_of(events, 1).reason == last_of(events, 3).reason == "abort"
     assert spans(events, 1) == (WeightSpan("default"),)
     assert last_of(events, 2).code == "engine_unavailable"
     assert engine.stats().running == engine.stats().waiting == 0
-    assert last_of(drain(engine, Resume(UPDATE + 2), ask(4)), 4).reason == "length"
+    assert last_of(drain(engine, Resume(id=UPDATE + 2), ask(4)), 4).reason == "length"
 
 
 def test_all_can_be_aborted_without_a_pause() -> None:
     engine = fake_engine()
     send(engine, ask(1))
-    events = drain(engine, AbortAll(UPDATE), ask(2))
+    events = drain(engine, AbortAll(id=UPDATE), ask(2))
     assert last_of(events, 1).reason == "abort"
     assert last_of(events, 2).reason == "length"
 
 
 def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted_or_refused() -> None:
     engine = fake_engine()
-    send(engine, Pause(UPDATE), ask(1))
+    send(engine, Pause(id=UPDATE), ask(1))
     assert isinstance(last_of(send(engine, ask(2, max_tokens=500)), 2), Failed)
     (aborted,) = send(engine, Abort(1))
     assert aborted.seq == 1
     assert engine.stats().waiting == 0
-    assert drain(engine, Resume(UPDATE + 1)) == [WeightState(UPDATE + 1)]
+    assert drain(engine, Resume(id=UPDATE + 1)) == [WeightState(UPDATE + 1)]
 
 
 # -- updates, over the fake -----------------------------------------------------------------------------------------
@@ -182,9 +184,10 @@ def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted_or_refused()
 
 def update(engine: Engine, message: UpdateWeights) -> list[Event]:
     """Has weights read while nothing else happens, and exchanges them."""
-    engine.control_weights(message)
-    assert engine._update is not None
-    engine._update[1].wait(60)
+    engine.handle(message)
+    update = engine.find(WeightUpdates)._update
+    assert update is not None
+    update[1].wait(60)
     return engine.step()
 
 
@@ -198,10 +201,10 @@ def test_running_requests_go_on_as_if_the_new_weights_had_their_context(depth: i
     """Shown by the fake: KV of the old weights, read by anyone, would change an answer."""
     engine = fake_engine(depth)
     events = send(engine, ask(1), ask(2, max_tokens=30)) + engine.step() + engine.step()
-    events += send(engine, Pause(UPDATE)) if paused else []
-    events += update(engine, UpdateWeights(UPDATE + 1, "new", "v2"))
+    events += send(engine, Pause(id=UPDATE)) if paused else []
+    events += update(engine, UpdateWeights("new", "v2", id=UPDATE + 1))
     assert last_of(events, UPDATE + 1) == WeightState(UPDATE + 1, "v2", "new", 1, paused)
-    events += drain(engine, Resume(UPDATE + 2), ask(3))
+    events += drain(engine, Resume(id=UPDATE + 2), ask(3))
     for id in (1, 2):
         (old, new), answer = spans(events, id), tokens_of(events, id)
         assert (old.version, old.first, new.version, new.mixed) == ("default", 0, "v2", False)
@@ -215,8 +218,8 @@ def test_running_requests_go_on_as_if_the_new_weights_had_their_context(depth: i
 def test_requests_that_keep_old_kv_say_so_and_share_nothing() -> None:
     engine = fake_engine()
     events = send(engine, ask(1, max_tokens=20)) + engine.step()
-    events += drain(engine, Pause(UPDATE), UpdateWeights(UPDATE + 1, "new", recompute=False))
-    events += drain(engine, Resume(UPDATE + 2), ask(2))
+    events += drain(engine, Pause(id=UPDATE), UpdateWeights("new", recompute=False, id=UPDATE + 1))
+    events += drain(engine, Resume(id=UPDATE + 2), ask(2))
     assert [span.mixed for span in spans(events, 1)] == [False, True]
     assert last_of(events, 1).report.recomputed == 0
     assert tokens_of(events, 2) == updated(PROMPT, 12, 1)
@@ -230,7 +233,7 @@ def test_no_prefix_is_reused_across_weights_even_under_the_same_version() -> Non
     drain(engine, ask(1))
     assert last_of(drain(engine, ask(2)), 2).report.cached == 16
     for number in (1, 2):
-        drain(engine, UpdateWeights(UPDATE + number, "new", "same"))
+        drain(engine, UpdateWeights("new", "same", id=UPDATE + number))
         first, again = drain(engine, ask(10 * number)), drain(engine, ask(10 * number + 1))
         assert tokens_of(first, 10 * number) == tokens_of(again, 10 * number + 1) == updated(PROMPT, 12, number)
         assert last_of(first, 10 * number).report.cached == 0
@@ -240,19 +243,19 @@ def test_no_prefix_is_reused_across_weights_even_under_the_same_version() -> Non
 def test_updates_without_a_version_are_numbered() -> None:
     engine = fake_engine()
     for number in (1, 2):
-        assert last_of(drain(engine, UpdateWeights(UPDATE, "new")), UPDATE).version == str(number)
-    assert last_of(drain(engine, DescribeWeights(UPDATE + 9)), UPDATE + 9).updates == 2
+        assert last_of(drain(engine, UpdateWeights("new", id=UPDATE)), UPDATE).version == str(number)
+    assert last_of(drain(engine, DescribeWeights(id=UPDATE + 9)), UPDATE + 9).updates == 2
 
 
 def test_weights_that_cannot_be_read_change_nothing() -> None:
     engine = fake_engine()
     send(engine, ask(1))
-    events = drain(engine, UpdateWeights(UPDATE, "bad"), UpdateWeights(UPDATE + 1, "new"))
+    events = drain(engine, UpdateWeights("bad", id=UPDATE), UpdateWeights("new", id=UPDATE + 1))
     assert last_of(events, UPDATE).message == "the weights are bad"
     assert "already" in last_of(events, UPDATE + 1).message
     assert spans(events, 1) == (WeightSpan("default"),)
     assert last_of(events, 1).report.recomputed == 0
-    assert "256" in last_of(drain(engine, UpdateWeights(UPDATE + 2, "new", "v" * 300)), UPDATE + 2).message
+    assert "256" in last_of(drain(engine, UpdateWeights("new", "v" * 300, id=UPDATE + 2)), UPDATE + 2).message
     assert tokens_of(drain(engine, ask(2)), 2) == updated(PROMPT, 12, 0)
 
 
@@ -260,7 +263,7 @@ def test_scores_of_a_prompt_tell_which_weights_made_them() -> None:
     engine = fake_engine()
     prompt = tuple(range(100))
     events = send(engine, ask(1, prompt=prompt, max_tokens=2, prompt_logprobs=0))
-    events += update(engine, UpdateWeights(UPDATE, "new", "v2")) + drain(engine)
+    events += update(engine, UpdateWeights("new", "v2", id=UPDATE)) + drain(engine)
     scores = [one for event in events if isinstance(event, Tokens) for one in event.scores]
     (old, new) = spans(events, 1)
     assert old == WeightSpan("default")
@@ -273,7 +276,8 @@ def test_scores_of_a_prompt_tell_which_weights_made_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Pause(1, "wait"), Resume(2), AbortAll(3), UpdateWeights(4, "a", "b", False), DescribeWeights(5)]
+    "message",
+    [Pause("wait", id=1), Resume(id=2), AbortAll(id=3), UpdateWeights("a", "b", False, id=4), DescribeWeights(id=5)],
 )
 def test_messages_survive_the_wire(message: Message) -> None:
     assert wire.decode_message(wire.encode_message(message)) == message
@@ -320,14 +324,14 @@ def test_an_updated_model_answers_as_one_that_was_loaded_so(name: str, device: s
     running = send(engine, ask(2, prompt, 16, logprobs=2))
     while len(tokens_of(running, 2)) < 5:
         running += engine.step()
-    running += drain(engine, Pause(UPDATE), UpdateWeights(UPDATE + 1, str(other), "v2"))
+    running += drain(engine, Pause(id=UPDATE), UpdateWeights(str(other), "v2", id=UPDATE + 1))
     assert not isinstance(last_of(running, UPDATE + 1), Failed)
-    running += drain(engine, Resume(UPDATE + 2))
+    running += drain(engine, Resume(id=UPDATE + 2))
     span, answer = spans(running, 2)[-1], tokens_of(running, 2)
     rest = scored(fresh, 2, (*prompt, *answer[: span.first]), 16 - span.first)
     same(logprobs_of(running, 2)[span.first :], rest, device)
     same(scored(engine, 3, prompt, 8), expected, device)
-    drain(engine, UpdateWeights(UPDATE + 3, str(GOLDENS / name), "v1 again"))
+    drain(engine, UpdateWeights(str(GOLDENS / name), "v1 again", id=UPDATE + 3))
     same(scored(engine, 4, prompt, 8), first, device)
 
 
@@ -341,7 +345,7 @@ def test_adapters_stay_loaded_over_an_update(tmp_path: Path) -> None:
         return tokens_of(drain(engine, Add(request)), id)
 
     before = adapted(engine, 1)
-    drain(engine, UpdateWeights(UPDATE, str(other)))
+    drain(engine, UpdateWeights(str(other), id=UPDATE))
     assert adapted(engine, 2) == adapted(fresh, 1) != before
     assert tokens_of(drain(engine, ask(3, max_tokens=8)), 3) == tokens_of(drain(fresh, ask(2, max_tokens=8)), 2)
 
@@ -358,7 +362,7 @@ def test_weights_of_another_model_are_refused_by_name(change: dict[str, Any], ex
     engine = real_engine(GOLDENS / "llama3")
     other = change_weights(GOLDENS / "llama3", tmp_path / "other")
     change_config(other, **change)
-    failed = last_of(drain(engine, UpdateWeights(UPDATE, str(other))), UPDATE)
+    failed = last_of(drain(engine, UpdateWeights(str(other), id=UPDATE)), UPDATE)
     assert failed.code == "invalid_weights"
     assert expected in failed.message
     assert scored(engine, 1, PROMPT, 4) == scored(real_engine(GOLDENS / "llama3"), 1, PROMPT, 4)
@@ -371,7 +375,7 @@ def test_damaged_missing_and_other_files_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     wrong = {cut: "", tmp_path / "nothing": "", file: "", GOLDENS / "qwen3": "architecture 'qwen3'"}
     for path, expected in wrong.items():
-        failed = last_of(drain(engine, UpdateWeights(UPDATE, str(path))), UPDATE)
+        failed = last_of(drain(engine, UpdateWeights(str(path), id=UPDATE)), UPDATE)
         assert failed.code == "invalid_weights"
         assert str(path) in failed.message
         assert expected in failed.message
@@ -379,8 +383,8 @@ def test_damaged_missing_and_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_an_update_that_does_not_fit_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = real_engine(GOLDENS / "llama3")
-    monkeypatch.setattr("penstock.engine.weights.available_memory", lambda: 1000)
-    failed = last_of(drain(engine, UpdateWeights(UPDATE, str(GOLDENS / "llama3"))), UPDATE)
+    monkeypatch.setattr("penstock.engine.control.weight_reader.available_memory", lambda: 1000)
+    failed = last_of(drain(engine, UpdateWeights(str(GOLDENS / "llama3"), id=UPDATE)), UPDATE)
     assert failed.code == "invalid_weights"
     assert "in memory together" in failed.message
 
@@ -388,7 +392,7 @@ def test_an_update_that_does_not_fit_in_memory_is_refused(tmp_path: Path, monkey
 def test_weights_that_are_quantized_as_they_are_loaded_can_be_updated(tmp_path: Path) -> None:
     other = change_weights(GOLDENS / "llama3", tmp_path / "other")
     engine, fresh = (real_engine(path, quantize="q8_0") for path in (GOLDENS / "llama3", other))
-    drain(engine, UpdateWeights(UPDATE, str(other)))
+    drain(engine, UpdateWeights(str(other), id=UPDATE))
     assert scored(engine, 1, PROMPT, 4) == scored(fresh, 1, PROMPT, 4)
 
 

@@ -14,6 +14,7 @@ import msgspec
 from penstock.backend.base import Batch
 from penstock.backend.fake import FakeBackend
 from penstock.config import Config
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.ipc.host import _host, _until_parent_ends
 from penstock.ipc.launchers import ForkedChild
@@ -46,7 +47,7 @@ def open_fake(config: Config, *_: object) -> Engine:
     limits = limits._replace(max_len=256, num_blocks=64) if config.model == "small" else limits
     backend = Mortal(VOCAB)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Engine(backend, limits, sleeper=backend.sleeper, block_events=bool(config.listen))
+    return assemble(backend, limits, sleeper=backend.sleeper, block_events=bool(config.listen))
 
 
 def open_toy(config: Config) -> Engine:
@@ -57,7 +58,7 @@ def open_toy(config: Config) -> Engine:
     if slow:
         limits = LIMITS._replace(max_len=ENDLESS, num_blocks=4 * ENDLESS // LIMITS.block_size)
     toy: Any = Parrot(limits, PACE if slow else 0.0)
-    return Engine(toy, limits, drafting=None if slow else Reciting(), block_events=bool(config.listen))
+    return assemble(toy, limits, drafting=None if slow else Reciting(), block_events=bool(config.listen))
 
 
 def serve(address: str, config: bytes, constants: dict[str, float]) -> None:
@@ -81,4 +82,4 @@ class FakeLauncher:
         arguments = address, msgspec.json.encode(config), self._constants
         process = context.Process(target=serve, args=arguments)
         await asyncio.to_thread(process.start)
-        return ForkedChild(process)
+        return ForkedChild(process, lambda: None)

@@ -22,7 +22,7 @@ FAKE = FakeLauncher()
 HOST = f"""
 import ctypes, time
 from penstock.backend.fake import FakeBackend
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.ipc.host import host
 from penstock.types import Limits
 
@@ -43,7 +43,7 @@ def open(config, _):
     if config.model == "other":
         limits = limits._replace(block_size=32)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Engine(backend, limits, sleeper=backend.sleeper, block_events=bool(config.listen))
+    return assemble(backend, limits, sleeper=backend.sleeper, block_events=bool(config.listen))
 
 host(open)
 """
@@ -124,7 +124,7 @@ class Keepers:
         await engine.read(lambda _: None)
         if name in self._gone:
             return
-        self._deaths.append(Death(name, engine.hello.epoch, engine.crashed, engine.last_suspects()))
+        self._deaths.append(Death(name, engine.hello.epoch, engine.crashed, await engine.last_suspects()))
         state = ReplicaState.STARTING if self._restart else ReplicaState.ENDED
         self.tell(name, state=state, address="", reason="it has died")
         self._ended.add(name)

@@ -8,8 +8,9 @@ from typing import Any
 
 from penstock.backend.cpu import CpuBackend
 from penstock.config import Config
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
-from penstock.engine.grammar import Grammars
+from penstock.engine.grammars.grammar import Grammars
 from penstock.ipc import shared_wire
 from penstock.ipc.host import host
 from penstock.model.load import load_model
@@ -41,13 +42,13 @@ def _open(kind: str, block_events: bool) -> Engine:
         backend = CpuBackend(1)
         backend.load(load_model(CHECKPOINT, backend))
         backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-        return Engine(backend, LIMITS, block_events=block_events)
+        return assemble(backend, LIMITS, block_events=block_events)
     if kind == "grammars":
         babble = Babble()
         babble.reserve_kv(BABBLE_LIMITS.num_blocks, BABBLE_LIMITS.block_size)
         grammars = Grammars(Bytes, BABBLE_LIMITS.vocab)
-        return Engine(babble, BABBLE_LIMITS, grammars=grammars, block_events=block_events)
-    return Engine(Parrot(TOY_LIMITS), TOY_LIMITS, block_events=block_events)  # type: ignore[arg-type]
+        return assemble(babble, BABBLE_LIMITS, grammars=grammars, block_events=block_events)
+    return assemble(Parrot(TOY_LIMITS), TOY_LIMITS, block_events=block_events)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.loop import Abort, Add, Message
 from penstock.fleet.deaths import DOUBTED_WORD_SECONDS, TURN_SECONDS, WORD_SECONDS, DeathNotices
 from penstock.fleet.directory import Death
 from penstock.ipc import request_stream, streams
 from penstock.ipc.streams import TRIAL, RequestStreams
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Tokens
+from penstock.types.messages import Abort, Add, Message
 
 GATEWAY, BEFORE, AFTER = "gateway", "a gateway", "the third gateway"
 POISON = 666

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from penstock.fleet.block_table import BITS, DEVICE, HOST, REMOVED, PythonBlockTable, chain_hash_table
+from penstock.fleet.holders import BITS, DEVICE, HOST, REMOVED, PythonBlockTable, chain_hash_table
 
 native = pytest.importorskip("penstock.backend.cpu._native")
 

@@ -11,12 +11,12 @@ import pytest
 import zmq
 
 from penstock.backend.fake import continuation
-from penstock.engine.weight_messages import Pause
 from penstock.errors import EngineUnavailable, NotSupported
 from penstock.fleet.client import FleetClient
 from penstock.fleet.directory import ReplicaInfo, ReplicaState
 from penstock.fleet.replica import Credentials, Replica
 from penstock.types import Aborted, Event, Finished, Request, SamplingParams, Tokens
+from penstock.types.messages import DescribeWeights, FlushCache, Pause, RegisterAdapter, Resume, Sleep
 from tests.engine.test_ipc import run
 from tests.fleet.fake_host import LIMITS, VOCAB
 from tests.fleet.fleets import Keepers, fleet, until_ready
@@ -70,8 +70,8 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
                 check(events, [*prefix, last], 4)
                 assert isinstance(events[0], Tokens)
                 assert events[0].cached == 256
-            client.flush_cache()
-            await client.describe_weights()
+            client.tell(FlushCache())
+            await client.ask(DescribeWeights())
             events = await answer(client, [*prefix, 9], 4)
             assert isinstance(events[0], Tokens)
             assert events[0].cached == 0
@@ -173,7 +173,7 @@ def test_control_messages_reach_all_replicas_and_those_that_come_later() -> None
     async def scenario() -> None:
         async with fleet(2) as (client, keepers):
             await until_ready(client, 2)
-            assert (await client.pause()).paused
+            assert (await client.ask(Pause())).paused
             asked = asyncio.create_task(answer(client, [1, 2], 4))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(asked), 0.1)
@@ -182,14 +182,14 @@ def test_control_messages_reach_all_replicas_and_those_that_come_later() -> None
             others = [asyncio.create_task(answer(client, [1, 2, number], 4)) for number in range(6)]
             await asyncio.sleep(0.1)
             assert not any(task.done() for task in others)
-            assert not (await client.resume()).paused
+            assert not (await client.ask(Resume())).paused
             check(await asked, [1, 2], 4)
             for number, task in enumerate(others):
                 check(await task, [1, 2, number], 4)
-            use = await client.sleep()
+            use = await client.ask(Sleep())
             assert use.host == 2000  # of both
             with pytest.raises(NotSupported):
-                await client.register_adapter("a", "nowhere")
+                await client.ask(RegisterAdapter("a", "nowhere"))
 
     run(scenario())
 
@@ -198,10 +198,10 @@ def test_a_replica_that_was_away_when_others_were_resumed_goes_on() -> None:
     async def scenario() -> None:
         async with fleet(2) as (client, keepers):
             await until_ready(client, 2)
-            assert (await client.pause()).paused
+            assert (await client.ask(Pause())).paused
             keepers.kill("fake-0", signal.SIGSTOP)
             await until(lambda: len(client._members.ready()) == 1)
-            assert not (await client.resume()).paused
+            assert not (await client.ask(Resume())).paused
             keepers.kill("fake-0", signal.SIGCONT)
             await until_ready(client, 2)
             assert client.restarts == 0
@@ -216,14 +216,14 @@ def test_a_replica_that_joins_while_others_are_resumed_goes_on(monkeypatch: pyte
     async def scenario() -> None:
         async with fleet(2) as (client, keepers):
             await until_ready(client, 2)
-            await client.pause()
+            await client.ask(Pause())
             ask, paused = client._streams.answer, []
 
             async def resume_after_pause(engine: Any, message: Any) -> Event:
                 event = await ask(engine, message)
                 if isinstance(message, Pause):
                     paused.append(message)
-                    await client.resume()
+                    await client.ask(Resume())
                 return event
 
             monkeypatch.setattr(client._streams, "answer", resume_after_pause)

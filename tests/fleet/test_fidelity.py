@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from penstock.core import Scheduler, Sequence
-from penstock.fleet.replay import prompt_of
-from penstock.fleet.sim import FleetOptions, FleetReport, simulate
 from penstock.fleet.timing import EngineTiming
-from penstock.fleet.traces import Trace, TracedRequest
+from penstock.tools.replay import prompt_of
+from penstock.tools.sim.simulation import FleetOptions, FleetReport, simulate
+from penstock.tools.traces import Trace, TracedRequest
 from penstock.types import Limits, RowResult, StepResult, Tokens
 
 BLOCK = 16

@@ -10,11 +10,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from penstock.cli.command import Exit
+from penstock.cli.framework.command import Exit
 from penstock.cli.replay import replay
 from penstock.config import Config
-from penstock.engine.carry.messages import Prefill
-from penstock.engine.loop import Abort, Add
 from penstock.fleet.keeper import Keeper
 from penstock.fleet.steward_wire import KeeperSpec
 from penstock.ipc import post_mortem, spawn, wire
@@ -24,6 +22,7 @@ from penstock.ipc.process import EngineProcess
 from penstock.ipc.shared_wire import ID_BITS
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import BlockOffer, Request, SamplingParams
+from penstock.types.messages import Abort, Add, Prefill
 from tests.fleet.fake_host import POISON, VOCAB
 from tests.fleet.fleets import FAKE, SECRET
 from tests.fleet.test_shared_host import Peer, request
@@ -45,7 +44,7 @@ async def die(config: Config, folder: Path) -> None:
         await peer.send(Add(request(3, (number, 6, 7), 2000)))
         await peer.send(Abort(3))
         await peer.until(wire.Step, lambda step: step.aborted)
-    await two.send(Prefill(9, request(4, (1, 2, POISON), 50)))
+    await two.send(Prefill(request(4, (1, 2, POISON), 50), id=9))
     ending = await reading
     context.destroy(linger=0)
     spec = KeeperSpec("toy-0", f"ipc://{folder}/steward", SECRET, str(folder), "", config, 0)

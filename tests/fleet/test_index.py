@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from penstock.fleet.block_table import DEVICE, HOST, REMOVED
+from penstock.fleet.holders import DEVICE, HOST, REMOVED
 from penstock.fleet.index import STRIDE, BlockIndex, Holding, Predictions
 
 

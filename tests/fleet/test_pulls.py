@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backend.fake import continuation
-from penstock.cli.command import UsageError
 from penstock.cli.fleet_serve import ReplicaOptions, prefill_replicas, replica_range
+from penstock.cli.framework.command import UsageError
 from penstock.fleet import client as fleet_client
 from penstock.fleet.client import FleetClient
 from penstock.fleet.directory import ReplicaState
@@ -30,10 +30,10 @@ from tests.engine.test_ipc import run
 from tests.fleet.fleets import HOST, VOCAB, Keepers, fleet, until_ready
 
 CARRYING = HOST.replace(
-    "block_events=bool(config.listen)", "block_events=bool(config.listen), carry=CarryOptions(b'fake', ('shm',))"
-).replace("host(open)", "from penstock.engine.carry.peers import CarryOptions\nhost(open)")
+    "block_events=bool(config.listen)", "block_events=bool(config.listen), transfer=TransferOptions(b'fake', ('shm',))"
+).replace("host(open)", "from penstock.engine.kv_transfer.peers import TransferOptions\nhost(open)")
 # Fake engines compute faster than they read.
-CARRYING = "from penstock.engine.carry import pulls\npulls.HARM = 1e6\n" + CARRYING
+CARRYING = "from penstock.engine.kv_transfer import pulls\npulls.HARM = 1e6\n" + CARRYING
 CARRYING = CARRYING.replace(
     "    backend.reserve_kv", "    limits = limits._replace(host_places=256)\n    backend.reserve_kv"
 )

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench import DraftTotals, RequestTiming, UrlTarget
 from penstock.cli.app import run_command
 from penstock.errors import EngineUnavailable
-from penstock.fleet.replay import ReplayOptions, replay
 from penstock.fleet.scale import ServiceTargets
-from penstock.fleet.traces import Trace, TracedRequest
+from penstock.tools.bench import DraftTotals, RequestTiming, UrlTarget
+from penstock.tools.replay import ReplayOptions, replay
+from penstock.tools.traces import Trace, TracedRequest
 from tests.cli.test_bench import Stub
 
 TRACE = Trace(

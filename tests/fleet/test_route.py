@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from penstock.fleet.block_table import DEVICE, HOST
+from penstock.fleet.holders import DEVICE, HOST
 from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger, Load
 from penstock.fleet.route import RoutedPrompt, Router, RoutingWeights

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.fleet.block_table import DEVICE, HOST
+from penstock.fleet.holders import DEVICE, HOST
 from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger, Load, load_of
 from penstock.fleet.route import Route, RoutedPrompt, Router, RoutingWeights

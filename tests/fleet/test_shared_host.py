@@ -17,15 +17,15 @@ import zmq.asyncio
 from penstock.backend.fake import continuation
 from penstock.config import Config
 from penstock.core.hashing import SIZE
-from penstock.engine.loop import Abort, Add, Close, FlushCache, ListAdapters
-from penstock.fleet.block_table import DEVICE
 from penstock.fleet.client import FleetClient
 from penstock.fleet.directory import Directory, ReplicaInfo, ReplicaState
+from penstock.fleet.holders import DEVICE
 from penstock.ipc import shared_wire, wire
 from penstock.ipc.process import EngineProcess
 from penstock.ipc.shared_host import SharedClient
 from penstock.ipc.shared_wire import AskSnapshot, Beat, Farewell, Join, Joined, Leave, Snapshot
 from penstock.types import Failed, Finished, Request, SamplingParams, Stats, Tokens
+from penstock.types.messages import Abort, Add, Close, DescribeWeights, FlushCache, ListAdapters
 from tests.engine.test_ipc import run
 from tests.fleet.fake_host import VOCAB, FakeLauncher
 from tests.fleet.fleets import FAKE, SECRET, fleet, until_ready
@@ -148,7 +148,7 @@ def test_what_a_client_sends_harms_itself_alone() -> None:
             closer = peer()
             await closer.join("closer")
             await closer.send(Close())  # is for its keeper to say
-            await good.send(ListAdapters(3))
+            await good.send(ListAdapters(id=3))
             step = await good.until(wire.Step, lambda step: step.failed)
             assert step.failed == [Failed(3, "not_supported", "this engine has no adapters")]
             await good.send(FlushCache())
@@ -169,7 +169,7 @@ def test_an_engine_that_ends_says_farewell_and_a_dead_one_says_whom_it_worked_on
             await client.until(wire.Step, lambda step: step.tokens)
             os.kill(engine.hello.pid, signal.SIGKILL)
             await until(lambda: engine._exit.done())
-            assert engine.last_suspects() in ((("someone", 12),), ())  # () between two steps
+            assert await engine.last_suspects() in ((("someone", 12),), ())  # () between two steps
         async with hosted() as (engine, peer):
             client = peer()
             await client.join("someone")
@@ -253,7 +253,7 @@ def test_the_index_is_what_a_full_scan_finds() -> None:
             answers = await asyncio.gather(*(answer(client, prompt, 20) for prompt in prompts))
             for events, prompt in zip(answers, prompts, strict=True):
                 check(events, prompt, 20)
-            await client.describe_weights()
+            await client.ask(DescribeWeights())
             view, told = client._view, []
             assert view is not None
             followed = view._index.held_by(0)

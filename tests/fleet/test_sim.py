@@ -10,11 +10,11 @@ import pytest
 
 from penstock.cli.app import app
 from penstock.errors import InvalidRequest
-from penstock.fleet.policies import NAMES
 from penstock.fleet.route import RoutingWeights
-from penstock.fleet.sim import FleetOptions, FleetSimulation, simulate
 from penstock.fleet.timing import EngineTiming
-from penstock.fleet.traces import Trace, TracedRequest, read_trace
+from penstock.tools.sim.policies import NAMES
+from penstock.tools.sim.simulation import FleetOptions, FleetSimulation, simulate
+from penstock.tools.traces import Trace, TracedRequest, read_trace
 
 TIMING = EngineTiming()
 SMALL = EngineTiming(kv_tokens=64 * 512)

@@ -323,12 +323,12 @@ def test_a_keeper_that_is_ended_while_it_writes_about_a_death_leaves_nothing(
     begun, go_on, ended = threading.Event(), threading.Event(), []
 
     class Dead:
-        hello, crashed, last_flight = Hello("1", 7, "m", LIMITS), True, FlightRecord
+        hello, crashed, innocent, last_flight = Hello("1", 7, "m", LIMITS), True, False, FlightRecord
 
         def last_stack(self) -> str:
             return ""
 
-        def last_suspects(self) -> tuple[tuple[str, int], ...]:
+        async def last_suspects(self) -> tuple[tuple[str, int], ...]:
             return ()
 
         def last_requests(self) -> list[Request]:

@@ -11,17 +11,17 @@ import pytest
 
 from penstock.cli import tune as commands
 from penstock.cli.app import run_command
-from penstock.cli.completion import words_after
 from penstock.cli.fleet_sim import PlannedReplica, planned_replica
+from penstock.cli.shell_completion import words_after
 from penstock.config import DEFAULTS
-from penstock.fleet.plot import ttft_chart
 from penstock.fleet.scale import ServiceTargets
-from penstock.fleet.sim import FleetOptions, FleetSimulation
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.timing_fit import fit_timing
-from penstock.fleet.traces import Trace, TracedRequest
-from penstock.fleet.tune import GOOD, TIER, TunedFleet, plain_fleet, tune
 from penstock.planning.roofline import MachineProfile, MatmulTimes, ModelCosts, WeightGroup, decode_time, prefill_time
+from penstock.tools.plot import ttft_chart
+from penstock.tools.sim.simulation import FleetOptions, FleetSimulation
+from penstock.tools.traces import Trace, TracedRequest
+from penstock.tools.tune import GOOD, TIER, TunedFleet, plain_fleet, tune
 from tests.core.world import limits
 
 TIMING = EngineTiming()

@@ -10,8 +10,9 @@ import pytest
 
 from penstock.backend.fake import FakeBackend
 from penstock.core.hashing import chain
+from penstock.engine.assemble import assemble
 from penstock.engine.chain_hash import chain_hash
-from penstock.engine.engine import Engine
+from penstock.engine.lora.feature import AdapterControl
 from penstock.fleet.calibration import TimingFit
 from penstock.fleet.directory import ReplicaInfo
 from penstock.fleet.totals import FleetTotals
@@ -55,7 +56,7 @@ def test_timing_follows_what_engines_measure() -> None:
 def test_an_engine_measures_its_steps() -> None:
     backend = FakeBackend(LIMITS.vocab)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    engine = Engine(backend, LIMITS, block_events=True)
+    engine = assemble(backend, LIMITS, block_events=True)
     for id in range(12):
         engine.add(Request(id, tuple(range(40)), SamplingParams(), 6, salt=str(id)))
     engine.step()
@@ -66,14 +67,15 @@ def test_an_engine_measures_its_steps() -> None:
     assert stats.uncached_tokens == 0
     assert max(stats.step_seconds[:2]) > 0
     assert TimingFit(LIMITS).observe(stats.step_seconds)
-    assert Engine(backend, LIMITS).stats().step_seconds == ()
+    assert 0 < stats.prompt_seconds <= stats.busy_seconds
+    assert not any(assemble(backend, LIMITS).stats().step_seconds)
 
 
 def test_what_waits_counts_without_what_is_cached() -> None:
     backend = FakeBackend(LIMITS.vocab)
     limits = LIMITS._replace(max_rows=1)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    engine = Engine(backend, limits, block_events=True)
+    engine = assemble(backend, limits, block_events=True)
     for id in range(2):
         engine.add(Request(id, tuple(range(40)), SamplingParams(), 6))
         if not id:
@@ -133,16 +135,16 @@ def test_a_view_routes_by_what_replicas_hold() -> None:
 @pytest.mark.parametrize("weights", [WeightState(), WeightState(0, "v2", "there", 3)])
 def test_salts_are_the_engines(folder: Path, weights: WeightState) -> None:
     engine: Any = engine_with(folder)
-    engine._weight_state = weights
+    engine.weights = weights
     uses = (AdapterUse("one", 2.0), AdapterUse("two", 0.0), AdapterUse("three"))
     request = Request(1, tuple(range(8)), SamplingParams(), 2, salt="me", adapters=uses)
-    assert {info.digest for info in engine.adapters} == {""}
+    assert {info.digest for info in engine.find(AdapterControl).listed()} == {""}
     engine.add(request)
     salts = set()
     while not engine.idle:
-        salts |= {sequence.salt for sequence in engine._scheduler.sequences.values()}
+        salts |= {sequence.salt for sequence in engine.scheduler.sequences.values()}
         engine.step()
-    infos = {info.name: info for info in engine.adapters}
+    infos = {info.name: info for info in engine.find(AdapterControl).listed()}
     assert salts == {salt_of(request, infos, weights)}
     assert salt_of(request._replace(adapters=()), {}, WeightState()) == "me"
 

@@ -1,4 +1,4 @@
-"""Tests that a stranger can read the tree: docstrings are sentences, names mean one thing, functions stay short."""
+"""Tests that a stranger can read the tree: docstrings are sentences, and names mean one thing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import penstock
 
 ROOT = Path(penstock.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
-MAX_FUNCTION_LINES = 60
-MAX_SCHEDULER_LINES = 350
 MAX_PROTOCOL_METHODS = 6
 
 FRAGMENT_BEGINNINGS = (  # such a docstring only continues the name above it
@@ -25,12 +23,6 @@ FRAGMENT_BEGINNINGS = (  # such a docstring only continues the name above it
 BASE_FORMS = Path(__file__).with_name("verbs.txt").read_text().split()
 VERBS = {"is", "are", "was", "were", "be", "has", "can", "may", "must", "will", "would", "should", "cannot", "could"}
 VERBS |= {form for verb in BASE_FORMS for form in (verb, f"{verb}s", f"{verb}es", re.sub("y$", "ies", verb))}
-
-# Functions that may be longer, and why.
-LONG_FUNCTIONS: dict[str, str] = {
-    "backend/cuda/kernels/hopper_gemm.py:_hopper_gemm": "a Gluon kernel: its pipeline's stages share barriers",
-    "backend/cuda/kernels/prefill_attention.py:_prefill_attention": "a Triton kernel: both loops share its registers",
-}
 
 # Public class names that stand in several modules, and why that is right.
 SHARED_CLASS_NAMES: dict[str, str] = {
@@ -67,14 +59,6 @@ def test_fragments_are_told_from_sentences() -> None:
         assert not is_sentence(fragment)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=id_of)
-def test_functions_are_short(path: Path) -> None:
-    functions = [node for node in definitions(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
-    long = {f"{id_of(path)}:{name}" for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
-    assert long == {name for name in LONG_FUNCTIONS if name.startswith(f"{id_of(path)}:")}
-
-
 def test_a_class_name_means_one_thing() -> None:
     modules = defaultdict(set)
     for path in MODULES:
@@ -84,11 +68,6 @@ def test_a_class_name_means_one_thing() -> None:
     shared = {name: sorted(paths) for name, paths in modules.items() if len(paths) > 1}
     assert {name: shared[name] for name in shared.keys() - SHARED_CLASS_NAMES.keys()} == {}
     assert SHARED_CLASS_NAMES.keys() <= shared.keys(), "a name on the list is no longer shared: take it off"
-
-
-def test_the_scheduler_stays_small() -> None:
-    lines = (ROOT / "core" / "scheduler.py").read_text().splitlines()
-    assert len(lines) <= MAX_SCHEDULER_LINES, "a feature that wants a branch in the scheduler belongs in the policy"
 
 
 def test_backend_protocols_stay_small() -> None:

@@ -254,7 +254,7 @@ def test_what_is_no_adapter_is_refused(base: AdapterBase, copy: Path, tmp_path: 
     with pytest.raises(AdapterError, match="there is no adapter at"):
         read_adapter(tmp_path / "nothing", base)
     (copy / "adapter_model.safetensors").rename(copy / "adapter_model.bin")
-    with pytest.raises(AdapterError, match=r"has no adapter_config.json with .* it has .*adapter_model.bin"):
+    with pytest.raises(AdapterError, match=r"has no adapter_model\.safetensors: give a folder"):
         read_adapter(copy, base)
     with pytest.raises(AdapterError, match=r"general\.type is 'model'"):
         read_adapter(MODELS / "goldens" / "tied" / "model.gguf", base)

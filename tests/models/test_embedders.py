@@ -14,7 +14,7 @@ from penstock import LLM
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.quantize import quantize
 from penstock.backend.ref import RefBackend
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.model.classifier import Affine, DenseHead
 from penstock.model.config_reader import ConfigReader
@@ -62,7 +62,7 @@ def state(path: Path, tokens: list[int], kind: str, backend) -> np.ndarray:
     backend.load(load_model(checkpoint, backend))
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size, 4)
     limits = LIMITS._replace(generates=False, vocab=64, encoder=checkpoint.spec.encoder, step_tokens=64)
-    engine = Engine(backend, limits, dense=checkpoint.dense)
+    engine = assemble(backend, limits, dense=checkpoint.dense)
     engine.add(Request(1, tuple(tokens), SamplingParams(), 0, pooling=kind))
     while True:
         for event in engine.step():

@@ -15,7 +15,9 @@ from penstock.config import configure
 from penstock.engine.build import open_configured
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
+from penstock.model.gguf.reader import read_gguf
 from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.registry import family
 from penstock.model.spec import ModelSpec
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -326,9 +328,10 @@ def test_gemma3_says_the_same_in_newer_words():
 @pytest.mark.parametrize(("golden", "layers"), [("gemma2", 46), ("gemma3", 62)])
 def test_the_largest_gemma_scales_by_its_width(gguf_with, golden, layers):
     def multiplier(count):
-        return open_checkpoint(
-            gguf_with(golden, metadata=lambda metadata: metadata.update({f"{golden}.block_count": count}))
-        ).spec.attn.multiplier
+        path = gguf_with(golden, metadata=lambda metadata: metadata.update({f"{golden}.block_count": count}))
+        file = read_gguf(Path(path))
+        config = ConfigReader(file.metadata, "the GGUF metadata", prefix=f"{golden}.")
+        return family(golden).read_gguf(config, file.tensors).attn.multiplier
 
     head_dim = open_checkpoint(GOLDENS / golden).spec.attn.head_dim
     assert (multiplier(layers), multiplier(layers - 1)) == (8**-0.5, head_dim**-0.5)

@@ -16,10 +16,9 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.config import configure
-from penstock.core.draft_depths import DepthPlan, DraftDepths
+from penstock.core.drafting.depths import DepthPlan, DraftDepths
 from penstock.engine.build import open_engine
-from penstock.engine.drafting import Drafting
-from penstock.engine.weight_messages import UpdateWeights
+from penstock.engine.drafts.drafting import Drafting
 from penstock.errors import ConfigError, MalformedFile
 from penstock.model import names
 from penstock.model.draft import open_draft
@@ -32,6 +31,7 @@ from penstock.model.registry import family
 from penstock.model.safetensors import read_safetensors
 from penstock.planning.forecast import make_forecasts
 from penstock.types import Failed, Request, SamplingParams, Tokens
+from penstock.types.messages import UpdateWeights
 from tests.engine.changed_weights import change_weights
 from tests.engine.test_weights import drain, last_of, real_engine, same, scored
 
@@ -194,7 +194,7 @@ def test_a_head_stays_when_weights_are_exchanged(device: str, tmp_path: Path, ca
     prompt = (5, 9, 3, 7)
     scored(engine, 1, prompt, 20)
     before = {each.source: each.drafted for each in engine.stats().drafts}
-    assert not isinstance(last_of(drain(engine, UpdateWeights(2, str(other), "v2")), 2), Failed)
+    assert not isinstance(last_of(drain(engine, UpdateWeights(str(other), "v2", id=2)), 2), Failed)
     same(scored(engine, 3, prompt, 50), scored(fresh, 3, prompt, 50), device)
     after = {each.source: each.drafted for each in engine.stats().drafts}
     assert after["mtp"] > before["mtp"] > 0

@@ -182,7 +182,7 @@ def test_damaged_rope_factors(gguf_with, floats, shape, value):
         ({"num_hidden_layers": 0}, MalformedFile, "num_hidden_layers"),
         ({"num_hidden_layers": True}, MalformedFile, "num_hidden_layers"),
         ({"num_hidden_layers": 2**31 - 1}, MalformedFile, "num_hidden_layers in config.json must be"),
-        ({"num_hidden_layers": 5000}, MalformedFile, r"no tensor for 'layers\.2\.attn_norm'"),
+        ({"num_hidden_layers": 5000}, MalformedFile, "no tensors of layer 2"),
         ({"head_dim": 2**30}, MalformedFile, "head_dim"),
         ({"head_dim": 7}, UnsupportedModel, "head_dim is 7"),
         ({"num_attention_heads": 64, "head_dim": None}, MalformedFile, "head_dim"),
@@ -214,7 +214,7 @@ def test_refused_configs(folder_with, change, error, message):
         ({"llama.attention.head_count_kv": [1, 2]}, MalformedFile, "head_count_kv"),
         ({"llama.attention.key_length": 2**31}, MalformedFile, "key_length"),
         ({"llama.rope.freq_base": 0.0}, MalformedFile, "freq_base"),
-        ({"llama.block_count": 3}, MalformedFile, r"no tensor for 'layers\.2\.attn_norm'"),
+        ({"llama.block_count": 3}, MalformedFile, "no tensors of layer 2"),
     ],
 )
 def test_refused_metadata(gguf_with, change, error, message):

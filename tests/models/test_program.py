@@ -272,3 +272,19 @@ def test_an_attention_option_is_named_in_eight_files():
         "backend/cuda/kernels/hopper_attention.py",
         "backend/cuda/kernels/segmented_attention.py",
     }
+
+
+def test_a_program_can_be_printed() -> None:
+    _, model = shaped_model(HERE / "goldens" / "llama3")
+    program = record(model, GATES)
+    lines = str(program).splitlines()
+    assert len(lines) == len(program.buffers) + len(program.nodes) + 1
+    (first, *_), last = program.nodes, lines[-1]
+    places = [f"b{place}" for place in program.places[0]]
+    assert f"{first.op}({', '.join(places[: len(first.inputs)])} -> " in lines[len(program.buffers)]
+    assert last == f"answer: b{program.answer_buffer}"
+    assert all(
+        f"b{place}" in line
+        for line, places in zip(lines[len(program.buffers) :], program.places, strict=False)
+        for place in places
+    )

@@ -14,9 +14,9 @@ import pytest
 
 from penstock.backend.base import LAST_SAMPLED, Batch
 from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.blocks.kv_file import KvFile
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu._native import Program, Weight, isas
-from penstock.backend.kv_file import KvFile
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import BYTE, CASES, EXACT, FLOAT, Case, attend, attention, difference, run
 from penstock.backend.ref.ops import RefOps

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.backend.cpu import _native
-from penstock.core import suffixes
+from penstock.core.drafting import suffixes
 
 PIECES = st.lists(
     st.tuples(st.lists(st.integers(-1, 4), max_size=12), st.lists(st.integers(0, 4), max_size=6)), max_size=10

@@ -18,6 +18,7 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.request_stream import EventReader
 from penstock.ipc.spawn import ProcessClient
 from penstock.types import AdapterInfo, AdapterUse, Request, SamplingParams, Tokens
+from penstock.types.messages import ListAdapters, RegisterAdapter, UnregisterAdapter
 from tests.server.toys import open_parrot
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -122,16 +123,16 @@ def test_adapters_of_an_engine_process_survive_its_death():
         async with engine_process(adapter=[f"first={ADAPTER}"]) as client:
             plain, first = await answer(client), await answer(client, AdapterUse("first"))
             assert plain != first
-            info = await client.register_adapter("second", str(ADAPTER), 0.5)
+            (info,) = (await client.ask(RegisterAdapter("second", str(ADAPTER), 0.5))).adapters
             assert (info.name, info.rank, info.scale) == ("second", 4, 0.5)
             second = await answer(client, AdapterUse("second"))
             assert await answer(client, AdapterUse("second", 2.0)) == first
             assert list(client.adapters) == ["first", "second"]
-            await client.register_adapter("first", str(ADAPTER), -1.0, replace=True)
+            await client.ask(RegisterAdapter("first", str(ADAPTER), -1.0, replace=True))
             first, before = await answer(client, AdapterUse("first")), first
             assert first != before
-            await client.register_adapter("third", str(ADAPTER))
-            await client.unregister_adapter("third")
+            await client.ask(RegisterAdapter("third", str(ADAPTER)))
+            await client.ask(UnregisterAdapter("third"))
             hello = client.hello
             assert hello
             os.kill(hello.pid, signal.SIGKILL)
@@ -139,7 +140,7 @@ def test_adapters_of_an_engine_process_survive_its_death():
                 await asyncio.sleep(0.02)
             assert await answer(client, AdapterUse("first")) == first
             assert await answer(client, AdapterUse("second")) == second
-            assert [one.name for one in await client.list_adapters()] == ["first", "second"]
+            assert [one.name for one in (await client.ask(ListAdapters())).adapters] == ["first", "second"]
 
     asyncio.run(check())
 
@@ -148,9 +149,9 @@ def test_errors_about_adapters_cross_the_process():
     async def check() -> None:
         async with engine_process() as client:
             with pytest.raises(AdapterError, match="trained on another base"):
-                await client.register_adapter("other", str(MODELS / "adapters" / "qwen2"))
+                await client.ask(RegisterAdapter("other", str(MODELS / "adapters" / "qwen2")))
             with pytest.raises(AdapterNotFound, match="no adapter is registered as 'other'; registered: none"):
-                await client.unregister_adapter("other")
+                await client.ask(UnregisterAdapter("other"))
             assert not client.adapters
 
     asyncio.run(check())

@@ -416,7 +416,7 @@ def test_a_batch_that_a_restarted_server_resumes_is_charged_to_its_key(tmp_path:
     file, secret, other = tmp_path / "keys.json", new_key(), new_key()
     with changing(file) as keys:
         keys += [
-            Key(name=name, sha256=digest(each.encode()), created=now())
+            Key(name=name, sha256=digest(each.encode()), created=now(), monitor=name == "other")
             for name, each in (("maker", secret), ("other", other))
         ]
     said = "on and on " * 20

@@ -10,7 +10,7 @@ import anthropic
 import ollama
 import pytest
 
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.chat.chat_turn import after_thinking
 from penstock.text import ChatPrompt
@@ -30,7 +30,7 @@ text = toys.Hermes("enable_thinking")
 
 @pytest.fixture(scope="module")
 def hermes() -> Iterator[Server]:
-    client = InProcessClient(lambda: Engine(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
+    client = InProcessClient(lambda: assemble(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
     with serving(client, text, MODEL) as server:
         yield server
 
@@ -243,7 +243,7 @@ def test_a_budget_for_thinking(serve: Any, begun: bool) -> None:
         tokenizer = Marks()
         opened = begun
 
-    client = InProcessClient(lambda: Engine(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
+    client = InProcessClient(lambda: assemble(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
     with serve(client, Opened(), MODEL) as server:
         sdk = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0).messages
         fields: Any = {"thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 22}

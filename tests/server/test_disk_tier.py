@@ -12,6 +12,7 @@ import pytest
 
 from penstock.backend.fake import FakeBackend
 from penstock.core.step_cost import PromptCost
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.engine.kv_disk import loading
 from penstock.engine.kv_disk.segment import BlockLayout
@@ -38,7 +39,7 @@ def open_with_disk(folder: Path) -> Engine:
     layout = BlockLayout(b"f" * 16, LIMITS.block_size, 1, len(backend.kv.export_blocks([0])), 0)
     store = SegmentStore(folder, layout, 1 << 20, free=lambda _: 1 << 40)
     store.open()
-    return Engine(backend, LIMITS, kv_store=store)
+    return assemble(backend, LIMITS, kv_store=store)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_after_a_restart_a_key_reuses_its_own_prompts_and_no_others(tmp_path: Pa
         assert second.reused(mallory) == {}
         assert second.reused(alice) == {"disk": FULL}
         assert second.reused(mallory) == {"device": FULL}  # its own, computed above
-        headers = {"x-api-key": alice}
+        headers = {"x-api-key": second.locked.key("watcher", monitor=True)}
         text = second.locked.server.http.get("/metrics", headers=headers).text
         assert f'penstock_reused_tokens_total{{tier="disk"}} {FULL}.0' in text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.loop import Abort
+from penstock.types.messages import Abort
 from tests.server.test_restart import MODEL
 
 SAY = "[*abc]"

@@ -37,7 +37,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"min_p": 2}, "min_p", "2"),
         ({"presence_penalty": 3}, "presence_penalty", "3"),
         ({"frequency_penalty": -3}, "frequency_penalty", "-3"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "between 0.01 and 100"),
         ({"max_tokens": 1.5}, "max_tokens", "got float"),
         ({"max_tokens": True}, "max_tokens", "got bool"),
         ({"max_tokens": -2}, "max_tokens", "-2"),

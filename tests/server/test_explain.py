@@ -10,7 +10,7 @@ import anthropic
 import ollama
 import pytest
 
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.access.guard import Rules
 from penstock.text.tool_formats import AnswerFormat, find_tool_format
@@ -185,7 +185,7 @@ def test_reasoning_that_a_template_drops(serve: Callable[..., Any]) -> None:
 
 def test_what_was_evicted(serve: Callable[..., Any]) -> None:
     limits = toys.LIMITS._replace(num_blocks=32)
-    client = InProcessClient(lambda: Engine(toys.Parrot(limits), limits))  # type: ignore[arg-type]
+    client = InProcessClient(lambda: assemble(toys.Parrot(limits), limits))  # type: ignore[arg-type]
     with serve(client, toys.ToyText(), MODEL) as server:
         complete(server, f"{LONG}[x]")
         for other in range(8):

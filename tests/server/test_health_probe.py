@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.errors import EngineUnavailable
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import health_probe
@@ -130,7 +130,7 @@ class Broken(toys.Parrot):
 
 def test_a_step_that_fails_is_503_at_once(serve: Any) -> None:
     broken: Any = Broken(toys.LIMITS)
-    with serve(InProcessClient(lambda: Engine(broken, toys.LIMITS), "parrot"), toys.ToyText(), MODEL) as server:
+    with serve(InProcessClient(lambda: assemble(broken, toys.LIMITS), "parrot"), toys.ToyText(), MODEL) as server:
         assert server.get("/health").status_code == 200
         answer = server.get("/health?generate=1")
         assert answer.status_code == 503

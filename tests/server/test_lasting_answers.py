@@ -20,7 +20,7 @@ import msgspec
 import openai
 import pytest
 
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.errors import StorageFailed
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Space
@@ -42,7 +42,7 @@ RULES = Rules(terms=ServiceTerms(tenant_header="x-tenant"))
 
 
 def server_in(folder: Path, *, lasting: bool = True, pace: float = 0) -> AbstractContextManager[Server]:
-    client = InProcessClient(lambda: Engine(toys.Parrot(LIMITS, pace), LIMITS), "parrot")  # type: ignore[arg-type]
+    client = InProcessClient(lambda: assemble(toys.Parrot(LIMITS, pace), LIMITS), "parrot")  # type: ignore[arg-type]
     return serving(client, toys.Hermes(), MODEL, space=Space(folder, answers=lasting), rules=RULES)
 
 
@@ -176,7 +176,7 @@ def test_a_response_in_the_background_is_kept_when_it_ends_or_is_cut_off(tmp_pat
         endless = sdk.responses.create(model=MODEL, input="[*ab]", background=True, stream=True)
         running = next(iter(endless)).response  # type: ignore[union-attr]
         assert next(event for event in endless if event.type == "response.output_text.delta").delta == "a"
-        server.until(lambda: rows(tmp_path) == [("response", done.id)])
+        assert rows(tmp_path) == [("response", done.id), ("response", running.id)]
     with server_in(tmp_path) as server:
         sdk = server.sdk()
         assert sdk.responses.retrieve(done.id).output_text == "done"
@@ -196,6 +196,20 @@ def test_a_killed_server_has_kept_what_it_answered(smollm2: Path, tmp_path: Path
         assert sdk.responses.retrieve(first.id) == first
         items = sdk.responses.create(model="small", input="and", previous_response_id=first.id, max_output_tokens=2)
         assert len(sdk.responses.input_items.list(items.id).data) == 3
+
+
+def test_a_response_in_the_background_of_a_killed_server_has_failed(smollm2: Path, tmp_path: Path) -> None:
+    with served(smollm2, tmp_path) as (process, sdk):
+        long: Any = {"model": "small", "input": "Count to a hundred.", "max_output_tokens": 200}
+        begun = sdk.responses.create(**long, background=True)
+        process.kill()
+        process.wait()
+    with served(smollm2, tmp_path) as (_, sdk):
+        found = sdk.responses.retrieve(begun.id)
+        assert (found.status, found.background) == ("failed", True)
+        assert found.error is not None
+        assert found.error.code == "server_error"
+        assert "was killed while it generated this response" in found.error.message
 
 
 def test_a_folder_that_another_server_uses_is_refused_at_the_start(smollm2: Path, tmp_path: Path) -> None:
@@ -279,6 +293,16 @@ def test_what_gives_way_in_memory_is_gone_from_disk(tmp_path: Path) -> None:
     assert [id for _, id in rows(tmp_path)] == ["b", "d", "e"]
     assert run_store(Archive(Space(tmp_path), ""), lambda _: None, most=2) == ["d", "e"]
     assert [id for _, id in rows(tmp_path)] == ["d", "e"]
+
+
+def test_one_owner_drops_no_answers_of_another_from_disk(tmp_path: Path) -> None:
+    def fill(store: OwnedStore[Note]) -> None:
+        store.put(Note("mine"))
+        for at in range(10):
+            store.put(Note(str(at), "mallory"))
+
+    run_store(Archive(Space(tmp_path), ""), fill)
+    assert [id for _, id in rows(tmp_path)] == ["mine", "7", "8", "9"]
 
 
 def test_an_answer_that_cannot_be_read_is_told_and_harms_no_other(

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from penstock.backend.fake import FakeBackend, continuation
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.types import Limits
@@ -82,7 +83,7 @@ class Fake(FakeBackend):
 def fake_engine() -> Engine:
     backend = Fake(LIMITS.vocab)
     backend.reserve_kv(LIMITS.num_blocks, LIMITS.block_size)
-    return Engine(backend, LIMITS)
+    return assemble(backend, LIMITS)
 
 
 def test_32_clients_a_third_of_them_leaving(serve: Callable[..., Any], toy_text: Any) -> None:

@@ -71,6 +71,34 @@ def test_brackets_are_not_depth(parrot: Server) -> None:
     assert deep.status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [
+        (b"[],", f"{bounds.MAX_CONTAINERS} arrays and objects"),
+        (b'{"":1},', f"{bounds.MAX_CONTAINERS} arrays and objects"),
+        (b'"",', f"{bounds.MAX_STRINGS} strings"),
+        (b'"\\\\",', f"{bounds.MAX_STRINGS} strings"),  # of one backslash
+    ],
+)
+def test_many_values_are_refused_before_they_are_parsed(parrot: Server, value: bytes, limit: str) -> None:
+    most = bounds.MAX_STRINGS if "strings" in limit else bounds.MAX_CONTAINERS
+    body = b'{"model": "toy/parrot", "metadata": [' + value * most + b"0]}"
+    answer = parrot.http.post(CHAT, content=body)
+    assert answer.status_code == 400
+    assert f"more than {limit}" in answer.text
+
+
+def test_what_is_inside_a_string_is_one_value(parrot: Server) -> None:
+    text = '[{"a\\": "\\\\", []}]' * 60_000  # quotes, brackets and backslashes
+    body = json.dumps({"model": MODEL, "messages": HELLO, "metadata": {"text": text}})
+    assert parrot.http.post(CHAT, content=body).status_code == 200
+    assert bounds.read_json(body, "the body")["metadata"]["text"] == text
+
+
+def test_many_numbers_are_few_values() -> None:
+    assert len(bounds.read_json(b"[" + b"7," * 2_000_000 + b"7]", "the body")) == 2_000_001
+
+
 def test_depth_inside_strings_counts_too(parrot: Server) -> None:
     text = json.dumps({"a": nested(200)})
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
+from penstock.keys import Key, changing, digest, new_key, now
+from penstock.server import Setup, Space, create_app
 from penstock.server.access.guard import Rules
-from tests.server import toys
+from penstock.server.models import ModelPool, PoolSettings
+from penstock.server.models.visible import named
+from tests.server import conftest, toys
+from tests.server.test_model_pool import source
 
 MODEL = "toy/parrot"
 SAID = [{"role": "user", "content": "[hi]"}]
@@ -78,3 +83,47 @@ def test_models_are_found_by_their_other_names(parrot: Any) -> None:
 def test_aliases_without_wildcards_are_listed(renamed: Any, parrot: Any) -> None:
     assert [model["id"] for model in renamed.get("/v1/models").json()["data"]] == [MODEL, "text-embedding-3-small"]
     assert [model["id"] for model in parrot.get("/v1/models").json()["data"]] == [MODEL]
+
+
+# -- a name that nobody has -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, str]]]:
+    """Serves four parrots, and returns keys for all of them and for one."""
+    folder = tmp_path_factory.mktemp("zoo")
+    file, secrets = folder / "keys.json", {"all": new_key(), "one": new_key()}
+    with changing(file) as keys:
+        for name, models in (("all", ()), ("one", ("jack",))):
+            keys.append(Key(name=name, sha256=digest(secrets[name].encode()), created=now(), models=models))
+    pool = ModelPool([source(name) for name in ("polly", "jack", "coco", "kiki")], PoolSettings())
+    app = create_app(pool, Setup(space=Space(folder / "data"), rules=Rules(keys=file)))
+    for server in conftest._serving(None, app):
+        yield server, secrets
+
+
+@pytest.mark.parametrize("path", [*ASKED, "/v1/models/cocoo", "/api/show", "/v2/models/cocoo/generate"])
+def test_an_unknown_name_is_a_404_that_names_what_the_key_may_use(zoo: Any, path: str) -> None:
+    server, secrets = zoo
+    method = "GET" if path.startswith("/v1/models/") else "POST"
+    body = ASKED.get(path, {"text_input": "[hi]"} if "/v2/" in path else {})
+    keys = (("all", ("coco", "polly", "jack", "kiki"), ()), ("one", ("jack",), ("coco'", "polly")))
+    for loaded in (False, True):
+        for key, known, unknown in keys:
+            headers = {"x-api-key": secrets[key]}
+            answer = server.http.request(method, path, json={"model": "cocoo"} | body, headers=headers)
+            assert answer.status_code == 404, answer.text
+            assert [name for name in known if f"'{name}'" not in answer.text] == []
+            assert [name for name in unknown if name in answer.text] == []
+        if not loaded:
+            said = {"model": "polly"} | ASKED["/v1/completions"]
+            assert server.http.post("/v1/completions", json=said, headers={"x-api-key": secrets["all"]}).is_success
+
+
+def test_an_error_names_ten_models_and_says_how_many_more_there_are() -> None:
+    names = [f"model-{number}" for number in range(25)]
+    told = named("model-24", names)
+    assert told.startswith("'model-24', ")
+    assert told.count("'") == 20
+    assert told.endswith(" and 15 more, which GET /v1/models lists")
+    assert named("x", []) == "no model that this request may use"

@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.ipc.inprocess import InProcessClient
 from penstock.text.tool_formats import AnswerFormat, find_tool_format
 from tests.server import toys
@@ -37,7 +37,7 @@ class Hermes(toys.ToyText):
 
 @pytest.fixture(scope="module")
 def hermes() -> Iterator[Server]:
-    client = InProcessClient(lambda: Engine(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
+    client = InProcessClient(lambda: assemble(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
     with serving(client, Hermes(), MODEL) as server:
         yield server
 

@@ -108,7 +108,7 @@ def locked(tmp_path: Path) -> Iterator[Locked]:
 
 
 def test_refusals_are_counted_by_status_and_reason(locked: Locked) -> None:
-    key, limited = locked.key("alice"), locked.key("limited", concurrent=1)
+    key, limited = locked.key("alice", monitor=True), locked.key("limited", concurrent=1)
 
     def counted() -> dict[tuple[int, str], float]:
         text = locked.server.http.get("/metrics", headers={"x-api-key": key}).text

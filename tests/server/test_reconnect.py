@@ -308,7 +308,8 @@ def test_memory_is_bounded_in_total_and_the_largest_tenant_pays(tmp_path: Path) 
     file = tmp_path / "keys.json"
     secrets = {name: new_key() for name in ("greedy", "modest")}
     with changing(file) as keys:
-        keys += [Key(name=name, sha256=digest(key.encode()), created=now()) for name, key in secrets.items()]
+        fields = {"created": now(), "monitor": True}
+        keys += [Key(name=name, sha256=digest(key.encode()), **fields) for name, key in secrets.items()]
     with keeping(Rules(keys=file), total=45_000) as server:
         server.http.headers["x-api-key"] = secrets["greedy"]
         say = SAY | {"messages": [{"role": "user", "content": f"[{SAID[:40]}]"}]}

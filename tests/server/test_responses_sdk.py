@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.config import Config
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.model.load import load_text
@@ -52,7 +52,7 @@ text = toys.Hermes("enable_thinking", "reasoning_effort")
 
 @pytest.fixture(scope="module")
 def hermes() -> Iterator[Server]:
-    client = InProcessClient(lambda: Engine(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
+    client = InProcessClient(lambda: assemble(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
     with serving(client, text, MODEL) as server:
         yield server
 

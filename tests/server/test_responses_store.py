@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidRequest, NotFound
+from penstock.server.owned_store import FULL_OWNERS
 from penstock.server.responses.items import (
     CustomOutputItem,
     FunctionOutputItem,
@@ -93,6 +94,45 @@ def test_bytes_are_bounded_too_and_given_back() -> None:
     assert there(store, "c", "d", "e") == ["e"], "the latest stays, whatever its size"
 
 
+def of(store: ResponseStore, owner: str) -> list[str]:
+    return [stored.id for stored in store.of(owner)]
+
+
+def put(store: ResponseStore, owner: str, *ids: str, said: str = "a") -> None:
+    for id in ids:
+        stored = kept(id, said=said)
+        stored.tenant = owner
+        store.put(stored)
+
+
+def test_an_owner_who_stores_much_drops_its_own_answers_alone() -> None:
+    store = ResponseStore(max_responses=3)
+    put(store, "alice", "mine", "other")
+    put(store, "mallory", *map(str, range(1100)))
+    assert of(store, "alice") == ["mine", "other"]
+    assert of(store, "mallory") == ["1097", "1098", "1099"]
+
+
+def test_if_all_together_have_too_much_the_owner_with_the_most_gives_way() -> None:
+    store = ResponseStore(max_responses=3)
+    put(store, "alice", "mine")
+    owners = [f"mallory {at}" for at in range(2 * FULL_OWNERS)]
+    for owner in owners:
+        put(store, owner, "a", "b", "c")
+        held = [of(store, each) for each in owners]
+        assert sum(map(len, held)) < 3 * FULL_OWNERS
+    assert of(store, "alice") == ["mine"]
+    assert all("c" in ids for ids in held), "nobody loses the latest answer to another"
+
+
+def test_one_owners_bytes_are_bounded_apart_from_anothers() -> None:
+    size = kept("a", said="x" * 10_000).size
+    store = ResponseStore(max_bytes=2 * size)
+    put(store, "alice", "mine")
+    put(store, "mallory", *"abcdef", said="x" * 10_000)
+    assert (of(store, "alice"), of(store, "mallory")) == (["mine"], ["e", "f"])
+
+
 def test_what_is_worked_on_stays() -> None:
     store = ResponseStore(max_responses=2)
     store.put(kept("a", busy=True))
@@ -139,3 +179,11 @@ def test_a_record_has_all_of_a_response() -> None:
     stored.tenant = "alice"
     read = StoredResponse.of(stored.record())
     assert (read.response, read.input, read.tenant, read.running) == (stored.response, stored.input, "alice", False)
+
+
+@pytest.mark.parametrize("status", ["queued", "in_progress"])
+def test_what_had_not_ended_when_its_server_did_has_failed(status: str) -> None:
+    read = StoredResponse.of(kept("a", status=status, busy=True).record())
+    assert (read.response.status, read.running) == ("failed", False)
+    assert read.response.error is not None
+    assert "was killed" in read.response.error.message

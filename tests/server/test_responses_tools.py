@@ -13,8 +13,7 @@ from penstock.ipc.inprocess import InProcessClient
 from tests.server import toys
 
 MODEL = "toy/hermes"
-GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
-PATCH = {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": GRAMMAR}
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": {"type": "text"}}
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
 AGENTS = {"type": "namespace", "name": "agents", "description": "Others.", "tools": [LOOK | {"name": "spawn"}, PATCH]}
 BUILT_IN = [{"type": "web_search", "external_web_access": True}, {"type": "image_generation"}, {"type": "mcp"}]
@@ -76,9 +75,9 @@ def test_a_custom_tool_takes_text(server: Any, tool: dict[str, Any]) -> None:
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", "*** Begin\nü")
     assert item.get("namespace") == (None if tool is PATCH else "agents")
     described = text.given["tools"][-1]["function"]
-    assert described["description"].endswith('must match this lark grammar:\nstart: "x"')
+    assert described["description"].endswith("The input is plain text.")
     assert described["parameters"]["required"] == ["input"]
-    assert answer["penstock"]["ignored_fields"][0].endswith(".format")  # told to the model, not enforced
+    assert "penstock" not in answer
     result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "patched"}
     ask(server, "", tools=[tool], input=[{"role": "user", "content": spelled("fine")}, item, result])
     _, called, told = text.given["messages"]
@@ -104,6 +103,29 @@ def test_a_custom_call_is_streamed_with_its_own_events(server: Any) -> None:
 def test_a_custom_call_with_other_arguments_has_them_as_its_input(server: Any) -> None:
     (item,) = ask(server, call("apply_patch", patch="x"), tools=[PATCH])["output"]
     assert json.loads(item["input"]) == {"patch": "x"}
+
+
+@pytest.mark.parametrize(
+    ("written", "input"),
+    [
+        ('{"inp', ""),
+        ('{"input": "', ""),
+        (r'{"input": "a', "a"),
+        ('{"input": "a\\', "a"),
+        (r'{"input": "a\"b', 'a"b'),
+        (r'{"input": "a\n\u00f', "a\n"),
+        (r'{"input": "a\u00fc\\', "aü\\"),
+        ('{"patch": "a', '{"patch": "a'),
+    ],
+)
+def test_a_custom_call_that_is_cut_is_incomplete_and_has_its_input_so_far(
+    server: Any, written: str, input: str
+) -> None:
+    said = f'<tool_call>{{"name": "apply_patch", "arguments": {written}'
+    answer = ask(server, f"{said} and so on", tools=[PATCH], max_output_tokens=len(said))
+    (item,) = answer["output"]
+    assert (answer["status"], item["type"], item["status"]) == ("incomplete", "custom_tool_call", "incomplete")
+    assert item["input"] == input
 
 
 def test_the_clients_shell(server: Any) -> None:

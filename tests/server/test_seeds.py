@@ -9,7 +9,7 @@ import pytest
 
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.request_stream import EventReader
-from penstock.text import make_request
+from penstock.text import make_request, seed_of_choice
 from penstock.types import Request, SamplingParams
 from tests.server import toys
 from tests.server.conftest import Server, serving
@@ -71,6 +71,11 @@ def test_choices_have_seeds_derived_from_one(recorded: Server, path: str) -> Non
     assert drawn == [drawn[0], drawn[0] + 1, drawn[0] + 2]
     assert recorded.post(path, model=MODEL, n=3, seed=7, **fields).status_code == 200
     assert recorded.client.seeds() == [7, 8, 9]
+
+
+def test_the_largest_seed_is_followed_by_the_first() -> None:
+    assert [seed_of_choice(2**64 - 2, choice) for choice in range(4)] == [2**64 - 2, 2**64 - 1, 0, 1]
+    assert [seed_of_choice(-2, choice) for choice in range(4)] == [-2, -1, 0, 1]
 
 
 def test_a_seed_that_is_given_stays() -> None:

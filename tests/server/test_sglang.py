@@ -106,14 +106,18 @@ def test_sampling_reaches_the_engine(watched_parrot: Any, given: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
-    [("json_schema", '{"type":"string"}'), ("regex", "h.*"), ("ebnf", 'root ::= "hello"')],
+    ("field", "kind", "text"),
+    [
+        ("json_schema", "rewritten_json", '{"type":"string"}'),
+        ("regex", "regex", "h.*"),
+        ("ebnf", "ebnf", 'root ::= "hello"'),
+    ],
 )
-def test_grammars_are_asked_for_and_one_only(watched_parrot: Any, kind: str, text: str) -> None:
-    refused = watched_parrot.post("/generate", text="[hello]", sampling_params={kind: text})
+def test_grammars_are_asked_for_and_one_only(watched_parrot: Any, field: str, kind: str, text: str) -> None:
+    refused = watched_parrot.post("/generate", text="[hello]", sampling_params={field: text})
     assert "started without a tokenizer" in refused.text  # the toy's engine has no grammars, and was asked for one
     grammar = watched_parrot.requests[-1].sampling.grammar
-    assert (grammar.kind, grammar.text.replace(" ", "")) == (kind.removesuffix("_schema"), text.replace(" ", ""))
+    assert (grammar.kind, grammar.text.replace(" ", "")) == (kind, text.replace(" ", ""))
     both = watched_parrot.post("/generate", text="[hello]", sampling_params={"regex": "h", "json_schema": "{}"})
     assert both.status_code == 400
     assert "cannot be combined" in both.text

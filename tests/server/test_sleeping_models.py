@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.errors import OutOfMemory
 from penstock.ipc.inprocess import InProcessClient
@@ -46,7 +47,7 @@ def source(name: str, sleeper: CountingSleeper, size: int = 5, pace: float = 0.0
     limits = toys.LIMITS._replace(memory=size)
 
     def open() -> Engine:
-        return Engine(toys.Parrot(limits, pace), limits, sleeper=sleeper)  # type: ignore[arg-type]
+        return assemble(toys.Parrot(limits, pace), limits, sleeper=sleeper)  # type: ignore[arg-type]
 
     return ModelSource(name, lambda: InProcessClient(open, name), toys.ToyText, None, None, lambda: size)  # type: ignore[arg-type]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.openai.prediction import PredictionTally
@@ -247,7 +249,7 @@ def right(request: Request) -> Sequence[int]:
 
 def open_guessing() -> Engine:
     drafting = RandomDrafting(right, toys.LIMITS.vocab, Random(1))
-    return Engine(toys.Parrot(toys.LIMITS), toys.LIMITS, drafting=drafting)  # type: ignore[arg-type]
+    return assemble(toys.Parrot(toys.LIMITS), toys.LIMITS, drafting=drafting)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -294,3 +296,49 @@ def test_many_at_once(guessing: Any, count: int) -> None:
     guessing.until_idle()
     stats = guessing.client.stats
     assert stats.blocks_used == 0
+
+
+# -- what an answer contains does not depend on how many tokens come in a step --------------------------------------
+
+
+class Foretold(toys.Reciting):
+    """Drafts what a prompt has in brackets."""
+
+    def open(self, request: Request) -> toys.Reciter:
+        told = bytes(token for token in request.prompt if token != toys.END).partition(b"[")[2].partition(b"]")[0]
+        told = bytes.fromhex(told[1:].decode()) if told.startswith(b"=") else told
+        return toys.Reciter(request._replace(prediction=tuple(told)))
+
+
+LIMITS = toys.LIMITS._replace(max_len=1024)
+CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def answers_of(path: str, body: dict[str, Any]) -> list[Any]:
+    """Returns the answers to the same request with drafts and without."""
+    engines: list[dict[str, Any]] = [{"drafting": Foretold()}, {}]
+    answers = []
+    for fields in engines:
+        engine = partial(assemble, toys.Parrot(LIMITS), LIMITS, **fields)  # type: ignore[arg-type]
+        with serving(InProcessClient(engine, "parrot"), toys.Hermes(), MODEL) as server:
+            answers.append(server.post(path, **body).json())
+            answers.append(server.client.stats.steps)
+    assert answers[1] < answers[3], "nothing was drafted"
+    return [answers[0], answers[2]]
+
+
+def test_a_repeated_call_counts_the_same_tokens_with_drafts_and_without() -> None:
+    said = f"{CALLED}\n{CALLED}\nand so on, for many a token that nobody reads"
+    messages = [{"role": "user", "content": f"[={said.encode().hex()}]"}]
+    drafted, plain = answers_of("/v1/chat/completions", {"model": MODEL, "messages": messages, "tools": [NOW]})
+    assert len(plain["choices"][0]["message"]["tool_calls"]) == 1
+    assert plain["usage"]["completion_tokens"] == len(f"{CALLED}\n{CALLED}") - len("\n</tool_call>")
+    assert drafted["usage"] == plain["usage"]
+
+
+def test_every_token_of_tgi_has_its_own_text() -> None:
+    parameters = {"details": True, "max_new_tokens": 30}
+    drafted, plain = answers_of("/generate", {"inputs": "[as it is told]", "parameters": parameters})
+    assert drafted == plain
+    assert [token["text"] for token in plain["details"]["tokens"]] == [*"as it is told", "<end>"]

@@ -165,6 +165,16 @@ def test_other_servers_names(server: Any, extra: dict[str, Any], pattern: str) -
         ({"guided_json": False}, "no answer can match"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
         ({"guided_regex": "a" * 2**21}, "guided_regex has 2097152 characters"),
+        ({"guided_regex": r"[^\s\S]"}, "no text matches it"),
+        ({"guided_grammar": "start: A\nA: /a/ & /b/"}, "no text matches it"),
+        ({"guided_grammar": 'start: "so" A\nA: /a/ & /b/'}, "no text matches it"),
+        ({"grammar": "root ::= root"}, "no text matches it"),
+        ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
+        ({"guided_json": {"allOf": [{"type": "string"}, {"type": "number"}]}}, "no value matches it"),
+        ({"guided_regex": "ab", "bad_words": ["a", "ab"]}, "guided_regex and bad_words of this request exclude"),
+        ({"allowed_token_ids": [5], "logit_bias": {"5": False}}, "allowed_token_ids and logit_bias"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty must be between 0.01 and 100"),
+        ({"repeat_penalty": 1e-300}, "repeat_penalty must be between 0.01 and 100"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -174,12 +184,158 @@ def test_what_cannot_be_honoured_is_a_400_by_name(server: Any, fields: dict[str,
     server.until_idle()
 
 
+def test_an_answer_that_comes_to_a_dead_end_says_so_and_harms_no_other(server: Any) -> None:
+    """The grammar asks for a letter that may not come."""
+    server.sdk().chat.completions.create(**ask())
+    fields = {"guided_regex": "ab", "bad_words": ["b", "ab"], "logprobs": True}  # with logprobs no token is forced
+    with pytest.raises(openai.BadRequestError, match="guided_regex and bad_words of this request exclude") as refused:
+        server.sdk().chat.completions.create(**ask(), extra_body=fields)
+    assert "weights" not in str(refused.value)
+    again = server.sdk().chat.completions.create(**ask(), extra_body={"penstock": True})
+    assert again.usage.prompt_tokens_details.cached_tokens > 0, "the cached prefix was forgotten"
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6])
+def test_a_temperature_that_is_as_good_as_zero_is_zero(server: Any, temperature: float) -> None:
+    greedy, cold = (
+        server.sdk().chat.completions.create(**ask(max_tokens=8, temperature=each)).choices[0].message.content
+        for each in (0, temperature)
+    )
+    assert cold == greedy
+
+
 def test_logprobs_and_stop_strings_go_together_with_a_schema(server: Any) -> None:
     asked = ask(response_format=named(SCHEMAS["closed"]), logprobs=True, temperature=0)
     choice = server.sdk().chat.completions.create(**asked).choices[0]
     assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
     stopped = server.sdk().chat.completions.create(**ask(response_format=named(SCHEMAS["closed"]), stop=["popul"]))
     assert stopped.choices[0].message.content.endswith('"')
+
+
+# -- objects have the properties that their schemas list ----------------------------------------------------------
+
+TEXT = {"type": "string", "maxLength": 20}
+COUNTRY = {  # as in Ollama's documentation, with limits that end the strings and the list of a small model
+    "type": "object",
+    "properties": {"name": TEXT, "capital": TEXT, "languages": {"type": "array", "items": TEXT, "maxItems": 3}},
+    "required": ["name", "capital", "languages"],
+}
+CANADA = "Tell me about Canada."
+CANADA_CHAT = [{"role": "user", "content": CANADA}]
+GREEDY = {"temperature": 0, "seed": 1}
+DIALECTS: dict[str, tuple[str, dict[str, Any], Callable[[Any], str]]] = {
+    "ollama": (
+        "/api/chat",
+        {
+            "model": MODEL,
+            "messages": CANADA_CHAT,
+            "format": COUNTRY,
+            "stream": False,
+            "options": GREEDY | {"num_predict": 300},
+        },
+        lambda told: told["message"]["content"],
+    ),
+    "openai": (
+        "/v1/chat/completions",
+        {"messages": CANADA_CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": COUNTRY}}},
+        lambda told: told["choices"][0]["message"]["content"],
+    ),
+    "forced call": (
+        "/v1/chat/completions",
+        {"messages": CANADA_CHAT, "tool_choice": "required"}
+        | {"tools": [{"type": "function", "function": {"name": "country", "parameters": COUNTRY}}]},
+        lambda told: told["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"],
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": CANADA, "text": {"format": {"type": "json_schema", "name": "country", "schema": COUNTRY}}},
+        lambda told: told["output"][0]["content"][0]["text"],
+    ),
+    "anthropic": (
+        "/v1/messages",
+        {"messages": CANADA_CHAT, "output_config": {"format": {"type": "json_schema", "schema": COUNTRY}}},
+        lambda told: told["content"][0]["text"],
+    ),
+    "vllm": (
+        "/v1/completions",
+        {"prompt": CANADA, "guided_json": COUNTRY},
+        lambda told: told["choices"][0]["text"],
+    ),
+    "vllm, structured outputs": (
+        "/v1/completions",
+        {"prompt": CANADA, "structured_outputs": {"json": COUNTRY, "disable_additional_properties": False}},
+        lambda told: told["choices"][0]["text"],
+    ),
+    "llama.cpp": (
+        "/completion",
+        {"prompt": CANADA, "json_schema": COUNTRY, "n_predict": 300, "temperature": 0},
+        lambda told: told["content"],
+    ),
+    "tgi": (
+        "/",
+        {"inputs": CANADA, "parameters": {"grammar": {"type": "json", "value": COUNTRY}, "max_new_tokens": 300}},
+        lambda told: told[0]["generated_text"],
+    ),
+    "sglang": (
+        "/generate",
+        {"text": CANADA, "sampling_params": {"json_schema": json.dumps(COUNTRY), "max_new_tokens": 300, **GREEDY}},
+        lambda told: told["text"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "fields", "text_of"), DIALECTS.values(), ids=DIALECTS.keys())
+def test_objects_are_closed_in_every_dialect(
+    server: Any, path: str, fields: dict[str, Any], text_of: Callable[[Any], str]
+) -> None:
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    common = {"model": MODEL, "temperature": 0, limit: 300} if path.startswith("/v1/") else {}
+    answer = server.post(path, **common, **fields)
+    assert answer.status_code == 200, answer.text
+    assert list(json.loads(text_of(answer.json()))) == ["name", "capital", "languages"]
+
+
+# -- the grammars of custom tools ---------------------------------------------------------------------------------
+
+PATCH = r"""
+start: "*** Begin Patch" LF line~1..2 "*** End Patch"
+line: "+" /[^\n]{1,9}/ LF
+%import common.LF
+"""
+INPUTS = {
+    "lark": ({"syntax": "lark", "definition": PATCH}, r"\*\*\* Begin Patch\n(\+[^\n]{1,9}\n)+\*\*\* End Patch"),
+    "regex": ({"syntax": "regex", "definition": r'^"[a-z]{3}/\\"$'}, r'"[a-z]{3}/\\"'),
+}
+
+
+@pytest.mark.parametrize(("format", "pattern"), INPUTS.values(), ids=INPUTS.keys())
+def test_the_input_of_a_custom_tool_matches_its_grammar(server: Any, format: dict[str, str], pattern: str) -> None:
+    tool = {"type": "custom", "name": "edit", "format": {"type": "grammar"} | format}
+    asked = {"model": MODEL, "input": "Change a line.", "tools": [tool], "tool_choice": "required", "temperature": 0.9}
+    answer = server.post("/v1/responses", **asked, max_output_tokens=300, seed=3).json()
+    item = answer["output"][0]
+    assert (item["type"], item["status"]) == ("custom_tool_call", "completed")
+    assert re.fullmatch(pattern, item["input"]), item["input"]
+    assert "penstock" not in answer
+    free = server.post("/v1/responses", **asked | {"tool_choice": "auto"}, max_output_tokens=8)
+    assert free.status_code == 200, free.text
+
+
+@pytest.mark.parametrize(
+    ("format", "said"),
+    [
+        ({"syntax": "bnf", "definition": "x"}, "tools[0].format.syntax is 'lark' or 'regex'; got 'bnf'"),
+        ({"syntax": "lark"}, "tools[0].format.definition' is missing"),
+        ({"syntax": "lark", "definition": "start: missing"}, "missing"),
+        ({"syntax": "lark", "definition": "start: A\nA: /a/ & /b/"}, "no text matches it"),
+        ({"syntax": "lark", "definition": "start: <|im_end|>"}, "leave out '<|im_end|>'"),
+    ],
+)
+def test_a_custom_tools_grammar_that_cannot_be_used_is_a_400(server: Any, format: dict[str, str], said: str) -> None:
+    tool = {"type": "custom", "name": "edit", "format": {"type": "grammar"} | format}
+    refused = server.post("/v1/responses", model=MODEL, input="Go.", tools=[tool], tool_choice="required")
+    assert refused.status_code == 400, refused.text
+    assert said in refused.json()["error"]["message"]
 
 
 def test_costs_are_counted(server: Any) -> None:
@@ -255,6 +411,17 @@ def test_an_answer_that_fails_a_check_is_tried_again(lenient: Any) -> None:
         failed = answer.get("penstock", {}).get("ignored_fields", [])
         assert failed == ([] if len(set(values)) == 2 else ["response_format.json_schema.schema.uniqueItems"])
     assert requests_of(lenient) > before + 6
+
+
+def test_a_greedy_answer_repeats_although_it_is_tried_again(lenient: Any) -> None:
+    """Ten different digits from 1 to 9 do not exist, so every attempt fails."""
+    digits = {"type": "array", "items": {"enum": [*range(1, 10)]}, "minItems": 10, "maxItems": 10, "uniqueItems": True}
+    asked = held_to(digits) | {"temperature": 0.0}
+    asked.pop("seed", None)
+    before = requests_of(lenient)
+    answers = [lenient.post("/v1/chat/completions", **asked).json()["choices"][0]["message"] for _ in range(3)]
+    assert requests_of(lenient) == before + 9
+    assert answers[1:] == answers[:1] * 2
 
 
 def requests_of(server: Any) -> float:

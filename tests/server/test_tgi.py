@@ -148,8 +148,11 @@ def test_typical_p_and_truncate(watched_parrot: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "grammar"),
     [
-        ({"type": "json", "value": {"type": "object"}}, ("json", '{"type": "object"}')),
-        ({"type": "json_schema", "value": {"name": "x", "schema": {"type": "array"}}}, ("json", '{"type": "array"}')),
+        ({"type": "json", "value": {"type": "object"}}, ("rewritten_json", '{"type": "object"}')),
+        (
+            {"type": "json_schema", "value": {"name": "x", "schema": {"type": "array"}}},
+            ("rewritten_json", '{"type": "array"}'),
+        ),
         ({"type": "regex", "value": "a+"}, ("regex", "a+")),
     ],
 )

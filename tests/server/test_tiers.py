@@ -10,6 +10,7 @@ import pytest
 
 from penstock.backend.fake import FakeBackend
 from penstock.core.step_cost import PromptCost
+from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.ipc.client import EngineState
 from penstock.ipc.inprocess import InProcessClient
@@ -27,7 +28,7 @@ def open_small() -> Engine:
     limits = toys.LIMITS._replace(max_len=128, max_rows=1, num_blocks=8, block_size=16, host_places=64)
     backend = FakeBackend(limits.vocab)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return Engine(backend, limits)
+    return assemble(backend, limits)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.engine.engine import Engine
+from penstock.engine.assemble import assemble
 from penstock.ipc.inprocess import InProcessClient
 from penstock.text import ChatPrompt
 from penstock.text.tool_formats import AnswerFormat, find_tool_format
@@ -67,7 +67,7 @@ text = Scripted()
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[Server]:
-    client = InProcessClient(lambda: Engine(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
+    client = InProcessClient(lambda: assemble(toys.Parrot(LIMITS), LIMITS), "parrot")  # type: ignore[arg-type]
     with serving(client, text, MODEL) as server:
         yield server
 

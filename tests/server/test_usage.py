@@ -147,3 +147,42 @@ def test_a_record_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
         UsageRecord(tmp_path / "file")
     with pytest.raises(ConfigError, match="--usage"):
         UsageRecord(tmp_path / "file" / "below")
+
+
+def test_the_file_the_metrics_and_the_answers_agree(tmp_path: Path) -> None:
+    """A repeated prompt counts once per HTTP request, and a refused request counts nothing."""
+    file, path, secret = tmp_path / "keys.json", tmp_path / "usage.sqlite", new_key()
+    with changing(file) as keys:
+        keys.append(Key(name="alice", sha256=digest(secret.encode()), created=now(), monitor=True))
+    headers, told = {"x-api-key": secret}, {"prompt": 0, "generated": 0}
+
+    def ask(**fields: Any) -> None:
+        answer = server.http.post("/v1/completions", json={"model": MODEL} | fields, headers=headers)
+        assert answer.status_code == 200, answer.text
+        told["prompt"] += answer.json()["usage"]["prompt_tokens"]
+        told["generated"] += answer.json()["usage"]["completion_tokens"]
+
+    client = InProcessClient(toys.open_parrot, "parrot")
+    with serving(client, toys.ToyText(), MODEL, rules=Rules(keys=file), usage=UsageRecord(path)) as server:
+        ask(prompt="[hello]")
+        ask(prompt="[hello]")  # its KV is reused
+        ask(prompt="[hello]", n=3)
+        ask(prompt="[hello]", n=2, best_of=4)
+        ask(prompt=["[hello]", "[hello, too]"])
+        ask(prompt="[hello]", stop="l")
+        refused = server.http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 600}, headers=headers)
+        assert refused.status_code == 400
+        late = {"model": MODEL, "prompt": "[late]", "grammar": 'root ::= "late"'}  # the toy has no grammars
+        assert server.http.post("/v1/completions", json=late, headers=headers).status_code == 400
+        with server.http.stream(
+            "POST", "/v1/completions", json={"model": MODEL, "prompt": "[*ab]", "stream": True}, headers=headers
+        ) as left:
+            next(left.iter_bytes())
+        server.until_idle()
+        lines = server.http.get("/metrics", headers=headers).text.splitlines()
+        counted = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    (row,) = read_usage(path, "alice")
+    assert row.requests == 7
+    for kind, recorded in (("prompt", row.prompt), ("generated", row.generated)):
+        assert float(counted[f'penstock_key_tokens_total{{key="alice",kind="{kind}"}}']) == recorded
+    assert row.prompt == told["prompt"] + len("[*ab]")

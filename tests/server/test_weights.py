@@ -38,13 +38,13 @@ GREEDY = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 8, 
 def slow_engine(path: Path | str) -> Engine:
     """Opens an engine that takes its time, so that a test can come between two steps."""
     engine = open_engine(configure(path, OPTIONS, name="tiny"))
-    launch = engine._backend.launch
+    launch = engine.backend.launch
 
     def wait_and_launch(batch: Batch) -> int:
         time.sleep(PACE[0])
         return launch(batch)
 
-    engine._backend.launch = wait_and_launch  # type: ignore[method-assign]
+    engine.backend.launch = wait_and_launch  # type: ignore[method-assign]
     return engine
 
 

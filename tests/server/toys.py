@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +21,12 @@ import numpy as np
 
 from penstock.backend.base import Batch, Ints
 from penstock.backend.pooling import Pools
-from penstock.core.speculation import Proposal
-from penstock.engine.drafting import PREDICTION
+from penstock.core.drafting.lengths import Proposal
+from penstock.engine.assemble import assemble
+from penstock.engine.drafts.drafting import PREDICTION
+from penstock.engine.drafts.speculation import Drafter
 from penstock.engine.engine import Engine
-from penstock.engine.speculation import Drafter
+from penstock.engine.grammars.grammar import Constraint, Costs
 from penstock.ipc.host import host
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
@@ -32,7 +34,7 @@ from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.text import ChatPrompt, ChatTemplate, Text
 from penstock.text.sampling_defaults import FALLBACK
 from penstock.text.tool_formats import PLAIN, AnswerFormat, find_tool_format
-from penstock.types import Limits, Request, RowResult, StepResult, TokenLogprob
+from penstock.types import Grammar, Limits, Request, RowResult, StepResult, TokenLogprob
 
 END = 256
 ENDLESS = 2**15  # tokens: no test waits for so many
@@ -163,6 +165,7 @@ def spoken(context: bytes) -> int:
 class Parrot:
     """A backend that reads each context back through its block table and goes on with what it is told to say."""
 
+    device = "toy"
     states = sharing = None  # no recurrent layers, no device that others share
 
     def __init__(self, limits: Limits, pace: float = 0.0) -> None:
@@ -173,6 +176,8 @@ class Parrot:
 
     def prepare_in_idle(self) -> bool:
         return False
+
+    def tell_of_compiling(self, tell: Callable[[bool], None]) -> None: ...
 
     def launch(self, batch: Batch) -> int:
         rows = tuple(self._row(batch, row) for row in range(len(batch.slots)))
@@ -259,12 +264,12 @@ class Reciting:
 
 
 def open_parrot() -> Engine:
-    return Engine(Parrot(LIMITS), LIMITS, drafting=Reciting())  # type: ignore[arg-type]
+    return assemble(Parrot(LIMITS), LIMITS, drafting=Reciting())  # type: ignore[arg-type]
 
 
 def open_plain_parrot() -> Engine:
     """Drafts nothing, as with --speculation off."""
-    return Engine(Parrot(LIMITS), LIMITS)  # type: ignore[arg-type]
+    return assemble(Parrot(LIMITS), LIMITS)  # type: ignore[arg-type]
 
 
 def open_slow_parrot() -> Engine:
@@ -272,10 +277,22 @@ def open_slow_parrot() -> Engine:
     return open_paced_parrot(0.002)
 
 
-def open_paced_parrot(pace: float, **limits: int) -> Engine:
+class FreeGrammars:
+    """Takes every grammar, and constrains nothing: a parrot says what the grammar asks for."""
+
+    costs = Costs()
+
+    def compile(self, grammar: Grammar) -> Any:
+        return SimpleNamespace(begun=True, ready=True, wait=lambda seconds: None)
+
+    def follow(self, compiling: Any, grammar: Grammar) -> Constraint:
+        return Constraint.free(grammar.thinking)
+
+
+def open_paced_parrot(pace: float, *, grammars: FreeGrammars | None = None, **limits: int) -> Engine:
     """Takes `pace` seconds a step."""
     paced = LIMITS._replace(**{"max_len": ENDLESS, "num_blocks": 4 * ENDLESS // LIMITS.block_size, **limits})
-    return Engine(Parrot(paced, pace), paced)  # type: ignore[arg-type]
+    return assemble(Parrot(paced, pace), paced, grammars=grammars)  # type: ignore[arg-type]
 
 
 HOST = SpawnLauncher((sys.executable, __file__))

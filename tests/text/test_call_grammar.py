@@ -10,7 +10,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from penstock.text.call_grammar import call_grammar
+from penstock.text.grammar.call_grammar import call_grammar
 from penstock.text.parse import AnswerParser, Arguments, CallStarted, Content
 from penstock.text.tool_formats import PLAIN, TOOL_FORMATS, AnswerFormat, ToolFormat
 
@@ -90,6 +90,28 @@ def test_what_the_grammar_allows_is_read_as_calls(tokenizer: Any, family: ToolFo
             assert arguments.keys() >= set(TOOLS[call.name].get("required", ())), text
             assert arguments.get("unit", "C") in ("C", "F")
             assert arguments.get("days", 1) in range(1, 10)
+
+
+LINES = r"""
+start: line~1..2 "end"
+line: "line " /[!-~]{1,4}/ LF
+%import common.LF
+"""
+TEXT_TOOL: dict[str, Any] = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+@pytest.mark.parametrize("family", [*TOOL_FORMATS, PLAIN], ids=lambda family: family.name)
+def test_the_input_of_a_tool_matches_its_own_grammar(tokenizer: Any, family: ToolFormat) -> None:
+    forced = call_grammar(family, {"edit": TEXT_TOOL}, IDS, parallel=False, inputs={"edit": LINES})
+    for seed in range(5):
+        text = sampled(tokenizer, forced, (), random.Random(seed))
+        found = (parser := AnswerParser(AnswerFormat(family), {"edit": TEXT_TOOL})).push(text) + parser.finish()
+        given = json.loads("".join(part.text for part in found if isinstance(part, Arguments)))
+        assert re.fullmatch(r"(line [!-~]{1,4}\n){1,2}end", given["input"]), text
+        before = "" if family.channels or family.calls[0].bare else "Well.\n"
+        open_one = call_grammar(family, {"edit": TEXT_TOOL}, IDS, parallel=False, free=True, inputs={"edit": LINES})
+        assert allows(tokenizer, open_one, before + text.lstrip(), IDS), text
+        assert not allows(tokenizer, open_one, before + text.lstrip().replace("end", "fin"), IDS), text
 
 
 def spelled(text: str, special: dict[str, int]) -> list[int]:

@@ -8,7 +8,7 @@ import llguidance
 import pytest
 
 from penstock.errors import InvalidGrammar
-from penstock.text.gbnf import to_lark
+from penstock.text.grammar.gbnf import to_lark
 
 JSON = r"""
 root   ::= object

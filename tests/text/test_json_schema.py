@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidGrammar
-from penstock.text.closed_schema import close_objects
-from penstock.text.json_schema import is_plain, rewrite
-from penstock.text.schema_negation import NotExpressible, negate
-from penstock.text.schema_normal import normalize
-from penstock.text.schema_validator import first_problem, matches
+from penstock.text.grammar.json_schema import rewrite
+from penstock.text.grammar.schema_negation import NotExpressible, negate
+from penstock.text.grammar.schema_normal import normalize
+from penstock.text.grammar.schema_validator import first_problem, matches
 
 LEAF = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 AB = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -99,7 +98,11 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, valid and inva
         [{"ab": 1}, {}],
         [{"ab": "x"}, {"b": 1}],
     ),
-    "at least one": ({"type": "object", "minProperties": 1} | AB, [{"a": 1}, {"b": 1}, {"c": 1}], [{}]),
+    "at least one": (
+        {"type": "object", "minProperties": 1, "additionalProperties": True} | AB,
+        [{"a": 1}, {"b": 1}, {"c": 1}],
+        [{}],
+    ),
     "at most one": (
         {"type": "object", "maxProperties": 1, "additionalProperties": False} | AB,
         [{}, {"a": 1}, {"b": 1}],
@@ -157,7 +160,11 @@ CHECKED = {  # schema, the keyword that no grammar enforces, and a value that fa
         "definitions.a.uniqueItems",
         [1, 1],
     ),
-    "unevaluated": ({"allOf": [AB], "unevaluatedProperties": False}, "unevaluatedProperties", {"c": 1}),
+    "unevaluated": (
+        {"anyOf": [{"properties": {"a": {"const": 1}}}, AB | {"required": ["b"]}], "unevaluatedProperties": False},
+        "unevaluatedProperties",
+        {"a": 1, "b": "x"},
+    ),
     "twice": ({"contains": {"const": 1}, "minContains": 2}, "minContains", [1]),
     "if": ({"if": {"pattern": "a"}, "then": {"maxLength": 1}}, "if", "ab"),
 }
@@ -267,29 +274,116 @@ def test_a_grammar_accepts_nothing_that_the_schema_refuses(tokenizer: Any, schem
 
 # -- closing ------------------------------------------------------------------------------------------------------
 
+A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
+NESTED = {"properties": {"o": A | {"type": "object"}}}
+CLOSED: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, values that may be generated, and invented ones
+    "listed": (AB, [{}, {"a": 1}, {"a": 1, "b": 2}], [{"c": 1}, {"a": 1, "c": 1}]),
+    "none listed": ({"type": "object"}, [{}, {"c": {"d": 1}}], [1]),
+    "an empty list": ({"type": "object", "properties": {}}, [{}], [{"c": 1}]),
+    "required alone": (AB | {"required": ["c"]}, [{"c": 1}], [{"c": 1, "d": 1}]),
+    "open": (AB | {"additionalProperties": True}, [{"c": 1}], [{"a": "x"}]),
+    "open for numbers": (AB | {"additionalProperties": {"type": "number"}}, [{"c": 1}], [{"c": "x"}]),
+    "open for patterns": (AB | {"patternProperties": {"^x": {}}}, [{"xy": 1, "c": 1}], []),
+    "open by being unevaluated": (AB | {"unevaluatedProperties": True}, [{"c": 1}], []),
+    "too few listed": (AB | {"minProperties": 3}, [{"a": 1, "b": 1, "c": 1}], []),
+    "items": ({"type": "array", "items": A}, [[{"a": 1}]], [[{"b": 1}]]),
+    "nested": ({"properties": {"o": AB}}, [{"o": {"a": 1}}], [{"o": {"c": 1}}, {"p": 1}]),
+    "nested in an open one": (NESTED | {"additionalProperties": True}, [{"o": {"a": 1}, "p": 1}], [{"o": {"c": 1}}]),
+    "any of": ({"type": "object", "anyOf": [A, B]}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {"c": 1}]),
+    "any of and others": (A | {"anyOf": [B, {}]}, [{"a": 1, "b": 1}], [{"c": 1}]),
+    "any of what is required": (
+        AB | {"anyOf": [{"required": ["a"]}, {"required": ["c"]}]},
+        [{"c": 1}],
+        [{"a": 1, "d": 1}],
+    ),
+    "one of": (
+        {"oneOf": [A | {"required": ["a"]}, B | {"required": ["b"]}]},
+        [{"a": 1}, {"b": 1}],
+        [{"a": 1, "b": 1}, {"a": 1, "c": 1}],
+    ),
+    "all of": ({"allOf": [A, B]}, [{"a": 1}, {"a": 1, "b": 1}], [{"a": 1, "c": 1}]),
+    "all of one": ({"allOf": [A]}, [{"a": 1}], [{"b": 1}]),
+    "all of, one of them open": ({"allOf": [A, B | {"additionalProperties": True}]}, [{"a": 1, "c": 1}], []),
+    "a reference": ({"$ref": "#/$defs/x", "$defs": {"x": A}}, [{"a": 1}], [{"b": 1}]),
+    "a reference and others": (
+        {"properties": {"p": {"$ref": "#/$defs/x"} | B, "q": {"$ref": "#/$defs/x"}}, "$defs": {"x": A}},
+        [{"p": {"a": 1, "b": 1}, "q": {"a": 1}}],
+        [{"q": {"b": 1}}, {"p": {"c": 1}}],
+    ),
+    "a base and its objects": (
+        {"allOf": [{"$ref": "#/$defs/base"}, B], "$defs": {"base": NESTED}},
+        [{"o": {"a": 1}, "b": 1}],
+        [{"o": {"b": 1}}, {"c": 1}],
+    ),
+    "one property of two schemas": (
+        {"allOf": [NESTED, {"properties": {"o": B}}]},
+        [{"o": {"a": 1, "b": 1}}],
+        [{"p": 1}],
+    ),
+    "items of two schemas": ({"items": A, "allOf": [{"items": B}]}, [[{"b": 1, "a": 1}]], []),
+    "contained": (
+        {"type": "array", "items": AB, "contains": A | {"required": ["a"]}},
+        [[{"a": 1, "b": 1}]],
+        [[{"c": 1}]],
+    ),
+    "if": (
+        {"properties": {"k": {"enum": ["x", "y"]}}, "required": ["k"]}
+        | {"if": {"properties": {"k": {"const": "x"}}}, "then": A, "else": B},
+        [{"k": "x", "a": 1}, {"k": "y", "b": 1}],
+        [{"k": "x", "c": 1}],
+    ),
+    "not": (AB | {"type": "object", "not": {"required": ["a"]}}, [{"b": 1}], [{"a": 1}, {"c": 1}]),
+    "not a reference": (
+        {"type": "object", "properties": {"o": {"not": {"$ref": "#/$defs/x"}}}}
+        | {"$defs": {"x": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}},
+        [{"o": {"a": 1}}],
+        [{"o": {"a": "x", "c": 1}}],
+    ),
+    "dependent": (A | {"dependentSchemas": {"a": B}, "type": "object"}, [{"a": 1, "b": 1}], [{"c": 1}]),
+    "values": ({"enum": [{"a": 1}, {"c": 1}]} | AB, [{"a": 1}, {"c": 1}], [{"b": 1}]),
+    "recursive": (
+        {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}, "v": {}}}}},
+        [{"n": {"n": {"v": 1}}}],
+        [{"n": {"n": {"w": 1}}}],
+    ),
+    "old draft": (
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "items": {"$ref": "#/definitions/x"},
+            "definitions": {"x": A},
+        },
+        [[{"a": 1}]],
+        [[{"b": 1}]],
+    ),
+    "only invented ones are valid": (
+        {
+            "type": "object",
+            "oneOf": [{"properties": {"a": {"type": "string"}}}, {"properties": {"b": {"type": "string"}}}],
+        },
+        [{"a": "x", "b": 1}],
+        [{"a": "x"}],
+    ),
+}
 
-def test_objects_are_closed_unless_they_say_otherwise() -> None:
-    inner = {"properties": {"b": {}}}
-    schema: Any = {"properties": {"a": inner}, "$defs": {"used": inner}, "items": inner, "anyOf": [inner]}
-    closed = close_objects(schema)
-    assert closed["properties"]["a"]["additionalProperties"] is False
-    assert closed["$defs"]["used"]["additionalProperties"] is False
-    assert closed["items"]["additionalProperties"] is False
-    for open_one in ({"type": "object"}, {"properties": {}, "additionalProperties": True}, {"patternProperties": {}}):
-        assert close_objects(open_one) == open_one
-    assert "additionalProperties" not in inner
+
+@pytest.mark.parametrize(("schema", "listed", "invented"), CLOSED.values(), ids=CLOSED.keys())
+def test_objects_have_no_properties_but_listed_ones(
+    tokenizer: Any, schema: Any, listed: list[Any], invented: list[Any]
+) -> None:
+    rewritten = rewrite(json.dumps(schema))
+    assert [value for value in listed if not accepts(tokenizer, rewritten.schema, value)] == []
+    assert [value for value in invented if accepts(tokenizer, rewritten.schema, value)] == []
+    assert [value for value in listed if not jsonschema.Draft202012Validator(schema).is_valid(value)] == []
 
 
-def test_objects_that_are_merged_stay_open() -> None:
-    part = {"properties": {"a": {}}}
-    merged = {"allOf": [{"$ref": "#/$defs/x"}, part], "$defs": {"x": part}}
-    assert close_objects(merged) == merged
-    alone = close_objects({"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": part}})
-    assert alone["$defs"]["x"]["additionalProperties"] is False
-    assert close_objects({"properties": {}, "anyOf": [part]})["anyOf"] == [part]
+def test_a_schema_that_combines_without_end_is_refused() -> None:
+    definitions = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)} | {"d60": A}
+    assert rewrite(json.dumps({"$ref": "#/$defs/d0", "$defs": definitions}), verified=False)
+    wide: Any = {f"p{i}": {"$ref": "#/$defs/big"} | {"properties": {f"x{i}": {}}} for i in range(400)}
+    big: Any = {"properties": {f"q{i}": {} for i in range(400)}}
+    with pytest.raises(InvalidGrammar, match="parts; simplify it"):
+        rewrite(json.dumps({"properties": wide, "$defs": {"big": big}}), verified=False)
 
 
-def test_plain_schemas_are_left_alone() -> None:
-    assert is_plain(LEAF)
-    assert not is_plain({"properties": {"a": {"uniqueItems": True}}})
+def test_one_form_of_a_plain_schema_is_itself() -> None:
     assert normalize(LEAF).schema == LEAF

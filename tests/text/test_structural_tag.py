@@ -8,7 +8,7 @@ import llguidance
 import pytest
 
 from penstock.errors import InvalidGrammar
-from penstock.text.structural_tag import to_lark
+from penstock.text.grammar.structural_tag import to_lark
 from tests.text.test_gbnf import accepts
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}

@@ -13,7 +13,7 @@ from penstock.config import OPTIONS, QUANTIZATIONS, Config, Device, available_th
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.backend.kv_file import KvFile
+    from penstock.backend.blocks.kv_file import KvFile
     from penstock.backend.packed_cache import PackedCache
 
 NVIDIA = Path("/dev/nvidiactl")  # exists where a driver is loaded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.sharing import DeviceSharing
+from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.config import available_memory, total_memory
 from penstock.model.low_rank import LowRankUpdate
 from penstock.model.spec import KvGroup, ModelSpec
@@ -482,6 +482,10 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
 
     def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
         """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""
+
+    def tell_of_compiling(self, tell: Callable[[bool], None]) -> None:
+        """Has `tell` called when a step begins to compile a kernel (True), and when it goes on (False). To be called in
+        the thread that launches steps."""
 
     def is_lost(self) -> bool:
         """Returns whether, after an error, nothing can be computed any more in this process. Most errors harm one step

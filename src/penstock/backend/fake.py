@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.array_blocks import ArrayBlocks
 from penstock.backend.base import (
     LAST_SAMPLED,
     AdapterSlots,
@@ -25,6 +24,7 @@ from penstock.backend.base import (
     StateMove,
     StoredAs,
 )
+from penstock.backend.blocks.array_blocks import ArrayBlocks
 from penstock.backend.pooling import Pools
 from penstock.backend.sampler_chain import chained_positions, sampled_place, with_chains
 from penstock.backend.synchronous import SynchronousBackend
@@ -190,9 +190,10 @@ class FakeProgram:
         slot, tables = batch.slots[row], batch.tables[:, row]
         tokens, positions = batch.tokens[first:last].astype(np.int64), batch.positions[first:last]
         tokens[tokens == LAST_SAMPLED] = self._last[slot]
-        tokens += self.weights
+        added = self.weights
         if len(batch.adapters) and batch.adapters[row] >= 0:
-            tokens += self._adapters[int(batch.adapters[row])].value
+            added += self._adapters[int(batch.adapters[row])].value
+        tokens += added
         self._store(tables, positions, tokens)
         if self.hidden is not None:
             self._store_hidden(self.hidden, tables[self._windows.index(0)], positions)
@@ -201,7 +202,7 @@ class FakeProgram:
         for s in range(batch.sample_start[row], batch.sample_start[row + 1]):
             length = int(batch.positions[batch.sampled[s]]) + 1
             state = states[batch.sampled[s] - first] if states else 0
-            token = (checksum(self._seen(tables, length), length, self._vocab) + state + self._number) % self._vocab
+            token = self._token(tables, length, state, added)
             if s in allowed:
                 token = first_allowed(token, allowed[s], self._vocab)
             result = answered(result, token, int(batch.sample.target[s]))
@@ -209,8 +210,14 @@ class FakeProgram:
             self._last[slot] = result.tokens[-1]
         return result
 
+    def _token(self, tables: NDArray[np.int32], length: int, state: int, added: int) -> int:
+        """Returns the token that follows the first `length` ones of a row, to each of which its weights and its adapter
+        have `added` a number."""
+        return (checksum(self._seen(tables, length), length, self._vocab) + state + self._number) % self._vocab
+
     def _hidden(self, batch: Batch, first: int, last: int) -> NDArray[np.float32]:
-        table = batch.tables[0, np.searchsorted(batch.row_start, first, side="right") - 1]
+        group = self._windows.index(0) if 0 in self._windows else 0
+        table = batch.tables[group, np.searchsorted(batch.row_start, first, side="right") - 1]
         contexts = [self._read(table, 0, int(position) + 1) for position in batch.positions[first:last]]
         return np.array([state(context, self._vocab) for context in contexts], np.float32)
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from penstock.backend.base import Floats
 from penstock.config import AUTO
+from penstock.config.kv_formats import kv_parts
 from penstock.errors import ConfigError
-from penstock.kv_types import kv_parts
 from penstock.model.spec import AttentionSpec
 
 GROUP = 32  # dimensions of a head that share a scale of int4

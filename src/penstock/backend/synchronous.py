@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from penstock.backend.base import Batch, Bitmasks, CacheSize, Floats, Ints, Model, Sleeper, Ticket
-from penstock.backend.sharing import DeviceSharing
+from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.types import StepResult
 
 Launch = Callable[[Batch], Ticket]
@@ -61,6 +61,8 @@ class SynchronousBackend(Generic[P]):
         return program_of(self._programs, batch)
 
     def warm_up(self) -> None: ...
+
+    def tell_of_compiling(self, tell: Callable[[bool], None]) -> None: ...
 
     def prepare_in_idle(self) -> bool:
         return False

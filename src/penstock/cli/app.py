@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli import other_engines, settings
-from penstock.cli.command import (
+from penstock.cli import other_engines
+from penstock.cli.framework import settings
+from penstock.cli.framework.command import (
     Exit,
     Option,
     UsageError,
@@ -23,6 +24,7 @@ from penstock.cli.command import (
     split_rest,
 )
 from penstock.errors import PenstockError
+from penstock.system.printing import escaped, give_up_unwritable, print_to_stderr
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that writes to a pipe without a reader
 INTERRUPTED = 130
@@ -50,7 +52,7 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "bench": "bench.bench",
     "doctor": "doctor.doctor",
     "config": "configuration.config",
-    "completion": "completion.completion",
+    "completion": "shell_completion.completion",
     "replay": "replay.replay",
     "fleet serve": "fleet_serve.serve",
     "fleet gateway": "fleet_serve.gateway",
@@ -95,7 +97,9 @@ COMMAND_COLUMN = 16  # characters before what a command does
 
 def app(words: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line, by default that of this process, and exits with its code."""
-    sys.exit(_exit_code(lambda: _run(sys.argv[1:] if words is None else words)))
+    code = _exit_code(lambda: _run(sys.argv[1:] if words is None else words))
+    give_up_unwritable()
+    sys.exit(code)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -114,7 +118,7 @@ def _run(words: Sequence[str]) -> int:
     elif name == "--version":
         print(f"penstock {__version__}{_built_from()}")
     else:
-        print(f"error: there is no command {name!r}; {nearest_commands(name)}", file=sys.stderr)
+        print_to_stderr(f"error: there is no command {name!r}; {nearest_commands(name)}")
         return WRONG_USAGE
     return 0
 
@@ -156,7 +160,7 @@ def _exit_code(run: Callable[[], int]) -> int:
     except (PenstockError, OSError) as error:
         return _report(error)
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        print_to_stderr("")
         return INTERRUPTED
 
 
@@ -169,7 +173,7 @@ def _run_command(name: str, words: Sequence[str]) -> int:
         meant = other_engines.translate(words, known_flags(function))
         given = complete(name, function, vars(parse(meant.words)), _settings())
         for note in meant.notes:
-            print(f"note: {note}", file=sys.stderr)
+            print_to_stderr(f"note: {note}")
         if given.get("device") != "ref":  # NumPy computes little here, and its threads would take cores from ours
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
@@ -224,9 +228,11 @@ def _report(error: PenstockError | OSError) -> int:
     if os.environ.get("PENSTOCK_DEBUG") == "1":
         import traceback
 
-        traceback.print_exception(error)
+        print_to_stderr("".join(traceback.format_exception(error)).rstrip())
     code = error.code if isinstance(error, PenstockError) else "os_error"
-    print(f"error: {error} [{code}]", file=sys.stderr)
+    told = f"error: {error} [{code}]"
+    if not print_to_stderr(told):
+        print(escaped(told))  # stdout is all that is left
     return 1
 
 

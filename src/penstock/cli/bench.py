@@ -6,13 +6,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from penstock.cli import options
-from penstock.cli.command import Exit, Option, UsageError
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Exit, Option, UsageError
 from penstock.cli.terminal import note, obtain, print_json, print_table
 
 if TYPE_CHECKING:
-    from penstock.bench import Result, Target, Workload
     from penstock.config import Config
+    from penstock.tools.bench import Result, Target, Workload
 
 
 ServerUrl = Annotated[str, Option(help="Server to measure instead of MODEL, such as http://127.0.0.1:8000/v1.")]
@@ -56,7 +56,7 @@ def bench(
     if url and model:
         raise UsageError("MODEL runs here and cannot be combined with --url: choose the server's model with --model")
 
-    from penstock.bench import Workload, run
+    from penstock.tools.bench import Workload, run
 
     lengths = {"input_len": input_len, "output_len": output_len, "shared_prefix": shared_prefix}
     workloads = [
@@ -82,7 +82,7 @@ def bench(
 
 
 async def _measure_url(url: str, model: str, api_key: str, workloads: list[Workload]) -> list[Result]:
-    from penstock.bench import UrlTarget
+    from penstock.tools.bench import UrlTarget
 
     target = UrlTarget(url, model, api_key)
     await target.negotiate()
@@ -90,8 +90,8 @@ async def _measure_url(url: str, model: str, api_key: str, workloads: list[Workl
 
 
 async def _measure_engine(config: Config, workloads: list[Workload]) -> list[Result]:
-    from penstock.bench import EngineTarget, RequestTiming
     from penstock.ipc.spawn import ProcessClient
+    from penstock.tools.bench import EngineTarget, RequestTiming
 
     client = ProcessClient(config)
     try:
@@ -107,7 +107,7 @@ async def _measure(target: Target, workloads: list[Workload]) -> list[Result]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from penstock.bench import run_workload
+    from penstock.tools.bench import run_workload
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)

@@ -7,11 +7,12 @@ import sys
 from contextlib import suppress
 from typing import Annotated
 
-from penstock.cli import options
 from penstock.cli.chat_session import ChatSession
-from penstock.cli.command import OptionGroup
 from penstock.cli.fitting import MemoryAdvisor, with_stored_quantize
+from penstock.cli.framework import options
+from penstock.cli.framework.command import OptionGroup
 from penstock.cli.terminal import note, obtain
+from penstock.system.private_files import make_private_file, make_private_folder
 
 QUOTES = '"' * 3
 
@@ -93,7 +94,8 @@ def _edit_lines() -> None:
 
     def save() -> None:
         with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(file.parent)
+            make_private_file(file)
             readline.write_history_file(file)
 
     atexit.register(save)

@@ -10,13 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.command import help_width
-from penstock.cli.markdown import print_answer
+from penstock.cli.framework.command import help_width
+from penstock.cli.framework.markdown import print_answer
 from penstock.cli.terminal import note, note_ending
 from penstock.errors import InvalidRequest, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.cli.options import AnswerOptions
+    from penstock.cli.framework.options import AnswerOptions
     from penstock.llm import LLM
 
 HELP = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from penstock.cli import options, settings
 from penstock.cli.app import COMMANDS, command, nearest_commands
-from penstock.cli.command import Argument, Declared, Option, UsageError, declarations, read_setting
+from penstock.cli.framework import options, settings
+from penstock.cli.framework.command import Argument, Declared, Option, UsageError, declarations, read_setting
 from penstock.cli.terminal import note, print_json, print_table
 
 DEFAULT = "default"

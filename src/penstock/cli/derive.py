@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from penstock.cli.command import Argument, Option
+from penstock.cli.framework.command import Argument, Option
 from penstock.cli.terminal import note
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
-from penstock.cli import machine_checks, options
-from penstock.cli.command import Exit, Option
+from penstock.cli import machine_checks
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Exit, Option
 from penstock.cli.machine_checks import Advice, CheckResult
-from penstock.cli.machine_profile import COMMON_FORMATS, machine_profile
+from penstock.cli.machine_profile import COMMON_FORMATS, busy_text, is_busy, machine_profile
 from penstock.cli.terminal import line_width, note, print_filled, print_json, readable_size
 from penstock.errors import ConfigError, PenstockError
 
@@ -57,8 +58,8 @@ def doctor(
     penstock doctor --kv-disk DIR
     penstock doctor --json
 
-    The speed is measured once, which takes about 20 seconds, and kept for penstock plan. The last lines are commands to
-    type next.
+    The speed is measured once, which takes about 20 seconds, and kept for penstock plan, unless other processes use the
+    machine meanwhile. The last lines are commands to type next.
 
     --tune is for GPUs other than the H100 and H200, whose tilings are known. It takes some minutes and wants the GPU
     to itself. The tilings are kept in the store's folder, for this GPU and these versions of Penstock and Triton.
@@ -243,7 +244,8 @@ def _speed(again: bool) -> tuple[str, str]:
         f"{name} {1e-9 / times.seconds[0]:,.3g} and {1e-9 * times.rows[-1] / times.seconds[-1]:,.4g}"
         for name, times in profile.matmuls.items()
     ]
-    return "ok", f"billions of weights per second in decode (1 row) and in prefill: {', '.join(rates)}"
+    detail = f"billions of weights per second in decode (1 row) and in prefill: {', '.join(rates)}"
+    return ("note", f"{detail}; {busy_text(profile)}") if is_busy(profile) else ("ok", detail)
 
 
 def _tune_kernels() -> None:

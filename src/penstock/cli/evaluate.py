@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from penstock.cli import options
-from penstock.cli.command import Option, OptionGroup, UsageError
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Option, OptionGroup, UsageError
 from penstock.cli.terminal import counting, obtain, print_json
+from penstock.config.kv_formats import is_kv_quantized
 from penstock.errors import InvalidRequest
-from penstock.kv_types import is_kv_quantized
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -20,12 +20,35 @@ if TYPE_CHECKING:
 class TextOptions(NamedTuple):
     """Declares the options that say what is predicted."""
 
-    text: Annotated[str, Option(help="File with the text to predict.")] = ""
+    text: Annotated[
+        str,
+        Option(
+            help="File with the text to predict. By default, a short text of the package, on which the engine measures "
+            "a quantized KV cache at load."
+        ),
+    ] = ""
     context: Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")] = 512
     tokens: Annotated[
-        int, Option(minimum=0, help="Most tokens of the text to use. 0: 8192, or one window if that is longer.")
+        int,
+        Option(
+            minimum=0,
+            help="Most tokens of the text to use. 0: 8192 of a file and 1024 without one, or one window if that is "
+            "longer.",
+        ),
     ] = 0
     json: options.Json = False
+
+    def words(self) -> str:
+        """Returns the text to predict."""
+        from penstock.planning.evaluation import built_in_text
+
+        return read_text(self.text) if self.text else built_in_text()
+
+    def most_tokens(self) -> int:
+        """Returns how many tokens of the text are used at most; 0: as many as of any file."""
+        from penstock.planning.evaluation import GUARD_TOKENS
+
+        return self.tokens or (0 if self.text else max(GUARD_TOKENS, self.context))
 
 
 def ppl(
@@ -39,14 +62,14 @@ def ppl(
     penstock eval ppl smollm2 --text book.txt
     penstock eval ppl ./folder --quantize q4_k --text book.txt --tokens 32768 --json
     """
-    words = read_text(given.text)
+    words = given.words()
     path = obtain(model)
 
     from penstock.config import configure
     from penstock.planning.evaluation import Scorer, measure_perplexity, windows_of
 
     config = configure(path, engine)
-    windows = windows_of(path, words, given.context, given.tokens, config.config)
+    windows = windows_of(path, words, given.context, given.most_tokens(), config.config)
     scorer = Scorer(config, given.context)
     with counting("windows", len(windows)) as advance:
         found = measure_perplexity(scorer, windows, advance)
@@ -70,18 +93,19 @@ def kl(
       penstock eval kl ./model.q4_k.gguf --against ./folder --text book.txt
       penstock eval kl ./folder --quantize q4_k --against ./folder --text book.txt --json
       penstock eval kl ./folder --kv int8 --against ./folder --text book.txt
+      penstock eval kl ./folder --kv int4 --against ./folder
 
     --quantize and a --kv of fewer than 16 bits apply to MODEL only: the reference runs with the weights in its files
     and with a KV cache that is not quantized (--kv auto).
     """
-    words = read_text(given.text)
+    words = given.words()
     if not against:
         raise UsageError("--against is missing: give the reference model")
     path, reference = obtain(model), obtain(against)
 
     from penstock.config import configure
 
-    found = diverge(configure(path, engine), reference, words, given.context, given.tokens)
+    found = diverge(configure(path, engine), reference, words, given.context, given.most_tokens())
     if given.json:
         print_json({"model": model, "against": against, "context": given.context, "kl": asdict(found)})
     else:
@@ -137,8 +161,6 @@ def with_error(found: Perplexity) -> str:
 
 def read_text(file: str) -> str:
     """Returns the text of a file."""
-    if not file:
-        raise UsageError("--text is missing: give a file with the text to predict")
     try:
         return Path(file).expanduser().read_text("utf-8")
     except UnicodeError as error:

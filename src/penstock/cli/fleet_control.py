@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Option
 from penstock.cli.fleet_serve import replica_range, run_folder
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option
 from penstock.cli.terminal import note, print_json, print_table
 
 if TYPE_CHECKING:

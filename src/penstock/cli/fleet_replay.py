@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from penstock.cli import options
-from penstock.cli.command import Exit, Option, UsageError
 from penstock.cli.fleet_sim import Limit, Scale, Speed, TraceFile, open_trace
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Exit, Option, UsageError
 from penstock.cli.terminal import note, print_json
 
 if TYPE_CHECKING:
-    from penstock.fleet.replay import ReplayOptions, ReplayReport
-    from penstock.fleet.traces import Trace
+    from penstock.tools.replay import ReplayOptions, ReplayReport
+    from penstock.tools.traces import Trace
 
 
 def replay(
@@ -41,7 +41,7 @@ def replay(
     """
     import asyncio
 
-    from penstock.fleet.replay import ReplayOptions
+    from penstock.tools.replay import ReplayOptions
 
     if not url:
         raise UsageError("--url URL is needed: the server to send the trace to")
@@ -60,8 +60,8 @@ def replay(
 
 
 async def _replay(trace: Trace, urls: list[str], access: tuple[str, str], options: ReplayOptions) -> ReplayReport:
-    from penstock.bench import UrlTarget
-    from penstock.fleet.replay import replay
+    from penstock.tools.bench import UrlTarget
+    from penstock.tools.replay import replay
 
     targets = [UrlTarget(url, *access) for url in urls]
     for target in targets:

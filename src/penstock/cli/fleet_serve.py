@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Option, OptionGroup, UsageError
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.serve import ModelRefs, ServerOptions, run_server
 from penstock.config import AUTO
 from penstock.fleet import MOST_REPLICAS

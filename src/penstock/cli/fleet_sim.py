@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from penstock.cli import options
-from penstock.cli.command import Option, UsageError
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Option, UsageError
 from penstock.cli.terminal import note, print_json, print_table
 
 if TYPE_CHECKING:
-    from penstock.fleet.sim import FleetReport
     from penstock.fleet.timing import EngineTiming
-    from penstock.fleet.traces import Trace
+    from penstock.tools.sim.simulation import FleetReport
+    from penstock.tools.traces import Trace
 
 PICTURE = "fleet-sim.svg"  # what --plot writes by default
 TraceFile = Annotated[
@@ -60,9 +60,9 @@ def sim(
     engine's options give that model, and the speed that penstock plan expects of it on this machine. Goodput counts the
     requests per second whose first token came within 2 s, and whose others came within 50 ms each.
     """
-    from penstock.fleet.policies import NAMES
     from penstock.fleet.route import RoutingWeights
-    from penstock.fleet.sim import FleetOptions, FleetSimulation
+    from penstock.tools.sim.policies import NAMES
+    from penstock.tools.sim.simulation import FleetOptions, FleetSimulation
 
     if policy not in (*NAMES, "all"):
         raise UsageError(f"--policy takes {', '.join(NAMES)} or all; got {policy!r}")
@@ -76,7 +76,7 @@ def sim(
         reports.append(fleet.run())
         ttfts[name] = fleet.ttfts()
     if plot:
-        from penstock.fleet.plot import ttft_chart
+        from penstock.tools.plot import ttft_chart
 
         Path(plot).write_text(ttft_chart(f"{Path(trace).name} at {speed:g}x, {replicas} replicas", ttfts))
         note(f"the picture is in {plot}")
@@ -88,7 +88,7 @@ def sim(
 
 def open_trace(path: str, speed: float, limit: int, scale: float) -> Trace:
     """Reads the trace that a command is about."""
-    from penstock.fleet.traces import Trace, read_trace
+    from penstock.tools.traces import Trace, read_trace
 
     if not path:
         raise UsageError("--trace FILE is needed: the requests to simulate or send")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from penstock.cli.command import Option
+from penstock.cli.framework.command import Option
 
 if TYPE_CHECKING:
     from penstock.server.foreign import ForeignModels

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Option, OptionGroup, UsageError
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.terminal import note, print_json, print_table
 from penstock.errors import ConfigError
 
@@ -67,6 +67,9 @@ def add(
     concurrent: Annotated[int | None, Option(minimum=1, help="Most concurrent requests.")] = None,
     models: KeyModels = None,
     admin: Annotated[bool, Option(help="The key may also pull, create and delete models.")] = False,
+    monitor: Annotated[
+        bool, Option(help="The key may also read /metrics, which is about all keys and models.")
+    ] = False,
     file: KeyFile = "",
     json: options.Json = False,
     *,
@@ -96,6 +99,7 @@ def add(
         concurrent=concurrent,
         models=tuple(models or ()),
         admin=admin,
+        monitor=monitor,
         **share.fields(),
     )
     with changing(path) as keys:
@@ -186,5 +190,6 @@ def _limits(key: Key) -> str:
     limits += [f"weight {key.weight:g}"] * (key.weight != 1) + [f"priority from {key.priority}"] * bool(key.priority)
     targets = {"TTFT": key.ttft_target_ms, "ITL": key.itl_target_ms}
     limits += [f"{what} target {target} ms" for what, target in targets.items() if target is not None]
-    limits += [f"only {', '.join(key.models)}"] * bool(key.models) + ["may change models"] * key.admin
+    limits += [f"only {', '.join(key.models)}"] * bool(key.models)
+    limits += ["may change models"] * key.admin + ["may read /metrics"] * key.monitor
     return ", ".join(limits)

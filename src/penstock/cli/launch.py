@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Exit, Option, Rest, UsageError
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Exit, Option, Rest, UsageError
 from penstock.cli.terminal import note
 from penstock.config import DEFAULTS
 from penstock.errors import ConfigError

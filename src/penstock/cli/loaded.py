@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Option
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option
 from penstock.cli.terminal import note, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
@@ -29,7 +29,11 @@ def ps(json: options.Json = False, *, url: ServerUrl = DEFAULT_URL) -> None:
     """
     from rich.table import Table
 
-    models = ask(url, "/health")["models"]
+    from penstock.errors import EngineUnavailable
+
+    models = ask(url, "/health").get("models")
+    if models is None:
+        raise EngineUnavailable(f"the server at {url} needs an API key: put it into {KEY}")
     if json:
         print_json(models)
         return

@@ -1,4 +1,5 @@
-"""Keeps the measured speed of this machine in the store's folder, until the engine or the machine changes."""
+"""Keeps the measured speed of this machine in the store's folder, until the engine or the machine changes. What was
+measured while other processes used the machine is not kept."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import platform
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock import __version__
 from penstock.cli.terminal import note
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.planning.roofline import MachineProfile
 
-VERSION = f"{__version__} (2)"  # of the engine and of the file's fields
-BUSY = 0.1  # share of the machine that other processes may use while it is measured
+VERSION = f"{__version__} (3)"  # of the engine and of the file's fields
+BUSY = 0.1  # share of the machine that other processes may use while it is measured, if that is to be kept
+STAT = Path("/proc/stat")
+_not_kept: dict[str, MachineProfile] = {}  # what this process measured on a busy machine
 COMMON_FORMATS = {"cpu": ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"), "cuda": ("BF16", "fp8", "Q4_K")}
 
 
@@ -27,41 +30,66 @@ def machine_profile(
     config: Config, backend_name: str, formats: Iterable[str], again: bool = False
 ) -> MachineProfile | None:
     """Returns the speed of this machine with weights of these formats, and measures what is not known yet. None: the
-    device is not meant for speed."""
+    device is not meant for speed. What was measured on a busy machine is not kept: only this process uses it."""
     from penstock.planning.calibration import SIZES, measure
 
     if Device.parse(config.device).kind not in SIZES:
         return None
     key = _key(config, backend_name)
-    known = None if again else _read(key)
+    known = None if again else _not_kept.get(key) or _read(key)
     missing = [name for name in formats if known is None or name not in known.matmuls]
     if known is None or missing:
-        note(f"measuring {key} once; each format of weights takes some seconds")
+        note(f"measuring {key}; each format of weights takes some seconds")
         before = _busy_time()
         known = measure(config, missing, known, log=lambda what: note(f"  {what}"))
-        _warn_if_busy(before)
-        _write(key, known)
+        known = known._replace(busy=max(known.busy, _share_of_others(before)))
+        if is_busy(known):
+            _not_kept[key] = known
+            note(f"{busy_text(known)}; `penstock doctor --measure` measures it again")
+        else:
+            _not_kept.pop(key, None)
+            _write(key, known)
     return known
 
 
-def _busy_time() -> tuple[float, float, float]:
-    """Returns seconds: CPU time of this process, CPU time of all processes, and the clock."""
+def is_busy(profile: MachineProfile) -> bool:
+    """Returns whether other processes disturbed the measurement."""
+    return profile.busy > BUSY
+
+
+def busy_text(profile: MachineProfile) -> str:
+    """Returns a sentence about a measurement that other processes disturbed."""
+    return (
+        f"other processes used {profile.busy:.0%} of this machine while its speed was measured: it is faster than "
+        "that, and the measurement is not kept"
+    )
+
+
+class BusyTime(NamedTuple):
+    """Holds seconds since some moment."""
+
+    own: float  # CPU time of this process
+    everyone: float  # CPU time of all processes; on a virtual machine also that of others, which was taken from it
+    clock: float
+
+
+def _busy_time() -> BusyTime:
     own = sum(os.times()[:4])
     try:
-        user, nice, system = map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])
+        ticks = list(map(int, STAT.read_text().split(maxsplit=9)[1:9]))
     except (OSError, ValueError):
-        return own, own, time.monotonic()
-    return own, (user + nice + system) / os.sysconf("SC_CLK_TCK"), time.monotonic()
+        return BusyTime(own, own, time.monotonic())
+    user, nice, system, _idle, _waiting, *others = ticks
+    return BusyTime(own, sum((user, nice, system, *others)) / os.sysconf("SC_CLK_TCK"), time.monotonic())
 
 
-def _warn_if_busy(before: tuple[float, float, float]) -> None:
-    own, everyone, elapsed = (now - then for now, then in zip(_busy_time(), before, strict=True))
-    share = (everyone - own) / elapsed / (os.cpu_count() or 1)
-    if share > BUSY:
-        note(
-            f"other processes used {share:.0%} of this machine meanwhile, so it is faster than measured; "
-            "`penstock doctor --measure` measures it again"
-        )
+def _share_of_others(before: BusyTime) -> float:
+    """Returns the share of the machine that other processes have used since. 0 where the system does
+    not count that."""
+    now = _busy_time()
+    cores = os.cpu_count() or 1
+    own, everyone, elapsed = (one - other for one, other in zip(now, before, strict=True))
+    return max(everyone - own, 0.0) / max(elapsed, 1e-9) / cores
 
 
 def _key(config: Config, backend_name: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Option, UsageError
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option, UsageError
 from penstock.cli.terminal import note, obtain
 
 

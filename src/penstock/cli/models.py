@@ -9,10 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli import options
 from penstock.cli.catalogue import list_catalogue
-from penstock.cli.command import Argument, Option
 from penstock.cli.fitting import MemoryAdvisor
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option
 from penstock.cli.terminal import note, obtain, print_filled, print_json, print_table, readable_size
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import takewhile
 from typing import NamedTuple
 
-from penstock.cli.command import UsageError
+from penstock.cli.framework.command import UsageError
 
 RENAMED = {
     "--max-model-len": "--max-len",  # vLLM

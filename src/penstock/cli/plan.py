@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli import options
-from penstock.cli.command import Option
 from penstock.cli.fitting import MemoryAdvisor
-from penstock.cli.machine_profile import machine_profile
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Option
+from penstock.cli.machine_profile import busy_text, is_busy, machine_profile
 from penstock.cli.terminal import obtain, print_filled, print_json, print_table, readable_size
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def plan(
         if loss:
             print_filled(str(loss), f"  {'KV in ' + config.kv:<18}")
         _print_lines(_speed_lines(found.speed))
+        if found.speed and found.profile and is_busy(found.profile):
+            print_filled(busy_text(found.profile), "  note: ")
     if others and not json:
         _print_table([found, *others])
     if found.problem:
@@ -75,7 +77,8 @@ def _to_json(forecast: Forecast) -> dict[str, Any]:
     fields = {**memory.footprint._asdict(), "cache": memory.cache, "kv_ram": memory.kv_ram}
     fields |= {"adapters": memory.adapters}
     fields |= {**memory.limits._asdict(), "notes": memory.notes}
-    return {"fits": True} | fields | {"speed": speed and speed._asdict()}
+    busy = forecast.profile.busy if forecast.profile else None  # the share of others while the speed was measured
+    return {"fits": True} | fields | {"speed": speed and speed._asdict(), "machine_busy": busy}
 
 
 def _print_lines(lines: Iterable[str]) -> None:

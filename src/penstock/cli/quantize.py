@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Option, UsageError
 from penstock.cli.evaluate import diverge, print_divergence, read_text
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option, UsageError
 from penstock.cli.terminal import DownloadBar, note, obtain, print_json, readable_size
 
 if TYPE_CHECKING:

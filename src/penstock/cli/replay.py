@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from penstock.cli.command import Argument, Exit, Option
+from penstock.cli.framework.command import Argument, Exit, Option
 
 if TYPE_CHECKING:
     from penstock.config import Config

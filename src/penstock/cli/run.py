@@ -9,10 +9,10 @@ import stat
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.fitting import MemoryAdvisor, with_stored_quantize
-from penstock.cli.terminal import note, note_ending, obtain, print_json
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option, OptionGroup, UsageError
+from penstock.cli.terminal import note, note_ending, obtain, print_json, print_piece
 from penstock.errors import InvalidRequest, ModelNotFound
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ def _facts(output: RequestOutput) -> dict[str, Any]:
 
 def _print_stream(stream: CompletionStream) -> None:
     for piece in stream:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        print_piece(piece)
     print(flush=True)
     note_ending(stream.completion)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.foreign_engines import ForeignOptions
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.served_models import FoundModel, MakeClient, ModelFinder, ModelSources, TextChanges
+from penstock.cli.terminal import note
 from penstock.cli.usage import UsageOptions
 
 if TYPE_CHECKING:
@@ -138,6 +138,14 @@ class AccessOptions(NamedTuple):
             minimum=0, help="Most requests that may wait; further ones are refused (503). By default, 16 for each row."
         ),
     ] = None
+    allowed_path: Annotated[
+        list[str] | None,
+        Option(
+            help="Folder below which requests may name adapters and weights on this machine. May be repeated. By "
+            "default, requests may name any path if the server has keys or listens on a loopback address, and none "
+            "otherwise."
+        ),
+    ] = None
     strict: Annotated[
         bool,
         Option(
@@ -155,7 +163,7 @@ class AccessOptions(NamedTuple):
         if self.strict and self.ignore_unknown_fields:
             raise UsageError("--strict and --ignore-unknown-fields contradict each other: leave one out")
         if self.ignore_unknown_fields:
-            print("note: --ignore-unknown-fields is the default now: leave it out", file=sys.stderr, flush=True)
+            note("note: --ignore-unknown-fields is the default now: leave it out")
         return Rules(
             Path(self.keys).expanduser() if self.keys else None,
             tuple(self.cors or ()),
@@ -307,7 +315,7 @@ class SpeculativeOptions(NamedTuple):
         """Returns the values of --speculation and --draft that hold, if others say them; `given` are the options of the
         engine."""
         from penstock.config import DEFAULTS, log_to_stderr
-        from penstock.speculative_config import speculation_in_json
+        from penstock.config.speculative import speculation_in_json
 
         config = speculation_in_json(self.speculative_config, log_to_stderr) if self.speculative_config else {}
         draft = {"draft": self.model_draft} if self.model_draft else {}
@@ -427,6 +435,7 @@ def run_server(
 
     from penstock import server
     from penstock.server.models import ModelPool, PoolSettings, client_aliases
+    from penstock.server.models.request_paths import request_paths
     from penstock.server.streams.kept import KeepLimits
     from penstock.server.telemetry.access_log import LogSettings
 
@@ -435,7 +444,8 @@ def run_server(
     aliases = _aliases(listen.alias or [], [each.name for each in finder.found], others=bool(foreign.engines))
     fallbacks = foreign.fallbacks([*(each.name for each in finder.found), *(alias.pattern for alias in aliases)])
     aliases += client_aliases() if rules.lenient else ()
-    settings = PoolSettings(budget, pool.keep_alive(), aliases, template.trust_request_chat_template, fallbacks)
+    paths = request_paths(access.allowed_path or [], listen.host, keyless=not access.keys)
+    settings = PoolSettings(budget, pool.keep_alive(), aliases, template.trust_request_chat_template, fallbacks, paths)
     adapters = (*(engine["adapter"] or ()), *(lora.lora_modules or ()))
     text = TextChanges(template.source(), template.sampling())
     sources = ModelSources(finder, engine, adapters, text, budget, make_client)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from penstock.cli import options
 from penstock.cli.fitting import MemoryAdvisor, with_stored_quantize
-from penstock.cli.terminal import obtain
+from penstock.cli.framework import options
+from penstock.cli.terminal import note, obtain
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -190,6 +189,7 @@ class ModelSources:
         self._text = text
         self._made: dict[FoundModel, ModelSource] = {}
         self._make_client = make_client
+        self._several = len(finder.found) > 1 or finder.changes
         maker = self._client_maker(several=len(finder.found) > 1, warm=True)
         shares = partial(model_shares, budget, disk=bool(engine.get("kv_disk")))
         self.first = [self._make(each, maker, shares(len(finder.found))) for each in finder.found]
@@ -216,7 +216,8 @@ class ModelSources:
             own: dict[str, Any] = {"adapter": self._adapters.get(found.name, ())}
             if found != self._finder.found[0]:
                 own["draft"] = ""
-            self._made[found] = source_of(found, self._engine | own, self._text, make_client, shares)
+            options = self._engine | own
+            self._made[found] = source_of(found, options, self._text, make_client, shares, several=self._several)
         return self._made[found]
 
 
@@ -254,9 +255,15 @@ def model_shares(budget: Budget, models: int, disk: bool = False) -> MemoryShare
 
 
 def source_of(
-    found: FoundModel, engine: dict[str, Any], text: TextChanges, make_client: MakeClient, shares: MemoryShares
+    found: FoundModel,
+    engine: dict[str, Any],
+    text: TextChanges,
+    make_client: MakeClient,
+    shares: MemoryShares,
+    *,
+    several: bool,
 ) -> ModelSource:
-    """Returns how a model is loaded."""
+    """Returns how a model is loaded; `several`: its options are those of other models, too."""
     from penstock.config import AUTO, configure, parse_adapter
     from penstock.server.models import ModelSource
     from penstock.store import with_local_draft
@@ -264,6 +271,7 @@ def source_of(
     unset = {name: share for name, share in shares._asdict().items() if engine.get(name) in (None, 0, AUTO)}
     given = with_stored_quantize(found.path, engine | unset)
     config = with_local_draft(configure(found.path, given, name=found.name), obtain)
+    config = replace(config, max_len_for_all=several)
     load = partial(_load_text, found, config.config, text)
     client = partial(make_client, config)
     adapters = tuple(map(parse_adapter, config.adapter))
@@ -326,7 +334,7 @@ def _load_text(found: FoundModel, fields: Sequence[str], changes: TextChanges) -
     if changes.template:
         return _isolated(text.with_template_text(changes.template))
     if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
-        print(f"{found.name} has no chat template: chats are rendered as ChatML (see --chat-template)", file=sys.stderr)
+        note(f"{found.name} has no chat template: chats are rendered as ChatML (see --chat-template)")
     return _isolated(text)
 
 

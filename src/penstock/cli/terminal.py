@@ -11,6 +11,8 @@ from math import log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.system.printing import escaped, escaped_json, print_to_stderr, stripped
+
 if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
@@ -25,7 +27,7 @@ LINES = 24  # of a terminal: Rich ignores the width of a dumb one without them
 
 def note(text: str) -> None:
     """Prints a line to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print_to_stderr(text)
 
 
 def note_ending(output: RequestOutput) -> None:
@@ -41,7 +43,7 @@ def note_ending(output: RequestOutput) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False))
+    print(escaped_json(json.dumps(value, ensure_ascii=False)))
 
 
 def line_width() -> int:
@@ -51,10 +53,18 @@ def line_width() -> int:
 
 
 def print_table(table: Table) -> None:
-    """Prints a table to stdout."""
+    """Prints a table of plain text to stdout."""
     from rich.console import Console
 
-    Console(file=sys.stdout, highlight=False, width=line_width(), height=LINES).print(table)
+    for column in table.columns:
+        column._cells = [escaped(str(cell)) for cell in column.cells]
+    Console(file=sys.stdout, highlight=False, markup=False, width=line_width(), height=LINES).print(table)
+
+
+def print_piece(piece: str) -> None:
+    """Prints a piece of an answer to stdout at once: on a terminal without control characters, else as it is."""
+    sys.stdout.write(stripped(piece) if sys.stdout.isatty() else piece)
+    sys.stdout.flush()
 
 
 def print_filled(text: str, first: str = "", after: int | None = None) -> None:
@@ -64,7 +74,7 @@ def print_filled(text: str, first: str = "", after: int | None = None) -> None:
 
     indent = " " * (len(first) if after is None else after)
     wrapper = TextWrapper(max(line_width(), MIN_WIDTH), first, indent, break_long_words=False, break_on_hyphens=False)
-    print(wrapper.fill(text))
+    print(wrapper.fill(escaped(text)))
 
 
 def readable_size(size: float) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli import options
-from penstock.cli.command import Argument, Exit, Option
 from penstock.cli.fleet_sim import Limit, PlannedReplica, Scale, Speed, TraceFile, open_trace, planned_replica
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Argument, Exit, Option
 from penstock.cli.terminal import note, print_json
 
 if TYPE_CHECKING:
-    from penstock.fleet.sim import FleetOptions
-    from penstock.fleet.tune import TunedFleet
+    from penstock.tools.sim.simulation import FleetOptions
+    from penstock.tools.tune import TunedFleet
 
 BYTES = "BYTES"  # stands for a number that is not known
 
@@ -44,7 +44,7 @@ def tune(
     is printed then. A split of prefill and decode is not tried.
     """
     from penstock.fleet.scale import ServiceTargets
-    from penstock.fleet.tune import plain_fleet, tune
+    from penstock.tools.tune import plain_fleet, tune
 
     requests = open_trace(trace, speed, limit, scale)
     replica = planned_replica(model, engine, requests)

@@ -7,8 +7,8 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from penstock.cli import options
-from penstock.cli.command import Option, UsageError
+from penstock.cli.framework import options
+from penstock.cli.framework.command import Option, UsageError
 from penstock.cli.terminal import print_json, print_table
 
 if TYPE_CHECKING:

@@ -41,6 +41,8 @@ def _check_trie(scheduler: Scheduler) -> None:
     trie, windows = scheduler.cache.trie, scheduler.limits.windows
     holders = Counter(node for seq in scheduler.running for node in seq.nodes)
     for node in trie.nodes():
+        count, size = len(node.tokens), scheduler.cache.block_size
+        assert count == size, f"block {node.blocks} has {count} tokens, {size} fill it"
         on_device = trie.on_device(node)
         gone = [g for g, window in enumerate(windows) if not window and (node.blocks[g] >= 0) != on_device]
         gone += [g for g, window in enumerate(windows) if not window and not on_device and node.places[g] < 0]
@@ -153,6 +155,8 @@ def _check_tenants(scheduler: Scheduler, waiting: list[Sequence]) -> None:
 def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
     size = scheduler.cache.block_size
     assert seq.computed <= seq.planned <= seq.end <= seq.max_len, f"sequence {seq.id} is ahead of itself"
+    known = len(seq.tokens)
+    assert seq.computed <= known, f"sequence {seq.id} has {known} tokens and {seq.computed} computed positions"
     assert seq.planned <= seq.capacity, f"sequence {seq.id} computes positions it has no blocks for"
     if scheduler.limits.encoder:
         assert seq.planned in (0, seq.end), f"sequence {seq.id} was cut at {seq.planned} of {seq.end} tokens"

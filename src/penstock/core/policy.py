@@ -16,12 +16,11 @@ from penstock.core.memory_forecast import MemoryForecast, held_blocks, shared_bl
 from penstock.core.sequence import Sequence
 from penstock.core.step_cost import CostModel, PromptCost
 from penstock.core.tiers import CopyCosts
-from penstock.types import Limits, Row, prefill_budget
+from penstock.types import PROMPT_PATIENCE, Limits, Row, prefill_budget
 
 OVERCOMMIT = 0.5  # share of host memory's blocks that sequences may need beyond the device's: copies cost little
 CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
 LEAST = 8  # tokens of the first prompt in a step, whatever it costs: a cost that was learned wrong is learned again
-PATIENCE = 4  # times as long as its prompt takes that a request lets shorter ones go first
 FEW_STEPS = 16  # that a long prompt is computed in beside answers without a stated target, as far as the usual allows
 ROUND = 128  # tokens of which such a step has a multiple, because devices pad it to one
 
@@ -146,7 +145,7 @@ class StandardPolicy:
         is known, prompts go in order of arrival."""
         if self._costs is None or not self._costs.known:
             return seq.times.arrived
-        return seq.times.arrived + PATIENCE * self._costs.prompt_seconds(seq.end - computed, computed)
+        return seq.times.arrived + PROMPT_PATIENCE * self._costs.prompt_seconds(seq.end - computed, computed)
 
     def order(self, seq: Sequence) -> Any:
         """Returns background requests after all others; within each class the lower priority number goes first, then

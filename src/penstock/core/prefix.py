@@ -158,6 +158,8 @@ class BlockTrie:
     def publish(self, chain: Sequence[PrefixNode], salt: str, tokens: Sequence[int], blocks: list[int]) -> PrefixNode:
         """Holds the node one block below `chain`. `blocks` back it if nobody had computed it before, and fill in
         blocks that have left the device since."""
+        end = (len(chain) + 1) * self._block_size
+        assert len(tokens) >= end, f"a block that ends at {end} is not full: its sequence has {len(tokens)} tokens"
         parent = chain[-1] if chain else self._root
         key = self.key_of(salt, tokens, len(chain))
         node = parent.children.get(key)

@@ -13,7 +13,7 @@ from itertools import islice
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockWatcher
-from penstock.core.drafts import DraftRows, Drafts
+from penstock.core.drafting.rows import DraftRows, Drafts
 from penstock.core.kvcache import KvCache
 from penstock.core.policy import Policy, Room, StandardPolicy, StepBudget
 from penstock.core.prefix import PrefixNode
@@ -144,7 +144,7 @@ class Scheduler:
             if plan.step < seq.admission_epoch:  # preempted meanwhile: its tokens count, its KV is gone
                 self.cache.states.give_back(row)
             else:
-                self._advance(seq, row, answer.accepted)
+                self._advance(seq, row, min(answer.accepted, len(tokens)))  # a cut token was never computed
             events += self._told(seq, row, answer, tokens, stop)
         return events
 
@@ -287,7 +287,7 @@ class Scheduler:
     # -- committing ----------------------------------------------------------------------------------------------
 
     def _advance(self, seq: Sequence, row: Row, accepted: int) -> None:
-        """Takes note of the positions that a row has computed. Those of a draft that was wrong do not count."""
+        """Counts the positions that a row has computed, up to the last `accepted` token of its draft."""
         seq.computed = self.cache.states.settle(seq, row, accepted)
         seq.planned = seq.computed if row.draft else seq.planned
         if seq.computed >= seq.next_full:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import sqrt
 
-from penstock.core.speculation import StepCost
+from penstock.core.drafting.lengths import StepCost
 from penstock.types import Row
 
 
@@ -79,11 +79,14 @@ class CostModel:
     USUAL_ITL = 0.1  # seconds: the target of answers that state none,
     USUAL_STEPS = 12.0  # or the time of so many steps that only answer, if that is more: prompts go on on slow devices
 
-    def __init__(self, answers: StepCost | None = None) -> None:
+    def __init__(self, answers: StepCost | None = None, *, learns_answers: bool = True) -> None:
+        """A drafter measures the steps that only answer, if `learns_answers` is False."""
         self.answers = answers or StepCost()
+        self._learns_answers = learns_answers
         self.prompts = PromptCost()
         self.lateness = 1.2
         self.answers_known = False  # a step was measured that only answers
+        self.spent_on_prompts = 0.0  # seconds, in all steps
 
     @property
     def known(self) -> bool:
@@ -93,6 +96,12 @@ class CostModel:
     def answer_seconds(self, rows: int, tokens: int) -> float:
         """Returns the seconds of a step in which so many rows answer and compute so many tokens; 0: not known yet."""
         return self.answers.curve(rows, tokens, 0)[0] if rows and self.answers_known else 0.0
+
+    def measured(self, rows: int) -> tuple[float, float, float]:
+        """Returns the seconds of a prompt's token, of a pair of such, and of a step that answers so many rows. What is
+        not known yet is 0."""
+        prompts = (self.prompts.seconds(1, 0), self.prompts.seconds(0, 1)) if self.known else (0.0, 0.0)
+        return *prompts, self.answer_seconds(rows, rows)
 
     def usual_target(self, rows: int) -> float:
         """Returns the seconds from one token to the next that so many rows are to have if they state no target."""
@@ -110,9 +119,8 @@ class CostModel:
         else: no fewer than those of a step that answers one row."""
         return max(self.prompts.seconds(tokens, tokens * (context + tokens / 2)), self.answer_seconds(1, 1))
 
-    def observe(self, rows: Iterable[Row], seconds: float, *, answers: bool) -> None:
-        """Learns from a step with these rows. With `answers`, one that has no prompt is learned too; without, whoever
-        drafts has learned from it."""
+    def observe(self, rows: Iterable[Row], seconds: float) -> None:
+        """Learns from a step with these rows."""
         answering = tokens = computed = 0
         pairs = 0.0
         for row in rows:
@@ -126,10 +134,12 @@ class CostModel:
             alone = self.answer_seconds(answering, tokens)
             if answering and self.known and self.answers_known:
                 self._compare(seconds, alone + self.prompts.seconds(computed, pairs))
-            self.prompts.observe(computed, pairs, max(seconds - alone, 0.0))
+            added = max(seconds - alone, 0.0)
+            self.spent_on_prompts += added
+            self.prompts.observe(computed, pairs, added)
             return
         self.answers_known = True
-        if answers:
+        if self._learns_answers:
             self.answers.observe(answering, tokens, seconds)
 
     def _compare(self, seconds: float, forecast: float) -> None:

@@ -12,7 +12,7 @@ from penstock.backend.base import LAST_SAMPLED, Batch, Ints, StateMove
 from penstock.core import Sequence
 from penstock.engine.pooling import pools
 from penstock.engine.record import RequestRecord
-from penstock.engine.sampling import Sampler, Wanted, constrained_positions, sample_rows, wanted_positions
+from penstock.engine.samplers.sampler import Sampler, Wanted, constrained_positions, sample_rows, wanted_positions
 from penstock.types import Limits, Row, StepPlan
 
 

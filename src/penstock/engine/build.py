@@ -10,10 +10,10 @@ from pathlib import Path
 
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend
-from penstock.backend.exchange import KeepingPacker
+from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
-from penstock.backend.sharing import DeviceSharing
+from penstock.backend.weight_exchange import KeepingPacker
 from penstock.config import (
     Config,
     Device,
@@ -21,26 +21,25 @@ from penstock.config import (
     draft_limit,
     log_to_stderr,
     parse_adapter,
-    resolve,
-    total_memory,
 )
-from penstock.core.draft_depths import DraftDepths
-from penstock.core.speculation import StepCost
+from penstock.config.kv_formats import is_kv_quantized
+from penstock.core.drafting.depths import DraftDepths
+from penstock.core.drafting.lengths import StepCost
 from penstock.core.step_cost import CostModel
-from penstock.engine.adapters import Adapters
-from penstock.engine.carry.peers import CarryOptions
+from penstock.engine.assemble import MOST_DRAFTED, assemble
 from penstock.engine.chain_hash import chain_hash
-from penstock.engine.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, DraftModel
-from penstock.engine.drafting import Drafting
-from penstock.engine.engine import MOST_DRAFTED, Engine
-from penstock.engine.grammar import Grammars
-from penstock.engine.kept_kv import open_kv_file, open_ledger
+from penstock.engine.control.weight_reader import WeightReader
+from penstock.engine.drafts.draft_model import EAGLE3_HEAD, MTP_HEAD, SMALL_MODEL, DraftModel
+from penstock.engine.drafts.drafting import Drafting
+from penstock.engine.engine import Engine
+from penstock.engine.grammars.grammar import Grammars
 from penstock.engine.kv_disk.open import open_store
-from penstock.engine.kv_identity import kv_identity
+from penstock.engine.kv_handover.identity import kv_identity
+from penstock.engine.kv_handover.kept_kv import open_kv_file, open_ledger
+from penstock.engine.kv_transfer.peers import TransferOptions
+from penstock.engine.lora.adapters import Adapters
 from penstock.engine.low_priority import run_yielding
-from penstock.engine.weights import WeightReader
-from penstock.errors import ConfigError, OutOfMemory, WeightsError
-from penstock.kv_types import is_kv_quantized
+from penstock.errors import OutOfMemory, WeightsError
 from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
 from penstock.model.draft import group_of, open_draft
@@ -50,10 +49,12 @@ from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, loa
 from penstock.model.low_rank import Placement
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
+from penstock.planning.limits import resolve
 from penstock.planning.memory_plan import (
     adapter_memory,
     all_states,
     block_token,
+    check_machine,
     footprint_of,
     gigabytes,
     host_tier,
@@ -126,7 +127,7 @@ def build_engine(
     config: Config, checkpoint: Checkpoint, tell: Tell = silent, until_needed: UntilNeeded = at_once
 ) -> Engine:
     """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` is told what memory is for before any is taken,
-    and where the time went. Until `until_needed` returns, another engine may be using the KV cache and the disk."""
+    and where the time went. Until `until_needed` returns, another engine may be using KV cache, disk and GPU."""
     config, timer = resolve_defaults(config, checkpoint.fp8, checkpoint.whole), StartupTimer()
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
@@ -140,6 +141,7 @@ def build_engine(
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
     if on_gpu:
+        until_needed()  # there is memory for one engine
         _tell_memory(config, checkpoint, draft, backend, tell)
     packer = KeepingPacker(backend)
     loading = partial(_load_weights, checkpoint, backend, packer)
@@ -160,12 +162,12 @@ def build_engine(
         ledger = open_ledger(kv_file, blocks, limits, kv_memory)
     most = draft_limit(config.speculation)
     drafting = None if most == 0 or not limits.generates else Drafting(backend.padded_sizes)
-    return Engine(
+    return assemble(
         backend,
         limits,
         depth=backend.depth,
         grammars=grammars,
-        costs=CostModel(StepCost(shapes=backend.padded_sizes) if drafting is None else drafting.cost),
+        costs=_cost_model(backend, drafting),
         drafting=drafting,
         draft_model=open_drafting(draft, checkpoint, backend, limits),
         draft_tokens=MOST_DRAFTED if most is None else most,
@@ -179,8 +181,15 @@ def build_engine(
         sleeper=backend.sleeper,
         ledger=ledger,
         kv_store=open_store(config, blocks, backend, limits, log_to_stderr),
-        carry=CarryOptions(blocks, offer_addresses(config, backend.sharing)),
+        transfer=TransferOptions(blocks, offer_addresses(config, backend.sharing)),
     )
+
+
+def _cost_model(backend: Backend, drafting: Drafting | None) -> CostModel:
+    """Returns the forecast of steps, which drafting shares."""
+    if drafting is None:
+        return CostModel(StepCost(shapes=backend.padded_sizes))
+    return CostModel(drafting.cost, learns_answers=False)
 
 
 def _tell_memory(
@@ -220,7 +229,7 @@ def offer_addresses(config: Config, sharing: DeviceSharing | None = None) -> tup
     here = ("shm",) if sharing is None else ("cuda_ipc", "shm")
     if scheme == "ipc":
         return here
-    from penstock.engine.carry import nixl  # with sockets, which take long
+    from penstock.engine.kv_transfer import nixl  # with sockets, which take long
 
     host = rest.rpartition(":")[0]
     return (*here, *([f"nixl:{host}:0"] if nixl.preferable() else []), f"tcp:{host}:0")
@@ -309,6 +318,11 @@ def _reserve(
     layer group and those that KV and states might take in all. The cache is a little smaller than planned where there
     turns out to be less memory than a moment ago."""
     spec, adapters = checkpoint.spec, adapter_memory(config)
+    if config.max_len > spec.max_len and config.max_len_for_all:
+        log_to_stderr(
+            f"{config.name or checkpoint.name}: a sequence has at most {spec.max_len} tokens, which is this model's "
+            f"context; --max-len is {config.max_len}"
+        )
     draft_token = 0
     if draft is not None:
         draft_token = backend.footprint(spec, ()).with_draft(backend.footprint(draft.spec, ())).draft_token
@@ -329,7 +343,7 @@ def _reserve(
             encoder=spec.encoder,
             state_bytes=needs.state_bytes,
         )._replace(dim=checkpoint.embedding_width, pooling=spec.pooling, **limits_of_labels(spec))
-        _check_machine(config, limits.num_blocks * limits.block_size * group_token)
+        check_machine(config, limits.num_blocks * limits.block_size * group_token)
         try:
             backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits), spec.kv_groups)
         except OutOfMemory:
@@ -348,17 +362,6 @@ def _reserve(
             log_to_stderr(line)
     limits = limits._replace(memory=weights + kept, host_places=tier.blocks, host_states=tier.states)
     return limits, group_token, config.kv_memory or room
-
-
-def _check_machine(config: Config, cache: int) -> None:
-    """Refuses a cache that was asked for and is larger than the machine: its memory is taken as it is used, so it would
-    be reserved, and the process killed later."""
-    on_host = Device.parse(config.device).kind != "cuda"
-    if on_host and config.kv_memory and cache > total_memory():
-        raise ConfigError(
-            f"a KV cache of {gigabytes(cache)} is more than this machine has, {gigabytes(total_memory())}: "
-            "lower kv_memory, max_rows or max_len"
-        )
 
 
 def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:

@@ -6,493 +6,413 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from penstock.backend.base import Backend, Sleeper, Ticket
+from penstock.backend.base import Backend, Ticket
 from penstock.backend.synchronous import SynchronousBackend
-from penstock.core import Policy, Scheduler, StandardPolicy, hashing
-from penstock.core.block_events import BlockEvents
+from penstock.core import Scheduler
 from penstock.core.deadlines import expire, refuse_hopeless
-from penstock.core.refusal import refuse_impossible
 from penstock.core.requeue import requeue
 from penstock.core.step_cost import CostModel
-from penstock.core.tiers import CopyCosts
-from penstock.engine.adapter_control import AdapterControl
-from penstock.engine.adapter_messages import AdapterMessage
-from penstock.engine.adapters import Adapters
 from penstock.engine.batch import Batcher, bitmasks
-from penstock.engine.carry.peers import NOT_CARRIED, CarryOptions, PeerBlocks
-from penstock.engine.draft_model import DraftModel
-from penstock.engine.failures import lost_device, not_finite, step_failure
+from penstock.engine.failures import lost_device, step_failure, without_answer
+from penstock.engine.feature import Feature
 from penstock.engine.flight_recorder import FlightRecorder, Memory
-from penstock.engine.grammar import Constraint, Grammars
 from penstock.engine.host_blocks import HostMemory
-from penstock.engine.kv_disk.prefixes import open_prefixes
-from penstock.engine.kv_disk.store import SegmentStore
-from penstock.engine.kv_ledger import KvLedger
-from penstock.engine.needs import RequestNeeds
-from penstock.engine.record import RequestRecord, observe_surprises
-from penstock.engine.refusals import check_ids, refuse_logprobs, refuse_wrong_kind
+from penstock.engine.record import RequestRecord
+from penstock.engine.refusals import check_ids
 from penstock.engine.resuming import Decided, append_decided
-from penstock.engine.router_stats import RouterStats
-from penstock.engine.sleep_state import SleepState
-from penstock.engine.speculation import Drafters, Speculation
-from penstock.engine.waiting import Need, WaitingRoom
-from penstock.engine.weight_control import PATIENCE, WeightControl
-from penstock.engine.weights import WeightReader
-from penstock.errors import InvalidGrammar, InvalidRequest, OutOfMemory, PenstockError
-from penstock.model.classifier import ClassifierHead, DenseHead
+from penstock.engine.waiting import PATIENCE, Need, WaitingRoom
+from penstock.errors import InvalidRequest, OutOfMemory, PenstockError
 from penstock.types import (
     STEP_SIZES,
     Aborted,
-    AdapterInfo,
-    BlockEvent,
-    BlockSnapshot,
     Event,
     Failed,
     Finished,
-    Limits,
-    MemoryUse,
     Request,
-    Row,
-    RowResult,
     Stats,
     StepPlan,
-    StepResult,
     Tokens,
+    WeightState,
 )
+from penstock.types.messages import Abort, Add, Close, FlushCache, Message, Release
 
-MOST_DRAFTED = 64  # tokens of one row in one step
-NOTHING = StepPlan(0, ())  # is what a paused engine does
+NOTHING = StepPlan(0, ())  # the plan of a paused engine
+
+F = TypeVar("F", bound=Feature)
 
 
-class Engine(WeightControl):
-    """Answers requests: every one that was added ends in exactly one Finished, Aborted or Failed. `depth` steps are in
-    flight while the next one is planned, `policy` decides where there is a choice, `costs` learns how long steps take,
-    `drafting` proposes how answers may go on, as does a `draft_model` (a step drafts at most `draft_tokens` tokens of a
-    request), `chain` computes chain hashes, `classifier` is the model's classification head, `dense` turns its pooled
-    states into embeddings, `adapters` are those that requests may name, `weights` reads others for the model,
-    `unknown_fields` are those of its config that nothing is known of, `sleeper` gives the backend's memory back,
-    `ledger` has what of the KV cache an engine before has computed, `kv_store` keeps prompts on disk, `carry` says how
-    blocks are exchanged with other engines, and with `block_events` it is recorded what enters and leaves the prefix
-    cache."""
+class Launched(NamedTuple):
+    """A step in flight."""
+
+    plan: StepPlan
+    ticket: Ticket
+    began: float
+
+
+class Engine:
+    """Answers requests: every request that was added ends in exactly one Finished, Aborted or Failed. Up to `depth`
+    steps are in flight while the next one is planned. `costs` learn how long steps take, and `host` copies KV blocks to
+    and from host memory. Whatever else an engine can do is a feature (feature.py); assemble.py lists them."""
 
     def __init__(
         self,
         backend: Backend,
-        limits: Limits,
+        scheduler: Scheduler,
+        features: Sequence[Feature],
         *,
+        costs: CostModel,
+        host: HostMemory,
         depth: int = 0,
-        grammars: Grammars | None = None,
-        policy: Policy | None = None,
-        costs: CostModel | None = None,
-        drafting: Drafters[Any] | None = None,
-        draft_model: DraftModel | None = None,
-        draft_tokens: int = MOST_DRAFTED,
-        chain: hashing.Chain = hashing.chain,
-        block_events: bool = False,
-        classifier: ClassifierHead | None = None,
-        dense: DenseHead | None = None,
-        adapters: Adapters | None = None,
-        weights: WeightReader | None = None,
-        unknown_fields: tuple[str, ...] = (),
-        sleeper: Sleeper | None = None,
-        ledger: KvLedger | None = None,
-        kv_store: SegmentStore | None = None,
-        carry: CarryOptions = NOT_CARRIED,
     ) -> None:
-        super().__init__(weights, ledger)
-        self.limits, self.unknown_fields = limits, unknown_fields
-        self.draft_tokens = 0 if drafting is None else min(draft_tokens, MOST_DRAFTED)
-        self._grammars, self._adapters = grammars, adapters
-        self._backend, self._depth, self._classifier, self._dense = backend, depth, classifier, dense
-        self._adapter_control = AdapterControl(adapters)
-        self._sleep = SleepState(sleeper)
-        self.epoch = time.time_ns() if block_events else 0  # of its block events; 0: none are recorded
-        self._block_events = BlockEvents(self.epoch) if block_events else None
-        self._router_stats = RouterStats()
-        watchers = [watcher for watcher in (self._block_events, ledger) if watcher is not None]
-        self._records: dict[int, RequestRecord] = {}
-        self._speculation = (
-            Speculation(drafting, self._records, self.draft_tokens, draft_model) if drafting is not None else None
-        )
-        self._costs = costs or CostModel()
-        copying = CopyCosts(self._costs.prompts)
-        policy = policy or StandardPolicy(limits, self._costs, copying)
-        self._scheduler = Scheduler(
-            limits, policy=policy, drafts=self._speculation, chain=chain, watchers=watchers, copy_costs=copying
-        )
-        cache = self._scheduler.cache
-        self._adopted = 0 if ledger is None else ledger.adopt_into(cache)
-        self._batcher, self._waiting_room = Batcher(limits), WaitingRoom()
-        self._host = HostMemory.open(limits, backend, copying)
-        self._disk = open_prefixes(kv_store, cache, self._host, backend, limits, self._costs, chain)
-        self.peers = PeerBlocks(carry, cache, self._host, backend, limits, self._costs.prompts, chain)
-        self._needs = RequestNeeds(grammars, self._adapter_control, self.peers, self._disk)
-        self._constrained, self._mirostats = set[int](), set[int]()  # have started with a constraint, with mirostat
-        self._in_flight: deque[tuple[StepPlan, Ticket, float]] = deque()  # with when they were launched
-        self._answered = self._busy_seconds = 0.0  # when the last step's answer came; spent in steps
-        self._goes_on = self._out_of_memory = False  # after that step there was more to compute; it found no memory
-        self._events: list[Event] = []
-        self._computed = 0
-        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self.backend = backend
+        self.scheduler = scheduler
+        self.features = features
+        self.costs = costs
+        self.host = host
+        self.limits = scheduler.limits
+        self.records: dict[int, RequestRecord] = {}
+        self.waiting_room = WaitingRoom()
+        self.in_flight: deque[Launched] = deque()
+        self.weights = WeightState()
+        self.paused = False
+        self.asleep = False
         self.recorder = FlightRecorder()
+        self.depth = depth
+        self._batcher = Batcher(self.limits)
+        self._events: list[Event] = []
+        self._answered = 0.0  # when the last step's answer came
+        self._continues = False  # after that step there was more to compute
+        self._out_of_memory = False  # the last launch found too little memory
+        self._busy_seconds = 0.0
+        self._computed_tokens = 0
+        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self._answers = {kind: feature for feature in features for kind in feature.answers}
+        self._token_followers = [each for each in features if type(each).delivered is not Feature.delivered]
+        for feature in features:
+            feature.join(self)
 
     @property
     def idle(self) -> bool:
         """Returns whether there is nothing to compute and no event to return."""
-        asked = self._sleep.asked and not self._pause.paused
-        return not (self._waiting_room or self._computing or self._adapter_control or self._update or asked)
+        return not (self.waiting_room or self.computing or any(feature.busy for feature in self.features))
 
     @property
-    def _computing(self) -> bool:
-        may_run = self._scheduler.sequences and not self._pause.paused
-        return bool(may_run or self._in_flight or self._events)
+    def computing(self) -> bool:
+        """Returns whether the next step computes something or returns events."""
+        return bool((self.scheduler.sequences and not self.paused) or self.in_flight or self._events)
 
     @property
     def slow(self) -> bool:
-        """Returns whether what is done next may take long and be no step: weights are exchanged, or memory is given
-        back or taken again."""
-        return bool(self._update or self._sleep.asked or self._sleep.asleep)
+        """Returns whether the next step may take as long as loading weights does."""
+        return any(feature.slow for feature in self.features)
 
-    @property
-    def can_sleep(self) -> bool:
-        """Returns whether the device's memory can be given back while the engine stays."""
-        return self._sleep.possible
+    def find(self, kind: type[F]) -> F:
+        """Returns the feature of a kind; raises LookupError if the engine has none."""
+        for feature in self.features:
+            if isinstance(feature, kind):
+                return feature
+        raise LookupError(f"this engine has no {kind.__name__}")
 
-    @property
-    def shared_device(self) -> str:
-        """Returns the device whose memory it can share with other engines; empty: none."""
-        return "" if self._backend.sharing is None else self._backend.sharing.name
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Message) -> None:
+        """Does what a message asks, other than Close. The next step returns the answer, or the refusal."""
+        id = 0
+        try:
+            match message:
+                case Add(request):
+                    id = request.id
+                    self.take(request)
+                case Abort(aborted):
+                    self.abort(aborted)
+                case FlushCache():
+                    self.flush_cache()
+                case Release():
+                    self.emit(self._answers[Release].answer(message))
+                case Close():
+                    pass
+                case _:
+                    id = message.id
+                    self.emit(self._answers[type(message)].answer(message))
+        except PenstockError as error:
+            self.recorder.add()  # the refused request is not suspected of a later death
+            self._events.append(Failed(id, error.code, error.message))
+
+    def take(self, request: Request) -> None:
+        """Adds a request, and records that an error meanwhile is the request's."""
+        self.recorder.add(request.id)
+        self.add(request)
+        self.recorder.add()
 
     def add(self, request: Request) -> None:
-        """Takes a request in, and wakes up for it; raises InvalidRequest for one that could never be answered. Ids are
-        the caller's and are never used twice. A request with a grammar or adapters starts when those are ready; if they
-        cannot be, a step returns the failure."""
-        refuse_wrong_kind(request, self.limits, self._classifier is not None)
-        if request.id in self._records:
+        """Adds a request; raises PenstockError for a request that could never be answered. Ids are the caller's and are
+        never used twice. The request starts once it has what it needs; if it cannot have that, a step returns the
+        failure."""
+        if request.id in self.records:
             raise InvalidRequest(f"request id {request.id} is already in use")
         check_ids(request, self.limits.vocab)
-        self._sleep.wake()
-        record = RequestRecord(request, self.limits.vocab, self._classifier, self._dense)
-        grammar = request.sampling.grammar
-        if grammar is not None and grammar.thinking and grammar.thinking.budget is not None:
-            refuse_logprobs(request)
-        if grammar is not None and grammar.kind == "free":
-            record.constrain(Constraint.free(grammar.thinking))
+        record = RequestRecord(request, self.limits.vocab)
         try:
-            self._begin(record, self._needs.of(record))
+            self._begin(record, [need for feature in self.features for need in feature.needs(record)])
         except PenstockError:
             self._release(record)
             raise
 
-    def record_flight(self, memory: Memory) -> None:
-        """Records what it does in memory that outlives it. Devices may compile kernels for a step of a new size."""
-        self.recorder = FlightRecorder(memory, slow_first=not isinstance(self._backend, SynchronousBackend))
-
     def abort(self, id: int) -> None:
         """Ends a request at once; the next step returns the event. Unknown ids have ended already."""
-        self._scheduler.now = time.perf_counter()
-        if id in self._waiting_room or id in self._pause:
-            (self._waiting_room if id in self._waiting_room else self._pause).leave(id)
-            self._emit([Aborted(id)])
-        else:
-            self._emit(self._scheduler.abort(id))
+        self.scheduler.now = time.perf_counter()
+        self.emit([Aborted(id)] if self.drop(id) else self.scheduler.abort(id))
+
+    def drop(self, id: int) -> bool:
+        """Forgets a request that has not started; returns whether there was one with this id."""
+        return self.waiting_room.drops(id) or any(feature.drops(id) for feature in self.features)
 
     def flush_cache(self) -> None:
         """Empties the prefix cache, on disk too. Blocks that a running request holds stay until it ends."""
-        self._scheduler.cache.flush()
-        self.peers.clear()
-        self._disk.clear()
+        self.scheduler.cache.flush()
+        for feature in self.features:
+            feature.flush()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
         """Plans and launches a step, commits the oldest one in flight; returns all that happened since last time."""
-        if self._adapter_control:
-            self._emit(self._adapter_control.register_ready(0 if self._computing else PATIENCE))
-        if self._update:
-            self._exchange_ready(*self._update)
-        if self._waiting_room:
+        for feature in self.features:
+            feature.before_plan()
+        if self.waiting_room:
             self._start_ready()
-        began = self._scheduler.now = time.perf_counter()
-        self._emit([*expire(self._scheduler), *refuse_hopeless(self._scheduler, self._costs)])
-        plan = NOTHING if self._pause.paused else self._scheduler.plan()
+        began = self.scheduler.now = time.perf_counter()
+        self.emit([*expire(self.scheduler), *refuse_hopeless(self.scheduler, self.costs)])
+        plan = NOTHING if self.paused else self.scheduler.plan()
         self._batcher.apply(plan)
-        if self._carry_out(plan) and plan.rows:
+        if self._copy(plan) and plan.rows:
             self._launch(plan)
-            if self._speculation is not None:
-                self._speculation.prepare()
-        if len(self._in_flight) > self._depth or (self._in_flight and not plan.rows):
-            self._commit(*self._in_flight.popleft())
-        if self._ledger is not None:
-            self._ledger.settle(self._scheduler.running)
-        if not self._in_flight:
-            self._disk.write_behind()
-        if self._sleep.asked and not (self._scheduler.sequences or self._in_flight or self._waiting_room):
-            self._fall_asleep()
+        if len(self.in_flight) > self.depth or (self.in_flight and not plan.rows):
+            self._commit(self.in_flight.popleft())
+        for feature in self.features:
+            feature.after_step()
         self._busy_seconds += time.perf_counter() - began
-        self._answer_pauses()
         events, self._events = self._events, []
+        for feature in self.features:
+            events = feature.translate(events)
         return events
 
-    def block_events(self) -> list[BlockEvent]:
-        """Returns what entered and left the prefix cache since the last call, if that is recorded."""
-        return [] if self._block_events is None else self._block_events.take()
+    def drain(self) -> None:
+        """Commits all steps in flight."""
+        while self.in_flight:
+            self._commit(self.in_flight.popleft())
 
-    def block_snapshot(self) -> BlockSnapshot:
-        """Returns what the prefix cache holds; nothing, if block events are not recorded."""
-        return (self._block_events or BlockEvents(0)).snapshot(self._scheduler.cache.trie.nodes())
+    def use_idle_moment(self) -> bool:
+        """Prepares for later requests, for a few milliseconds; returns False when nothing is left to prepare."""
+        if self.asleep:
+            return False
+        return any(feature.use_idle_moment() for feature in self.features) or self.backend.prepare_in_idle()
 
-    def prepare_in_idle(self) -> bool:
-        """Uses a moment without requests to make later steps faster; returns False when nothing is left to do."""
-        return not self._sleep.asleep and (self._disk.write_in_idle() or self._backend.prepare_in_idle())
+    def emit(self, events: Sequence[Event]) -> None:
+        """Keeps events for the step's caller. A request that ends is forgotten."""
+        for event in events:
+            if isinstance(event, Tokens):
+                for feature in self._token_followers:
+                    feature.delivered(event)
+                if (record := self.records.get(event.seq)) is not None:
+                    event = record.complete_tokens(event)
+            elif isinstance(event, Finished | Aborted | Failed) and (record := self.records.pop(event.seq, None)):
+                self._release(record, event)
+                event = record.complete(event)
+            self._events.append(event)
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    def record_flight(self, memory: Memory) -> None:
+        """Records what the engine does in memory that outlives it. The first step of each size may be slow, where the
+        device compiles kernels for it."""
+        self.recorder = FlightRecorder(memory, slow_first=not isinstance(self.backend, SynchronousBackend))
+        self.backend.tell_of_compiling(self.recorder.compile)
+
+    def hello(self) -> dict[str, Any]:
+        """Returns the fields of a Hello that the engine and its features know."""
+        on_gpu = self.backend.device.startswith("cuda")  # which has memory for one engine at a time
+        fields: dict[str, Any] = {"limits": self.limits, "can_stand_by": on_gpu, "loads_late": on_gpu}
+        for feature in self.features:
+            fields |= feature.hello()
+        return fields
+
+    def weight_state(self, id: int) -> WeightState:
+        """Returns which weights are loaded, as the answer to a message."""
+        return self.weights._replace(seq=id, paused=self.paused)
 
     def stats(self) -> Stats:
         """Returns the engine's state and counters."""
-        stats = self._scheduler.stats()
-        costs = vars(self._grammars.costs) if self._grammars is not None else {}
-        if self._adapters is not None:
-            slots, used = self._adapters.most, self._adapters.used
-            stats = stats._replace(adapter_slots=slots, adapter_bytes=used, adapters=self._adapters.requests())
+        stats = self.scheduler.stats()
+        fields = {key: value for feature in self.features for key, value in feature.stats().items()}
         return stats._replace(
             busy_seconds=self._busy_seconds,
-            waiting=stats.waiting + len(self._waiting_room) + len(self._pause),
-            computed_tokens=self._computed,
-            adopted_blocks=self._adopted,
+            waiting=stats.waiting + len(self.waiting_room) + sum(feature.waiting for feature in self.features),
+            computed_tokens=self._computed_tokens,
             step_sizes=tuple(self._step_sizes),
-            drafts=self._speculation.counts if self._speculation else (),
-            disk=self._disk.counts(),
-            peers=self.peers.counts(),
-            **costs,
-            **(self._router_stats.fields(self._scheduler, self._costs) if self.epoch else {}),
+            step_seconds=self.costs.measured(stats.running),
+            prompt_seconds=self.costs.spent_on_prompts,
+            **fields,
         )
+
+    def release_device(self) -> None:
+        """Forgets the prefix cache and gives back the memory that features and host copies hold."""
+        self.scheduler.cache.flush()
+        for feature in self.features:
+            feature.release_device()
+        self.host.release()
 
     def close(self) -> None:
         """Gives the backend's memory back."""
-        self.peers.close()
-        self._disk.close()
-        if self._adapters is not None:
-            self._adapters.close()
-        if self._weights is not None:
-            self._weights.close()
-        self._backend.close()
+        for feature in self.features:
+            feature.close()
+        self.backend.close()
 
-    # -- starting ------------------------------------------------------------------------------------------------
+    # -- starting a request --------------------------------------------------------------------------------------
 
-    def _start(self, record: RequestRecord) -> None:
-        """Queues a request, or lets it wait for the end of a pause."""
+    def start(self, record: RequestRecord) -> None:
+        """Queues a request that is ready to run, unless a feature holds it."""
         request = record.request
-        self._scheduler.now = time.perf_counter()
-        sequence = record.sequence(record.pooling != "mean" and not self.limits.encoder, self._weight_state)
-        if self._pause.stops(request.id):
-            refuse_impossible(sequence, self.limits)
-            self._records[request.id] = record
-            self._pause.hold(record, self._scheduler.now)
+        self.scheduler.now = time.perf_counter()
+        sequence = record.sequence(record.pooling != "mean" and not self.limits.encoder, self.weights)
+        if any(feature.holds(record, sequence) for feature in self.features):
+            self.records[request.id] = record
             return
         decided = append_decided(sequence, record.owed)
         if decided.ended:
-            return self._end_resumed(record, decided)
-        self._scheduler.add(sequence)
-        self._records[request.id] = record
-        if record.constraint is not None:
-            self._constrained.add(request.id)
-        if record.mirostat:
-            self._mirostats.add(request.id)
-        if self._speculation is not None:
-            self._speculation.open(record)
-            self._speculation.append(request.id, request.generated + decided.tokens)
+            self._end_resumed(record, decided)
+            return
+        self.scheduler.add(sequence)
+        self.records[request.id] = record
+        for feature in self.features:
+            feature.started(record, request.generated + decided.tokens)
         record.owed = decided.tokens
-
-    def _end_resumed(self, record: RequestRecord, decided: Decided) -> None:
-        """Ends a resumed request that has nothing left to compute."""
-        self._records.pop(record.request.id, None)
-        self._release(record)
-        self._emit(decided.events(record))
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
         """Starts a request, or lets it wait for what it needs."""
-        needs = needs or self._needs.blocks_of(record, self._weight_state)
+        needs = needs or self._reads(record)
         if not needs:
-            self._start(record)
+            self.start(record)
             return
-        self._records[record.request.id] = record
-        self._waiting_room.enter(record, needs, time.perf_counter())
-        self.recorder.hold(self._waiting_room.worked_on)
+        self.records[record.request.id] = record
+        self.waiting_room.enter(record, needs, time.perf_counter())
+        self.recorder.hold(self.waiting_room.worked_on)
+
+    def _reads(self, record: RequestRecord) -> Sequence[Need]:
+        """Returns the KV blocks that a request should wait for, from the first feature that has some."""
+        return next((reads for feature in self.features if (reads := feature.reads(record))), ())
 
     def _start_ready(self) -> None:
         """Starts the requests that have what they waited for. If there is nothing to compute, it waits a little."""
-        if not self._computing:
-            self._waiting_room.wait(PATIENCE)
-        if self._adapters is not None:
-            self._adapters.advance()
-        now = time.perf_counter()
-        for record, (need, *others) in self._waiting_room.take_ready(now):
+        if not self.computing:
+            self.waiting_room.wait(PATIENCE)
+        for record, (need, *others) in self.waiting_room.take_ready(time.perf_counter()):
             try:
                 need.deliver()
                 self._begin(record, others)
             except PenstockError as error:
-                self._emit([Failed(record.request.id, error.code, error.message)])
-        self.recorder.hold(self._waiting_room.worked_on)
+                self.emit([Failed(record.request.id, error.code, error.message)])
+        self.recorder.hold(self.waiting_room.worked_on)
 
-    def _release(self, record: RequestRecord) -> None:
-        """Gives back what a request that has ended has held."""
-        if record.lease is not None and self._adapters is not None:
-            self._adapters.release(record.lease)
-        if self._speculation is not None:
-            self._speculation.close(record)
+    def _end_resumed(self, record: RequestRecord, decided: Decided) -> None:
+        """Ends a resumed request that has nothing left to compute."""
+        self.records.pop(record.request.id, None)
+        self._release(record)
+        self.emit(decided.events(record))
 
-    # -- sleeping ------------------------------------------------------------------------------------------------
-
-    def sleep(self, id: int) -> None:
-        """Gives the device's memory back once all requests have ended; a step then returns the answer. What was cached
-        of prompts is forgotten."""
-        self._sleep.ask(id)
-
-    def wake(self, id: int) -> None:
-        """Takes the memory again; raises OutOfMemory if that is not possible now. A step returns the answer. Whoever
-        still waits for it to sleep is told the same."""
-        self._sleep.wake()
-        asked, self._sleep.asked = self._sleep.asked, []
-        self._emit([MemoryUse(each, self.limits.memory, self._sleep.host_bytes) for each in (*asked, id)])
-
-    def _fall_asleep(self) -> None:
-        self._scheduler.cache.flush()
-        self.peers.release_device()
-        self._host.release()
-        if self._adapters is not None:
-            self._adapters.evict_unheld()
-        try:
-            self._sleep.sleep()
-            self._emit([MemoryUse(id, 0, self._sleep.host_bytes) for id in self._sleep.asked])
-        except PenstockError as error:
-            self._emit([Failed(id, error.code, error.message) for id in self._sleep.asked])
-        self._sleep.asked.clear()
-
-    # -- adapters ------------------------------------------------------------------------------------------------
-
-    @property
-    def adapters(self) -> tuple[AdapterInfo, ...]:
-        """Returns the adapters that requests may name."""
-        return self._adapter_control.listed()
-
-    def control_adapters(self, message: AdapterMessage) -> None:
-        """Registers, unregisters or lists adapters; a step returns the answer. Raises what cannot be done at once."""
-        self._emit(self._adapter_control.answer(message))
+    def _release(self, record: RequestRecord, event: Finished | Aborted | Failed | None = None) -> None:
+        for feature in self.features:
+            feature.ended(record, event)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, plan: StepPlan) -> bool:
-        """Carries out a plan's copies. If one fails, nobody can tell what blocks hold that are not in use: the step's
-        requests fail and the prefix cache is emptied; returns False."""
+    def _copy(self, plan: StepPlan) -> bool:
+        """Carries out a plan's copies. If one fails, nobody can tell what unused blocks hold: the step's requests fail
+        and the prefix cache is emptied; returns False."""
         try:
-            self._host.carry_out(plan)
+            self.host.carry_out(plan)
         except Exception as error:
             self._fail(plan, error)
-            self._scheduler.cache.flush()
+            self._distrust_cache()
             return False
         return True
 
     def _launch(self, plan: StepPlan) -> None:
-        speculation = self._speculation if any(row.draft for row in plan.rows) and self._goes_on else None
-        follows = speculation is not None and speculation.copies  # drafting costs what the device waits for it
-        began = self._answered if follows else time.perf_counter()
+        device_waited = self._continues and any(feature.device_waits(plan) for feature in self.features)
+        began = self._answered if device_waited else time.perf_counter()
         self.recorder.launch(plan)
         try:
-            self._in_flight.append((plan, self._launch_batch(plan), began))
-            if speculation is not None and follows and len(self._in_flight) == 1:
-                speculation.observe_gap(len(plan.rows), time.perf_counter() - began)
-            self._out_of_memory = False
+            self.in_flight.append(Launched(plan, self._launch_batch(plan), began))
         except OutOfMemory as error:
             self._find_memory(plan, error)
+            return
         except Exception as error:
             self._fail(plan, error)
+            return
+        self._out_of_memory = False
+        gap = time.perf_counter() - began if device_waited and len(self.in_flight) == 1 else 0.0
+        for feature in self.features:
+            feature.launched(plan, gap)
 
     def _launch_batch(self, plan: StepPlan) -> Ticket:
-        """Launches a plan's rows. Bitmasks follow the launch: the host works them out while a device computes."""
-        batch = self._batcher.build(plan, self._scheduler.sequences, self._records)
-        ticket = self._backend.launch(batch)
+        """Launches a plan's rows. Bitmasks follow the launch: the host computes them while a device computes."""
+        batch = self._batcher.build(plan, self.scheduler.sequences, self.records)
+        ticket = self.backend.launch(batch)
         if len(batch.constrained):
-            self._backend.constrain(ticket, bitmasks(plan, batch, self._records))
-        self._computed += (size := len(batch.tokens))
+            self.backend.constrain(ticket, bitmasks(plan, batch, self.records))
+        self._computed_tokens += (size := len(batch.tokens))
         self._step_sizes[bisect_left(STEP_SIZES, size)] += 1
         return ticket
 
     def _find_memory(self, plan: StepPlan, error: OutOfMemory) -> None:
-        """Has the backend free memory and queues the step's sequences again; if that was not enough, they fail and no
-        others do."""
-        self._backend.free_memory()
+        """Has the backend free memory and queues the step's sequences again. If the step before lacked memory too, the
+        step's requests fail."""
+        self.backend.free_memory()
         if self._out_of_memory:
             self._fail(plan, error)
         else:
-            requeue(self._scheduler, plan)
+            requeue(self.scheduler, plan)
         self._out_of_memory = not self._out_of_memory
 
-    def _commit(self, plan: StepPlan, ticket: Ticket, began: float) -> None:
+    def _commit(self, launched: Launched) -> None:
+        plan = launched.plan
         try:
-            result = self._backend.wait(ticket)
+            result = self.backend.wait(launched.ticket)
         except Exception as error:
             self._fail(plan, error)
-        else:
-            began, self._answered = max(began, self._answered), time.perf_counter()
-            if not plan.loads:
-                self._costs.observe(plan.rows, self._answered - began, answers=self._speculation is None)
-            if result.not_finite:
-                self._fail_rows(plan, result.not_finite)
-            self.recorder.commit(plan, self._answered - began)
-            if self._speculation is not None:
-                result = self._speculation.verify(plan, result, self._answered - began)
-            if self._mirostats:
-                observe_surprises(plan, result, self._records)
-            if self._constrained:
-                rows = zip(plan.rows, result.rows, strict=True)
-                result = StepResult(result.step, tuple(self._follow_constraint(row, answer) for row, answer in rows))
-            self._scheduler.now = time.perf_counter()
-            self._emit(self._scheduler.commit(plan, result))
-            self._goes_on = bool(self._scheduler.sequences)
+            return
+        began, self._answered = max(launched.began, self._answered), time.perf_counter()
+        seconds = self._answered - began
+        if not plan.loads:
+            self.costs.observe(plan.rows, seconds)
+        if result.not_finite:
+            self._fail_rows(plan, result.not_finite)
+        self.recorder.commit(plan, seconds)
+        for feature in self.features:
+            result = feature.revise(plan, result, seconds)
+        self.scheduler.now = time.perf_counter()
+        self.emit(self.scheduler.commit(plan, result))
+        self._continues = bool(self.scheduler.sequences)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """Fails a step's requests. If no other step can succeed they are left as they are: the engine ends, and whoever
-        has started it may have another one resume them."""
-        if self._backend.is_lost():
+        """Fails a step's requests. If no other step can succeed they are left as they are: the engine ends, and its
+        starter may resume them in another engine."""
+        if self.backend.is_lost():
             raise lost_device(error) from error
-        self._emit(self._scheduler.fail(plan, *step_failure(error)))
+        self.emit(self.scheduler.fail(plan, *step_failure(error)))
 
     def _fail_rows(self, plan: StepPlan, indices: Sequence[int]) -> None:
-        """Fails the requests of rows that have no answer, and forgets cached prefixes: they may have theirs."""
-        for id in {plan.rows[index].seq for index in indices} & self._records.keys():
-            self._scheduler.abort(id)
-            self._emit([not_finite(id)])
-        self._scheduler.cache.flush()
-        self.peers.clear()
+        """Fails the requests of rows that have no answer, and drops cached prefixes if they may have none either."""
+        failed, broken = without_answer(plan, indices, self.scheduler.sequences, self.records, self.limits.vocab)
+        for each in failed:
+            self.scheduler.abort(each.seq)
+        self.emit(failed)
+        if broken:
+            self._distrust_cache()
 
-    def _emit(self, events: Sequence[Event]) -> None:
-        """Keeps events for the step's caller. A request that ends is forgotten."""
-        for event in events:
-            if isinstance(event, Tokens):
-                if self._speculation is not None:
-                    sequence = self._scheduler.sequences.get(event.seq) if self._depth else None
-                    self._speculation.follow(event, sequence, len(self._scheduler.running))
-                if (record := self._records.get(event.seq)) is not None:
-                    event = record.complete_tokens(event)
-            elif isinstance(event, Finished | Aborted | Failed) and (record := self._records.pop(event.seq, None)):
-                self._constrained.discard(event.seq)
-                self._mirostats.discard(event.seq)
-                self._disk.end(record, event)
-                self.peers.end(record)
-                self._release(record)
-                event = record.complete(event)
-            self._events.append(event)
-
-    # -- constraints ---------------------------------------------------------------------------------------------
-
-    def _follow_constraint(self, row: Row, answer: RowResult) -> RowResult:
-        """Returns a row's answer with the tokens that its constraint forces after those that were sampled."""
-        record = self._records.get(row.seq)
-        if record is None or record.constraint is None or not answer.tokens:
-            return answer
-        try:
-            forced = record.constraint.take(*answer.tokens, force=not answer.logprobs)
-        except InvalidGrammar as error:
-            self._scheduler.abort(row.seq)
-            self._emit([Failed(row.seq, error.code, error.message)])
-            return answer
-        return answer._replace(tokens=answer.tokens + forced)
+    def _distrust_cache(self) -> None:
+        self.scheduler.cache.flush()
+        for feature in self.features:
+            feature.distrust_cache()

@@ -19,9 +19,10 @@ ROWS = 1024  # of a plan that are kept
 WAITING = 64  # requests in the waiting room that are kept
 ROW = 4  # numbers of a row: seq, start, count, sample
 PLAN = 2 + ROW * ROWS  # numbers of a plan: step, rows, and its rows
-BEAT, LIMIT, TAKEN, COMMITTED, ADDING, PLANNED, ROOM, URGENT = range(8)  # places in the header; numbers have 8 bytes
+BEAT, LIMIT, TAKEN, COMMITTED, ADDING, PLANNED, ROOM, URGENT, COMPILING = range(9)  # places of numbers of 8 bytes
+WAITING_AT = 9
 SIZES = len(STEP_SIZES) + 1
-TIMES_AT = 8 + WAITING
+TIMES_AT = WAITING_AT + WAITING
 HEADER = TIMES_AT + SIZES
 NUMBERS = HEADER + PLANS * PLAN
 RECORD_BYTES = 8 * NUMBERS
@@ -73,13 +74,15 @@ class FlightRecorder:
         self._numbers = _numbers(bytearray(RECORD_BYTES) if memory is None else memory)
         self._numbers[ADDING] = NOTHING
         self._times = StepTimes(self._numbers[TIMES_AT:HEADER], slow_first)
-
+        self._ended = 0  # the last step that has ended
         self._longest_slice = 0.0  # seconds
+        self._step_limit = SLOW  # seconds that the step may be silent which compiles a kernel
 
     def _beat(self, limit: float, urgent: float = 0.0) -> None:
         """Notes how long it may be silent, and how long (if that is not the same) while a message waits for it."""
         self._numbers[URGENT] = int((urgent or limit) * MICRO)
         self._numbers[LIMIT] = int(limit * MICRO)
+        self._numbers[COMPILING] = False
         self._numbers[BEAT] += 1
 
     def wait(self) -> None:
@@ -100,6 +103,13 @@ class FlightRecorder:
         """Notes that something is done which is no step, and which may be slow."""
         self._beat(SLOW if slow else LEAST)
 
+    def compile(self, begins: bool) -> None:
+        """Notes that a step begins to compile a kernel, or that it goes on."""
+        if begins:
+            self._step_limit = self._numbers[LIMIT] / MICRO
+        self._beat(SLOW if begins else self._step_limit)
+        self._numbers[COMPILING] = begins
+
     def load(self) -> None:
         """Notes that the loading of a model gets on."""
         self._beat(LOADING)
@@ -116,7 +126,7 @@ class FlightRecorder:
         """Notes which requests wait for something that is being prepared for them."""
         kept = array("q", list(ids)[:WAITING])
         self._numbers[ROOM] = len(kept)
-        self._numbers[8 : 8 + len(kept)] = kept
+        self._numbers[WAITING_AT : WAITING_AT + len(kept)] = kept
 
     def launch(self, plan: StepPlan) -> None:
         """Notes that a step begins."""
@@ -129,11 +139,15 @@ class FlightRecorder:
         self._beat(self._times.limit(sum(row.count for row in plan.rows)))
 
     def commit(self, plan: StepPlan, seconds: float) -> None:
-        """Notes that the oldest step in flight has ended, and how long it took."""
-        self._numbers[COMMITTED] = plan.step
+        """Notes that the oldest step in flight has ended, and how long it took. Its rows are worked on until `sent`."""
+        self._ended = plan.step
         if seconds:
             self._times.observe(sum(row.count for row in plan.rows), seconds)
         self._beat(LEAST)
+
+    def sent(self) -> None:
+        """Notes that the answers of the steps that have ended were sent: nothing more is done for their rows."""
+        self._numbers[COMMITTED] = self._ended
 
 
 class FlightRow(NamedTuple):
@@ -151,11 +165,12 @@ class FlightRecord(NamedTuple):
     beat: int = 0
     limit: float = 0.0  # seconds that it may be silent; 0: for ever, unless a message waits for it
     taken: int = 0  # messages
-    committed: int = 0  # the last step that has ended
+    committed: int = 0  # the last step whose answers were sent
     adding: int = NOTHING  # the request that is being added
     waiting: tuple[int, ...] = ()  # requests in the waiting room
     plans: tuple[tuple[int, tuple[FlightRow, ...]], ...] = ()  # the last steps, in order, with their rows
     times: tuple[int, ...] = ()  # microseconds that steps take, by their size
+    compiling: bool = False  # a kernel, for a step
 
     @property
     def suspects(self) -> set[int]:
@@ -202,7 +217,7 @@ def read_record(memory: Memory) -> FlightRecord:
         step, count = numbers[at : at + 2]
         flat = numbers[at + 2 : at + 2 + ROW * count].tolist()
         plans.append((step, tuple(FlightRow(*flat[row : row + ROW]) for row in range(0, len(flat), ROW))))
-    waiting = tuple(numbers[8 : 8 + numbers[ROOM]].tolist())
+    waiting = tuple(numbers[WAITING_AT : WAITING_AT + numbers[ROOM]].tolist())
     beat, limit, taken, committed, adding = numbers[:5].tolist()
-    times = tuple(numbers[TIMES_AT:HEADER].tolist())
-    return FlightRecord(beat, limit / MICRO, taken, committed, adding, waiting, tuple(plans), times)
+    times, compiling = tuple(numbers[TIMES_AT:HEADER].tolist()), bool(numbers[COMPILING])
+    return FlightRecord(beat, limit / MICRO, taken, committed, adding, waiting, tuple(plans), times, compiling)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from penstock.core import Sequence
-from penstock.engine.adapters import AdapterLease
-from penstock.engine.grammar import Constraint
-from penstock.engine.sampling import Sampler
+from penstock.engine.grammars.grammar import Constraint
+from penstock.engine.lora.adapters import AdapterLease
+from penstock.engine.samplers.sampler import Sampler
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import (
     Aborted,
@@ -17,8 +16,6 @@ from penstock.types import (
     Finished,
     Request,
     SamplingParams,
-    StepPlan,
-    StepResult,
     Tokens,
     WeightSpan,
     WeightState,
@@ -28,8 +25,8 @@ FIRST_WEIGHTS = WeightState()
 
 if TYPE_CHECKING:
     from penstock.engine.chain_loads import ChainLoad
+    from penstock.engine.drafts.speculation import RequestDrafts
     from penstock.engine.kv_disk.prefixes import RequestOnDisk
-    from penstock.engine.speculation import RequestDrafts
 
 
 class RequestRecord:
@@ -51,16 +48,10 @@ class RequestRecord:
         "weights",
     )
 
-    def __init__(
-        self,
-        request: Request,
-        vocab: int = 0,
-        classifier: ClassifierHead | None = None,
-        dense: DenseHead | None = None,
-    ) -> None:
+    def __init__(self, request: Request, vocab: int = 0) -> None:
         self.request = request
-        self.dense = dense if request.pooling else None
-        self.classifier = classifier if request.pooling == "classify" else None
+        self.dense: DenseHead | None = None
+        self.classifier: ClassifierHead | None = None
         self.sampler = Sampler(request, vocab=vocab)
         self.constraint: Constraint | None = None
         self.drafts: RequestDrafts | None = None
@@ -167,10 +158,3 @@ def _guarded_from(sampling: SamplingParams) -> int | None:
     """Returns how many tokens an answer has before a loop may end it; None: a loop never does."""
     guarded = sampling.loop_guard and sampling.temperature == 0.0 and not sampling.ignore_eos
     return sampling.min_tokens if guarded else None
-
-
-def observe_surprises(plan: StepPlan, result: StepResult, records: Mapping[int, RequestRecord]) -> None:
-    """Tells samplers how surprising the tokens were that they chose."""
-    for row, answer in zip(plan.rows, result.rows, strict=True):
-        if answer.surprise is not None and row.seq in records:
-            records[row.seq].sampler.observe(answer.surprise)

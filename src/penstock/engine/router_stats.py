@@ -1,11 +1,10 @@
-"""Adds to an engine's statistics what a router compares replicas by: how much it has to compute, and how fast it is."""
+"""Adds to an engine's statistics what a router compares replicas by: how much it has to compute."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from penstock.core import Scheduler, Sequence
-from penstock.core.step_cost import CostModel
 
 
 class RouterStats:
@@ -15,14 +14,11 @@ class RouterStats:
     def __init__(self) -> None:
         self._cached: dict[int, int] = {}  # tokens of waiting prompts that the cache held then, by sequence
 
-    def fields(self, scheduler: Scheduler, costs: CostModel) -> dict[str, Any]:
+    def fields(self, scheduler: Scheduler) -> dict[str, Any]:
         """Returns fields of Stats."""
-        prompts, rows = costs.prompts, len(scheduler.running)
-        measured = (prompts.seconds(1, 0), prompts.seconds(0, 1), costs.answer_seconds(rows, rows))
         tokens, later = self._uncached(scheduler)
         background = len(scheduler.sequences) - scheduler.tenants.foreground
-        about = {"uncached_tokens": tokens + later, "background": background, "background_tokens": later}
-        return about | {"step_seconds": measured}
+        return {"uncached_tokens": tokens + later, "background": background, "background_tokens": later}
 
     def _uncached(self, scheduler: Scheduler) -> tuple[int, int]:
         """Returns how many tokens of prompts are neither computed, nor in a step, nor cached: of requests that are not

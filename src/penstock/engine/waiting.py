@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 from penstock.engine.record import RequestRecord
 
+PATIENCE = 0.002  # seconds between two looks at the inbox, when all requests wait for something
+
 
 class Pending(Protocol):
     """Is being prepared elsewhere."""
@@ -49,10 +51,6 @@ class WaitingRoom:
         """Returns how many requests wait."""
         return len(self._waiting)
 
-    def __contains__(self, id: int) -> bool:
-        """Returns whether the request with this id waits."""
-        return id in self._waiting
-
     @property
     def worked_on(self) -> list[int]:
         """Returns the ids of the requests whose need is being worked on now."""
@@ -62,9 +60,9 @@ class WaitingRoom:
         """Lets a request wait for what it needs: at least one thing."""
         self._waiting[record.request.id] = Waiting(record, tuple(needs), now)
 
-    def leave(self, id: int) -> None:
-        """Lets a request go that does not wait any longer."""
-        del self._waiting[id]
+    def drops(self, id: int) -> bool:
+        """Forgets the request with this id; returns whether it waited."""
+        return self._waiting.pop(id, None) is not None
 
     def wait(self, seconds: float) -> None:
         """Returns when the first request's need is ready, or after this many seconds."""
@@ -75,6 +73,6 @@ class WaitingRoom:
         have waited for it."""
         for record, needs, since in list(self._waiting.values()):
             if needs[0].pending.ready:
-                self.leave(record.request.id)
+                del self._waiting[record.request.id]
                 record.waited[needs[0].reason] = now - since
                 yield record, needs

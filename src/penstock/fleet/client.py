@@ -14,11 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
-from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.chain_hash import chain_hash
-from penstock.engine.loop import ControlMessage, Message
-from penstock.engine.weight_messages import DescribeWeights, Pause, Resume
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.fleet.compatible import difference
 from penstock.fleet.deaths import DeathNotices
@@ -43,6 +41,16 @@ from penstock.ipc.restoring import EngineChanges
 from penstock.ipc.shared_wire import Snapshot
 from penstock.ipc.streams import RequestEngine
 from penstock.types import AdapterInfo, AdapterList, Event, Hello, MemoryUse, Request, Stats, WeightState
+from penstock.types.messages import (
+    Control,
+    DescribeWeights,
+    ListAdapters,
+    Message,
+    Pause,
+    RegisterAdapter,
+    Resume,
+    UnregisterAdapter,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +110,11 @@ class FleetClient(RequestClient):
         if self._line is not None:
             self._line.forget(id, generated)
 
+    def cached_tokens(self, request: Request) -> int:
+        if self._view is None:
+            return 0
+        return len(request.prompt) - self._view.uncached(request, salt_of(request, self.adapters, self.weights))
+
     def note_refused(self, request: Request) -> None:
         if self._line is not None:
             self._line.note_refused(request, salt_of(request, self.adapters, self.weights))
@@ -156,15 +169,12 @@ class FleetClient(RequestClient):
             task.cancel()
         await self._members.close()
 
-    async def unregister_adapter(self, name: str) -> AdapterInfo:
-        info = await super().unregister_adapter(name)
-        self._forgotten.add(name)
-        return info
-
-    async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
-        info = await super().register_adapter(name, path, scale, replace=replace)
-        self._forgotten.discard(name)
-        return info
+    def _remember(self, message: Control[Any], answer: Event) -> None:
+        super()._remember(message, answer)
+        if isinstance(message, UnregisterAdapter):
+            self._forgotten.add(message.name)
+        if isinstance(message, RegisterAdapter):
+            self._forgotten.discard(message.name)
 
     # -- where requests go ---------------------------------------------------------------------------------------
 
@@ -228,7 +238,7 @@ class FleetClient(RequestClient):
             if all(info.digest for info in self.adapters.values()):
                 break
             with suppress(PenstockError):
-                listed = await self._streams.answer(replica, ListAdapters(self.next_id()))
+                listed = await self._streams.answer(replica, ListAdapters(id=self.next_id()))
                 assert isinstance(listed, AdapterList)
                 for info in listed.adapters:
                     if info.digest and info._replace(digest="", loaded=False) == self._unloaded(info.name):
@@ -241,16 +251,16 @@ class FleetClient(RequestClient):
 
     # -- control messages ----------------------------------------------------------------------------------------
 
-    def _tell(self, message: Message) -> None:
+    def tell(self, message: Message) -> None:
         for replica in self._reachable():
             replica.send(message)
 
-    async def _ask(self, message: ControlMessage) -> Event:
+    async def _ask(self, message: Control[Any]) -> Event:
         """Asks all replicas and returns an answer that stands for all. Those that are lost meanwhile do not count, and
         those that join are asked too. What one refuses has no effect on others."""
         replicas, answers = self._reachable(), list[Event | BaseException]()
         while rest := replicas[len(answers) :]:
-            asking = [self._ask_one(each, message._replace(id=self.next_id())) for each in rest]
+            asking = [self._ask_one(each, message) for each in rest]
             answers += await asyncio.gather(*asking, return_exceptions=True)
             replicas += [each for each in self._members.ready() if each not in replicas]
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -267,12 +277,12 @@ class FleetClient(RequestClient):
         events = [answer for _, answer in told]
         return _together(events)
 
-    async def _ask_one(self, replica: Replica, message: ControlMessage) -> Event:
+    async def _ask_one(self, replica: Replica, message: Control[Any]) -> Event:
         """Asks one replica, and remembers whether it was told to pause: it may be lost before it answers."""
         key = replica.name, replica.info.epoch
         if isinstance(message, Pause):
             self._paused.add(key)
-        event = await self._streams.answer(replica, message)
+        event = await self._streams.answer(replica, message._replace(id=self.next_id()))
         if isinstance(message, Resume):
             self._paused.discard(key)
         return event
@@ -281,7 +291,7 @@ class FleetClient(RequestClient):
         """Has replicas forget an adapter that others have refused, unless it was registered before."""
         if message.name not in self.adapters:
             for replica in replicas:
-                replica.send(UnregisterAdapter(self.next_id(), message.name))
+                replica.send(UnregisterAdapter(message.name, id=self.next_id()))
 
     def _reachable(self) -> list[Replica]:
         replicas = self._members.ready()
@@ -300,14 +310,14 @@ class FleetClient(RequestClient):
             raise EngineUnavailable(f"{replica.name} cannot be used: {reason}")
         told: tuple[object, ...] = ()
         while told != (told := self._changes()):  # others were told more meanwhile
-            has = await self._ask_one(replica, DescribeWeights(self.next_id()))
+            has = await self._ask_one(replica, DescribeWeights())
             assert isinstance(has, WeightState)
             if not self._lives:
                 self.weights = has
             if has.paused and not self.weights.paused and (replica.name, replica.info.epoch) in self._paused:
-                await self._ask_one(replica, Resume(self.next_id()))  # it was not there when the others were told to
+                await self._ask_one(replica, Resume())  # it was not there when the others were told to
             if changes := self._missing(hello, has):
-                await changes.tell(lambda message: self._ask_one(replica, message), self.next_id)
+                await changes.tell(lambda message: self._ask_one(replica, message))
 
     def _changes(self) -> tuple[object, ...]:
         """Returns what replicas were told since they were started."""

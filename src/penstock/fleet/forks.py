@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -26,13 +27,13 @@ import msgspec
 
 from penstock.config import Config
 from penstock.errors import EngineUnavailable
+from penstock.ipc.launchers import UNSEEN, preloaded
 
 KEEPER, ENGINE = "keeper", "engine"
 UNUSED_SECONDS = 15.0  # after which a process without forks exits
 LOOK_SECONDS = 1.0  # between two looks whether its folder is still there
 START_SECONDS = 20.0  # that it has to start in
 RETRY_SECONDS = 0.01
-UNKNOWN_CODE = -signal.SIGKILL  # of a fork whose exit nobody saw
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 
@@ -171,10 +172,11 @@ def main(path: str) -> None:
     listener.bind(path)
     os.dup2(STDERR, STDOUT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
-    import penstock.engine.preloaded
-    import penstock.fleet.keeper
-    import penstock.ipc.host  # noqa: F401
+    import penstock.fleet.keeper  # noqa: F401
 
+    for module in preloaded():
+        with suppress(ImportError):
+            import_module(module)
     gc.collect()
     gc.freeze()
     listener.listen(128)
@@ -220,7 +222,7 @@ class RemoteFork:
         """Waits until the fork has ended; returns its exit code."""
         if self.returncode is None:
             line = await self._reader.readline()
-            self.returncode = int(line) if line else UNKNOWN_CODE
+            self.returncode = int(line) if line else UNSEEN
             self._writer.close()
         return self.returncode
 
@@ -256,12 +258,13 @@ async def _connect(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 class RemoteForkLauncher:
-    """Starts engines as forks of the process at a path."""
+    """Starts engines as forks of the process at a path, which is started again if it has died."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     async def launch(self, address: str, config: Config) -> RemoteFork:
+        await asyncio.to_thread(start_forking, self._path)
         return await fork(self._path, ForkRequest(ENGINE, msgspec.Raw(msgspec.json.encode(config)), address))
 
 

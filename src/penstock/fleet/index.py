@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from math import exp
 from typing import NamedTuple
 
-from penstock.fleet.block_table import BITS, DEVICE, HOST, BlockChange, BlockTable, PythonBlockTable
+from penstock.fleet.holders import BITS, DEVICE, HOST, BlockChange, BlockTable, PythonBlockTable
 
 MOST_FORKS = 4096  # first blocks for which the index remembers where prompts part
 HEAT_MS = 10_000.0  # over which uses of a prefix are counted

@@ -23,7 +23,7 @@ from penstock.config import OFF
 from penstock.engine.flight_recorder import FlightRecord
 from penstock.errors import PenstockError
 from penstock.fleet.directory import Death, ReplicaInfo, ReplicaState
-from penstock.fleet.forks import RemoteForkLauncher, start_forking
+from penstock.fleet.forks import RemoteForkLauncher
 from penstock.fleet.ground import own_address
 from penstock.fleet.steward_wire import (
     KeeperOrder,
@@ -138,11 +138,11 @@ class Keeper:
         detail = {"detail": engine.last_stack()}
         log.error("%s: %s; a new one is being started", self._spec.name, reason, extra=detail)
         self._engine, self._in_flight, self._flight = None, 0, engine.last_flight()
-        suspects = engine.last_suspects()
-        death = Death(self._spec.name, engine.hello.epoch, engine.crashed, suspects)
-        self._deaths = (*self._deaths, death)[-REMEMBERED:]
-        self._change(address="", pid=0, state=ReplicaState.STARTING, reason=reason)
         try:
+            suspects = () if engine.innocent else await engine.last_suspects()
+            death = Death(self._spec.name, engine.hello.epoch, engine.crashed, suspects)
+            self._deaths = (*self._deaths, death)[-REMEMBERED:]
+            self._change(address="", pid=0, state=ReplicaState.STARTING, reason=reason)
             if self._spec.config.post_mortem != OFF:
                 about = self._spec.config, engine.hello, reason, engine.last_stack(), self._flight
                 await asyncio.to_thread(post_mortem.write_about, *about, engine.last_requests())
@@ -210,7 +210,6 @@ def keep(spec: bytes) -> None:
 async def _keep(spec: KeeperSpec) -> None:
     if spec.host_command:
         return await Keeper(spec, SpawnLauncher(spec.host_command)).run()
-    start_forking(spec.forks)
     await Keeper(spec, RemoteForkLauncher(spec.forks)).run()
 
 

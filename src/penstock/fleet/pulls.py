@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from penstock.engine.carry.messages import Offer, Prefill, Release
-from penstock.engine.loop import Abort, Add, ControlMessage, Message
 from penstock.errors import PenstockError
 from penstock.fleet.replica import Replica
 from penstock.types import Aborted, BlockOffer, Event, Offered, Request
+from penstock.types.messages import Abort, Add, Control, Message, Offer, Prefill, Release
 
 OFFER_SECONDS = 2.0  # that an offer may take: the engine may be within a step
 PREFILL_SECONDS = 60.0  # that a prompt may take on another replica
 
-Ask = Callable[[Replica, ControlMessage], Awaitable[Event]]
+Ask = Callable[[Replica, Control[Any]], Awaitable[Event]]
 
 
 class PullPlan(NamedTuple):
@@ -80,7 +79,7 @@ class FleetPulls:
         if offer is not None:
             self.counts["warmed"] += 1
             background = request._replace(pull=offer, background=True)
-            await self._answered(replica, Prefill(self._next_id(), background, seconds=0.0), PREFILL_SECONDS)
+            await self._answered(replica, Prefill(background, seconds=0.0, id=self._next_id()), PREFILL_SECONDS)
 
     async def _send(self, replica: Replica, request: Request, plan: PullPlan) -> None:
         """Sends a request once its blocks are offered, or cannot be."""
@@ -95,11 +94,11 @@ class FleetPulls:
         """Returns what a source offers of a prompt to a replica; None: nothing."""
         device = reader.hello.device
         if plan.compute:
-            message: Offer | Prefill = Prefill(self._next_id(), request, plan.first, device=device)
+            message: Offer | Prefill = Prefill(request, plan.first, device=device, id=self._next_id())
             offer = await self._answered(plan.source, message, PREFILL_SECONDS)
         else:
             tokens = request.prompt + request.generated
-            message = Offer(self._next_id(), tokens, plan.salt, plan.first, device=device)
+            message = Offer(tokens, plan.salt, plan.first, device=device, id=self._next_id())
             offer = await self._answered(plan.source, message, OFFER_SECONDS)
         self.counts["offered" if offer is not None else "not_offered"] += 1
         return offer

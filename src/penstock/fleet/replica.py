@@ -17,12 +17,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from penstock.engine.loop import Message
 from penstock.errors import EngineUnavailable
 from penstock.fleet.directory import ReplicaInfo
 from penstock.ipc import shared_wire, wire
 from penstock.ipc.shared_wire import AskSnapshot, Beat, Farewell, Join, Joined, Leave, LinkMessage, Snapshot
 from penstock.types import Hello
+from penstock.types.messages import Message
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.core.hashing import SIZE, Chain
-from penstock.fleet.block_table import DEVICE, REMOVED, BlockChange, chain_hash_table
 from penstock.fleet.calibration import TimingFit
+from penstock.fleet.holders import DEVICE, REMOVED, BlockChange, chain_hash_table
 from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger, Load
 from penstock.fleet.queue import has_room, without_full

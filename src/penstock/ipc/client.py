@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from penstock.ipc.placement import FleetFigures, ReplicaFigures, RequestPlacement
 from penstock.ipc.request_stream import EventReader
 from penstock.ipc.step_history import StepSample
-from penstock.types import PAUSE_KEEP, AdapterInfo, Event, Hello, MemoryUse, Request, Stats, WeightState
+from penstock.types import AdapterInfo, Event, Hello, Request, Stats, WeightState
+from penstock.types.messages import Answer, Control, Message
 
 
 class EngineState(StrEnum):
@@ -110,6 +111,9 @@ class EngineClient(Protocol):
         task that wakes up for each step, so `read` must not take long. Raises EngineUnavailable if there is no
         engine."""
 
+    def cached_tokens(self, request: Request) -> int:
+        """Returns how many leading tokens of a prompt an engine is known to hold; 0: that is not known."""
+
     def note_refused(self, request: Request) -> None:
         """Takes note of a request that is not submitted because it would wait too long: a fleet may grow for it."""
 
@@ -127,47 +131,16 @@ class EngineClient(Protocol):
     def end_answers(self, reason: str) -> None:
         """Ends every request in flight with an error, because the server stops."""
 
-    def flush_cache(self) -> None:
-        """Empties the prefix cache; running requests keep the blocks they hold."""
+    def tell(self, message: Message) -> None:
+        """Sends a message that has no answer."""
 
-    async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
-        """Lets requests name an adapter from now on; raises AdapterError if it does not fit the model or another has
-        the name. With `replace` it takes that one's place."""
-
-    async def unregister_adapter(self, name: str) -> AdapterInfo:
-        """Forgets an adapter; raises AdapterNotFound if there is none by that name."""
-
-    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        """Returns all registered adapters."""
+    async def ask(self, message: Control[Answer]) -> Answer:
+        """Sends a control message (engine/messages.py lists them) and returns the engine's answer; raises the error
+        that refuses it."""
 
     @property
     def weights(self) -> WeightState:
         """Returns which weights are loaded and whether there is a pause, as the engine said last."""
-
-    async def pause(self, mode: str = PAUSE_KEEP) -> WeightState:
-        """Stops the engine between two steps; new requests wait. Requests that have begun are kept as they are, waited
-        for or aborted. Returns once the pause has begun."""
-
-    async def resume(self) -> WeightState:
-        """Ends a pause."""
-
-    async def abort_all(self) -> WeightState:
-        """Ends all requests, with what they have so far."""
-
-    async def update_weights(self, path: str, version: str = "", *, recompute: bool = True) -> WeightState:
-        """Puts other weights in place of the loaded ones between two steps; raises WeightsError if they do not fit.
-        With `recompute`, the KV of running requests is computed again; else they keep that of the old weights."""
-
-    async def describe_weights(self) -> WeightState:
-        """Returns which weights are loaded and whether there is a pause."""
-
-    async def sleep(self) -> MemoryUse:
-        """Has the engine give its device memory back once all requests have ended, and stay; its hello says whether it
-        can. Prefixes that were cached are forgotten. The next request wakes it."""
-
-    async def wake(self) -> MemoryUse:
-        """Has the engine take its device memory again; raises OutOfMemory, and it still sleeps, if there is too
-        little. An engine that is awake stays so."""
 
     def next_id(self) -> int: ...
 

@@ -24,12 +24,13 @@ import zmq
 from penstock.config import LOG_FORMAT, TOKENS, Config, log_to_stderr
 from penstock.engine.engine import Engine
 from penstock.engine.flight_recorder import RECORD_BYTES
-from penstock.engine.loop import Message, run
+from penstock.engine.loop import run
 from penstock.errors import ConfigError, PenstockError
 from penstock.ipc import wire
 from penstock.ipc.engine_folder import CLIENTS, FLIGHT, REQUESTS, SOCKET, STACK, connect, engine_file, open_memory
 from penstock.ipc.inprocess_engine import hello_of
 from penstock.ipc.loading_pulse import LoadingPulse
+from penstock.types.messages import Message
 
 UntilNeeded = Callable[[], None]  # returns when a standby is to take over
 OpenEngine = Callable[[Config, UntilNeeded], Engine]

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable
 
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Close
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineState
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.ipc.request_client import SingleEngineClient
 from penstock.types import Event, Hello, Stats
+from penstock.types.messages import Close
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from queue import Empty, SimpleQueue
 
 from penstock import __version__
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Message, advance, run
+from penstock.engine.loop import advance, run
 from penstock.types import Event, Hello, Stats
+from penstock.types.messages import Message
 
 
 class ThreadInbox:
@@ -68,8 +69,7 @@ class InProcessEngine:
 
 def hello_of(engine: Engine, model: str, address: str = "") -> Hello:
     """Returns what an engine of this process says about itself when it starts, or when a client joins."""
-    about = engine.limits, engine.adapters, engine.unknown_fields, engine.can_sleep, engine.draft_tokens, engine.epoch
-    return Hello(__version__, os.getpid(), model, *about, address, engine.can_stand_by, engine.shared_device)
+    return Hello(__version__, os.getpid(), model, address=address, **engine.hello())
 
 
 def by_request(events: Iterable[Event]) -> dict[int, list[Event]]:

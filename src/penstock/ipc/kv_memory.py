@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class KvMemory:
-    """Holds a file in memory (see backend/kv_file.py), where the system has such files. Once it is closed, it can be
+    """Holds a file in memory (see backend/blocks/kv_file.py), where the system has such files. A closed file can be
     opened again, and is empty."""
 
     def __init__(self) -> None:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from penstock.config import Config
+from penstock.ipc.post_mortem import DRIVER
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
+log = logging.getLogger(__name__)
+
 STDERR = 2
+STOPPED = ("T", "t")  # states of a process that a signal or a debugger has stopped
+STOPPED_SECONDS = 0.5  # between two looks whether the fork parent is
+UNSEEN = -1024  # stands for the exit code of an engine whose fork parent has died before it
+PARENT_DIED = 255  # what multiprocessing says then
 HOST = (sys.executable, "-m", "penstock.ipc.host")
 WARM_UP_AFTER = 1.0  # seconds after the first engine was launched: it has its own imports behind it
 PRELOADED = ["penstock.ipc.fork_parent", "penstock.engine.preloaded", "penstock.ipc.host"]
@@ -64,18 +76,22 @@ class ForkLauncher:
     """Starts each engine as a fork of a process that has imported what engines need: that saves most of a start."""
 
     def warm_up(self) -> None:
-        """Starts that process, so that the first engine does not wait for its imports."""
+        """Starts that process, if there is none, so that the next engine does not wait for its imports."""
         from multiprocessing.forkserver import ensure_running
 
         _forkserver()
         ensure_running()
 
     async def launch(self, address: str, config: Config) -> ForkedChild:
-        from penstock.ipc.host import serve_forked
-
-        process = _forkserver().Process(target=serve_forked, args=(address, msgspec.json.encode(config)))
-        await asyncio.to_thread(process.start)
-        return ForkedChild(process)
+        given = address, msgspec.json.encode(config)
+        try:
+            process = await _forked(given)
+        except (OSError, EOFError):  # the fork parent has just died: this starts another
+            try:
+                process = await _forked(given)
+            except EOFError as error:
+                raise OSError("the process that forks engines ends again and again") from error
+        return ForkedChild(process, self.warm_up)
 
 
 FORKING = ForkLauncher()
@@ -96,31 +112,107 @@ class SpawnThenForkLauncher:
 
 
 class ForkedChild:
-    """Represents a forked engine process."""
+    """Represents a forked engine process. It is watched itself, since its fork parent may die before it; then
+    `replace_parent` is called in a thread."""
 
-    def __init__(self, process: ForkServerProcess) -> None:
+    def __init__(self, process: ForkServerProcess, replace_parent: Callable[[], None]) -> None:
+        assert process.pid is not None
+        self.pid = process.pid
+        self.returncode: int | None = None
         self._process = process
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
+        self._parent = _status(self.pid)[1]
+        self._replace_parent = replace_parent
+        self._handle: int | None = None
+        with suppress(AttributeError, OSError):  # only Linux has such handles; the process may have ended
+            self._handle = os.pidfd_open(self.pid)
 
     async def wait(self) -> None:
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._process.sentinel, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            loop.remove_reader(self._process.sentinel)
+        code = asyncio.create_task(self._exit_code())
+        if self._handle is not None:
+            await _until_readable(self._handle)
+            os.close(self._handle)
+            self._handle = None
+            await _until_done(code, self._parent)
+        self.returncode = await code
 
     def kill(self) -> None:
-        self._process.kill()
+        with suppress(ProcessLookupError):
+            if self._handle is not None:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            elif self.returncode is None:
+                os.kill(self.pid, signal.SIGKILL)
+
+    async def _exit_code(self) -> int:
+        """Returns the exit code once the fork parent has told it, or UNSEEN if that dies before."""
+        await _until_readable(self._process.sentinel)
+        code = self._process.exitcode
+        if code is not None and code != PARENT_DIED:
+            return code
+        log.info("the process that forks engines has died; another one takes its place")
+        try:
+            await asyncio.to_thread(self._replace_parent)
+        except OSError as error:  # the next launch tries it again
+            log.warning("the process that forks engines could not be replaced: %s", error)
+        if self._handle is None:  # this system has no handles: only this makes sure that the engine has ended
+            self.kill()
+        return UNSEEN
+
+
+async def _forked(given: tuple[str, bytes]) -> ForkServerProcess:
+    forking = asyncio.create_task(asyncio.to_thread(_fork, given))
+    await _until_done(forking)
+    return await forking
+
+
+async def _until_done(task: asyncio.Task[Any], parent: int = 0) -> None:
+    """Waits for an answer of the fork parent with this id, by default the one of now. A fork parent that is stopped
+    answers nobody: it is killed, so that another one takes its place."""
+    while not (await asyncio.wait({task}, timeout=STOPPED_SECONDS))[0]:
+        parent = parent or _fork_parent()
+        if parent and _status(parent)[0] in STOPPED:
+            log.warning("the process that forks engines is stopped; it is killed, and another one takes its place")
+            with suppress(ProcessLookupError):
+                os.kill(parent, signal.SIGKILL)
+
+
+def _fork_parent() -> int:
+    """Returns the id of the process that forks engines; 0: there is none, or Python does not tell."""
+    from multiprocessing import forkserver
+
+    return getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None) or 0
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """Returns the state of a process and the id of its parent; nothing where the system has no such files."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return "", 0
+    return state, int(parent)
+
+
+def _fork(given: tuple[str, bytes]) -> ForkServerProcess:
+    from penstock.ipc.host import serve_forked
+
+    process = _forkserver().Process(target=serve_forked, args=given)
+    process.start()
+    return process
+
+
+async def _until_readable(file: int) -> None:
+    ready = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(file, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(file)
+
+
+def preloaded() -> list[str]:
+    """Returns the modules that a process imports before engines are forked from it, where they can be imported. None of
+    them opens a GPU: no fork could use that then."""
+    return [*PRELOADED, *(("torch", "triton") if DRIVER.exists() else ())]
 
 
 @cache
@@ -129,5 +221,5 @@ def _forkserver() -> ForkServerContext:
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(preloaded())
     return context

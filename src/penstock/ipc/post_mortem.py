@@ -21,6 +21,7 @@ from penstock import __version__
 from penstock.config import TOKENS, Config, home
 from penstock.engine.flight_recorder import FlightRecord
 from penstock.ipc.request_shapes import without_text
+from penstock.system.private_files import make_private_folder
 from penstock.types import Hello, Limits, Request
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def _bundled(request: Request, suspects: Collection[int]) -> BundledRequest:
 def write(bundle: PostMortem) -> Path:
     """Writes a bundle to the folder of bundles, of which it keeps the last ones; returns its path."""
     folder = post_mortem_home()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder)
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns()}{SUFFIX}"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(bundle)))

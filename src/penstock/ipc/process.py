@@ -30,23 +30,23 @@ from penstock.engine.flight_recorder import (
     read_record,
     write_times,
 )
-from penstock.engine.loop import Close, Message
 from penstock.errors import EngineUnavailable, error_of
 from penstock.ipc import wire
 from penstock.ipc.engine_folder import FLIGHT, REQUESTS, STACK, EngineMemory, address_in, bind, engine_file
 from penstock.ipc.flight_requests import REQUESTS_BYTES, keeps_requests, read_requests
-from penstock.ipc.launchers import EngineChild, Launcher
+from penstock.ipc.launchers import UNSEEN, EngineChild, Launcher
 from penstock.ipc.shared_wire import ID_BITS, ID_MASK
+from penstock.ipc.silence import TICK, Silence
 from penstock.types import Hello, Request
+from penstock.types.messages import Close, Message
 
 log = logging.getLogger(__name__)
 
 STEPS_AT_ONCE = 8  # at most, that are read in one turn of the event loop: then what they brought is sent
 DELIVERY_SECONDS = 1.0  # that a message may still take after its sender has exited
-TICK = 0.1  # seconds between two looks at an engine's pulse
-SLOW_SHARE = 0.25  # of the time that an engine may be silent: after so much, the log says that it is slow
-SLOWEST_USUAL = 1.0  # seconds of silence without a word in the log
 STACK_SECONDS = 0.1  # that a hung engine has to write its stacks
+LEFT_SECONDS = 1.0  # for the rest of an engine's process group to end
+LEFT_TICK = 0.01  # seconds between two looks whether it has
 KILLED = -9  # the exit code after SIGKILL; Windows does not tell who ended a process
 MOST_STACK = 2**16  # characters that are read of them
 
@@ -88,26 +88,6 @@ def _disconnect(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket) -> Non
         threading.Thread(target=context.term, name="penstock-disconnect", daemon=True).start()
 
 
-class Silence:
-    """Measures for how long an engine has given no sign of life, and logs it if that is unusual. What counts is the
-    time that this process was awake to see."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._beat, self._before, self._told = -1, time.monotonic(), False
-
-    def observe(self, beat: int, most: float, now: float) -> None:
-        """Takes note of the engine's beat. It may be silent for at most `most` seconds."""
-        if beat != self._beat and self._told:
-            log.info("the engine goes on, after %.1f s", self.seconds)
-            self._told = False
-        self.seconds = self.seconds + min(now - self._before, 2 * TICK) if most < inf and beat == self._beat else 0.0
-        self._beat, self._before = beat, now
-        if not self._told and self.seconds > max(SLOW_SHARE * most, SLOWEST_USUAL):
-            log.warning("the engine has not gone on for %.1f s; it is killed after %.1f s", self.seconds, most)
-            self._told = True
-
-
 class EngineProcess:
     """Represents one running engine process. `launch` makes it, and its caller must `end` it."""
 
@@ -117,10 +97,11 @@ class EngineProcess:
         self._process = process
         self._link = link
         self._socket = link.socket
-        self._exit = asyncio.create_task(process.wait())
+        self._exit = asyncio.create_task(_until_ended(process))
         self._clients: dict[int, str] = {}  # names of those that have joined a shared host, by number
         self._sent = 0  # messages
         self._hang = ""
+        self._stopped = False  # it hung because of a signal
 
     @classmethod
     async def launch(cls, launcher: Launcher, config: Config, times: tuple[int, ...] = ()) -> EngineProcess:
@@ -143,11 +124,12 @@ class EngineProcess:
             undo.pop_all()
             return cls(process, link)
 
-    async def open(self, times: tuple[int, ...]) -> None:
-        """Waits for the hello of a process that was spawned. If that fails, the process has ended."""
+    async def open(self, times: tuple[int, ...], most: float = inf) -> None:
+        """Waits for the hello of a process that was spawned, for at most so many seconds in which it could run. If that
+        fails, the process has ended."""
         write_times(self._link.flight, times)
         try:
-            self.hello = await self._greet()
+            self.hello = await self._greet(most)
         except BaseException:
             await self.end(grace=0)
             raise
@@ -176,18 +158,27 @@ class EngineProcess:
 
     @property
     def crashed(self) -> bool:
-        """Returns whether it ended for a reason of its own, as far as that can be known: SIGKILL comes from outside."""
-        return bool(self._hang) or self._process.returncode != KILLED
+        """Returns whether it ended for a reason of its own, as far as that can be known: SIGKILL and SIGSTOP come from
+        outside."""
+        return not (self._stopped or self.innocent) if self._hang else self._process.returncode not in (KILLED, UNSEEN)
+
+    @property
+    def innocent(self) -> bool:
+        """Returns whether no request can be why it ended: it was killed while it compiled."""
+        return bool(self._hang) and self.last_flight().compiling
 
     def last_flight(self) -> FlightRecord:
         """Returns what the engine was doing when its process ended."""
         return read_record(self._link.flight)
 
-    def last_suspects(self) -> tuple[tuple[str, int], ...]:
+    async def last_suspects(self) -> tuple[tuple[str, int], ...]:
         """Returns the requests that a shared host was working on when its process ended: each with its client's name
-        and the id that it has there."""
-        ids = sorted(self.last_flight().suspects)
-        numbered = ((id >> ID_BITS, id & ID_MASK) for id in ids)
+        and the id that it has there. The message with a client's name may still be on its way."""
+        numbered = [(id >> ID_BITS, id & ID_MASK) for id in sorted(self.last_flight().suspects)]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DELIVERY_SECONDS):
+                while any(number not in self._clients for number, _ in numbered):
+                    self._note_client(wire.decode_answer(await self._socket.recv()))
         return tuple((self._clients[number], id) for number, id in numbered if number in self._clients)
 
     def last_requests(self) -> list[Request]:
@@ -212,8 +203,8 @@ class EngineProcess:
             await self._exit
         self._link.close()
 
-    async def _greet(self) -> Hello:
-        answer = await self._first_answer()
+    async def _greet(self, most: float) -> Hello:
+        answer = await self._first_answer(most)
         if isinstance(answer, wire.Refused):
             raise error_of(answer.code, answer.message)
         if not isinstance(answer, wire.Ready) or answer.hello.version != __version__:
@@ -222,11 +213,15 @@ class EngineProcess:
             )
         return answer.hello
 
-    async def _first_answer(self) -> wire.Answer:
+    async def _first_answer(self, most: float) -> wire.Answer:
         message = asyncio.ensure_future(self._socket.recv())
-        watching = asyncio.create_task(self._watch(lambda pulse: pulse.limit or LOADING))
+        watching = (
+            asyncio.create_task(self._watch(lambda pulse: pulse.limit or LOADING)),
+            asyncio.create_task(self._watch(lambda _: most, beats=False)),
+        )
         await asyncio.wait({message, self._exit}, return_when=asyncio.FIRST_COMPLETED)
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         if self._hang:
             detail = {"detail": self.last_stack()}
             log.error("the engine process %s while it loaded its model", self._hang, extra=detail)
@@ -241,8 +236,7 @@ class EngineProcess:
         try:
             for number in itertools.count(1):
                 answer = wire.decode_answer(await self._socket.recv())
-                if isinstance(answer, wire.ClientJoined):
-                    self._clients[answer.number] = answer.client
+                if self._note_client(answer):
                     continue
                 assert isinstance(answer, wire.Step)
                 take(answer)
@@ -252,24 +246,45 @@ class EngineProcess:
             log.exception("a message of the engine process could not be read; the process is killed")
             self._process.kill()
 
-    async def _watch(self, allowed: Callable[[Pulse], float]) -> None:
-        """Kills the process when it has been silent for longer than is allowed."""
-        silence = Silence()
-        while True:
+    def _note_client(self, answer: wire.Answer) -> bool:
+        """Notes the name of a client, if the message has one."""
+        if isinstance(answer, wire.ClientJoined):
+            self._clients[answer.number] = answer.client
+            return True
+        return False
+
+    async def _watch(self, allowed: Callable[[Pulse], float], *, beats: bool = True) -> None:
+        """Kills the process when it has been silent for longer than is allowed. Without `beats`, its pulse does not end
+        the silence."""
+        silence = Silence(self._process.pid)
+        while not silence.too_long:
             await asyncio.sleep(TICK)
             pulse = read_pulse(self._link.flight)
-            most = allowed(pulse)
-            silence.observe(pulse.beat, most, time.monotonic())
-            if silence.seconds > most:
-                self._hang = f"did not go on for {silence.seconds:.1f} s and was killed"
-                if hasattr(signal, "SIGUSR1"):  # Windows has none, and no stacks of a process that hangs
-                    os.kill(self._process.pid, signal.SIGUSR1)
-                    await asyncio.sleep(STACK_SECONDS)
-                self._process.kill()
-                return
+            silence.observe(pulse.beat if beats else 0, allowed(pulse), time.monotonic())
+        what = "was stopped by a signal" if silence.stopped else "did not go on"
+        self._hang = f"{what} for {silence.seconds:.1f} s and was killed"
+        self._stopped = silence.stopped
+        if hasattr(signal, "SIGUSR1"):  # Windows has none, and no stacks of a process that hangs
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._process.pid, signal.SIGUSR1)
+            await asyncio.sleep(STACK_SECONDS)
+        self._process.kill()
 
     def _ending(self) -> str:
         code = self._process.returncode
+        if code == UNSEEN:
+            return "ended; nobody knows its exit code, because the process that had forked it has died"
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
+
+
+async def _until_ended(process: EngineChild) -> None:
+    """Waits until a process has ended, with all that it has started: engines lead process groups of their own. The rest
+    of a group may hold memory that the next engine needs."""
+    await process.wait()
+    until = time.monotonic() + LEFT_SECONDS
+    with suppress(AttributeError, ProcessLookupError, PermissionError):  # there are no groups, or nothing is left
+        while process.pid not in (0, os.getpgrp()) and time.monotonic() < until:  # 0 is this process's own group
+            os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.sleep(LEFT_TICK)

@@ -7,17 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.carry.messages import Offer
-from penstock.engine.loop import ControlMessage, FlushCache, Message, Sleep, Wake
-from penstock.engine.weight_messages import (
-    AbortAll,
-    DescribeWeights,
-    Pause,
-    Resume,
-    UpdateWeights,
-    WeightMessage,
-)
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineState, ReplicaView
 from penstock.ipc.placement import FleetFigures, ReplicaFigures, RequestPlacement
@@ -25,18 +14,15 @@ from penstock.ipc.request_stream import EventReader
 from penstock.ipc.step_history import StepHistory, StepSample
 from penstock.ipc.streams import RequestEngine, RequestStreams
 from penstock.types import (
-    PAUSE_KEEP,
     AdapterInfo,
     AdapterList,
-    BlockOffer,
     Event,
     Hello,
-    MemoryUse,
-    Offered,
     Request,
     Stats,
     WeightState,
 )
+from penstock.types.messages import Answer, Control, Message, RegisterAdapter, Sleep, UnregisterAdapter, Wake
 
 
 class RequestClient(ABC):
@@ -95,6 +81,10 @@ class RequestClient(ABC):
             raise EngineUnavailable(self.unavailable_reason)
         return self._streams.run(request, read)
 
+    def cached_tokens(self, request: Request) -> int:
+        """Returns 0: what a single engine holds is not known here."""
+        return 0
+
     def note_refused(self, request: Request) -> None:
         """Does nothing: an engine has no use for it."""
         return
@@ -111,65 +101,26 @@ class RequestClient(ABC):
     def end_answers(self, reason: str) -> None:
         self._streams.fail("server_stopping", reason)
 
-    def flush_cache(self) -> None:
-        self._tell(FlushCache())
+    async def ask(self, message: Control[Answer]) -> Answer:
+        answer = await self._ask(message)
+        assert isinstance(answer, message.answer)
+        self._remember(message, answer)
+        return answer
 
-    async def register_adapter(self, name: str, path: str, scale: float = 1.0, *, replace: bool = False) -> AdapterInfo:
-        (info,) = await self._about_adapters(RegisterAdapter(self.next_id(), name, path, scale, replace))
-        self.adapters[name] = info
-        return info
-
-    async def unregister_adapter(self, name: str) -> AdapterInfo:
-        (info,) = await self._about_adapters(UnregisterAdapter(self.next_id(), name))
-        self.adapters.pop(name, None)
-        return info
-
-    async def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        return await self._about_adapters(ListAdapters(self.next_id()))
-
-    async def pause(self, mode: str = PAUSE_KEEP) -> WeightState:
-        return await self._about_weights(Pause(self.next_id(), mode))
-
-    async def resume(self) -> WeightState:
-        return await self._about_weights(Resume(self.next_id()))
-
-    async def abort_all(self) -> WeightState:
-        return await self._about_weights(AbortAll(self.next_id()))
-
-    async def update_weights(self, path: str, version: str = "", *, recompute: bool = True) -> WeightState:
-        return await self._about_weights(UpdateWeights(self.next_id(), path, version, recompute))
-
-    async def describe_weights(self) -> WeightState:
-        return await self._about_weights(DescribeWeights(self.next_id()))
-
-    async def _about_weights(self, message: WeightMessage) -> WeightState:
-        event = await self._ask(message)
-        assert isinstance(event, WeightState)
-        self.weights = event
-        return event
-
-    async def sleep(self) -> MemoryUse:
-        use = await self._about_memory(Sleep(self.next_id()))
-        self._asleep = True
-        return use
-
-    async def wake(self) -> MemoryUse:
-        use = await self._about_memory(Wake(self.next_id()))
-        self._asleep = False
-        return use
+    def _remember(self, message: Control[Any], answer: Event) -> None:
+        """Keeps what an engine that is started later must be told again."""
+        match message, answer:
+            case RegisterAdapter(), AdapterList(_, (info,)):
+                self.adapters[info.name] = info
+            case UnregisterAdapter(name), _:
+                self.adapters.pop(name, None)
+            case ((Sleep() | Wake()), _):
+                self._asleep = isinstance(message, Sleep)
+            case _, WeightState():
+                self.weights = answer
 
     def next_id(self) -> int:
         return next(self._ids)
-
-    async def _about_adapters(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
-        event = await self._ask(message)
-        assert isinstance(event, AdapterList)
-        return event.adapters
-
-    async def _about_memory(self, message: Sleep | Wake) -> MemoryUse:
-        event = await self._ask(message)
-        assert isinstance(event, MemoryUse)
-        return event
 
     @property
     @abstractmethod
@@ -185,11 +136,11 @@ class RequestClient(ABC):
         """Returns the engine that a doubted request is tried on."""
 
     @abstractmethod
-    def _tell(self, message: Message) -> None:
+    def tell(self, message: Message) -> None:
         """Sends a message to all engines; raises EngineUnavailable if there is none."""
 
     @abstractmethod
-    async def _ask(self, message: ControlMessage) -> Event:
+    async def _ask(self, message: Control[Any]) -> Event:
         """Sends a control message to all engines and returns the answer; raises the error that it is answered with."""
 
 
@@ -225,18 +176,11 @@ class SingleEngineClient(RequestClient):
     def quietest(self) -> RequestEngine | None:
         return self._present()
 
-    def _tell(self, message: Message) -> None:
+    def tell(self, message: Message) -> None:
         self._reachable().send(message)
 
-    async def _ask(self, message: ControlMessage) -> Event:
-        return await self._streams.answer(self._reachable(), message)
-
-    async def offer(self, prompt: Sequence[int], salt: str = "", first: int = 0) -> BlockOffer | None:
-        """Has the engine offer what it has of a prompt, from a block on, to another engine. None: it has nothing, or no
-        room to keep it."""
-        event = await self._ask(Offer(self.next_id(), tuple(prompt), salt, first))
-        assert isinstance(event, Offered)
-        return event.offer
+    async def _ask(self, message: Control[Any]) -> Event:
+        return await self._streams.answer(self._reachable(), message._replace(id=self.next_id()))
 
     @abstractmethod
     def _reachable(self) -> RequestEngine:

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from penstock.engine.adapter_messages import RegisterAdapter, UnregisterAdapter
-from penstock.engine.loop import ControlMessage
-from penstock.engine.weight_messages import Pause, Resume, UpdateWeights
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.types import AdapterInfo, Event, WeightState
+from penstock.types.messages import Control, Pause, RegisterAdapter, Resume, UnregisterAdapter, UpdateWeights
 
 log = logging.getLogger(__name__)
 
@@ -27,21 +25,21 @@ class EngineChanges(NamedTuple):
         """Returns whether there is anything to tell."""
         return bool(self.adapters or self.forgotten or self.weights.updates or self.weights.paused)
 
-    async def tell(self, ask: Callable[[ControlMessage], Awaitable[Event]], next_id: Callable[[], int]) -> None:
+    async def tell(self, ask: Callable[[Control[Any]], Awaitable[Event]]) -> None:
         """Tells an engine, which `ask` sends control messages to. What cannot be read any more is left out: requests
         for such an adapter fail, and answers tell which weights computed them. Raises EngineUnavailable if the engine
         has died meanwhile."""
         for name, path, scale, *_ in self.adapters:
-            await _try(ask(RegisterAdapter(next_id(), name, path, scale, replace=True)))
+            await _try(ask(RegisterAdapter(name, path, scale, replace=True)))
         for name in self.forgotten:
-            await _try(ask(UnregisterAdapter(next_id(), name)))
+            await _try(ask(UnregisterAdapter(name)))
         weights = self.weights
         if weights.updates or weights.paused:
-            await ask(Pause(next_id()))
+            await ask(Pause())
         if weights.updates:
-            await _try(ask(UpdateWeights(next_id(), weights.path, weights.version, number=weights.updates)))
+            await _try(ask(UpdateWeights(weights.path, weights.version, number=weights.updates)))
         if weights.updates and not weights.paused:
-            await ask(Resume(next_id()))
+            await ask(Resume())
 
 
 async def _try(telling: Awaitable[object]) -> None:

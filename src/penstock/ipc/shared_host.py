@@ -17,15 +17,15 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from penstock.engine.carry.messages import Prefill, Release
+from penstock.engine.block_feed import NoBlockFeed
 from penstock.engine.engine import Engine
-from penstock.engine.loop import Abort, Add, Close, FlushCache, Message
 from penstock.ipc import shared_wire, wire
 from penstock.ipc.engine_folder import SCHEME
 from penstock.ipc.flight_requests import FlightRequests
 from penstock.ipc.inprocess_engine import hello_of
 from penstock.ipc.shared_wire import ID_BITS, ID_MASK, AskSnapshot, Beat, Join, Leave, LinkAnswer
 from penstock.types import BlockEvent, Event, Stats, Tokens
+from penstock.types.messages import Abort, Add, Close, FlushCache, Message, Prefill, Release
 
 ANYWHERE = "ipc://*"  # stands for a socket in the folder of the engine's own
 SILENT = 10.0  # seconds after which a client that says nothing has lost what it had in flight
@@ -92,11 +92,10 @@ class SharedClient:
                 return Abort(self.engine_id(id))
             case FlushCache() | Close() | Release():
                 return message
-            case Prefill(id):
-                self.in_flight.add(self.engine_id(id))
-                return message._replace(id=self.engine_id(id))
-            case _:
-                return message._replace(id=self.engine_id(message.id))
+        id = self.engine_id(message.id)
+        if isinstance(message, Prefill):
+            self.in_flight.add(id)
+        return message._replace(id=id)
 
     def own(self, stats: Stats) -> Stats:
         """Returns statistics as the client is told them: they name its own requests only."""
@@ -198,7 +197,7 @@ class SharedHost:
         client.heard = time.monotonic()
         match message:
             case AskSnapshot():
-                self._tell(client, shared_wire.Snapshot(self._engine.block_snapshot()))
+                self._tell(client, shared_wire.Snapshot(self._engine.find(NoBlockFeed).snapshot()))
             case Leave():
                 return self._drop(client)
             case Beat():
@@ -221,7 +220,7 @@ class SharedHost:
         self._tell_keeper(wire.ClientJoined(client.number, client.name))
         hello = hello_of(self._engine, self._model, self._address)
         self._tell(client, shared_wire.Joined(hello, protocol, client.number))
-        self._tell(client, shared_wire.Snapshot(self._engine.block_snapshot()))
+        self._tell(client, shared_wire.Snapshot(self._engine.find(NoBlockFeed).snapshot()))
         self._tell(client, wire.step([], client.own(self._engine.stats())))
         return lost
 

@@ -8,10 +8,10 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.config import OFF, Config, parse_adapter
 from penstock.engine.flight_recorder import FlightRecord
-from penstock.engine.loop import Sleep
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.ipc import post_mortem, wire
 from penstock.ipc.client import EngineState
@@ -21,7 +21,8 @@ from penstock.ipc.process import EngineProcess
 from penstock.ipc.request_client import SingleEngineClient
 from penstock.ipc.restoring import EngineChanges
 from penstock.ipc.standby import Standby
-from penstock.types import AdapterInfo, Hello, MemoryUse, Stats, WeightState
+from penstock.types import AdapterInfo, Event, Hello, Stats, WeightState
+from penstock.types.messages import Control, DescribeWeights, Sleep, UnregisterAdapter
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +81,16 @@ class ProcessClient(SingleEngineClient):
         await self._standby.close()
         self._kv.close()
 
-    async def unregister_adapter(self, name: str) -> AdapterInfo:
-        info = await super().unregister_adapter(name)
-        kept = tuple(text for text in self._config.adapter if parse_adapter(text).name != name)
-        self._config = replace(self._config, adapter=kept)  # an engine that is started again has forgotten it too
-        return info
+    async def _ask(self, message: Control[Any]) -> Event:
+        if isinstance(message, Sleep):
+            await self._standby.close()
+        return await super()._ask(message)
 
-    async def sleep(self) -> MemoryUse:
-        await self._standby.close()
-        return await super().sleep()
+    def _remember(self, message: Control[Any], answer: Event) -> None:
+        super()._remember(message, answer)
+        if isinstance(message, UnregisterAdapter):  # an engine that is started again must not load the adapter
+            kept = tuple(text for text in self._config.adapter if parse_adapter(text).name != message.name)
+            self._config = replace(self._config, adapter=kept)
 
     def _reachable(self) -> EngineProcess:
         if self._engine is None:
@@ -141,7 +143,11 @@ class ProcessClient(SingleEngineClient):
         if self._config.post_mortem != OFF:
             about = self._config, engine.hello, reason, engine.last_stack(), self._flight, self._streams.requests
             self._writing = asyncio.create_task(asyncio.to_thread(post_mortem.write_about, *about))
-        self._streams.blame(self._streams.lose(engine, reason), self._flight.suspects, crashed=engine.crashed)
+        lost = self._streams.lose(engine, reason)
+        if engine.innocent:
+            self._streams.trust(lost)
+        else:
+            self._streams.blame(lost, self._flight.suspects, crashed=engine.crashed)
         await engine.end(GRACE)
 
     async def _restart(self, reason: str) -> None:
@@ -187,8 +193,8 @@ class ProcessClient(SingleEngineClient):
     async def _restore(self, changes: EngineChanges) -> None:
         """Tells an engine what the one before was told."""
         try:
-            await changes.tell(self._ask, self.next_id)
-            self.weights = await self.describe_weights()
+            await changes.tell(self._ask)
+            await self.ask(DescribeWeights())
         except EngineUnavailable:
             return  # it has died meanwhile
         except PenstockError as error:
@@ -200,8 +206,8 @@ class ProcessClient(SingleEngineClient):
         self._unrestored = None
         self.state = EngineState.READY
         if self._asleep and not len(self._streams) and self.hello is not None and self.hello.can_sleep:
-            self._tell(Sleep(self.next_id()))
+            self.tell(Sleep(id=self.next_id()))
         self._streams.resume()
         if self.hello is not None and self.hello.can_stand_by and not (self._asleep or self._config.listen):
             config = replace(self._launched, grammars_wait=self._streams.with_grammars)
-            self._standby.prepare(config, self.hello.pid)
+            self._standby.prepare(config, self.hello.pid, loads_late=self.hello.loads_late)

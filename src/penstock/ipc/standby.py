@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from penstock.config import Config, available_memory
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 
 PAUSE = 0.3  # seconds until another standby is started: the one that has just taken over goes first
 LONG_PAUSE = 2.0  # seconds until the first is started: the engine may still be loading the vocabulary for grammars
-TAKE_SECONDS = 5.0  # that a standby has to take over
+TAKE_SECONDS = 5.0  # in which it could run, that a standby has to take over
 SHARE = 4  # a standby may take one part in so many of the memory that is left
 
 
@@ -29,11 +30,13 @@ class Standby:
         self._starting: asyncio.Task[EngineProcess] | None = None
         self._spawning = False  # a process is being started
         self._pause = LONG_PAUSE
+        self._most = TAKE_SECONDS  # that it has to take over
 
-    def prepare(self, config: Config, pid: int) -> None:
+    def prepare(self, config: Config, pid: int, *, loads_late: bool = False) -> None:
         """Begins to start a process that can take over from the engine process `pid` with this config, if memory
-        allows. There is none yet."""
+        allows. There is none yet. If it `loads_late`, taking over takes as long as that gets on."""
         if _fits(pid):
+            self._most = inf if loads_late else TAKE_SECONDS
             self._config, self._spawning = replace(config, standby=True), False
             self._starting = asyncio.create_task(self._start(self._config))
 
@@ -53,9 +56,9 @@ class Standby:
             return None
         try:
             engine.take_over()
-            await asyncio.wait_for(engine.open(times), TAKE_SECONDS)
-        except (PenstockError, TimeoutError) as error:
-            log.error("the standby could not take over, and another engine is started: %s", error or "it hangs")
+            await engine.open(times, self._most)
+        except PenstockError as error:
+            log.error("the standby could not take over, and another engine is started: %s", error)
             return None
         return engine
 

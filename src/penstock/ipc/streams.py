@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from penstock.engine.loop import Abort, Add, ControlMessage, Message
 from penstock.errors import PoisonedRequest, error_of
 from penstock.ipc.inprocess_engine import by_request
 from penstock.ipc.placement import RequestPlacement
 from penstock.ipc.request_stream import EventMailbox, EventReader, RequestStream
 from penstock.types import Aborted, Event, Failed, Request, Tokens
+from penstock.types.messages import Abort, Add, Control, Message
 
 CRASH, KILL = 2, 1  # how much a request is blamed for a death; an engine that answers it clears it
 MOST_BLAMED = 4, 6, 16  # before it fails, after 0, 1 and more unexplained deaths
@@ -152,7 +152,7 @@ class RequestStreams:
         else:
             self.end([Aborted(id)])
 
-    async def answer(self, engine: RequestEngine, message: ControlMessage) -> Event:
+    async def answer(self, engine: RequestEngine, message: Control[Any]) -> Event:
         """Sends a control message and returns its answer; raises the error that it was answered with. No two messages
         have the same id."""
         engine.send(message)
@@ -266,8 +266,8 @@ class RequestStreams:
         with requests of other clients, none is blamed that was not doubted before. What was blamed too often fails."""
         left = self._left(lost)
         doubted = left if suspects is None else [stream for stream in left if stream.id in suspects]
-        if not doubted and not lost.answered:
-            doubted = left  # it died before it could note whom it worked on
+        if not doubted and (not lost.answered or (crashed and not suspects and self._unexplained_deaths)):
+            doubted = left  # it died before it could note whom it worked on, or does so again and again
         if suspects is not None:
             _accuse(doubted, crashed, shared)
         if not doubted and (left or lost.answered):
@@ -300,8 +300,13 @@ class RequestStreams:
 
     def _poisoned_among(self, doubted: list[RequestStream]) -> list[RequestStream]:
         """Returns the requests that were blamed too often."""
-        others = sum(time.monotonic() - when < REMEMBERED for when in self._unexplained)
-        return [stream for stream in doubted if stream.blamed >= MOST_BLAMED[others]]
+        most = MOST_BLAMED[self._unexplained_deaths]
+        return [stream for stream in doubted if stream.blamed >= most]
+
+    @property
+    def _unexplained_deaths(self) -> int:
+        """Returns how many engines died lately with no request in doubt."""
+        return sum(time.monotonic() - when < REMEMBERED for when in self._unexplained)
 
     def _give_up(self, poisoned: list[RequestStream], reason: str) -> None:
         for stream in poisoned:

@@ -8,10 +8,6 @@ from itertools import chain
 
 import msgspec
 
-from penstock.engine.adapter_messages import ListAdapters, RegisterAdapter, UnregisterAdapter
-from penstock.engine.carry.messages import Offer, Prefill, Release
-from penstock.engine.loop import Abort, Add, Close, FlushCache, Message, Sleep, Wake
-from penstock.engine.weight_messages import AbortAll, DescribeWeights, Pause, Resume, UpdateWeights
 from penstock.types import (
     Aborted,
     AdapterList,
@@ -24,32 +20,11 @@ from penstock.types import (
     Hello,
     MemoryUse,
     Offered,
-    Request,
     Stats,
     Tokens,
     WeightState,
 )
-
-
-class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
-    """Carries a client's message: the one whose field is set, or Close if none is."""
-
-    add: Request | None = None
-    abort: int | None = None
-    flush: bool = False
-    register: RegisterAdapter | None = None
-    unregister: UnregisterAdapter | None = None
-    list_adapters: ListAdapters | None = None
-    pause: Pause | None = None
-    resume: Resume | None = None
-    abort_all: AbortAll | None = None
-    update_weights: UpdateWeights | None = None
-    describe_weights: DescribeWeights | None = None
-    sleep: Sleep | None = None
-    wake: Wake | None = None
-    offer: Offer | None = None
-    release: Release | None = None
-    prefill: Prefill | None = None
+from penstock.types.messages import MESSAGES, Message
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -100,7 +75,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Answer = Ready | Refused | Step | ClientJoined
 
 _encoder = msgspec.msgpack.Encoder()
-_messages = msgspec.msgpack.Decoder(ClientMessage)
+_named: msgspec.msgpack.Decoder[tuple[str, msgspec.Raw]] = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_messages: dict[str, msgspec.msgpack.Decoder[Message]] = {
+    kind.__name__: msgspec.msgpack.Decoder(kind) for kind in MESSAGES
+}
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
@@ -108,60 +86,16 @@ TAKE_OVER = b"take over"  # is all that a standby reads, before any other messag
 
 
 def encode_message(message: Message) -> bytes:
-    match message:
-        case Add(request):
-            return _encoder.encode(ClientMessage(add=request))
-        case Abort(id):
-            return _encoder.encode(ClientMessage(abort=id))
-        case FlushCache():
-            return _encoder.encode(ClientMessage(flush=True))
-        case RegisterAdapter():
-            return _encoder.encode(ClientMessage(register=message))
-        case UnregisterAdapter():
-            return _encoder.encode(ClientMessage(unregister=message))
-        case ListAdapters():
-            return _encoder.encode(ClientMessage(list_adapters=message))
-        case Pause():
-            return _encoder.encode(ClientMessage(pause=message))
-        case Resume():
-            return _encoder.encode(ClientMessage(resume=message))
-        case AbortAll():
-            return _encoder.encode(ClientMessage(abort_all=message))
-        case UpdateWeights():
-            return _encoder.encode(ClientMessage(update_weights=message))
-        case DescribeWeights():
-            return _encoder.encode(ClientMessage(describe_weights=message))
-        case Sleep():
-            return _encoder.encode(ClientMessage(sleep=message))
-        case Wake():
-            return _encoder.encode(ClientMessage(wake=message))
-        case Offer():
-            return _encoder.encode(ClientMessage(offer=message))
-        case Prefill():
-            return _encoder.encode(ClientMessage(prefill=message))
-        case Release():
-            return _encoder.encode(ClientMessage(release=message))
-        case Close():
-            return _encoder.encode(ClientMessage())
+    """Returns the name of the message's type and its fields."""
+    return _encoder.encode((type(message).__name__, message))
 
 
 def decode_message(data: bytes) -> Message:
-    message = _messages.decode(data)
-    if message.add is not None:
-        return Add(message.add)
-    if message.flush:
-        return FlushCache()
-    if about_adapters := message.register or message.unregister or message.list_adapters:
-        return about_adapters
-    if about_pauses := message.pause or message.resume or message.abort_all:
-        return about_pauses
-    if about_weights := message.update_weights or message.describe_weights:
-        return about_weights
-    if about_sleep := message.sleep or message.wake:
-        return about_sleep
-    if about_blocks := message.offer or message.release or message.prefill:
-        return about_blocks
-    return Close() if message.abort is None else Abort(message.abort)
+    """Returns the message; raises msgspec.DecodeError for other bytes."""
+    name, fields = _named.decode(data)
+    if name not in _messages:
+        raise msgspec.ValidationError(f"no message is called {name[:40]!r}")
+    return _messages[name].decode(fields)
 
 
 def encode_answer(answer: Answer) -> bytes:

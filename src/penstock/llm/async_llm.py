@@ -24,6 +24,7 @@ from penstock.service_levels import NO_TARGETS, Targets
 from penstock.store import DEFAULT, fetch, with_local_draft
 from penstock.text import check_dimensions, embedding
 from penstock.types import PAUSE_KEEP, PAUSE_MODES, AdapterUse, SamplingParams
+from penstock.types.messages import DescribeWeights, Pause, RegisterAdapter, Resume, UpdateWeights
 
 
 class AsyncEngineArgs:
@@ -92,7 +93,7 @@ class AsyncLLM:
             if isinstance(one, LoRARequest) and one.lora_path:
                 known = self._client.adapters.get(one.lora_name)
                 if known is None or known.path != one.lora_path:
-                    await self._client.register_adapter(one.lora_name, one.lora_path)
+                    await self._client.ask(RegisterAdapter(one.lora_name, one.lora_path))
         return [*self._own, *map(use_of, given)]
 
     async def embed(
@@ -127,22 +128,22 @@ class AsyncLLM:
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode is one of {', '.join(PAUSE_MODES)}; got {mode!r}", param="mode")
         await self._started()
-        await self._client.pause(mode)
+        await self._client.ask(Pause(mode))
 
     async def resume_generation(self) -> None:
         """Ends a pause."""
         await self._started()
-        await self._client.resume()
+        await self._client.ask(Resume())
 
     async def is_paused(self) -> bool:
         """Returns whether there is a pause."""
         await self._started()
-        return (await self._client.describe_weights()).paused
+        return (await self._client.ask(DescribeWeights())).paused
 
     async def update_weights(self, path: str | Path, version: str = "", *, recompute: bool = True) -> str:
         """Puts other weights in place of the loaded ones, and returns their version: see `LLM.update_weights`."""
         await self._started()
-        return (await self._client.update_weights(str(path), version, recompute=recompute)).version
+        return (await self._client.ask(UpdateWeights(str(path), version, recompute))).version
 
     async def get_tokenizer(self) -> ModelTokenizer:
         """Returns the model's tokenizer, with the methods that scripts use most."""

@@ -7,9 +7,9 @@ from math import inf
 from typing import Any, NamedTuple
 
 from penstock.config import QUANTIZATIONS, log_to_stderr
+from penstock.config.speculative import speculation_in
 from penstock.errors import InvalidRequest
 from penstock.service_levels import NO_TARGETS, Targets
-from penstock.speculative_config import speculation_in
 
 RENAMED = {
     "max_model_len": "max_len",

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from penstock.config import configure, parse_adapter
-from penstock.engine.adapter_messages import AdapterMessage, ListAdapters, RegisterAdapter, UnregisterAdapter
 from penstock.engine.build import build_engine, open_configured
-from penstock.engine.loop import FlushCache
-from penstock.engine.weight_messages import UpdateWeights
 from penstock.errors import InvalidRequest
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.beams import BeamSearchOutput, BeamSearchParams, search_beams
@@ -50,7 +47,14 @@ from penstock.text.pairs import check_labels, check_scores, cosine, scores
 from penstock.text.sampling_defaults import defaults_in_modelfile
 from penstock.text.text import with_modelfile
 from penstock.text.tools import MessageDict
-from penstock.types import AdapterInfo, AdapterList, AdapterUse, SamplingParams, WeightState
+from penstock.types import AdapterInfo, AdapterUse, SamplingParams
+from penstock.types.messages import (
+    FlushCache,
+    ListAdapters,
+    RegisterAdapter,
+    UnregisterAdapter,
+    UpdateWeights,
+)
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -252,15 +256,15 @@ class LLM:
     def register_adapter(self, name: str, path: str | Path, scale: float = 1.0) -> AdapterInfo:
         """Lets calls name an adapter (LoRA): a PEFT folder or a GGUF file. Raises AdapterError if it does not fit the
         model or another has the name."""
-        (info,) = self._ask_adapters(RegisterAdapter(self._maker.next_id(), name, str(path), scale))
+        registered = self._engine.ask(RegisterAdapter(name, str(path), scale, id=self._maker.next_id()))
         self._adapters[name] = str(path)
-        return info
+        return registered.adapters[0]
 
     def unregister_adapter(self, name: str) -> AdapterInfo:
         """Forgets an adapter; raises AdapterNotFound if there is none by that name."""
-        (info,) = self._ask_adapters(UnregisterAdapter(self._maker.next_id(), name))
+        forgotten = self._engine.ask(UnregisterAdapter(name, id=self._maker.next_id()))
         self._adapters.pop(name, None)
-        return info
+        return forgotten.adapters[0]
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -269,20 +273,13 @@ class LLM:
 
     def list_adapters(self) -> tuple[AdapterInfo, ...]:
         """Returns all registered adapters."""
-        return self._ask_adapters(ListAdapters(self._maker.next_id()))
-
-    def _ask_adapters(self, message: AdapterMessage) -> tuple[AdapterInfo, ...]:
-        event = self._engine.ask(message)
-        assert isinstance(event, AdapterList)
-        return event.adapters
+        return self._engine.ask(ListAdapters(id=self._maker.next_id())).adapters
 
     def update_weights(self, path: str | Path, version: str = "", *, recompute: bool = True) -> str:
         """Puts the weights of a folder or GGUF file, of the same model, in place of the loaded ones; returns their
         version, which is the number of the update if none is given. Answers that other threads wait for go on: their
         KV is computed again, unless `recompute` is False. Raises WeightsError if the weights do not fit."""
-        event = self._engine.ask(UpdateWeights(self._maker.next_id(), str(path), version, recompute))
-        assert isinstance(event, WeightState)
-        return event.version
+        return self._engine.ask(UpdateWeights(str(path), version, recompute, id=self._maker.next_id())).version
 
     def _pool(
         self,

@@ -13,7 +13,16 @@ from penstock.errors import InvalidRequest
 from penstock.llm.engine_options import check_targets
 from penstock.llm.pending import PendingChoice, PendingOutput
 from penstock.service_levels import NO_TARGETS, Targets
-from penstock.text import ChatTemplate, Text, TextStream, check_answers, embedding_request, make_request, new_seed
+from penstock.text import (
+    ChatTemplate,
+    Text,
+    TextStream,
+    check_answers,
+    embedding_request,
+    make_request,
+    new_seed,
+    seed_of_choice,
+)
 from penstock.text.continuation import continue_last
 from penstock.text.embedding import pooling_of
 from penstock.text.pairs import PairPrompts, classify_request
@@ -130,7 +139,7 @@ class RequestMaker:
         scored = 0 if params.logprobs is None and count > params.n else params.logprobs
         choices = []
         for choice in range(count):
-            sampling = replace(params, seed=seed + choice, logprobs=scored, max_tokens=most)
+            sampling = replace(params, seed=seed_of_choice(seed, choice), logprobs=scored, max_tokens=most)
             request = make_request(self.next_id(), tokens, sampling, self.text.tokenizer, self.limits.max_len)
             request = request._replace(adapters=tuple(adapters), claim=claim)
             choices.append(PendingChoice(request, self._stream(params, continuing=prompt.continuing)))

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from penstock.engine.adapter_messages import AdapterMessage
-from penstock.engine.loop import Abort, Add
-from penstock.engine.weight_messages import WeightMessage
 from penstock.errors import DeviceLost, EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.pending import PendingChoice
 from penstock.types import Event, Failed
+from penstock.types.messages import Abort, Add, Answer, Control
 
 
 class SharedEngine:
@@ -67,7 +65,7 @@ class SharedEngine:
                     self._stepping = False
                     self._turn.notify_all()
 
-    def ask(self, message: AdapterMessage | WeightMessage) -> Event:
+    def ask(self, message: Control[Answer]) -> Answer:
         """Sends a control message and returns its answer; raises the error that it was answered with."""
         self._check_open()
         self._answers[message.id] = None
@@ -79,6 +77,7 @@ class SharedEngine:
             del self._answers[message.id]
         if isinstance(event, Failed):
             raise error_of(event.code, event.message)
+        assert isinstance(event, message.answer)
         return event
 
     def abandon(self, choices: Iterable[PendingChoice]) -> None:

@@ -37,6 +37,7 @@ PEFT_CONFIG = "adapter_config.json"
 PEFT_TENSORS = "adapter_model.safetensors"
 PEFT_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 GGUF_NAME = re.compile(r"(.+)\.lora_([ab])")
+MAX_CONFIG = 1 << 20  # bytes of adapter_config.json
 METADATA = "the adapter's GGUF metadata"
 REFUSED_TENSORS = {  # by a part of their names
     "lora_magnitude_vector": "it belongs to DoRA, which is not supported: merge the adapter into its model",
@@ -123,11 +124,11 @@ def adapter_bytes(path: Path) -> int:
 
 
 def missing_text(path: Path) -> str:
-    """Returns a sentence that says what is not at a path."""
+    """Returns a sentence that says what is missing at a path. It names no other files: a client may read it."""
     if not path.exists():
         return f"there is no adapter at {path}: give a folder that PEFT saved, or a GGUF file"
-    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "a file"
-    return f"{path} has no {PEFT_CONFIG} with {PEFT_TENSORS} beside it; it has {found or 'nothing'}"
+    missing = " and ".join(name for name in (PEFT_CONFIG, PEFT_TENSORS) if not (path / name).exists())
+    return f"{path} has no {missing}: give a folder that PEFT saved, or a GGUF file"
 
 
 def read_adapter(path: Path, base: AdapterBase) -> LoraAdapter:
@@ -155,13 +156,14 @@ def read_adapter(path: Path, base: AdapterBase) -> LoraAdapter:
 
 def read_peft(path: Path, base: AdapterBase) -> Iterator[LowRank]:
     """Yields the matrices of a PEFT folder."""
-    config = read_peft_config(read_json(path / PEFT_CONFIG))
+    config = read_peft_config(read_json(path / PEFT_CONFIG, MAX_CONFIG))
     naming = family(base.spec.arch).HUGGING_FACE
     for module, (a, b) in pairs(read_safetensors(path / PEFT_TENSORS), PEFT_NAME).items():
         identity = identity_in_folder(module, naming)
         check_pair(module, a, b)
-        check_rank(module, a.shape[0], config)
-        yield from placed(identity, LowRank(identity.name, a, b, config.scale_of(module)), base, in_gguf=False)
+        rank = a.shape[0]
+        check_rank(module, rank, config)
+        yield from placed(identity, LowRank(identity.name, a, b, config.scale_of(module, rank)), base, in_gguf=False)
 
 
 def identity_in_folder(module: str, naming: names.Naming) -> names.Identity:
@@ -180,10 +182,10 @@ def identity_in_folder(module: str, naming: names.Naming) -> names.Identity:
 
 def check_rank(module: str, rank: int, config: PeftConfig) -> None:
     """Raises if a module's matrices have another rank than the config says: their scale would be wrong."""
-    if rank != config.rank_of(module):
+    stated = config.rank_of(module)
+    if rank != stated:
         raise AdapterError(
-            f"the matrices of {module!r} have rank {rank}; r and rank_pattern of {PEFT_CONFIG} say "
-            f"{config.rank_of(module)}"
+            f"the matrices of {module!r} have rank {rank}; r and rank_pattern of {PEFT_CONFIG} say {stated}"
         )
 
 

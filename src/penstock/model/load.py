@@ -45,6 +45,7 @@ CONFIG = "config.json"
 METADATA = "the GGUF metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST_ABOVE = 4  # times the largest dimension of a tensor that a width may have, because several tensors may make it up
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = Fals
         raise ConfigError(f"--config changes the config.json of a folder; {path.name} is a file, which has none")
     checkpoint = open_folder(path, changes, strict) if path.is_dir() else open_gguf(path)
     checkpoint = replace(checkpoint, spec=checkpoint.spec.with_room_for(max_len))
+    check_sizes(checkpoint.spec, checkpoint.tensors)
     check_heads(checkpoint.spec)
     check_experts(checkpoint.spec)
     if checkpoint.spec.recurrence:
@@ -280,6 +282,35 @@ def read_safetensors_shards(folder: Path) -> dict[str, Tensor]:
 def is_file_name(file: Any) -> bool:
     """Returns whether the value is the name of a file, without a folder."""
     return isinstance(file, str) and file == Path(file).name
+
+
+def check_sizes(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Raises if the config states more layers than there are tensors of, or widths far beyond those of all tensors.
+    Memory is taken for some of them before a tensor's shape is looked at."""
+    found = {int(match[1]) for name in tensors if (match := names.LAYER.match(name))}
+    missing = next((layer for layer in range(spec.layers) if layer not in found), None)
+    if missing is not None:
+        raise MalformedFile(
+            f"the model's config has {spec.layers} layers, and the checkpoint has no tensors of layer {missing}; it "
+            "may be truncated or of another kind"
+        )
+    largest = max((max(tensor.shape, default=0) for tensor in tensors.values()), default=0)
+    attentions = {spec.attn, *spec.layer_attn}
+    widths = {
+        "width of the model": spec.dim,
+        "width of an MLP": max(spec.hidden, spec.shared_hidden, *spec.layer_hidden),
+        "vocabulary": spec.vocab,
+        "width of all query heads": max(a.q_width for a in attentions),
+        "width of all KV heads": max(a.kv_width for a in attentions),
+        "number of experts": spec.experts.count if spec.experts else 0,
+        "width of an expert": max(spec.experts.hidden, spec.experts.width) if spec.experts else 0,
+        "width of recurrent layers": spec.recurrence.width if spec.recurrence else 0,
+    }
+    for what, width in widths.items():
+        if width > MOST_ABOVE * largest:
+            raise MalformedFile(
+                f"the model's config has a {what} of {width}, and the largest dimension of a tensor is {largest}"
+            )
 
 
 def check_heads(spec: ModelSpec) -> None:

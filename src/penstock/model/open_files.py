@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ MAX_JSON = 100 << 20  # bytes
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Maps the whole file into memory, read-only."""
+    """Maps the whole file into memory, read-only. Raises MalformedFile for a pipe or a device."""
     try:
-        with path.open("rb") as file:
+        _check_regular(path, path.stat().st_mode)  # before it is opened: that alone may do something to a device
+        with open(path, "rb", opener=_open_at_once) as file:
+            _check_regular(path, os.fstat(file.fileno()).st_mode)
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise ModelNotFound(f"there is no file {path}") from error
@@ -25,14 +29,24 @@ def map_file(path: Path) -> mmap.mmap:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON file that holds an object."""
-    return parse_json(_small(path), path.name)
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file without waiting for the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise MalformedFile(f"{path} is not a regular file but a folder, a pipe or a device: give a file")
+
+
+def read_json(path: Path, most: int = MAX_JSON) -> dict[str, Any]:
+    """Reads a JSON file that holds an object and has at most `most` bytes."""
+    return parse_json(_small(path, most), path.name)
 
 
 def read_list(path: Path) -> list[Any]:
     """Reads a JSON file that holds a list."""
-    value = _parse(_small(path), path.name)
+    value = _parse(_small(path, MAX_JSON), path.name)
     if not isinstance(value, list):
         raise MalformedFile(f"{path.name} holds {type(value).__name__} instead of a list")
     return value
@@ -46,10 +60,10 @@ def parse_json(text: bytes, source: str) -> dict[str, Any]:
     return value
 
 
-def _small(path: Path) -> bytes:
+def _small(path: Path, most: int) -> bytes:
     with map_file(path) as data:
-        if len(data) > MAX_JSON:
-            raise MalformedFile(f"{path.name} has {len(data)} bytes; a JSON file may have at most {MAX_JSON}")
+        if len(data) > most:
+            raise MalformedFile(f"{path.name} has {len(data)} bytes; it may have at most {most}")
         return data[:]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from penstock.errors import AdapterError
+from penstock.model.config_reader import MAX_NUMBER, short
+from penstock.model.module_pattern import ModulePatterns
 
 # What must have one of these values, because another would change the result: (values, why not).
 REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -38,72 +39,65 @@ NEUTRAL = frozenset((
 READ = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"))
 
 
+class NumberByModule:
+    """Looks up a number by a module's name, in a table whose keys are patterns."""
+
+    def __init__(self, values: Mapping[str, Any], field: str, default: float) -> None:
+        table = values.get(field) or {}
+        if not isinstance(table, dict):
+            raise AdapterError(f"adapter_config.json has {field} = {short(table)}; it must map module names to numbers")
+        self._patterns = ModulePatterns(table, field)
+        self._numbers = {pattern: number_of(table, pattern) for pattern in table}
+        self._default = default
+
+    def __getitem__(self, module: str) -> float:
+        pattern = self._patterns.first(module)
+        return self._default if pattern is None else self._numbers[pattern]
+
+
 class PeftConfig(NamedTuple):
     """Holds the numbers that an adapter's scales follow from."""
 
-    rank: int
-    alpha: float
+    ranks: NumberByModule
+    alphas: NumberByModule
     rslora: bool
-    rank_pattern: Mapping[str, Any]
-    alpha_pattern: Mapping[str, Any]
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of a module's matrices."""
-        return int(found_in(self.rank_pattern, module, self.rank))
+        return int(self.ranks[module])
 
-    def scale_of(self, module: str) -> float:
-        """Returns what a module's B @ A is multiplied by."""
-        rank = self.rank_of(module)
-        return float(found_in(self.alpha_pattern, module, self.alpha)) / (math.sqrt(rank) if self.rslora else rank)
+    def scale_of(self, module: str, rank: int) -> float:
+        """Returns what B @ A is multiplied by, for a module whose matrices have this rank."""
+        return self.alphas[module] / (math.sqrt(rank) if self.rslora else rank)
 
 
 def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:
     """Reads a config; raises AdapterError that names a field which is not supported."""
     for field, (allowed, reason) in REQUIRED.items():
         if values.get(field, allowed[0]) not in allowed:
-            raise AdapterError(f"adapter_config.json has {field} = {values[field]!r}: {reason}")
+            raise AdapterError(f"adapter_config.json has {field} = {short(values[field])}: {reason}")
     begun = values.get("init_lora_weights", True)
     if isinstance(begun, str) and begun.lower().startswith(CHANGES_BASE):
         raise AdapterError(
-            f"adapter_config.json has init_lora_weights = {begun!r}, which changes the base model's weights: save the "
-            "adapter with path_initial_model_for_weight_conversion, or merge it into its model"
+            f"adapter_config.json has init_lora_weights = {short(begun)}, which changes the base model's weights: save "
+            "the adapter with path_initial_model_for_weight_conversion, or merge it into its model"
         )
     known = REQUIRED.keys() | NEUTRAL | READ
     if unknown := sorted(field for field, value in values.items() if field not in known and value):
         raise AdapterError(
-            f"adapter_config.json has fields that this engine does not know: {', '.join(unknown)}; they may change the "
-            "result"
+            f"adapter_config.json has fields that this engine does not know: {', '.join(map(short, unknown[:8]))}; "
+            "they may change the result"
         )
-    numbers = [number_of(values, field) for field in ("r", "lora_alpha")]
-    patterns = [pattern_of(values, field) for field in ("rank_pattern", "alpha_pattern")]
-    return PeftConfig(int(numbers[0]), numbers[1], bool(values.get("use_rslora")), *patterns)
+    ranks = NumberByModule(values, "rank_pattern", number_of(values, "r"))
+    alphas = NumberByModule(values, "alpha_pattern", number_of(values, "lora_alpha"))
+    return PeftConfig(ranks, alphas, bool(values.get("use_rslora")))
 
 
 def number_of(values: Mapping[str, Any], field: str) -> float:
     """Returns a number above 0."""
     value = values.get(field, 8)  # PEFT's own default for both
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise AdapterError(f"adapter_config.json has {field} = {value!r}; it must be a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+        raise AdapterError(
+            f"adapter_config.json has {field} = {short(value)}; it must be a number above 0, at most {MAX_NUMBER:g}"
+        )
     return value
-
-
-def pattern_of(values: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Returns a table from patterns of module names to numbers above 0."""
-    table = values.get(field) or {}
-    if not isinstance(table, dict):
-        raise AdapterError(f"adapter_config.json has {field} = {table!r}; it must map module names to numbers")
-    for pattern in table:
-        number_of(table, pattern)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise AdapterError(f"adapter_config.json: {field} has the pattern {pattern!r}: {error}") from None
-    return table
-
-
-def found_in(patterns: Mapping[str, Any], module: str, default: float) -> float:
-    """Returns the number of the first pattern that a module's name, or the end of it after a dot, matches."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(?:.*\.)?({pattern})$", module):
-            return float(value)
-    return default

@@ -104,6 +104,16 @@ class Capabilities:
     uniform: bool = False  # activations are float32 anyway, so that precision makes no difference to buffers
 
 
+def _line(node: OpNode, places: tuple[int, ...]) -> str:
+    """Returns a node with its buffers and its plain attributes."""
+    names = [f"b{place}" for place in places]
+    taken, rest = names[: len(node.inputs)], names[len(node.inputs) :]
+    given, scratch = rest[: len(node.outputs)], rest[len(node.outputs) :]
+    plain = (f"{name}={value!r}" for name, value in node.attributes.items() if isinstance(value, int | float | str))
+    call = f"{node.op}({', '.join(taken)} -> {', '.join(given)})" + f" scratch {', '.join(scratch)}" * bool(scratch)
+    return " ".join([call, *plain])
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """Holds a recorded forward pass: nodes in the order in which they run, and the buffers that they use."""
@@ -115,6 +125,14 @@ class Program:
     answer_buffer: int
     pooled: Value | None  # what embeddings are pooled from
     pooled_buffer: int | None
+
+    def __str__(self) -> str:
+        """Returns a line for each buffer and each node: `product(b1 -> b2) act='silu'`. Fused ops are single nodes."""
+        buffers = [
+            f"b{index}: [{buffer.symbol}, {buffer.width}] {buffer.precision}{' prepared' * buffer.prepared}"
+            for index, buffer in enumerate(self.buffers)
+        ]
+        return "\n".join([*buffers, *map(_line, self.nodes, self.places), f"answer: b{self.answer_buffer}"])
 
     @property
     def attention_layers(self) -> dict[int, AttentionSpec]:

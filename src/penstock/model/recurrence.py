@@ -18,6 +18,10 @@ class RecurrentSpec(Protocol):
     """Describes a recurrent layer of any kind to those that only make room for it."""
 
     @property
+    def width(self) -> int:
+        """Returns how many channels are convolved or scanned."""
+
+    @property
     def state_floats(self) -> int:
         """Returns the size of a sequence's state in a layer."""
 
@@ -151,6 +155,11 @@ class MambaSpec:
     conv: ConvSpec
     scan: ScanSpec
     dt_rank: int  # width of what time steps are projected from
+
+    @property
+    def width(self) -> int:
+        """Returns how many channels it has."""
+        return self.conv.width
 
     @property
     def state_floats(self) -> int:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from math import ceil, floor, log, pi, sqrt
 
+from penstock.errors import MalformedFile
+
 Freqs = tuple[float, ...]
 
 MAX_DIMS = 4096  # dimensions of one head
 
 
 def plain(base: float, dims: int) -> Freqs:
-    """Returns the frequencies of all pairs, unscaled."""
+    """Returns the frequencies of all pairs, unscaled. Raises MalformedFile for more dimensions than a head may have."""
+    if dims > MAX_DIMS:
+        raise MalformedFile(f"the model's config has heads of {dims} dimensions; at most {MAX_DIMS} are supported")
     return tuple(base ** (-2 * i / dims) for i in range(dims // 2))
 
 

@@ -60,9 +60,10 @@ def joined_norms(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Te
     found = {name: tensor for name, tensor in tensors.items() if not HEAD_NORM.fullmatch(name)}
     heads = {"q_norm": spec.attn.heads, "k_norm": spec.attn.kv_heads}
     for joined in dict.fromkeys(match[1] for name in tensors if (match := HEAD_NORM.fullmatch(name))):
-        parts = [f"{joined}.{head}" for head in range(heads[joined.rpartition(".")[2]])]
-        if missing := [part for part in parts if part not in tensors]:
-            raise MalformedFile(f"the checkpoint has no tensor for {missing[0]!r}; it may be truncated")
+        count = heads[joined.rpartition(".")[2]]
+        if missing := next((f"{joined}.{i}" for i in range(count) if f"{joined}.{i}" not in tensors), ""):
+            raise MalformedFile(f"the checkpoint has no tensor for {missing!r}; it may be truncated")
+        parts = [f"{joined}.{head}" for head in range(count)]
         first = tensors[parts[0]]
         if {tensors[part].format for part in parts} != {first.format}:
             raise UnsupportedModel(f"tensor {first.name!r} has another format than the norms of other heads")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -20,12 +21,13 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config
 from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
-from penstock.model.load import load_model, open_checkpoint, text_of
+from penstock.model.load import Checkpoint, load_model, open_checkpoint, text_of
 
 Doubles = NDArray[np.float64]
 
 CONTEXT = 512
 TOKENS = 8192
+GUARD_TOKENS = 1024  # of the built-in text, which the engine uses at load to measure a quantized KV cache
 MIN_CONTEXT = 8
 WINDOWS_PER_STEP = {"cuda": 4}  # on other devices 1
 LONG_TOKEN = 32  # characters: tokens are shorter on average
@@ -111,7 +113,7 @@ class Scorer:
         self._steps += 1
         tables = [range(i * self._blocks, (i + 1) * self._blocks) for i in range(len(windows))]
         chunks = [
-            Chunk(window[:-1].tolist(), 0, table, slot=slot, sample=self._context // 2 - 1)
+            Chunk(window[:-1].tolist(), 0, table, slot=slot, sample=len(followers(window)))
             for slot, (window, table) in enumerate(zip(windows, tables, strict=True))
         ]
         return greedy_batch(chunks, self._steps)
@@ -135,7 +137,11 @@ def windows_of(
     if not MIN_CONTEXT <= context <= checkpoint.spec.max_len:
         longest = checkpoint.spec.max_len
         raise ConfigError(f"--context must be from {MIN_CONTEXT} to {longest} tokens with this model; got {context}")
-    tokens = tokens or max(TOKENS, context)
+    return windows_in(checkpoint, text, context, tokens or max(TOKENS, context))
+
+
+def windows_in(checkpoint: Checkpoint, text: str, context: int, tokens: int) -> list[Ints]:
+    """Returns at most `tokens` tokens of the text, cut into windows for a model with this checkpoint."""
     if tokens < context:
         raise ConfigError(
             f"--tokens {tokens} is less than one window of {context} tokens: raise --tokens, or lower --context"
@@ -152,6 +158,11 @@ def windows_of(
     windows = np.array(ids[: count * context], np.int32).reshape(count, context)
     windows[:, : len(begins)] = begins
     return list(windows)
+
+
+def built_in_text() -> str:
+    """Returns the text that comes with the package. It has more than GUARD_TOKENS tokens."""
+    return files("penstock.planning").joinpath("kv_text.txt").read_text("utf-8")
 
 
 def in_steps(windows: Sequence[Ints], size: int) -> Iterator[Sequence[Ints]]:

@@ -1,5 +1,6 @@
 """Measures at load what a quantized KV cache costs: the KL divergence of predictions from those with 16 bits, on a text
-that comes with the package. What was measured is kept beside the model's packed weights:
+that comes with the package. `penstock eval kl` finds the same without --text: both cut the text into the same windows.
+What was measured is kept beside the model's packed weights:
 
 <home>/packed/<model>/<options>.kv_loss
 """
@@ -8,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,13 +22,21 @@ from penstock.backend.base import Backend, Batch, CacheSize, Ints, Model
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.packed_cache import identity
 from penstock.config import AUTO, Config, Device, packed_folder
-from penstock.errors import ConfigError, KvLossTooLarge, ModelError
-from penstock.kv_types import ANY, is_kv_quantized
-from penstock.model.load import Checkpoint, text_of
-from penstock.planning.evaluation import compare, followers, summary
+from penstock.config.kv_formats import ANY, is_kv_quantized
+from penstock.errors import ConfigError, InvalidRequest, KvLossTooLarge, ModelError
+from penstock.model.load import Checkpoint
+from penstock.planning.evaluation import (
+    CONTEXT,
+    GUARD_TOKENS,
+    Comparison,
+    built_in_text,
+    compare,
+    followers,
+    summary,
+    windows_in,
+)
 
-CONTEXT = 256  # tokens of the text that are used; those of the second half are predicted
-MEASURE = 1  # another number where the text or what is computed of it changes
+MEASURE = 2  # another number where the text or what is computed of it changes
 SUFFIX = ".kv_loss"
 
 
@@ -54,11 +62,14 @@ def check_kv(
     loss = kept_loss(config, checkpoint)
     if loss is None:
         try:
-            window = text_window(checkpoint)
+            windows = guard_windows(checkpoint)
         except ModelError as error:  # it is served to those who send token ids
             log(f"KV cache in {config.kv}: what it costs is not known, because there is no tokenizer: {error}")
             return
-        loss = measure(config, checkpoint, model, backend, window)
+        except InvalidRequest as error:  # a tokenizer that knows hardly any of the text
+            log(f"KV cache in {config.kv}: what it costs is not known: {error}")
+            return
+        loss = measure(config, checkpoint, model, backend, windows)
         keep(config, checkpoint, loss)
     log(f"KV cache in {config.kv}, compared with 16 bits: {loss}")
     if config.kv_loss != ANY and not loss.mean <= float(config.kv_loss):
@@ -74,23 +85,27 @@ def is_measured(config: Config, checkpoint: Checkpoint) -> bool:
     return is_kv_quantized(config.kv) and spec.generates and not spec.encoder and bool(spec.cached_attention)
 
 
-def text_window(checkpoint: Checkpoint) -> Ints:
-    """Returns the tokens of the text that comes with the package. Raises ModelError if the model has no tokenizer."""
-    text = files("penstock.planning").joinpath("kv_text.txt").read_text("utf-8")
-    ids = text_of(checkpoint).tokenizer.encode(text, bos=True)
-    return np.array(ids[: min(CONTEXT, checkpoint.spec.max_len)], np.int32)
+def guard_windows(checkpoint: Checkpoint) -> list[Ints]:
+    """Returns the windows that the cache is measured on. Raises ModelError if the model has no tokenizer."""
+    return windows_in(checkpoint, built_in_text(), min(CONTEXT, checkpoint.spec.max_len), GUARD_TOKENS)
 
 
-def measure(config: Config, checkpoint: Checkpoint, model: Model, backend: Backend, window: Ints) -> KvLoss:
-    """Computes the window with both caches and compares the predictions of its second half."""
+def measure(config: Config, checkpoint: Checkpoint, model: Model, backend: Backend, windows: Sequence[Ints]) -> KvLoss:
+    """Computes each window with both caches and compares the predictions of its second half."""
+    found = [compare_window(config, checkpoint, model, backend, window) for window in windows]
+    whole = summary(Comparison(*(np.concatenate(column) for column in zip(*found, strict=True))))
+    return KvLoss(whole.mean, whole.error, whole.same_top)
+
+
+def compare_window(config: Config, checkpoint: Checkpoint, model: Model, backend: Backend, window: Ints) -> Comparison:
+    """Compares the predictions of a window's second half."""
     blocks = -(-len(window) // config.block_size)
     size = CacheSize(blocks, config.block_size, 1 if checkpoint.spec.recurrent else 0)
     batches = list(batches_of(window, config.step_tokens, blocks))
     truth, answer = (backend.trial_logits(model, kv, batches, size) for kv in (AUTO, config.kv))
     assert truth is not None, "a backend with one type of cache refuses all others"
     assert answer is not None
-    found = summary(compare(truth, answer, followers(window)))
-    return KvLoss(found.mean, found.error, found.same_top)
+    return compare(truth, answer, followers(window))
 
 
 def batches_of(window: Ints, step_tokens: int, blocks: int) -> Iterator[Batch]:

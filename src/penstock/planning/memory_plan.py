@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.backend.base import Footprint, Tuner
-from penstock.config import AUTO, Config, Device, parse_adapter, resolve, total_memory
+from penstock.config import AUTO, Config, Device, parse_adapter, total_memory
 from penstock.errors import ConfigError
 from penstock.model.adapters import adapter_bytes
 from penstock.model.load import Checkpoint
 from penstock.model.spec import ModelSpec
+from penstock.planning.limits import resolve
 from penstock.types import Limits, blocks_for
 
 KV_RAM_SHARE = 8  # of the free memory, one part is for blocks that have left the cache
@@ -129,8 +130,9 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
             f"{gigabytes(adapters)} for adapters and {gigabytes(has.reserve)} in reserve, beside its KV cache; "
             f"{has.device} has {gigabytes(has.free)} free of {gigabytes(has.total)}: {ADVICE}"
         )
+    on_host = Device.parse(config.device).kind != "cuda"
     notes = []
-    if config.kv_memory > room:
+    if config.kv_memory > room and not on_host:
         notes.append(f"the KV cache gets {gigabytes(room)}, not the {gigabytes(config.kv_memory)} asked for")
         config = replace(config, kv_memory=0)
     limits = resolve(
@@ -143,7 +145,13 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
         encoder=spec.encoder,
         state_bytes=has.state,
     )
-    on_host = Device.parse(config.device).kind != "cuda"
+    cache = limits.num_blocks * config.block_size * group_token
+    check_machine(config, cache)
+    if cache > room:
+        notes.append(
+            f"{gigabytes(room)} are free for the KV cache of {gigabytes(cache)}: it takes memory as it is used, and "
+            "other programs may have to swap"
+        )
     tier = host_tier(config, limits, config.block_size * group_token, has.state, has.free)
     limits = limits._replace(host_places=tier.blocks, host_states=tier.states)
     notes += missing_tiers(config, limits)
@@ -154,6 +162,17 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
         short = "a step" if limits.max_len == limits.step_tokens and spec.encoder else "the cache"
         notes.append(f"prompt and answer have {limits.max_len} tokens at most, not {wanted}: {short} holds no more")
     return MemoryPlan(has, limits, group_token, adapters, on_host, tuple(notes))
+
+
+def check_machine(config: Config, cache: int) -> None:
+    """Refuses a cache that was asked for and is larger than the machine: its memory is taken as it is used, so it would
+    be reserved, and the process killed later."""
+    on_host = Device.parse(config.device).kind != "cuda"
+    if on_host and config.kv_memory and cache > total_memory():
+        raise ConfigError(
+            f"a KV cache of {gigabytes(cache)} is more than this machine has, {gigabytes(total_memory())}: "
+            "lower kv_memory, max_rows or max_len"
+        )
 
 
 def missing_tiers(config: Config, limits: Limits) -> Iterator[str]:

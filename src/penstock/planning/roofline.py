@@ -43,6 +43,7 @@ class MachineProfile(NamedTuple):
     cache: float  # bytes of the KV cache read per second while decoding
     scores: float  # multiply-adds per second in the attention of prompts
     matmuls: Mapping[str, MatmulTimes]  # by the format that weights are stored in
+    busy: float = 0.0  # share of the machine that other processes used while it was measured
 
 
 class WeightGroup(NamedTuple):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -131,7 +132,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP, archive: Archive |
     )
     inner: ASGIApp = app if traces is None else traces.around(app, pool.metrics, pool.default_name)
     if setup.usage is not None:
-        pool.metrics.listeners.append(setup.usage.add)  # before the log's: that marks a prompt as counted
+        pool.metrics.listeners.append(setup.usage.add)
     inner = guarded(inner, pool, rules, accounts)
     logged = AccessLog(inner, pool.metrics, counted, prompts=setup.log.prompts)
     return ContextMiddleware(logged, streams, lenient=rules.lenient, terms=rules.terms)
@@ -142,6 +143,8 @@ def serve(pool: ModelPool, host: str, port: int, setup: Setup = DEFAULT_SETUP) -
     reported at once. Answers in flight are finished before the engines are closed."""
     set_up_logging(setup.log)
     os.environ[LOG_FORMAT] = setup.log.format  # for the engine processes
+    # uvicorn raises a signal again after it has ended. SIGTERM would then end the process before it cleans up.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         listener = bind(host, port)
         check(setup.rules, listener.getsockname()[0])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.server.access.rights import Right
 from penstock.server.models import ModelPool
 from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
@@ -29,15 +30,17 @@ class RouteEntry(NamedTuple):
     path: str
     endpoint: Endpoint
     operation: Operation = JSON
+    right: Right = Right.USE  # with any method: the model may have to be loaded
 
 
 class ServerRouteEntry(NamedTuple):
-    """Lists a route that is about the server, and works while no model is loaded."""
+    """Lists a route that is about the server, and works while no model is loaded. A GET that only reads says so."""
 
     method: str
     path: str
     endpoint: ServerEndpoint
     operation: Operation = JSON
+    right: Right = Right.USE
 
 
 AnyRouteEntry = RouteEntry | ServerRouteEntry

@@ -19,9 +19,10 @@ from penstock.ipc.client import EngineClient
 from penstock.ipc.placement import ReplicaFigures
 from penstock.server.models import ModelPool
 from penstock.server.models.entry import ModelEntry
+from penstock.server.models.visible import may_see
 from penstock.server.request_context import RequestContext
 from penstock.server.sse import json_response
-from penstock.server.status import may_see, state_of
+from penstock.server.status import state_of
 from penstock.server.telemetry.metrics import RequestTimer, sum_stats
 from penstock.server.telemetry.recent_requests import RecentRequests
 from penstock.types import Stats

@@ -63,6 +63,11 @@ class LastingAnswers(Generic[S]):
     def drop(self, id: str, tenant: str | None) -> None:
         self._begin(drop, self._kind, id, tenant)
 
+    async def written(self) -> None:
+        """Returns when everything that was begun by now is written."""
+        if self._writing:
+            await asyncio.wait(set(self._writing))
+
     async def close(self) -> None:
         """Returns when all is written."""
         while self._writing:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock import __version__
+from penstock.server.access.rights import Right
 from penstock.server.bodies import ANY_VALUE, NoEffect
 from penstock.server.errors import OllamaErrorBody, error_shape
 from penstock.server.request_context import RequestContext
@@ -47,11 +48,17 @@ class DocumentedRoute(Route):
     """Is a route with the operation that documents it."""
 
     def __init__(
-        self, path: str, endpoint: Callable[[Request], Awaitable[Response]], method: str, operation: Operation
+        self,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        method: str,
+        operation: Operation,
+        right: Right,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.method = method
         self.operation = operation
+        self.right = right
 
 
 class NestedBody(NamedTuple):
@@ -72,12 +79,12 @@ def read_as(*kinds: Kind, no_effect: NoEffect | None = None) -> Meta:
 class OpenApiDocument:
     """Serves the document. It makes the document at the first request, which takes a tenth of a second."""
 
-    _text = b""
+    _text: asyncio.Task[bytes] | None = None
 
     async def __call__(self, _: ModelPool, http: Request, __: RequestContext) -> Response:
-        if not self._text:
-            self._text = await asyncio.to_thread(_encoded, http.app.routes)
-        return Response(self._text, media_type=JSON)
+        if self._text is None:  # requests that come meanwhile wait for the same
+            self._text = asyncio.create_task(asyncio.to_thread(_encoded, http.app.routes))
+        return Response(await asyncio.shield(self._text), media_type=JSON)
 
 
 def _encoded(routes: Sequence[DocumentedRoute]) -> bytes:

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.errors import Forbidden, InvalidRequest, PenstockError
+from penstock.errors import Forbidden, InvalidRequest, ModelNotFound, PenstockError
 from penstock.ipc.placement import RequestPlacement
 from penstock.server.access.accounts import Account
 from penstock.server.access.in_flight import Admission
@@ -50,6 +50,7 @@ LONGEST = 86_400_000  # milliseconds of a deadline or target
 MAX_TENANT = 256  # characters of a tenant's name that count
 
 
+MAX_PART = 32 * 2**10  # bytes of a body that are sent at once: the rest waits until the client reads
 WRITE = "penstock.write"  # names `write` among the extensions of an HTTP server
 Write = Callable[[bytes], bool]  # writes a part of a body that has begun; False: not now, the client does not read
 
@@ -67,6 +68,8 @@ class Outcome:
     """Adds up what became of a request, for the log."""
 
     prompts: dict[int, int] = field(default_factory=dict)  # tokens of each prompt, by its hash: choices share theirs
+    charged: set[int] = field(default_factory=set)  # hashes of the prompts that the payer is charged for
+    recorded: bool = False  # the usage file has counted the request
     reused: dict[str, int] = field(default_factory=dict)  # prompt tokens by the tier that their KV came from
     cached: int = 0  # prompt tokens whose KV was reused
     generated: int = 0  # tokens
@@ -93,6 +96,8 @@ class RequestContext:
     send: Send = _no_connection
     write: Write | None = None  # None: the HTTP server has only `send`
     owner: str = ""  # an explanation mentions recent prompts of the same owner only
+    page: str = ""  # describes the foreign web page that the request comes from, if it does
+    anonymous: bool = False  # it has no key, where others need one: nothing but a probe's answer is for it
     payer: Account | None = None  # the API key's account that is charged
     admission: Admission | None = None  # its places among the requests in flight; None: it needs none
     span: RequestSpan | None = None  # the request's span, if traces are exported
@@ -120,6 +125,7 @@ class RequestContext:
     body: bytes | None = None  # of the request, once it is read
     keep_alive: float | None = None  # seconds that the model stays loaded after this request; None: as the server says
     model: str = ""  # that the request uses
+    unknown_model: Callable[[str], ModelNotFound] = ModelNotFound  # makes the error for a name that no model has
     loading_seconds: float = 0.0  # that the request waited for its model to be loaded
     streams: KeptStreams | None = None  # where its stream is kept; None: it ends when its client leaves
     stream_id: str = ""  # under which it is kept; empty: a new one
@@ -341,12 +347,18 @@ class ContextMiddleware:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *context.headers()]
+            rest = memoryview(message.get("body", b""))
+            while len(rest) > MAX_PART:
+                await send({"type": "http.response.body", "body": rest[:MAX_PART], "more_body": True})
+                rest = rest[MAX_PART:]
+                message["body"] = rest
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
             context.end()
+            context.send, context.write = _no_connection, None  # both lead back to the scope, and so to this context
 
 
 def _header_text(text: str) -> bytes:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.access.authentication import READING
+from penstock.server.access.rights import Right, check_right
 from penstock.server.anthropic.routes import ROUTES as ANTHROPIC
 from penstock.server.bodies import model_named_in
 from penstock.server.endpoint import TEXT, AnyRouteEntry, RouteEntry, ServerRouteEntry
@@ -48,11 +49,11 @@ OWN = (
     RouteEntry("POST", "/tokenize", tokenize, TOKENIZE),
     RouteEntry("POST", "/detokenize", detokenize, DETOKENIZE),
     RouteEntry("POST", "/apply-template", apply_template, APPLY_TEMPLATE),
-    ServerRouteEntry("GET", "/health", health),
-    ServerRouteEntry("GET", "/metrics", show_metrics, TEXT),
-    ServerRouteEntry("GET", "/v1/models", list_models),
-    ServerRouteEntry("GET", "/v1/models/{id:path}", show_model),
-    ServerRouteEntry("GET", "/api/hello", hello),
+    ServerRouteEntry("GET", "/health", health, right=Right.READ),
+    ServerRouteEntry("GET", "/metrics", show_metrics, TEXT, right=Right.MONITOR),
+    ServerRouteEntry("GET", "/v1/models", list_models, right=Right.READ),
+    ServerRouteEntry("GET", "/v1/models/{id:path}", show_model, right=Right.READ),
+    ServerRouteEntry("GET", "/api/hello", hello, right=Right.READ),
 )
 
 
@@ -81,8 +82,8 @@ def all_routes(
         *RERANK,
         *LLAMASWAP,
         *storing(files, batches, chats),
-        ServerRouteEntry("GET", "/engine", EngineView(recent)),
-        ServerRouteEntry("GET", "/openapi.json", OpenApiDocument()),
+        ServerRouteEntry("GET", "/engine", EngineView(recent), right=Right.READ),
+        ServerRouteEntry("GET", "/openapi.json", OpenApiDocument(), right=Right.READ),
     )
     return [_route(pool, entry, streams) for entry in entries]
 
@@ -91,6 +92,7 @@ def _route(pool: ModelPool, entry: AnyRouteEntry, streams: StreamEndpoints) -> D
     @wraps(entry.endpoint)
     async def call(request: Request) -> Response:
         context = context_of(request.scope)
+        check_right(entry.right, f"{entry.method} {request.url.path}", context.payer, context.page)
         if isinstance(entry, ServerRouteEntry):
             return await entry.endpoint(pool, request, context)
         if (rest := await streams.sent_again(request, context)) is not None:
@@ -102,7 +104,7 @@ def _route(pool: ModelPool, entry: AnyRouteEntry, streams: StreamEndpoints) -> D
         return await answer(None)
 
     generates = entry.method == "POST" and entry.operation.streams is not None
-    return DocumentedRoute(entry.path, call, entry.method, entry.operation)
+    return DocumentedRoute(entry.path, call, entry.method, entry.operation, entry.right)
 
 
 async def _answer(
@@ -115,7 +117,7 @@ async def _answer(
 ) -> Response:
     """Answers a request by the model that it has named or, if that is given, by a fallback."""
     name = fallback or named
-    if pool.foreign is not None and (model := pool.foreign_model(name)) is not None:
+    if pool.foreign is not None and (model := pool.foreign_model(name, context)) is not None:
         context.check_allowed(model)
         context.model = model
         return await pool.foreign.answer(model, request, context)

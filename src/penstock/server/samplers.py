@@ -78,8 +78,8 @@ def _window(tokens: int) -> int:
 
 def _repeat_penalty(fields: object, penalty: float) -> float:
     other = getattr(fields, "repetition_penalty", None)
-    if not 0 < penalty <= 100:
-        raise InvalidRequest(f"repeat_penalty must be above 0 and at most 100; got {penalty}", param="repeat_penalty")
+    if not 0.01 <= penalty <= 100:
+        raise InvalidRequest(f"repeat_penalty must be between 0.01 and 100; got {penalty}", param="repeat_penalty")
     if other not in (None, penalty):
         raise InvalidRequest(
             f"repeat_penalty is {penalty} and repetition_penalty is {other}, which mean the same: send one of them",

@@ -10,11 +10,10 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import NamedTuple, TypeVar
 
-from penstock import store
-from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, Overloaded, WaitTooLong
+from penstock.errors import EngineUnavailable, InvalidRequest, Overloaded, WaitTooLong
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitForecast, limit_of
-from penstock.server.request_context import MAX_NAME, RequestContext
+from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel
 from penstock.templates.process import RenderProcess
@@ -22,6 +21,7 @@ from penstock.text import Text, check_answers, make_request
 from penstock.types import AdapterInfo, AdapterUse, Limits, Request, SamplingParams
 
 T = TypeVar("T")
+TakeTokens = Callable[[Sequence[int], int], None]  # called with a step's tokens, and how many of the prompt were cached
 
 CLIENTS_NAMES = (  # patterns of names that clients insist on; the last three are those of TGI's and SGLang's clients
     "claude*", "gpt-*", "chatgpt*", "codex*", "o[0-9]*", "tgi", "dummy", "default",
@@ -45,29 +45,44 @@ class ServedModel(NamedTuple):
     waits: WaitForecast | None = None  # refuses what would wait too long; None: nothing is
 
     @contextmanager
-    def expected(self, context: RequestContext, request: Request) -> Iterator[Callable[[], None]]:
-        """Holds a request's place among those that are forecast; yields what to call when tokens come. Raises
+    def expected(self, context: RequestContext, request: Request) -> Iterator[TakeTokens]:
+        """Holds a request's place among those that are forecast; yields what to call with each step's tokens. Raises
         WaitTooLong if its first token would come too late."""
         waits, client = self.waits, self.client
         if waits is None:
-            yield lambda: None
+            yield lambda tokens, cached: None
             return
+        limits = self.limits
         try:
-            waits.measure(client.stats, sum(each.state == EngineState.READY for each in client.replicas))
-            waits.admit(request, context.terms.patience, perf_counter())
+            waits.measure(client.stats, self._engines())
+            held = client.cached_tokens(request)
+            expected = waits.admit(request, context.terms.patience, perf_counter(), limits, context, held)
         except WaitTooLong:
             client.note_refused(request)
             self._count_refused(context, request)
             raise
+        answer: list[int] = []
+
+        def take(tokens: Sequence[int], cached: int) -> None:
+            if not answer:
+                waits.measure(client.stats, self._engines())
+                outcome = waits.answer(expected, perf_counter(), cached)
+                if not request.background:
+                    self.metrics.note_wait(limit_of(request.claim), outcome)
+            answer.extend(tokens)
+
         try:
-            yield lambda: waits.answer(request.id, perf_counter())
+            yield take
         except WaitTooLong as error:  # the engine's word
-            waits.end(request.id)
-            error.retry_after = max(error.retry_after, waits.seconds_to_retry(request, context.terms.patience))
+            error.retry_after = max(error.retry_after, waits.seconds_to_retry(expected, perf_counter()))
             self._count_refused(context, request)
             raise
         finally:
-            waits.end(request.id)
+            waits.end(expected, answer, limits)
+
+    def _engines(self) -> int:
+        """Returns how many engines of a fleet answer; 0: the model has one engine."""
+        return sum(each.state == EngineState.READY for each in self.client.replicas)
 
     def _count_refused(self, context: RequestContext, request: Request) -> None:
         self.metrics.refused.labels(limit_of(request.claim)).inc()
@@ -104,15 +119,14 @@ class ServedModel(NamedTuple):
         """Returns whether a name that is not its own means the served model."""
         return any(fnmatchcase(name, pattern) for pattern in self.aliases)
 
-    def check_model(self, name: str | None, context: RequestContext | None = None) -> None:
+    def check_model(self, name: str | None, context: RequestContext) -> None:
         """Raises if no model has the name. No name means the served model. Of a name that only stands for it, the
         answer's headers take note."""
         if name is None or name == self.name:
             return
         if not self.stands_for_it(name):
-            raise unknown_model(name, [self.name])
-        if context is not None:
-            context.stood_in = self.name
+            raise context.unknown_model(name)
+        context.stood_in = self.name
 
     def check_answers(self) -> None:
         check_answers(self.limits)
@@ -144,17 +158,6 @@ class ServedModel(NamedTuple):
             default=default,
         )
         return context.apply_to(request)
-
-
-def unknown_model(name: str, served: Sequence[str]) -> ModelNotFound:
-    """Returns the error for a name that no model of the server has."""
-    here = f"this server serves {', '.join(map(repr, served))}"
-    plain = name.removesuffix(":latest")
-    if plain in store.stored_names():
-        return ModelNotFound(f"the model {plain!r} is in the store, but {here}: run `penstock serve {plain}`")
-    return ModelNotFound(
-        f"the model {name[:MAX_NAME]!r} does not exist here; {here}: ask for that, or start the server with --alias"
-    )
 
 
 async def off_loop(size: int, work: Callable[[], T], process: RenderProcess | None = None) -> T:

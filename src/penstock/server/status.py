@@ -14,8 +14,8 @@ from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.models import ModelPool
 from penstock.server.models.entry import ModelEntry
+from penstock.server.models.visible import may_see, may_use, unknown_model
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import unknown_model
 from penstock.server.sse import json_response
 from penstock.server.vllm.endpoints import model_fields
 from penstock.types import Hello
@@ -36,13 +36,13 @@ def listed(pool: ModelPool, context: RequestContext) -> list[tuple[ModelEntry, d
 
 async def show_model(pool: ModelPool, request: Request, context: RequestContext) -> Response:
     name = request.path_params["id"]
-    if (foreign := pool.foreign_model(name)) is not None:
+    if (foreign := pool.foreign_model(name, context)) is not None:
         context.check_allowed(foreign)
         return json_response(_foreign_model(pool, foreign))
-    entry = pool.get(name)
+    entry = pool.get(name, context)
     context.check_allowed(entry.name)
     if not context.may_see(pool.derived(entry, name)):
-        raise unknown_model(name, [pool.default.name])
+        raise unknown_model(pool, context, name)
     if adapter := entry.adapter_named(name):
         return json_response(_model(pool, entry, adapter))
     if name != entry.name:
@@ -55,9 +55,7 @@ def _foreign(pool: ModelPool, context: RequestContext) -> list[dict[str, Any]]:
     models = [] if pool.foreign is None else pool.foreign.models()
     own = {name for name, _ in pool.listed()}
     return [
-        _foreign_model(pool, model.name)
-        for model in models
-        if model.name not in own and (context.payer is None or context.payer.may_use(model.name))
+        _foreign_model(pool, model.name) for model in models if model.name not in own and may_use(context, model.name)
     ]
 
 
@@ -73,36 +71,42 @@ async def hello(_: ModelPool, __: Request, ___: RequestContext) -> Response:
     return json_response({"message": "hello"})
 
 
-async def health(pool: ModelPool, http: Request, _: RequestContext) -> Response:
-    """Tells of the default model's engine or, in a fleet, of its `replicas`; of other `engines`; and of all models in
-    `models`. With `generate=1` it has every engine that is awake generate a token first."""
+async def health(pool: ModelPool, http: Request, context: RequestContext) -> Response:
+    """Tells of the default model's engine or, in a fleet, of its `replicas`; of other `engines`; and in `models` of all
+    models that the request may know of. Without the key that others need it tells the status alone. With `generate=1`
+    it has every engine that is awake generate a token first."""
     pool.refresh()
     generate = http.query_params.get("generate", "0").lower() not in ("0", "false", "")
-    models = [state_of(entry) for entry in pool.entries]
+    entries = [entry for entry in pool.entries if may_see(context, entry)]
+    models = [state_of(entry) for entry in entries]
     fleet = _replicas(next((client for _, client in pool.clients()), None))
     fleet |= {} if pool.foreign is None else {"engines": pool.foreign.engines()}
     try:
         pool.check_health()
         if generate:
-            await _generate(pool, models)
+            await _generate(pool, entries, models)
     except EngineUnavailable as error:
         lost = (client.state for _, client in pool.clients() if client.state is not EngineState.READY)
         failed = {"status": next(lost, EngineState.FAILED), "engine": None, "message": error.message, "models": models}
-        return json_response(failed | fleet, 503)
+        return _health(context, failed | fleet, 503)
     first = next(pool.clients(), None)
     engine = None
-    if first is not None and first[1].hello is not None:
+    if first is not None and first[1].hello is not None and any(entry.name == first[0] for entry in entries):
         engine = {"pid": first[1].hello.pid, "model": first[0], **_unknown_fields(first[1].hello)}
     down = not pool.entries and not any(each["state"] == EngineState.READY for each in fleet.get("engines", ()))
     down = down and pool.foreign is not None
     status = EngineState.FAILED if down else "ok"
-    return json_response({"status": status, "engine": engine, "models": models} | fleet, 503 if down else 200)
+    return _health(context, {"status": status, "engine": engine, "models": models} | fleet, 503 if down else 200)
 
 
-async def _generate(pool: ModelPool, models: Sequence[dict[str, Any]]) -> None:
+def _health(context: RequestContext, told: dict[str, Any], code: int) -> Response:
+    return json_response({"status": told["status"]} if context.anonymous else told, code)
+
+
+async def _generate(pool: ModelPool, entries: Sequence[ModelEntry], models: Sequence[dict[str, Any]]) -> None:
     """Has every engine that is awake generate a token, and says in `models` for whom it did: for the probe, or for
     requests that it was busy with."""
-    probed = [(model, entry.awake.client) for model, entry in zip(models, pool.entries, strict=True) if entry.awake]
+    probed = [(model, entry.awake.client) for model, entry in zip(models, entries, strict=True) if entry.awake]
     found = await asyncio.gather(*(pool.probes.check(client) for _, client in probed))
     for (model, _), generated in zip(probed, found, strict=True):
         model["generated"] = generated
@@ -110,13 +114,7 @@ async def _generate(pool: ModelPool, models: Sequence[dict[str, Any]]) -> None:
 
 async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Response:
     started = {"process-start-time-unix": str(pool.created)}  # as llama.cpp's server says it
-    return Response(pool.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def may_see(context: RequestContext, entry: ModelEntry) -> bool:
-    """Returns whether the request's owner may know of a model."""
-    allowed = context.payer is None or context.payer.may_use(entry.name)
-    return allowed and context.may_see(entry.source.derived)
+    return Response(await pool.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def state_of(entry: ModelEntry) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from penstock.errors import ConfigError, StorageFailed
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import FinishedRequest
+from penstock.system.private_files import make_private_file, make_private_folder
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,8 @@ class UsageRecord:
         self._failing = False
         self._lock = Lock()  # of what is pending: it is written in a thread
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(path.parent)
+            make_private_file(path)
             with _opened(path) as database:
                 database.execute("PRAGMA journal_mode = WAL")
                 database.execute(_TABLE)
@@ -112,17 +114,15 @@ class UsageRecord:
             raise ConfigError(f"usage cannot be recorded in {path}: {error}; name another file with --usage") from error
 
     def add(self, context: RequestContext, finished: FinishedRequest) -> None:
-        """Takes note of an answer that has ended. The choices of a prompt share it: it counts once, as the outcome of
-        the request tells, which is written after this. An error before the first token is no answer."""
+        """Takes note of an answer that has ended. An error before the first token is no answer."""
         if finished.reason == "error" and not finished.first:
             return
-        known, prompt = context.outcome.prompts, finished.request.prompt
-        new = hash(prompt) not in known
-        tokens, cached = (len(prompt), min(finished.cached, len(prompt))) if new else (0, 0)
+        tokens, cached = finished.charged, min(finished.cached, finished.charged)
         price = self._prices.get(context.model)
         cost = 0.0 if price is None else price.cost(tokens, cached, finished.generated)
         key = context.owner_name or ""
-        use = KeyUsage(key, context.model, int(not known), tokens, cached, finished.generated, cost)
+        use = KeyUsage(key, context.model, int(not context.outcome.recorded), tokens, cached, finished.generated, cost)
+        context.outcome.recorded = True
         place = datetime.now(UTC).date().isoformat(), key, context.model
         self._hold(place, use)
 

@@ -20,6 +20,7 @@ from penstock.config import home
 from penstock.errors import DownloadError, InvalidRequest
 from penstock.store.packed import delete_packed
 from penstock.store.paths import size_of
+from penstock.system.private_files import make_private_file, make_private_folder
 
 MAX_BYTES = 2**38  # in a file
 MAX_FILES = 64
@@ -58,7 +59,7 @@ class Upload:
     def __init__(self, digest: str, size: int) -> None:
         """Opens a file of `size` bytes; 0 if its size is unknown."""
         self._target = blob_path(digest)
-        self._target.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._target.parent)
         if len(_files()) >= MAX_FILES:
             raise InvalidRequest(
                 f"the store has {MAX_FILES} uploaded files, which is the limit: delete models that use uploaded files"
@@ -67,7 +68,8 @@ class Upload:
         self._check_room(size)
         self._hash = hashlib.sha256()
         self._part = self._target.with_name(f"{self._target.name}.{os.urandom(8).hex()}.part")
-        self._file = self._part.open("xb", buffering=0)
+        make_private_file(self._part)
+        self._file = self._part.open("wb", buffering=0)
 
     def write(self, chunk: bytes) -> None:
         """Appends a piece of the file."""

@@ -22,6 +22,7 @@ from penstock.errors import DownloadError, InvalidRequest, MalformedFile, ModelN
 from penstock.store.blobs import blob_path, delete_blob, delete_unused
 from penstock.store.paths import locked
 from penstock.store.refs import ALIASES
+from penstock.system.private_files import make_private_file, make_private_folder
 
 MAX_DERIVED = 1000
 MAX_RECORD = 2**20  # bytes
@@ -92,8 +93,9 @@ def save_derived(derived: DerivedModel) -> None:
             raise InvalidRequest(
                 f"the file {derived.blob} is not in the store: upload it to /api/blobs/{derived.blob} first"
             )
-        record.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(record.parent)
         draft = record.with_suffix(".draft")
+        make_private_file(draft)
         draft.write_bytes(text)
         os.replace(draft, record)
 
@@ -133,7 +135,7 @@ def adapter_of_blobs(files: Mapping[str, str]) -> list[str]:
         raise InvalidRequest(f"adapters: a PEFT adapter has the files {' and '.join(PEFT_FILES)}", param="adapters")
     key = hashlib.sha256("".join(named[name].name for name in PEFT_FILES).encode()).hexdigest()
     folder = home() / "made" / "adapters" / key
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private_folder(folder)
     for name in PEFT_FILES:
         with suppress(FileExistsError):
             (folder / name).symlink_to(named[name])

@@ -22,7 +22,7 @@ from glob import escape
 from pathlib import Path
 
 from penstock.errors import DownloadError, MalformedFile
-from penstock.file_locks import try_lock
+from penstock.system.file_locks import try_lock
 
 SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # of a model that is split over several files
 _BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)

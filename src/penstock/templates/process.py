@@ -7,21 +7,25 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.templates import child
+from penstock.templates import render_worker as child
 from penstock.templates.limits import CPU_SECONDS, WALL_SECONDS
 
 COMMAND = (sys.executable, "-m", child.__name__)
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 TIMED_OUT = -27  # the exit code after SIGPROF
 ATTEMPTS = 2  # if something other than the template may have ended the process
+LOOK_SECONDS = 1.0  # between two looks at a child that has not answered
 THREADS = 4  # in which callers wait: what they do beside waiting, such as encoding, overlaps
 
 
@@ -93,19 +97,48 @@ class _Child:
 
     def ask(self, message: bytes) -> tuple[int, bytearray]:
         """Returns the answer to a message; raises _Ended if there is none."""
-        try:
+        answer, too_slow = None, False
+        with suppress(OSError):
             child.send(self._link, child.REQUEST, message)
-            answer = child.receive(self._link)
-        except OSError as error:
-            answer, too_slow = None, isinstance(error, TimeoutError)
-        else:
-            too_slow = False
+            try:
+                self._wait()
+                answer = child.receive(self._link)
+            except TimeoutError:
+                too_slow = True
         if answer is not None:
             return answer
         if not too_slow:
             too_slow = _exit_code(self._process) == TIMED_OUT
         self._end()
         raise _Ended(too_slow=too_slow)
+
+    def _wait(self) -> None:
+        """Returns when the answer begins to come. Raises TimeoutError after WALL_SECONDS, and OSError as soon as the
+        child stands still: that is not the template's doing."""
+        deadline, time_before = time.monotonic() + WALL_SECONDS, None
+        self._link.settimeout(LOOK_SECONDS)
+        while True:
+            try:
+                self._link.recv(1, socket.MSG_PEEK)
+            except TimeoutError:
+                processor_time = _idle_time(self._process.pid)
+                if time.monotonic() > deadline:
+                    raise
+                if processor_time is not None and processor_time == time_before:
+                    raise OSError("the child stands still") from None
+                time_before = processor_time
+            else:
+                return self._link.settimeout(WALL_SECONDS)
+
+
+def _idle_time(pid: int) -> int | None:
+    """Returns the processor time of a process that is stopped or waits for something, in ticks; None if it computes, or
+    if this system has no such files."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[11]) + int(fields[12]) if fields[0] in "ST" else None
 
 
 def _start(link: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.errors import EngineUnavailable, error_of
@@ -31,6 +31,22 @@ class Delta(NamedTuple):
     def loop(self) -> int:
         """Returns how many tokens the phrase has that the answer repeated, if that ended it; 0: it did not."""
         return self.report.loop if self.report is not None and self.finish == "length" else 0
+
+
+def one_by_one(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
+    """Yields the events of a step as if each token had come in a step of its own."""
+    first, *rest = events
+    if not isinstance(first, Tokens) or len(first.tokens) < 2:
+        yield events
+        return
+    last = len(first.tokens) - 1
+    single = first._replace(tokens=first.tokens[:1], logprobs=first.logprobs[:1])
+    for at in range(last):
+        yield (single,)
+        single = first._replace(
+            tokens=first.tokens[at + 1 : at + 2], logprobs=first.logprobs[at + 1 : at + 2], scores=()
+        )
+    yield (single, *rest)
 
 
 def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:

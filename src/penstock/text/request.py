@@ -29,8 +29,14 @@ def check_answers(limits: Limits) -> None:
 
 
 def new_seed() -> int:
-    """Returns a random seed. It has 63 bits, so that the seeds derived from it by adding a choice's number have 64."""
+    """Returns a random seed. It has 63 bits, as many as OpenAI's clients may send."""
     return secrets.randbits(63)
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Returns the seed of one of several choices: the next number, and after the largest seed the first one, 0."""
+    derived = seed + choice
+    return derived if derived < 2**64 else derived - 2**64
 
 
 def make_request(

@@ -51,6 +51,8 @@ class ScriptedEngine:
         self.cached: int | None = None
         self.tool: dict[str, str] | None = None
         self.pause = 0.0
+        self.held = False  # answers wait until they are let go
+        self.probed = 0
         self.bodies: list[dict[str, Any]] = []
         self.tokenized: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -63,7 +65,7 @@ class ScriptedEngine:
         return Starlette(
             routes=[
                 *routes,
-                Route("/health", lambda _: JSONResponse({})),
+                Route("/health", self.health),
                 Route("/v1/models", lambda _: JSONResponse(listed)),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.chat, methods=["POST"]),
@@ -71,6 +73,10 @@ class ScriptedEngine:
                 Route("/tokenize", self.tokenize, methods=["POST"]),
             ]
         )
+
+    async def health(self, _: Request) -> Response:
+        self.probed += 1
+        return JSONResponse({})
 
     async def tokenize(self, http: Request) -> Response:
         self.tokenized.append(await http.json())
@@ -87,6 +93,8 @@ class ScriptedEngine:
         body = await http.json()
         self.bodies.append(body)
         self.headers.append(dict(http.headers))
+        while self.held:
+            await asyncio.sleep(0.005)
         if self.refusal is not None:
             status, headers, told = self.refusal
             return JSONResponse(told, status, headers)

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from penstock.core.hashing import chain
-from penstock.fleet.block_table import DEVICE, HOST, REMOVED
 from penstock.fleet.foreign.kv_events import BlockTranslator, KvSubscriber
+from penstock.fleet.holders import DEVICE, HOST, REMOVED
 from penstock.fleet.index import BlockIndex
 from tests.fleet.foreign.scripted import engine, gateway, metric
 from tests.server.conftest import WAIT

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,11 +119,37 @@ def test_prompts_stay_with_the_engine_that_holds_them(engines: tuple[LlamaCpp, L
             assert cached > 40
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_stopped_while_it_answers_another_engine_does(
+    engines: tuple[LlamaCpp, LlamaCpp], server: Server, stream: bool
+) -> None:
+    def ask() -> str:
+        if not stream:
+            return str(server.sdk().chat.completions.create(**ASKED).choices[0].message.content)
+        chunks = server.sdk().chat.completions.create(**ASKED, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    def in_flight() -> int:
+        return int(server.get("/health").json()["engines"][0]["in_flight"])
+
+    undisturbed = ask()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        server.until(lambda: in_flight() == 1)
+        os.kill(engines[0].process.pid, signal.SIGSTOP)
+        try:
+            assert asked.result() == undisturbed
+            assert states(server) == {"first": "down", "second": "ready"}
+        finally:
+            os.kill(engines[0].process.pid, signal.SIGCONT)
+    server.until(lambda: states(server)["first"] == "ready")
+
+
 def test_killed_in_the_middle_of_a_stream_the_answer_is_the_same(
     engines: tuple[LlamaCpp, LlamaCpp], server: Server
 ) -> None:
     whole = server.sdk().chat.completions.create(**ASKED).choices[0].message.content
-    text, marks = "", []
+    text, marks, resumed = "", [], moved(server, "resumed")
     for at, chunk in enumerate(server.sdk().chat.completions.create(**ASKED, stream=True)):
         text += chunk.choices[0].delta.content or ""
         marks += [chunk.model_extra["penstock"]] if chunk.model_extra and "penstock" in chunk.model_extra else []
@@ -130,7 +157,7 @@ def test_killed_in_the_middle_of_a_stream_the_answer_is_the_same(
             os.kill(engines[0].process.pid, signal.SIGKILL)
     assert text == whole
     assert marks == [{"resumed_on": ["second"]}]
-    assert moved(server, "resumed") == 1
+    assert moved(server, "resumed") == resumed + 1
     assert states(server) == {"first": "down", "second": "ready"}
     assert server.sdk().chat.completions.create(**ASKED).choices[0].message.content == whole
     assert metric(server, 'penstock_foreign_up{engine="first"') == 0.0

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.fleet.block_table import REMOVED
 from penstock.fleet.foreign.engine import as_set, parse_engine
 from penstock.fleet.foreign.guess import CHUNK, GuessedCache, chunk_hashes, prompt_text
 from penstock.fleet.foreign.http import EngineLost, parse_url
 from penstock.fleet.foreign.kinds import EngineKind, kind_of, models_of
 from penstock.fleet.foreign.sse_stream import Continuation, EventStream, TokenUse, usage_in
+from penstock.fleet.holders import REMOVED
 
 # -- who it is ------------------------------------------------------------------------------------------------------
 

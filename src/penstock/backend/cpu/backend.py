@@ -22,6 +22,7 @@ from penstock.backend.base import (
     Model,
     StoredAs,
 )
+from penstock.backend.blocks.kv_file import KvFile
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.adapters import NativeAdapters
 from penstock.backend.cpu.blocks import NativeBlocks, NativeStates
@@ -29,14 +30,13 @@ from penstock.backend.cpu.packed_file import PackedFile
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
 from penstock.backend.cpu.write_behind import WriteBehind
-from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
-from penstock.backend.kv_file import KvFile
 from penstock.backend.kv_formats import KvFormats
 from penstock.backend.packed_cache import PackedCache
 from penstock.backend.pooling import Pools
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import chained_positions, with_chains
 from penstock.backend.synchronous import SynchronousBackend
+from penstock.backend.weight_exchange import MATRIX, PackedWeight, PairingPacker
 from penstock.config import available_memory, available_threads
 from penstock.errors import ConfigError
 from penstock.model.ops import ExpertWeights

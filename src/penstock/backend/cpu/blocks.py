@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.base import HostRoom
-from penstock.backend.block_rows import Rows
+from penstock.backend.blocks.host_room import PlainRoom
+from penstock.backend.blocks.rows import Rows
 from penstock.backend.cpu import _native
-from penstock.backend.host_room import PlainRoom
 
 if TYPE_CHECKING:
     from penstock.backend.cpu.backend import CpuProgram

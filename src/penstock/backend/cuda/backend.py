@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,10 +30,12 @@ from penstock.backend.base import (
     Ticket,
 )
 from penstock.backend.batches import greedy_batch
+from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.backend.cuda import inputs
 from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.blocks import CudaBlocks, CudaStates
+from penstock.backend.cuda.compiling import tell_of_compiling
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.devices import checked_device, device_properties
@@ -41,7 +43,15 @@ from penstock.backend.cuda.exchange import CudaUpdate, HostPacker
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling, Unconstrained
 from penstock.backend.cuda.footprint import expands, stored_as, weight_bytes, workspace_bytes
-from penstock.backend.cuda.graphs import common_shapes, draft_shapes, in_segments, padded, step_rows, verified_sizes
+from penstock.backend.cuda.graphs import (
+    common_shapes,
+    draft_shapes,
+    in_segments,
+    of_each_kind,
+    padded,
+    step_rows,
+    verified_sizes,
+)
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
@@ -57,11 +67,10 @@ from penstock.backend.cuda.segments import plan_segments
 from penstock.backend.cuda.sharing import CudaIpcMemory, CudaSharing, device_name
 from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
-from penstock.backend.exchange import PackedWeight
-from penstock.backend.sharing import DeviceSharing
 from penstock.backend.synchronous import program_of, time_step
+from penstock.backend.weight_exchange import PackedWeight
+from penstock.config.kv_formats import kv_parts
 from penstock.errors import ConfigError, OutOfMemory
-from penstock.kv_types import kv_parts
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
@@ -254,17 +263,23 @@ class CudaBackend:
     # -- getting ready -------------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Compiles what first answers need while weights are still on their way, and waits for both."""
+        """Compiles what answers need while weights are still on their way, and waits for both. What first answers need
+        is run too."""
         if self._stream is None:
             return
         shapes = [Shape(128, 1, 0, 0, 1), Shape(1, 1, 1, 1, 0)]
         with self._on_device(), closing(Compiler()) as compiler:
             with compiler.watching():
                 self._rehearse_all(shapes)
+                for program, shape in self._of_each_kind():
+                    self._rehearse(program, shape)
             self._workspace.transfer.close()
             compiler.done()
         self._rehearse_all(shapes)
         torch.cuda.synchronize(self._device)
+
+    def tell_of_compiling(self, tell: Callable[[bool], None]) -> None:
+        tell_of_compiling(tell)
 
     def prepare_in_idle(self) -> bool:
         """Gets one more of the common shapes ready: kernels first, then graphs."""
@@ -293,6 +308,15 @@ class CudaBackend:
             if not program.graphs.has(shape):
                 self._rehearse(program, shape, graph=True)
                 yield True
+
+    def _of_each_kind(self) -> list[tuple[LoadedProgram, Shape]]:
+        """Returns the shapes that launch all kernels which those made ready in idle moments launch."""
+        ahead = self._shapes_ahead()
+        return [
+            (program, shape)
+            for program in self._programs.values()
+            for shape in of_each_kind([shape for each, shape in ahead if each is program])
+        ]
 
     def _shapes_ahead(self) -> list[tuple[LoadedProgram, Shape]]:
         """Returns the shapes of steps that are made ready before they are needed, each once."""

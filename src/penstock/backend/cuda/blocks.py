@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from penstock.backend.base import HostRoom
+from penstock.backend.blocks.host_room import PlainRoom
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.kv_cache import LayerCache, copy_blocks, export_blocks, import_blocks
 from penstock.backend.cuda.loaded_program import LoadedProgram
 from penstock.backend.cuda.pinned_room import STAGED, PinnedRoom
 from penstock.backend.cuda.sharing import KvRows
-from penstock.backend.host_room import PlainRoom
 
 
 class CudaMemory(ABC):

@@ -22,7 +22,7 @@ from penstock.backend.cuda.launchers import CAPABILITIES
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
-from penstock.backend.exchange import EXPERTS, HEADS, MATRIX, VECTOR, PackedWeight, PairingPacker
+from penstock.backend.weight_exchange import EXPERTS, HEADS, MATRIX, VECTOR, PackedWeight, PairingPacker
 from penstock.errors import WeightsError
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights

@@ -14,7 +14,7 @@ from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape, most
 from penstock.backend.cuda.program import CudaProgram
 from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
-from penstock.garbage import no_collection
+from penstock.system.garbage import no_collection
 from penstock.types import prefill_budget
 
 log = logging.getLogger(__name__)
@@ -141,6 +141,20 @@ def draft_shapes(
     and drafts one token at a time, or two if all of a draft was accepted."""
     common = common_shapes(rows, tokens, budget, run_sizes[:2], spare)
     yield from (shape for shape in common if not (shape.tiles and shape.decodes))
+
+
+def of_each_kind(shapes: Sequence[Shape]) -> list[Shape]:
+    """Returns some of the shapes that launch all kernels which the others launch. Products differ by the number of
+    tokens, up to twice as many; attention by what a step has; and Triton compiles a kernel twice if a number that it is
+    given is a multiple of 16 in some steps only."""
+    kinds: dict[tuple[object, ...], list[Shape]] = {}
+    sizes: dict[int, Shape] = {}
+    for shape in shapes:
+        kind = bool(shape.tiles), bool(shape.decodes), shape.run, bool(shape.shared), shape.tokens % 16 == 0
+        kinds.setdefault(kind, []).append(shape)
+        sizes.setdefault((shape.tokens - 1).bit_length(), shape)
+    ends = (find(some, key=lambda shape: shape.tokens) for some in kinds.values() for find in (min, max))
+    return list(dict.fromkeys([*ends, *sizes.values()]))
 
 
 class Graphs:

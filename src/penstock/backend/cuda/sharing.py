@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.backend.block_checksum import word_weights
+from penstock.backend.blocks.checksum import word_weights
 from penstock.backend.cuda.driver import CudaDriver, DriverError
 
 SHARE = 8  # a room may take one part in so many of the device's free memory

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.backend.array_blocks import ArrayBlocks
 from penstock.backend.base import (
     LAST_SAMPLED,
     AdapterSlots,
@@ -23,7 +22,7 @@ from penstock.backend.base import (
     StoredAs,
 )
 from penstock.backend.batches import greedy_batch
-from penstock.backend.exchange import MATRIX, PackedWeight, PairingPacker
+from penstock.backend.blocks.array_blocks import ArrayBlocks
 from penstock.backend.kv_formats import KvFormats
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.adapters import LoadedAdapters, RefAdapters
@@ -33,6 +32,7 @@ from penstock.backend.ref.ops import Matrix, RefOps
 from penstock.backend.sample import sample
 from penstock.backend.sampler_chain import chained_positions, with_chains
 from penstock.backend.synchronous import SynchronousBackend
+from penstock.backend.weight_exchange import MATRIX, PackedWeight, PairingPacker
 from penstock.config import available_memory
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from penstock.backend.base import Backend, BlockMemory
 from penstock.core import hashing
@@ -19,6 +19,7 @@ from penstock.core.prefix import PrefixNode
 from penstock.core.step_cost import CostModel, PromptCost
 from penstock.core.tiers import DISK
 from penstock.engine.chain_loads import ChainLoad, ChainLoads
+from penstock.engine.feature import End, Feature
 from penstock.engine.host_blocks import HostBlocks, HostMemory, HostStateCopies
 from penstock.engine.kv_disk.loading import Loader, Loading
 from penstock.engine.kv_disk.rates import Rates, read_rates, write_rates
@@ -27,7 +28,7 @@ from penstock.engine.kv_disk.writing import BlockToWrite, Writer
 from penstock.engine.record import RequestRecord
 from penstock.engine.waiting import Need
 from penstock.errors import NotFinite
-from penstock.types import Aborted, DiskCounts, Failed, Finished, Limits, WeightState
+from penstock.types import DiskCounts, Failed, Finished, Limits
 
 SHARE = 0.005  # of the time, while requests run, that is spent on blocks that are to be written
 MOST_CREDIT = 0.005  # seconds of that time that are saved up
@@ -61,35 +62,7 @@ class PendingBlock(NamedTuple):
     state: bool  # the state at its end is to be written too, if it is still there
 
 
-class NoDiskPrefixes:
-    """Serves engines that keep nothing on disk."""
-
-    def needs(self, record: RequestRecord, weights: WeightState) -> list[Need]:
-        """Returns what a request that could run now should wait for; once for each request."""
-        return []
-
-    def end(self, record: RequestRecord, event: Finished | Aborted | Failed) -> None:
-        """Takes note of a request that has ended."""
-
-    def write_behind(self) -> None:
-        """Uses a little of the time between two steps, while none is in flight, to have blocks written."""
-
-    def write_in_idle(self) -> bool:
-        """Uses a moment without requests; returns False when nothing is left to write."""
-        return False
-
-    def clear(self) -> None:
-        """Forgets all prompts."""
-
-    def counts(self) -> DiskCounts:
-        """Returns what was counted so far."""
-        return DiskCounts()
-
-    def close(self) -> None:
-        """Writes what is left, for a moment, and gives the files free."""
-
-
-class DiskPrefixes(NoDiskPrefixes):
+class DiskPrefixes(Feature):
     """Has prompts that a `store` knows read into places of the `host`, where `cache` finds them, if `prompts` take
     longer to compute, and has new ones written that `memory` or the host holds."""
 
@@ -151,8 +124,8 @@ class DiskPrefixes(NoDiskPrefixes):
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def needs(self, record: RequestRecord, weights: WeightState) -> list[Need]:
-        request = record.request
+    def reads(self, record: RequestRecord) -> Sequence[Need]:
+        request, weights = record.request, self.engine.weights
         fits = self._size <= len(request.prompt) < self._longest
         if record.disk is not None or not (request.durable and fits) or weights.updates or record.pooling == "mean":
             return []
@@ -234,7 +207,7 @@ class DiskPrefixes(NoDiskPrefixes):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def end(self, record: RequestRecord, event: Finished | Aborted | Failed) -> None:
+    def ended(self, record: RequestRecord, event: End | None) -> None:
         disk = record.disk
         if disk is None:
             return
@@ -248,7 +221,10 @@ class DiskPrefixes(NoDiskPrefixes):
         elif isinstance(event, Failed) and event.code == NotFinite.code:
             self._store.forget(disk.hashes)
 
-    def write_behind(self) -> None:
+    def after_step(self) -> None:
+        """Uses a little of the time between two steps, while none is in flight, to have blocks written."""
+        if self.engine.in_flight:
+            return
         now = time.perf_counter()
         self._credit = min(self._credit + SHARE * (now - self._last), MOST_CREDIT)
         self._last = now
@@ -258,7 +234,7 @@ class DiskPrefixes(NoDiskPrefixes):
             self._credit -= cost
             self._cost = min(cost, MOST_CREDIT)
 
-    def write_in_idle(self) -> bool:
+    def use_idle_moment(self) -> bool:
         more = self._write_some() or self._touch(IN_IDLE)
         if not more:
             self._save_rates()
@@ -275,20 +251,22 @@ class DiskPrefixes(NoDiskPrefixes):
             time.sleep(0.001)
         return bool(self._prompts or self._answers)
 
-    def clear(self) -> None:
+    def flush(self) -> None:
         self._prompts.clear()
         self._answers.clear()
         self._writer.drop()
         self._store.clear()
 
-    def counts(self) -> DiskCounts:
+    def stats(self) -> Mapping[str, Any]:
         store = self._store
         skipped = tuple(sorted(store.skipped.items()))
-        return DiskCounts(
+        counts = DiskCounts(
             len(store), store.stored_bytes, store.written, store.dropped, self._read, self._given_up, skipped
         )
+        return {"disk": counts}
 
     def close(self) -> None:
+        """Writes what is left, for a moment, and gives the files free."""
         until = time.perf_counter() + CLOSING
         while time.perf_counter() < until and self._write_some():
             pass
@@ -351,10 +329,10 @@ def open_prefixes(
     limits: Limits,
     costs: CostModel,
     chain: hashing.Chain,
-) -> NoDiskPrefixes:
+) -> Feature:
     """Returns what keeps prompts in a store, if there is one, and memory to read them into."""
     if store is None or host.blocks is None:
-        return NoDiskPrefixes()
+        return Feature()
     return DiskPrefixes(store, cache, host.blocks, host.states, backend.kv, limits, costs.prompts, chain)
 
 

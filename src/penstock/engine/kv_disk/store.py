@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.engine.kv_disk.segment import BadSegment, BlockLayout, BlockRecord, Segment, block_crc
-from penstock.file_locks import try_lock
+from penstock.system.file_locks import try_lock
+from penstock.system.private_files import make_private_folder
 
 SUFFIX = ".kv"
 LOCK = "lock"
@@ -289,7 +290,7 @@ class SegmentStore:
     def _take_lock(self) -> None:
         """Makes this process the one that writes; raises OSError if that is not possible."""
         if self._lock_file is None:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(self.folder)
             self._lock_file = _lock(self.folder / LOCK)
 
     def _stop_writing(self, error: OSError) -> bool:

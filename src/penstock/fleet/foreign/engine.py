@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from time import monotonic
@@ -20,8 +20,10 @@ from penstock.fleet.foreign.kinds import PROBES, TRAITS, EngineKind, EngineModel
 
 log = logging.getLogger(__name__)
 
-PROBE_SECONDS = 3.0  # that an answer to a probe may take
-WATCH_SECONDS = 2.0  # between two looks at an engine that answers
+PROBE_SECONDS = 3.0  # that the answers to all probes of one look may take
+PROBE_WAITS = 10  # in which that time is waited: a gateway that stood still itself has used up only one of them
+SILENT_LOOKS = 3  # over new connections, after which requests are given up: a busy engine may not accept more of them
+WATCH_SECONDS = 1.0  # between two looks at an engine that answers
 LOST_SECONDS = 0.5  # between two looks at one that does not, at first
 MODELS_SECONDS = 30.0  # after which its models are listed again
 REFUSED_SECONDS = 1.0  # that an engine is spared after a refusal that does not say how long
@@ -148,6 +150,7 @@ class ForeignEngine:
         self.number = number
         self.spec = spec
         self.http = EngineHttp(spec.url, spec.key)
+        self._probes = EngineHttp(spec.url, spec.key)  # a connection of their own: requests may take up all others
         self.kind = spec.kind or EngineKind.OPENAI
         self.health = EngineHealth.STARTING
         self.reason = "it has not been asked yet"
@@ -158,6 +161,7 @@ class ForeignEngine:
         self.lives = 0  # times that it became ready
         self._spared_until = 0.0
         self._listed_at = 0.0
+        self._silent_looks = 0  # since it answered
         self._suspected = asyncio.Event()
 
     @property
@@ -214,19 +218,34 @@ class ForeignEngine:
     # -- watching ---------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Asks the engine how it is; what it is and which models it has, if that may have changed."""
-        known = self.health is EngineHealth.READY and monotonic() - self._listed_at < MODELS_SECONDS
+        """Asks the engine how it is; what it is and which models it has, if that may have changed. If it does not
+        answer in time, the requests that it is silent about are given up."""
+        kept, received = self._probes.connected, self.http.received()
         try:
-            if not known:
-                await self._identify()
-            status, text = await self._get(self.traits.health)
+            answer = await _in_time(self._probe())
         except EngineLost as error:
             return self.lost(str(error))
+        if answer is None:
+            return self._silent(received, sure=kept)
+        status, text = answer
+        self._silent_looks = 0
         if status == 200 and self.models:
             return self._change(EngineHealth.READY)
         if status == 200:
             return self._change(EngineHealth.LOADING, "it lists no model")
         self._change(EngineHealth.LOADING, f"{self.traits.health} answers {status}: {_shown(text)}")
+
+    async def _probe(self) -> tuple[int, bytes]:
+        if self.health is not EngineHealth.READY or monotonic() - self._listed_at >= MODELS_SECONDS:
+            await self._identify()
+        return await self._get(self.traits.health)
+
+    def _silent(self, received: Mapping[Any, int], sure: bool) -> None:
+        self._silent_looks += 1
+        reason = f"the engine at {self.spec.url} has not answered a probe for {PROBE_SECONDS:g} s"
+        self.lost(reason)
+        if sure or self._silent_looks >= SILENT_LOOKS:
+            self.http.give_up_silent(received, reason)
 
     async def watch(self) -> None:
         """Asks again and again."""
@@ -244,15 +263,11 @@ class ForeignEngine:
             pause = pause if ready else min(2 * pause, 4 * WATCH_SECONDS)
 
     async def _identify(self) -> None:
-        answers = await asyncio.gather(*(self._get(path) for path in PROBES), return_exceptions=True)
-        if lost := [each for each in answers if isinstance(each, EngineLost)]:
-            raise lost[0]
         found: dict[str, Any] = {}
-        for path, answer in zip(PROBES, answers, strict=True):
-            if isinstance(answer, BaseException):
-                raise answer
-            if answer[0] == 200:
-                found[path] = _json(answer[1])
+        for path in PROBES:
+            status, body = await self._get(path)
+            if status == 200:
+                found[path] = _json(body)
         self.kind = self.spec.kind or kind_of(found)
         listed = models_of(found)
         self.models, missing = as_set(self.spec, listed), not_listed(self.spec, listed)
@@ -263,16 +278,38 @@ class ForeignEngine:
         self._listed_at = monotonic()
 
     async def _get(self, path: str) -> tuple[int, bytes]:
-        answer = await self.http.request("GET", path, seconds=PROBE_SECONDS)
+        answer = await self._probes.request("GET", path)
         return answer.status, await answer.read(PROBE_SECONDS)
 
     async def call(self, path: str, body: dict[str, Any], seconds: float = PROBE_SECONDS) -> Any:
-        """Returns the JSON that the engine answers to a small request; raises EngineLost if it has none."""
-        answer = await self.http.request("POST", path, msgspec.json.encode(body), seconds)
-        given = await answer.read(seconds)
+        """Returns the JSON that the engine answers to a small request; raises EngineLost if it has none by then."""
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await self.http.request("POST", path, msgspec.json.encode(body))
+                given = await answer.read(seconds)
+        except TimeoutError:
+            raise EngineLost(f"{path} was not answered within {seconds:g} s") from None
         if answer.status != 200:
             raise EngineLost(f"{path} answers {answer.status}: {_shown(given)}")
         return _json(given)
+
+    def close(self) -> None:
+        """Closes idle connections."""
+        self.http.close()
+        self._probes.close()
+
+
+async def _in_time(probe: Coroutine[Any, Any, tuple[int, bytes]]) -> tuple[int, bytes] | None:
+    """Returns the answer to a probe; None if there is none in time."""
+    task = asyncio.create_task(probe)
+    try:
+        for _ in range(PROBE_WAITS):
+            await asyncio.wait({task}, timeout=PROBE_SECONDS / PROBE_WAITS)
+            if task.done():
+                return task.result()
+        return None
+    finally:
+        task.cancel()
 
 
 def _json(body: bytes) -> Any:

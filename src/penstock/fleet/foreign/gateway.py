@@ -89,7 +89,7 @@ class ForeignGateway:
         if self._tasks:
             await asyncio.wait(self._tasks)
         for engine in self._engines:
-            engine.http.close()
+            engine.close()
 
     # -- what is here ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.fleet.block_table import DEVICE, REMOVED, BlockChange
+from penstock.fleet.holders import DEVICE, REMOVED, BlockChange
 
 CHUNK = 256  # characters of a block
 CHUNK_TOKENS = 64  # that so many characters are, about

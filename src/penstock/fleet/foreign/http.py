@@ -19,8 +19,8 @@ from penstock.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
 MOST_BUFFERED = 2**20  # bytes that wait for a slow client before the engine is made to wait
-TICK_SECONDS = 5.0  # after which a silent engine is suspected
 TICKS = 8  # in the seconds that an engine may be silent: so precisely are they kept
+TRICKLE = 64  # bytes: an answer that brings fewer during a probe is silent
 MOST_READ = 64 * 2**20  # bytes of an answer that is read whole
 IDLE_CONNECTIONS = 32  # that are kept for the next request
 
@@ -64,6 +64,9 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self.headers: dict[str, str] = {}
         self.complete = self.keep = False
+        self.received = 0  # bytes, of all answers
+        self.began = 0  # those of the answers before the present one
+        self.failure = ""  # why the client gave the present answer up
         self._transport: asyncio.Transport | None = None
         self._chunks: deque[bytes] = deque()
         self._size = 0
@@ -75,6 +78,7 @@ class _Connection(asyncio.Protocol):
         self._transport = transport  # uvloop's is no subclass of asyncio's
 
     def data_received(self, data: bytes) -> None:
+        self.received += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -117,6 +121,7 @@ class _Connection(asyncio.Protocol):
         self.status, self.headers, self.complete = 0, {}, False
         self._chunks.clear()
         self._size = 0
+        self.began = self.received
         self._parser = httptools.HttpResponseParser(self)
         if self._transport is not None:
             self._transport.write(data)
@@ -125,7 +130,7 @@ class _Connection(asyncio.Protocol):
         """Waits for the answer's headers."""
         while not self.status:
             if not self.alive:
-                raise EngineLost("the engine closed the connection before it answered")
+                raise EngineLost(self.failure or "the engine closed the connection before it answered")
             await self.news()
 
     def take(self) -> bytes | None:
@@ -135,7 +140,7 @@ class _Connection(asyncio.Protocol):
             if self.complete:
                 return b""
             if not self.alive:
-                raise EngineLost("the engine closed the connection in the middle of its answer")
+                raise EngineLost(self.failure or "the engine closed the connection in the middle of its answer")
             return None
         if self._paused and self._transport is not None:
             self._paused = False
@@ -154,6 +159,11 @@ class _Connection(asyncio.Protocol):
         """Ends the waiting. A future costs a third of an asyncio.Event."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+    def fail(self, reason: str) -> None:
+        """Gives the present answer up. What has come of it can still be taken."""
+        self.failure = reason
+        self.close()
 
     def close(self) -> None:
         self.alive = False
@@ -180,21 +190,19 @@ class _Ticking:
 class EngineAnswer:
     """Is an answer whose headers have come. It must be read to its end or closed."""
 
-    def __init__(self, connection: _Connection, idle: list[_Connection]) -> None:
+    def __init__(self, connection: _Connection, release: Callable[[_Connection], None]) -> None:
         self.status = connection.status
         self.headers: Mapping[str, str] = connection.headers
         self._connection = connection
-        self._idle = idle
+        self._release = release
 
-    async def chunks(
-        self, silence: float | None = None, alive: Callable[[], bool] = lambda: True
-    ) -> AsyncGenerator[bytes, None]:
+    async def chunks(self, silence: float) -> AsyncGenerator[bytes, None]:
         """Yields the body as it comes. Raises EngineLost if it breaks off, if nothing comes for so many seconds, or if
-        the engine is silent and not `alive`."""
+        it is given up."""
         connection, since = self._connection, 0.0
         loop = asyncio.get_running_loop()
-        tick = TICK_SECONDS if silence is None else min(TICK_SECONDS, silence / TICKS)
-        ticking = _Ticking(loop, tick, connection.wake)  # a timeout for each chunk would cost a third of its relay
+        # a timeout for each chunk would cost a third of its relay
+        ticking = _Ticking(loop, silence / TICKS, connection.wake)
         try:
             while (data := connection.take()) != b"":
                 if data is not None:
@@ -202,7 +210,7 @@ class EngineAnswer:
                     yield data
                     continue
                 silent = loop.time() - since if since else 0.0
-                if silent >= tick and ((silence is not None and silent >= silence) or not alive()):
+                if silent >= silence:
                     raise EngineLost(f"the engine has sent nothing for {silent:.3g} s")
                 since = since or loop.time()
                 await connection.news()
@@ -210,10 +218,10 @@ class EngineAnswer:
             ticking.stop()
             self.close()
 
-    async def read(self, silence: float | None = None, alive: Callable[[], bool] = lambda: True) -> bytes:
+    async def read(self, silence: float) -> bytes:
         """Returns the whole body."""
         body = bytearray()
-        async for chunk in self.chunks(silence, alive):
+        async for chunk in self.chunks(silence):
             body += chunk
             if len(body) > MOST_READ:
                 raise EngineLost(f"the engine's answer has more than {MOST_READ} bytes")
@@ -222,12 +230,7 @@ class EngineAnswer:
     def close(self) -> None:
         """Gives the connection back if the answer was read to its end, and closes it otherwise, which makes the engine
         stop."""
-        connection = self._connection
-        if connection.complete and connection.keep and connection.alive and len(self._idle) < IDLE_CONNECTIONS:
-            if connection not in self._idle:
-                self._idle.append(connection)
-        else:
-            connection.close()
+        self._release(self._connection)
 
 
 class EngineHttp:
@@ -236,11 +239,17 @@ class EngineHttp:
     def __init__(self, url: EngineUrl, key: str = "") -> None:
         self.url = url
         self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
         self._tls = ssl.create_default_context() if url.secure else None
         host = str(url).partition("://")[2].partition("/")[0]
         lines = [f"host: {host}", "content-type: application/json", "accept-encoding: identity"]
         lines += [f"authorization: Bearer {key}"] if key else []
         self._lines = "".join(f"{line}\r\n" for line in lines)
+
+    @property
+    def connected(self) -> bool:
+        """Returns whether a connection is kept for the next request."""
+        return any(connection.alive for connection in self._idle)
 
     async def request(
         self, method: str, path: str, body: bytes = b"", seconds: float | None = None, headers: str = ""
@@ -262,17 +271,41 @@ class EngineHttp:
                 try:
                     return await self._answer(connection, data)
                 except EngineLost:
+                    if connection.failure:
+                        raise
                     continue  # it was closed while it was idle: nothing of an answer has come
         return await self._answer(await self._connect(), data)
 
     async def _answer(self, connection: _Connection, data: bytes) -> EngineAnswer:
+        self._busy.add(connection)
         connection.send(data)
         try:
             await connection.head()
         except BaseException:
+            self._busy.discard(connection)
             connection.close()
             raise
-        return EngineAnswer(connection, self._idle)
+        return EngineAnswer(connection, self._release)
+
+    def _release(self, connection: _Connection) -> None:
+        if connection not in self._busy:
+            return
+        self._busy.discard(connection)
+        if connection.complete and connection.keep and connection.alive and len(self._idle) < IDLE_CONNECTIONS:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def received(self) -> dict[_Connection, int]:
+        """Returns how many bytes have come on each connection that waits for an answer."""
+        return {connection: connection.received for connection in self._busy}
+
+    def give_up_silent(self, before: Mapping[_Connection, int], reason: str) -> None:
+        """Gives up the answers that have brought next to nothing since `before`, or since their request: whoever waits
+        for one gets EngineLost."""
+        for connection in self._busy:
+            if connection.received - max(before.get(connection, 0), connection.began) < TRICKLE:
+                connection.fail(reason)
 
     async def _connect(self) -> _Connection:
         loop, url = asyncio.get_running_loop(), self.url

@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from penstock.core.hashing import extend, root
-from penstock.fleet.block_table import DEVICE, HOST, REMOVED, BlockChange
+from penstock.fleet.holders import DEVICE, HOST, REMOVED, BlockChange
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from penstock.core.hashing import Chain
 from penstock.engine.chain_hash import chain_hash
-from penstock.fleet.block_table import BlockChange, chain_hash_table
 from penstock.fleet.foreign.engine import ForeignEngine
 from penstock.fleet.foreign.guess import CHUNK_TOKENS, GuessedCache, chunk_hashes, prompt_text
 from penstock.fleet.foreign.http import EngineLost
 from penstock.fleet.foreign.kv_events import KvSubscriber
 from penstock.fleet.foreign.sse_stream import Said
+from penstock.fleet.holders import BlockChange, chain_hash_table
 from penstock.fleet.index import BlockIndex
 from penstock.fleet.ledger import Ledger, Load
 from penstock.fleet.route import Route, RoutedPrompt, Router
@@ -25,6 +25,8 @@ from penstock.fleet.timing import EngineTiming
 
 CHARACTERS_PER_TOKEN = 4  # about
 TOKENIZE_SECONDS = 1.0
+MOST_AHEAD = 2.0  # requests that an engine may have more than the least busy one
+MOST_SHARE = 1.25  # or its requests as a share of the least busy one's
 
 
 class Job(NamedTuple):
@@ -161,7 +163,7 @@ class EnginePlacement:
             engine = by_number[group.take_turn({each.number: each.models[model].weight for each in candidates})]
             told = f"{engine.name}: its turn; no engine holds any of the prompt"
             return Placed(engine, told, prompt.tokens, prompt.hashes, prompt.tokens)
-        loads = {each.number: self._load(each, each.models[model].weight) for each in candidates}
+        loads = {each.number: self._load(each, each.models[model].weight) for each in _least_busy(candidates, model)}
         route = group.route(self.index if exact else None, prompt, loads, monotonic() * 1000)
         why = route.why(lambda number: by_number[number].name)
         return Placed(by_number[route.replica], why, prompt.tokens, prompt.hashes, route.uncached)
@@ -218,6 +220,14 @@ class EnginePlacement:
     def _block_size(self, engine: ForeignEngine) -> int:
         subscriber = self.subscribers.get(engine.number)
         return 0 if subscriber is None else subscriber.translator.block_size
+
+
+def _least_busy(candidates: Sequence[ForeignEngine], model: str) -> list[ForeignEngine]:
+    """Returns the engines that have not many more requests than the least busy one, for their weights. How many one
+    can compute at a time is not known, so what it holds of a prompt must not outweigh that others are idle."""
+    requests = [each.in_flight / each.models[model].weight for each in candidates]
+    most = max(min(requests) + MOST_AHEAD, min(requests) * MOST_SHARE)
+    return [each for each, count in zip(candidates, requests, strict=True) if count < most]
 
 
 class _TextHashes(list[bytes]):

@@ -91,7 +91,8 @@ class RelayAccount:
         standing = Request(0, (0,) * prompt, SamplingParams(), limit if isinstance(limit, int) else 0)
         now = perf_counter()
         times = (self._began, self._first, now if self._first else 0.0, now)
-        self._metrics.end(self._context, FinishedRequest(standing, self.reason, *times, generated, cached or 0))
+        finished = FinishedRequest(standing, self.reason, *times, generated, cached or 0, charged=prompt)
+        self._metrics.end(self._context, finished)
 
 
 class Relay:
@@ -207,7 +208,7 @@ class Relay:
         answer = await engine.http.request("POST", job.path, body, SILENCE_SECONDS, headers)
         if answer.status == 200:
             self.placement.begun(placed)
-            return _Attempt(placed, answer, answer.chunks(SILENCE_SECONDS, lambda: engine.health is EngineHealth.READY))
+            return _Attempt(placed, answer, answer.chunks(SILENCE_SECONDS))
         given = await answer.read(SILENCE_SECONDS)
         if answer.status in (429, 503):
             engine.spare(_retry_after(answer))

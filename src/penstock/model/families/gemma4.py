@@ -198,7 +198,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
         config.size(key)  # silence would not mean what it does elsewhere
     config.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config.require("use_bidirectional_attention", ("vision",), "vision")  # null, or among the tokens of an image
-    hidden, shared = config.size("intermediate_size"), config.count("num_kv_shared_layers", 0)
+    hidden, shared = config.size("intermediate_size"), config.count("num_kv_shared_layers", 0, most=spec.layers)
     wide = shared if config.flag("use_double_wide_mlp", False) else 0
     spec = replace(
         gemma3n.with_hidden(gemma2.scaled(spec), [hidden] * (spec.layers - wide) + [2 * hidden] * wide),

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from penstock.errors import MalformedFile
 from penstock.model import config_hf, decoder, names
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
@@ -39,6 +40,8 @@ def read_scaling(config: ConfigReader) -> ConfigReader | None:
     if fields.text("rope_type", fields.text("type", "default")) != "dynamic":
         return None
     dims = config.size("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
+    if dims <= 2:
+        raise MalformedFile(f"head_dim is {dims} in config.json; a dynamic RoPE needs more than 2")
     fields.require("factor", (1,), 1)
     base = fields.number("rope_theta", config.number("rope_theta", 10000.0), least=1.001)
     stretched = base * fields.number("alpha") ** (dims / (dims - 2))

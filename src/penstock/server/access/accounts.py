@@ -78,6 +78,11 @@ class Account:
         return self._key is not None and self._key.admin
 
     @property
+    def monitor(self) -> bool:
+        """Returns whether the key may read the figures of all keys."""
+        return self._key is not None and (self._key.monitor or self._key.admin)
+
+    @property
     def weight(self) -> float:
         """Returns the weight of the key's share."""
         return 1.0 if self._key is None else self._key.weight
@@ -120,6 +125,10 @@ class Account:
     def charge(self, kind: str, tokens: int) -> None:
         """Counts tokens; `kind` is "prompt" or "generated"."""
         self.used[kind] += tokens
+        self.set_aside(tokens)
+
+    def set_aside(self, tokens: int) -> None:
+        """Takes tokens from what the limit leaves; gives them back if there are fewer than none."""
         if "tokens" in self._allowances:
             self._allowances["tokens"].take(tokens)
 

@@ -16,14 +16,7 @@ from penstock.server.request_context import context_of
 PROBES = ("/health", "/v1/health", "/ping", "/v2/health/live", "/v2/health/ready")  # for those who watch servers
 OPEN = {*PROBES, "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
 READING = {"GET", "HEAD"}
-CHANGING = (
-    *("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/api/blobs/"),
-    *("/models/", "/api/models/", "/sleep", "/wake_up", "/lora-adapters"),
-    *("/pause", "/resume", "/continue_generation", "/update_weights", "/abort_requests", "/reset_prefix_cache"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
-)
 ENDING = re.compile("DELETE /v1/(streams|responses)/[^/]+|POST /v1/(responses|batches)/[^/]+/cancel")
-CHANGING_WITH_GET = ("/flush_cache", "/unload")  # they change what every request finds
 
 
 class Authentication:
@@ -35,19 +28,26 @@ class Authentication:
         self._accounts = accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (scope["path"] in OPEN and scope["method"] in READING):
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        if scope["path"] in OPEN and scope["method"] in READING and not self._known(scope):
+            context_of(scope).anonymous = True
             return await self._app(scope, receive, send)
         account = None
         try:
-            key = self._key(scope)
-            account = self._accounts.of(key)
-            self._admit(key, account, scope)
+            account = self._accounts.of(self._key(scope))
+            _admit(account, scope)
         except PenstockError as error:
             answer = error_response(Request(scope), error)
             return await answer(scope, receive, _with_headers(send, account))
         context_of(scope).charge_to(account)
         with account:
             await self._app(scope, receive, _with_headers(send, account))
+
+    def _known(self, scope: Scope) -> bool:
+        """Returns whether a request has a valid key."""
+        key = self._accounts.keyring.find(_given(scope))
+        return key is not None and not key.expired()
 
     def _key(self, scope: Scope) -> Key:
         given = _given(scope)
@@ -61,14 +61,11 @@ class Authentication:
             raise Unauthorized("the API key is not one of this server's: check it, or ask for one")
         raise Unauthorized("this server needs an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
 
-    def _admit(self, key: Key, account: Account, scope: Scope) -> None:
-        """Checks rights and limits. Requests that only read are not limited: they need no engine, and clients
-        that poll an answer send many. Nor are those that end work: a key at its limits needs them most."""
-        path = scope["path"]
-        if (scope["method"] in READING and path not in CHANGING_WITH_GET) or ends_work(scope):
-            return
-        if path.startswith((*CHANGING, *CHANGING_WITH_GET)) and not key.admin:
-            raise account.forbidden("admin", f"{scope['method']} {path}: this needs a key made with --admin")
+
+def _admit(account: Account, scope: Scope) -> None:
+    """Checks limits. Requests that only read are not limited: they need no engine, and clients that poll an answer
+    send many. Nor are those that end work: a key at its limits needs them most."""
+    if scope["method"] not in READING and not ends_work(scope):
         account.begin()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -10,6 +11,9 @@ import msgspec
 from penstock.errors import InvalidRequest
 
 MAX_DEPTH = 128  # of JSON: deeper values could overflow the stack of a template or a grammar's compiler
+MAX_CONTAINERS = 2**17  # arrays and objects of one JSON text
+MAX_STRINGS = 2**19  # strings of one, names of fields included: a bias may name every token of a vocabulary
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message's content
 MAX_STOPS = 32
@@ -18,33 +22,30 @@ MAX_STOP = 1024  # characters of one stop string: so many are held back while it
 
 def read_json(text: bytes | str, what: str, param: str | None = None, code: str = "invalid_json") -> Any:
     """Returns the value of a JSON text; `what` names the text in errors."""
+    encoded = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if excess := _excess(encoded):
+        raise InvalidRequest(f"{what} {excess}", param=param, code=code)
     try:
-        value = msgspec.json.decode(text)
-        deep = _may_be_deep(text) and _depth(value) > MAX_DEPTH
-    except (msgspec.DecodeError, UnicodeError) as error:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequest(f"{what} is not valid JSON: {error}", param=param, code=code) from error
-    except RecursionError:
-        deep = True
-    if deep:
-        raise InvalidRequest(
-            f"{what} is nested more than {MAX_DEPTH} deep (the limit): flatten it", param=param, code=code
-        )
-    return value
 
 
-def _may_be_deep(text: bytes | str) -> bool:
-    """Returns False for almost all texts at little cost: nothing is nested deeper than there are brackets."""
-    if isinstance(text, str):
-        return text.count("[") + text.count("{") > MAX_DEPTH
-    return text.count(b"[") + text.count(b"{") > MAX_DEPTH
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
-        depth += 1
-        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
-    return depth
+def _excess(text: bytes) -> str:
+    """Returns what a JSON text has too much of; empty: nothing. The text is not parsed for that: a value takes up to
+    thirty times its bytes, and all others wait meanwhile."""
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and text.count(b'"') <= MAX_STRINGS:
+        return ""  # which holds for almost all
+    unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    if unescaped.count(b'"') > 2 * MAX_STRINGS:
+        return f"has more than {MAX_STRINGS} strings (the limit): send fewer"
+    outside = b"".join(unescaped.split(b'"')[::2])
+    if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:
+        return f"has more than {MAX_CONTAINERS} arrays and objects (the limit): send fewer"
+    steps = (1 if bracket in b"[{" else -1 for bracket in outside.translate(None, NO_BRACKETS))
+    if max(accumulate(steps), default=0) > MAX_DEPTH:
+        return f"is nested more than {MAX_DEPTH} deep (the limit): flatten it"
+    return ""
 
 
 def check_count(given: Sized, most: int, param: str) -> None:

@@ -1,153 +1,230 @@
 """Forecasts how long a request would wait for its first token, and refuses at once what would wait too long.
 
-The server decides this without asking the engine, which may be in the middle of a step. It knows which prompts of which
-tenants have no first token yet, and the statistics of the engine tell how fast it computes prompts while some wait. In
-front of several engines these are added up, and what waits is shared among them.
-Nothing is refused before that was measured, nor while nothing waits: a slow machine with one user refuses nobody for a
-target. A deadline that a prompt cannot meet even alone is refused by the engine, which knows what of it is cached.
+The server decides this without asking the engine, which may be in the middle of a step. It knows which prompts have no
+first token yet, and which of their tokens are to be computed (`known_prefixes`). The engine's statistics tell what
+computing a token costs. Beside prompts, an engine also answers: see `AnswerTime`.
+
+Nothing is refused before costs were measured, nor while nothing is ahead. The other prompts of the same HTTP request
+are not ahead: a list of prompts does not refuse itself. A deadline that a prompt cannot meet even alone is refused by
+the engine.
 
 The forecast is pure: it has no clock. Times come in as arguments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf
+from math import ceil, inf
+from typing import NamedTuple
 
 from penstock.errors import WaitTooLong
-from penstock.types import Claim, Request, Stats
+from penstock.server.access.known_prefixes import BlockChain, KnownPrefixes
+from penstock.server.access.waiting_lines import Place, WaitingLines, Work
+from penstock.types import PROMPT_PATIENCE, Claim, Limits, Request, Stats
 
-MEMORY = 4.0  # seconds with a line over which the rate is averaged
-MEASURED = 1.0  # seconds with a line after which the rate is used
-CERTAIN = 0.7  # share of the allowed time that a forecast may take: some forecasts are too low
+MARGIN = (1.25, 2.0)  # bounds of how many times the forecast a stated target or deadline has to allow
+SCATTER = 0.15  # share by which waits are beside their forecasts, until that is known
+SCATTERS = 3.0  # so many times that share is allowed for: more than 99 of 100 waits are within it
 OWN_SHARE = 0.25  # of the allowed time that a prompt may wait which alone takes longer
-BIAS = (0.5, 3.0)  # bounds of how much longer than forecast waits turn out
-BIAS_WEIGHT = 0.1  # of each request
+BIAS = (0.5, 2.0)  # bounds of how much longer than forecast waits turn out
+WEIGHT = 0.1  # of each request, in what is learned about forecasts
 WORTH_COMPARING = 0.2  # seconds: shorter waits tell nothing about the forecast
+CLOSE = 1.5  # a wait that is so many times as long as its forecast, or shorter by as much, was forecast wrongly
+TOO_LOW, TOO_HIGH, RIGHT = "too_low", "too_high", "right"
 
 
-@dataclass(slots=True)
-class WaitingLine:
-    """Adds up a tenant's requests that have no first token."""
+class AnswerTime:
+    """Measures how long an engine answers while prompts wait. The time counts for each first token or for each second
+    of prompts, whichever is less in a forecast: what is not known admits."""
 
-    weight: float = 1.0
-    requests: int = 0
-    tokens: int = 0  # of their prompts
+    KEEP = 0.98  # of all that was measured, with each first token
+    FEW = 4.0  # first tokens before anything is expected
 
+    def __init__(self) -> None:
+        self._answers = self._prompts = self._count = 0.0  # decayed: seconds of both, and first tokens
 
-class WaitingLines(dict[str, WaitingLine]):
-    """Holds the line of each tenant that has requests without a first token."""
+    def observe(self, answers: float, prompts: float) -> None:
+        """Takes the seconds from one first token to the next."""
+        keep = self.KEEP
+        self._answers, self._prompts = keep * self._answers + answers, keep * self._prompts + prompts
+        self._count = keep * self._count + 1
 
-    def join(self, claim: Claim, tokens: int) -> None:
-        """Counts a request whose prompt has so many tokens."""
-        line = self.setdefault(claim.tenant, WaitingLine())
-        line.weight = claim.weight
-        line.requests += 1
-        line.tokens += tokens
-
-    def leave(self, claim: Claim, tokens: int) -> None:
-        """Takes a request out again."""
-        line = self[claim.tenant]
-        line.requests -= 1
-        line.tokens -= tokens
-        if not line.requests:
-            del self[claim.tenant]
-
-    def tokens_until(self, claim: Claim, tokens: int) -> float:
-        """Returns how many tokens of prompts are computed until one more request has its first token: its own line
-        moves on by the tenant's share."""
-        own = self.get(claim.tenant, WaitingLine())
-        others = sum(line.weight for name, line in self.items() if name != claim.tenant)
-        share = claim.weight / (claim.weight + others)
-        return min((own.tokens + tokens) / share, sum(line.tokens for line in self.values()) + tokens)
+    def beside(self, prompts: float, requests: float) -> float:
+        """Returns how many seconds answers take while so many seconds of prompts are computed for so many requests."""
+        if self._count < self.FEW:
+            return 0.0
+        by_prompts = prompts / self._prompts if self._prompts else inf
+        return self._answers * min(by_prompts, requests / self._count)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ExpectedRequest:
-    """Remembers when a request was sent to the engine, and what was forecast for it."""
+    """Describes a request that was admitted, and what was forecast for it."""
 
     request: Request
+    sender: object  # the HTTP request that it belongs to
+    chain: BlockChain
+    known: int  # tokens of its prompt that are remembered
     sent: float
-    by_rate: float
+    place: Place
+    work: Work
+    allowed: float = inf  # seconds to its first token
+    by_model: float = 0.0  # seconds that were forecast, without bias; 0: nothing was ahead
+    waits: bool = False  # for its first token, and others wait for it
+
+
+class WaitOutcome(NamedTuple):
+    """Compares what was forecast and allowed with what has happened."""
+
+    late: bool  # the first token came later than allowed
+    forecast: str  # too_low, too_high or right; empty: nothing was ahead, so nothing was forecast
 
 
 class WaitForecast:
-    """Follows the requests of one engine."""
+    """Follows the requests of one engine, or of several that share them."""
 
     def __init__(self) -> None:
-        self._lines = WaitingLines()
-        self._expected: dict[int, ExpectedRequest] = {}
-        self._tokens = self._seconds = 0.0  # decayed: of prompts that were started, and of steps, while some waited
-        self._bias = 1.0
+        self._lines = WaitingLines()  # without requests in the background
+        self._prefixes = KnownPrefixes()
+        self._answer_time = AnswerTime()
+        self._since = (0.0, 0.0)  # seconds of answers and of prompts since the last first token, while some waited
+        self._bias, self._scatter = 1.0, SCATTER
         self._engines = 1
-        self._last = Stats()
-
-    def expect(self, request: Request) -> float:
-        """Returns the seconds to a request's first token, by the rate alone; 0 if no other waits for one, or nothing
-        was measured yet."""
-        if not self._lines or self._seconds < MEASURED or not self._tokens:
-            return 0.0
-        own = len(request.prompt)
-        before = self._lines.tokens_until(request.claim, own) - own
-        return (before / self._engines + own) * self._seconds / self._tokens
-
-    def admit(self, request: Request, patience: float | None, now: float) -> None:
-        """Counts a request that is sent to the engine; raises WaitTooLong if it would wait for longer than its claim
-        says or, without one, than `patience`. Background requests wait for as long as it takes."""
-        by_rate = 0.0 if request.background else self.expect(request)
-        forecast = self._bias * by_rate
-        allowed = allowed_wait(request.claim, patience)
-        alone = self._seconds * len(request.prompt) / self._tokens if self._tokens else 0.0
-        if forecast > max(CERTAIN * allowed, alone + OWN_SHARE * allowed):
-            retry = self.seconds_to_retry(request, patience)
-            raise WaitTooLong(
-                f"the first token would come after about {forecast:.1f} s, and {allowed:.3g} s are allowed: retry in "
-                f"{retry:.0f} s",
-                retry_after=retry,
-            )
-        self._expected[request.id] = ExpectedRequest(request, now, by_rate)
-        if not request.background:
-            self._lines.join(request.claim, len(request.prompt))
-
-    def seconds_to_retry(self, request: Request, patience: float | None) -> float:
-        """Returns after how many seconds a request that is not waited for may be sent again: by then the line will
-        likely be short enough."""
-        return max(self._bias * self.expect(request) - CERTAIN * allowed_wait(request.claim, patience), 1.0)
-
-    def answer(self, id: int, now: float) -> None:
-        """Takes note that a request got its first token. Further ones tell nothing."""
-        expected = self._leave(id)
-        if expected is not None and expected.by_rate > WORTH_COMPARING:
-            ratio = (now - expected.sent) / expected.by_rate
-            self._bias = min(max(self._bias + BIAS_WEIGHT * (ratio - self._bias), BIAS[0]), BIAS[1])
-
-    def end(self, id: int) -> None:
-        """Forgets a request that has ended, with or without a first token."""
-        self._leave(id)
+        self._stats = Stats()
 
     def measure(self, stats: Stats, engines: int = 1) -> None:
-        """Learns from the statistics of so many engines, added up. Only steps before which some waited tell how fast
-        one is."""
-        last, self._last, self._engines = self._last, stats, max(engines, 1)
-        seconds, tokens = stats.busy_seconds - last.busy_seconds, max(_done(stats) - _done(last), 0)
-        same = stats.prompt_tokens >= last.prompt_tokens  # counters start again with a new engine
-        if last.in_line and seconds > 0 and same:
-            kept = exp(-seconds / MEMORY)
-            self._tokens = kept * self._tokens + MEMORY * (1 - kept) * tokens / seconds
-            self._seconds = kept * self._seconds + MEMORY * (1 - kept)
+        """Learns from the statistics of so many engines, added up. Only the time while some wait tells how long that
+        takes."""
+        last, self._stats, self._engines = self._stats, stats, max(engines, 1)
+        prompts = stats.prompt_seconds - last.prompt_seconds
+        answers = stats.busy_seconds - last.busy_seconds - prompts
+        if not self._lines:
+            self._since = (0.0, 0.0)
+        elif prompts >= 0 and stats.busy_seconds >= last.busy_seconds:  # counters start again with a new engine
+            self._since = (self._since[0] + max(answers, 0.0), self._since[1] + prompts)
 
-    def _leave(self, id: int) -> ExpectedRequest | None:
-        expected = self._expected.pop(id, None)
-        if expected is not None and not expected.request.background:
-            self._lines.leave(expected.request.claim, len(expected.request.prompt))
+    def admit(
+        self,
+        request: Request,
+        patience: float | None,
+        now: float,
+        limits: Limits,
+        sender: object = None,
+        cached: int = 0,
+    ) -> ExpectedRequest:
+        """Counts a request that is sent to the engine; raises WaitTooLong if it would wait for longer than its claim
+        says or, without one, than `patience`. Background requests wait for as long as it takes. `cached` tokens of the
+        prompt are known to be cached."""
+        expected = self._expect(request, object() if sender is None else sender, now, limits.block_size, cached)
+        if not request.background:
+            expected.allowed = allowed_wait(request.claim, patience)
+            expected.by_model, own = self._forecast(expected, now)
+            self._refuse_late(expected, own)
+            self._lines.join(request, expected.sender, expected.place, expected.work)
+            expected.waits = True
+        self._prefixes.remember(expected.chain, self._most_blocks(limits))
         return expected
 
+    def seconds_to_retry(self, expected: ExpectedRequest, now: float) -> float:
+        """Returns after how many seconds a request that is not waited for may be sent again: by then few enough others
+        will likely be ahead of it."""
+        forecast, limit = self._forecast_and_limit(expected, *self._forecast(expected, now))
+        return max(ceil(forecast - limit), 1) if limit < inf else 1
 
-def _done(stats: Stats) -> int:
-    """Returns how many tokens of prompts are computed or cached. A long prompt counts step by step: counted at its
-    start, it would make an engine look fast then, and slow for as long as it takes."""
-    rejected = sum(each.drafted - each.accepted for each in stats.drafts)
-    return stats.cached_tokens + stats.computed_tokens - stats.generated_tokens - rejected
+    def answer(self, expected: ExpectedRequest, now: float, cached: int) -> WaitOutcome:
+        """Takes note of a request's first token, and of how many tokens of its prompt were cached."""
+        length, waited, forecast = len(expected.request.prompt), now - expected.sent, self._bias * expected.by_model
+        self._prefixes.observe(length, expected.known, cached)
+        if self._leave(expected):
+            self._answer_time.observe(*self._since)
+            self._since = (0.0, 0.0)
+        if expected.by_model > WORTH_COMPARING:
+            ratio = min(waited / expected.by_model, BIAS[1])  # an engine that was started meanwhile tells nothing
+            self._scatter += WEIGHT * (abs(ratio / self._bias - 1) - self._scatter)
+            self._bias = max(self._bias + WEIGHT * (ratio - self._bias), BIAS[0])
+        return WaitOutcome(waited > expected.allowed, _compare(forecast, waited) if expected.by_model else "")
+
+    def end(self, expected: ExpectedRequest, answer: Sequence[int], limits: Limits) -> None:
+        """Forgets a request that has ended, with or without an answer. The next prompt may go on from the answer."""
+        self._leave(expected)
+        if answer:
+            expected.chain.extend(answer, limits.block_size)
+            self._prefixes.remember(expected.chain, self._most_blocks(limits))
+
+    def _leave(self, expected: ExpectedRequest) -> bool:
+        """Takes a request out of its line; returns whether it was there."""
+        waited, expected.waits = expected.waits, False
+        if waited:
+            self._lines.leave(expected.request, expected.sender, expected.place)
+        return waited
+
+    # -- the forecast ------------------------------------------------------------------------------------------------
+
+    def _expect(self, request: Request, sender: object, now: float, block_size: int, cached: int) -> ExpectedRequest:
+        """Returns what is known of a request: how much of it is to be computed, and when it will have its turn. A
+        prompt whose tokens are to be scored is computed whole."""
+        chain, length = BlockChain((request.salt, request.adapters)), len(request.prompt)
+        chain.extend(request.prompt, block_size)
+        known = min(max(self._prefixes.depth(chain) * block_size, cached), length - 1)
+        if request.sampling.prompt_logprobs is not None:
+            known = 0
+        tokens = max(self._prefixes.uncached(length, known), 1.0)
+        work = Work(tokens, tokens * (length - tokens / 2), 1)
+        seconds, stated = self._seconds(work), allowed_wait(request.claim, None)
+        due = now + stated if seconds <= stated else inf
+        place = Place(due, now + PROMPT_PATIENCE * seconds, request.id)
+        return ExpectedRequest(request, sender, chain, known, now, place, work)
+
+    def _seconds(self, work: Work) -> float:
+        """Returns how long prompts take by the engine's measure; 0: it has measured none."""
+        token, pair = (self._stats.step_seconds or (0.0, 0.0))[:2]
+        return token * work.tokens + pair * work.pairs
+
+    def _forecast(self, expected: ExpectedRequest, now: float) -> tuple[float, float]:
+        """Returns the seconds to a request's first token without bias, and those of them that it takes alone. Both are
+        0 if nothing is ahead of it, or nothing was measured yet. Its tenant's line moves on by the tenant's share."""
+        own = self._seconds(expected.work)
+        first, mine, others, share = self._lines.ahead(expected.request, expected.sender, expected.place, now)
+        every = mine.plus(others)
+        requests = first.requests + min((mine.requests + 1) / share, every.requests + 1) - 1
+        if requests <= 0 or not own:
+            return 0.0, 0.0
+        prompts = min((self._seconds(mine) + own) / share, self._seconds(every) + own) - own
+        prompts += self._seconds(first) - self._since[1]  # without what is computed of the prompts that have begun
+        before = max(prompts, 0.0) + self._answer_time.beside(max(prompts, 0.0), requests)
+        alone = own + self._answer_time.beside(own, 1)
+        return before / self._engines + alone, alone
+
+    def _forecast_and_limit(self, expected: ExpectedRequest, by_model: float, own: float) -> tuple[float, float]:
+        """Returns the seconds that a first token may take if the forecast is too low, and those that it may take. A
+        prompt that takes longer alone may wait a little."""
+        longer = self._bias
+        if limit_of(expected.request.claim) != "patience":
+            longer *= min(max(1 + SCATTERS * self._scatter, MARGIN[0]), MARGIN[1])
+        return longer * by_model, max(expected.allowed, longer * own + OWN_SHARE * expected.allowed)
+
+    def _refuse_late(self, expected: ExpectedRequest, own: float) -> None:
+        forecast, limit = self._forecast_and_limit(expected, expected.by_model, own)
+        if expected.by_model and forecast > limit:
+            retry, told = max(ceil(forecast - limit), 1), ceil(10 * forecast) / 10  # never told as less than the limit
+            raise WaitTooLong(
+                f"the first token would come after about {told:.1f} s, and {limit:.3g} s are allowed: retry in "
+                f"{retry} s",
+                retry_after=retry,
+            )
+
+    def _most_blocks(self, limits: Limits) -> int:
+        """Returns how many blocks of tokens the engines keep: on the device, in host memory and on disk."""
+        on_device = self._engines * limits.num_blocks // max(len(limits.windows), 1)
+        return on_device + self._stats.host_places + self._stats.disk.blocks
+
+
+def _compare(forecast: float, waited: float) -> str:
+    """Returns what a forecast was. Fractions of a second are no error."""
+    if waited > CLOSE * forecast + WORTH_COMPARING:
+        return TOO_LOW
+    return TOO_HIGH if forecast > CLOSE * waited + WORTH_COMPARING else RIGHT
 
 
 def limit_of(claim: Claim) -> str:

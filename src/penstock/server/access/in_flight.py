@@ -42,6 +42,35 @@ class InFlight:
         self.count -= count
 
 
+def owner_limit(owner: str | None, limit: int, others: int) -> int:
+    """Returns how much an owner may have of what has one limit for all, while other owners have so much of it: half of
+    what they leave, so that nobody takes everything. None: there are no owners, and one may have it all."""
+    return limit if owner is None else (limit - others + 1) // 2
+
+
+class OwnerPlaces:
+    """Counts `what` is in flight for each owner, within one limit for all. See `owner_limit`."""
+
+    def __init__(self, what: str, limit: Callable[[], int], advice: str = "") -> None:
+        self._what, self._limit, self._advice = what, limit, advice
+        self._of: dict[str | None, InFlight] = {}
+
+    def take(self, owner: str | None) -> None:
+        """Counts one more of an owner, or raises Overloaded and counts nothing."""
+        if owner not in self._of:
+            self._of[owner] = InFlight(self._what, lambda: self._limit_of(owner), self._advice)
+        self._of[owner].take()
+
+    def release(self, owner: str | None) -> None:
+        self._of[owner].release()
+        if not self._of[owner].count:
+            del self._of[owner]
+
+    def _limit_of(self, owner: str | None) -> int:
+        others = sum(places.count for name, places in self._of.items() if name != owner)
+        return owner_limit(owner, self._limit(), others)
+
+
 class Admission:
     """Holds one request's places. The request takes one when it is admitted. Its first answer uses that place; every
     further answer at the same time takes its own. An answer that outlives its request keeps its place. A request that

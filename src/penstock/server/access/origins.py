@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ConfigError, Forbidden
 from penstock.server.errors import error_response
+from penstock.server.request_context import context_of
 
 METHODS = ("GET", "POST", "DELETE", "HEAD")
 EXPOSED = (
@@ -53,6 +54,8 @@ class Origins:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._keyless and scope["type"] == "http" and (error := self._refusal(Request(scope))):
             return await error_response(Request(scope), error)(scope, receive, send)
+        if self._keyless and scope["type"] == "http":
+            context_of(scope).page = self._foreign_page(Request(scope))
         await self._app(scope, receive, send)
 
     def _refusal(self, request: Request) -> Forbidden | None:
@@ -72,11 +75,29 @@ class Origins:
     def _foreign(self, request: Request) -> str | None:
         """Returns the request's origin if it is a page that may not use the server."""
         origin = request.headers.get("origin")
-        if origin is None or self._allowed & {origin, "*"}:
-            return None
+        return None if origin is None or self._may_use(origin, request) else origin
+
+    def _may_use(self, origin: str, request: Request) -> bool:
+        """Returns whether pages of the origin may use the server: they are its own, or allowed."""
         host = request.headers.get("host", "")
-        own = origin in (f"http://{host}", f"https://{host}")
-        return None if own and _is_own(_without_port(host)) else origin
+        own = origin in (f"http://{host}", f"https://{host}") and _is_own(_without_port(host))
+        return own or bool(self._allowed & {origin, "*"})
+
+    def _foreign_page(self, request: Request) -> str:
+        """Describes the page that a browser sends a request without an Origin for: a GET of an image, a frame or a
+        link. Empty: it may do more than read, because it is the server's own, an allowed one or no page. Browsers send
+        Sec-Fetch-Site to loopback addresses and over TLS only, and old ones never; a page can have them send no
+        Referer. So without both, no page is known to be the server's own."""
+        headers = request.headers
+        site, referer = headers.get("sec-fetch-site"), re.match(r"\w+://[^/?#]*", headers.get("referer", ""))
+        if "origin" in headers or site in ("same-origin", "none") or "*" in self._allowed:
+            return ""
+        if referer is not None:
+            origin = referer[0]
+            return "" if self._may_use(origin, request) else f"this request is from a page of {origin[:MAX_HOST]}"
+        if site is not None or headers.get("user-agent", "").startswith("Mozilla/"):
+            return "this request is from a browser that does not say which page it is for"
+        return ""
 
 
 def _with_cors(app: ASGIApp, allowed: tuple[str, ...]) -> ASGIApp:

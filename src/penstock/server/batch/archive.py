@@ -24,13 +24,13 @@ from urllib.parse import quote
 from penstock.config import home
 from penstock.errors import ConfigError, StorageFailed
 from penstock.store.paths import locked
+from penstock.system.private_files import make_private_file, make_private_folder
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 VERSION = 5  # of the tables below
 WRITE_SIZE = 2**20  # bytes
-PRIVATE_FOLDER, PRIVATE = 0o700, 0o600  # what clients store is for this user alone, whatever folder --data names
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -187,10 +187,10 @@ class Archive:
 
     def _open(self) -> sqlite3.Connection:
         with ExitStack() as resources:
-            self._folder.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-            self._files.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+            make_private_folder(self._folder)
+            make_private_folder(self._files)
             resources.enter_context(locked(self._folder / "lock", self._refuse))
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, PRIVATE))
+            make_private_file(self._path)
             db = sqlite3.connect(self._path)
             resources.callback(db.close)
             self._prepare(db)
@@ -274,7 +274,8 @@ class Draft:
     # -- in the thread -------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._file = self._part.open("xb")
+        make_private_file(self._part)
+        self._file = self._part.open("wb")
 
     def _finish(self) -> None:
         assert self._file is not None

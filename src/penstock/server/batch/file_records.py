@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.in_flight import owner_limit
 from penstock.server.batch.archive import Space
 
 DAY = 86_400
@@ -49,31 +50,47 @@ class ListPage(NamedTuple):
 OWN = "(? IS NULL OR {} = ?)"  # a condition that holds for what is a tenant's own
 
 
-def add(db: Connection, file: FileRecord, tenant: str | None, space: Space | None = None) -> None:
-    """Adds a tenant's file; raises if that exceeds the limits of `space`. A batch's output has none."""
-    if space is not None:
-        bytes, count = usage(db)
-        check_space(space, bytes + file.bytes, count + 1)
-    values = (file.id, file.bytes, file.created_at, file.filename, file.purpose, file.expires_at, tenant)
-    db.execute(f"INSERT INTO files ({COLUMNS}, tenant) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+class FileRoom(NamedTuple):
+    """Says how much a tenant has, and may have: half of what others leave of the limits."""
+
+    bytes: int
+    files: int
+    most_bytes: int
+    most_files: int
+
+    def check(self, bytes: int, files: int = 1) -> None:
+        """Raises if so much more does not fit."""
+        if self.bytes + bytes > self.most_bytes:
+            raise InvalidRequest(
+                f"your files would have {self.bytes + bytes} bytes; the limit is {self.most_bytes}: delete some",
+                code="storage_full",
+            )
+        if self.files + files > self.most_files:
+            raise InvalidRequest(
+                f"you would have {self.files + files} files; the limit is {self.most_files}: delete some",
+                code="storage_full",
+            )
 
 
-def usage(db: Connection) -> tuple[int, int]:
-    """Returns the bytes and the number of all files."""
-    bytes, count = db.execute("SELECT COALESCE(SUM(bytes), 0), COUNT(*) FROM files").fetchone()
+def room(db: Connection, tenant: str | None, space: Space) -> FileRoom:
+    (bytes, files), (all_bytes, all_files) = usage(db, tenant), usage(db)
+    most_bytes = owner_limit(tenant, space.total_bytes, all_bytes - bytes)
+    return FileRoom(bytes, files, most_bytes, owner_limit(tenant, space.files, all_files - files))
+
+
+def usage(db: Connection, tenant: str | None = None) -> tuple[int, int]:
+    """Returns the bytes and the number of a tenant's files."""
+    sql = f"SELECT COALESCE(SUM(bytes), 0), COUNT(*) FROM files WHERE {OWN.format('tenant')}"
+    bytes, count = db.execute(sql, (tenant, tenant)).fetchone()
     return bytes, count
 
 
-def check_space(space: Space, bytes: int, count: int) -> None:
-    if bytes > space.total_bytes:
-        raise InvalidRequest(
-            f"all files together would have {bytes} bytes; the limit is {space.total_bytes}: delete some",
-            code="storage_full",
-        )
-    if count > space.files:
-        raise InvalidRequest(
-            f"there would be {count} files; the limit is {space.files}: delete some", code="storage_full"
-        )
+def add(db: Connection, file: FileRecord, tenant: str | None, space: Space | None = None) -> None:
+    """Adds a tenant's file; raises if that exceeds the limits of `space`. A batch's output has none."""
+    if space is not None:
+        room(db, tenant, space).check(file.bytes)
+    values = (file.id, file.bytes, file.created_at, file.filename, file.purpose, file.expires_at, tenant)
+    db.execute(f"INSERT INTO files ({COLUMNS}, tenant) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
 
 def find(db: Connection, id: str, tenant: str | None) -> FileRecord | None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.errors import InvalidRequest
+from penstock.server.access.in_flight import owner_limit
 from penstock.server.batch import file_records
 from penstock.server.batch.file_records import OWN, ExpiresAfter, FileRecord, ListPage, rows_of
 from penstock.server.batch.lines import InputLine
@@ -18,8 +19,8 @@ from penstock.server.request_context import RequestContext
 
 PENDING, COMPLETED, FAILED = range(3)  # states of a line
 ENDED = ("completed", "failed", "expired", "cancelled")
-MAX_OPEN = 100
-MAX_KEPT = 10_000  # batches: older ones are deleted, but not their files
+MAX_OPEN = 100  # of all owners
+MAX_KEPT = 10_000  # that have ended: the owner with the most loses its oldest, but not their files
 
 
 class RequestCounts(msgspec.Struct):
@@ -128,15 +129,25 @@ class LineOutcome(NamedTuple):
 
 
 def add(db: Connection, batch: BatchJob, ownership: Ownership = Ownership()) -> None:  # noqa: B008
-    db.execute("DELETE FROM batches WHERE NOT open AND number <= (SELECT MAX(number) FROM batches) - ?", (MAX_KEPT,))
-    open = db.execute("SELECT COUNT(*) FROM batches WHERE open").fetchone()[0]
-    if open >= MAX_OPEN:
+    _make_room(db)
+    counted = "SELECT COUNT(*), COALESCE(SUM(tenant IS ?), 0) FROM batches WHERE open"
+    open, own = db.execute(counted, (ownership.tenant,)).fetchone()
+    if own >= owner_limit(ownership.tenant, MAX_OPEN, open - own):
         raise InvalidRequest(
-            f"{open} batches are in progress (the limit): wait for one to end, or cancel it", code="too_many_batches"
+            f"{own} batches are in progress (the limit): wait for one to end, or cancel it", code="too_many_batches"
         )
     values = (batch.id, batch.input_file_id, _encoded(batch), *ownership)
     columns = "id, input, open, record, owner, payer, tenant"
     db.execute(f"INSERT INTO batches ({columns}) VALUES (?, ?, TRUE, ?, ?, ?, ?)", values)
+
+
+def _make_room(db: Connection) -> None:
+    """Deletes ended batches of the owner with the most, the oldest first, until there is room for one more."""
+    ended = db.execute("SELECT COUNT(*) FROM batches WHERE NOT open").fetchone()[0]
+    most = "SELECT tenant FROM batches WHERE NOT open GROUP BY tenant ORDER BY COUNT(*) DESC LIMIT 1"
+    oldest = f"SELECT MIN(number) FROM batches WHERE NOT open AND tenant IS ({most})"
+    for _ in range(ended - MAX_KEPT + 1):
+        db.execute(f"DELETE FROM batches WHERE number = ({oldest})")
 
 
 def ownership(db: Connection, id: str) -> Ownership:

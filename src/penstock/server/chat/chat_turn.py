@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.bodies import ignore_unsupported
-from penstock.server.chat.stream import Cut, Deltas, deltas, together
+from penstock.server.chat.stream import Complete, Deltas, deltas, together
 from penstock.server.chat.tools import ToolUse, constrain_to_tools
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel, off_loop
@@ -142,15 +142,24 @@ def begin_turn(
     shown = text.special_in(text.format.markers(use.calling)) | frozenset(options.shown)
     parsers = [use.parser(text.format, prompt.opened) for _ in requests]
     running = [
-        deltas(served, context, request, choice, continuing=options.continuing, shown=shown, cut=_cut(parser))
+        deltas(
+            served,
+            context,
+            request,
+            choice,
+            continuing=options.continuing,
+            shown=shown,
+            complete=_complete(text, use, parser),
+        )
         for choice, (request, parser) in enumerate(zip(requests, parsers, strict=True))
     ]
     return ChatTurn(requests, together(running), parsers)
 
 
-def _cut(parser: AnswerParser | None) -> Cut | None:
-    """Returns what ends an answer whose parser has read all that counts."""
-    return None if parser is None else lambda delta: delta._replace(text="", finish="stop") if parser.ended else delta
+def _complete(text: Text, use: ToolUse, parser: AnswerParser | None) -> Complete | None:
+    """Returns what tells whether the parser has read all that counts; None if it never tells so before the end."""
+    may_end = use.calling or text.format.tool_format.content[1]
+    return (lambda: parser.ended) if parser is not None and may_end else None
 
 
 def after_thinking(

@@ -12,10 +12,10 @@ from typing import Any
 
 from penstock.errors import InvalidGrammar, Overloaded
 from penstock.server.request_context import RequestContext
+from penstock.system.thread_stacks import large_stacks
 from penstock.text import Delta
-from penstock.text.json_schema import RewrittenSchema, check_enforced, rewrite
-from penstock.text.schema_validator import first_problem
-from penstock.thread_stacks import large_stacks
+from penstock.text.grammar.json_schema import RewrittenSchema, check_enforced, rewrite
+from penstock.text.grammar.schema_validator import first_problem
 from penstock.types import Grammar, Request
 
 TakeDelta = Callable[[int, Delta], None]  # is called with a choice, and what was added to it
@@ -25,6 +25,7 @@ ATTEMPTS = 3
 MAX_REPORTED = 64  # keywords
 REWRITE_SECONDS = 10.0
 STACK_BYTES = 2**30  # of addresses
+GREEDY_SEED = 0
 RETRY_TEMPERATURE = 0.7  # at least: a greedy answer would be the same again
 
 _workers = ThreadPoolExecutor(4, "schemas")
@@ -120,15 +121,18 @@ def _grammar(request: Request) -> Grammar:
 
 def _with_grammar(request: Request, rewritten: RewrittenSchema) -> Request:
     text = json.dumps({} if rewritten.schema is True else rewritten.schema)
-    grammar = _grammar(request)._replace(text=text)
+    grammar = _grammar(request)._replace(kind="rewritten_json", text=text)
     return request._replace(sampling=dataclasses.replace(request.sampling, grammar=grammar))
 
 
 def _again(request: Request, id: int) -> Request:
-    """Returns the request for another answer: with another seed, and not greedy."""
+    """Returns the request for another answer: with another seed, and not greedy. Every greedy request gets the same
+    seed, because its answers must repeat and its own seed may be random."""
     sampling = request.sampling
     temperature = max(sampling.temperature, RETRY_TEMPERATURE)
     seed = None if sampling.seed is None else (sampling.seed + 0x9E3779B9) % 2**63
+    if sampling.temperature == 0:
+        seed = GREEDY_SEED
     return request._replace(id=id, sampling=dataclasses.replace(sampling, seed=seed, temperature=temperature))
 
 

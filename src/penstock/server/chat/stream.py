@@ -16,13 +16,14 @@ from penstock.server.chat.schema_check import Deltas as Deltas
 from penstock.server.chat.schema_check import TakeDelta as TakeDelta
 from penstock.server.chat.schema_check import checked
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import ServedModel
+from penstock.server.served_model import ServedModel, TakeTokens
 from penstock.server.telemetry.metrics import RequestTimer
-from penstock.text import Delta, TextStream, read_step
+from penstock.text import Delta, TextStream, one_by_one, read_step
 from penstock.types import Aborted, Event, Failed, Finished, Request, Tokens
 
 T = TypeVar("T")
 Cut = Callable[[Delta], Delta]  # may end an answer: it returns a delta with a finish reason
+Complete = Callable[[], bool]  # returns whether nothing that follows the deltas so far counts
 
 
 def deltas(
@@ -34,13 +35,15 @@ def deltas(
     continuing: bool = False,
     shown: Collection[int] = (),
     cut: Cut | None = None,
+    complete: Complete | None = None,
+    single: bool = False,
 ) -> Deltas:
     """Answers one request with text as it is generated, with the special tokens that are `shown`. Leaving early, a stop
-    string, or a `cut` aborts the request in the engine. An answer with a JSON schema is checked against what its
-    grammar does not enforce."""
+    string, a `cut`, or an answer that is `complete` aborts the request in the engine. An answer with a JSON schema is
+    checked against what its grammar does not enforce. `single` deltas have at most one token."""
 
     def run(request: Request) -> Deltas:
-        return partial(_run, served, context, request, choice, continuing, shown, cut)
+        return partial(_run, served, context, request, choice, continuing, shown, cut, complete, single)
 
     grammar = request.sampling.grammar
     if grammar is None or grammar.kind != "json":
@@ -56,6 +59,8 @@ async def _run(
     continuing: bool,
     shown: Collection[int],
     cut: Cut | None,
+    complete: Complete | None,
+    single: bool,
     take: TakeDelta,
 ) -> None:
     text = TextStream(
@@ -67,10 +72,10 @@ async def _run(
     )
     with (
         context.answer() as computed,
-        served.expected(context, request) as on_first_token,
+        served.expected(context, request) as take_tokens,
         RequestTimer(served.metrics, context, request, served.client) as timer,
     ):
-        reader = _AnswerReader(served.client, text, timer, on_first_token, cut, choice, take)
+        reader = _AnswerReader(served.client, text, timer, take_tokens, cut, complete, single, choice, take)
         running = served.client.run(request, reader.read)
         served.client.when_ended(request.id, computed)
         served.client.when_placed(request.id, partial(context.place, request.id))
@@ -80,23 +85,38 @@ async def _run(
 class _AnswerReader:
     """Reads the events of one request into deltas, which `take` is called with."""
 
-    __slots__ = ("_choice", "_client", "_cut", "_last", "_on_first_token", "_take", "_text", "_timer")
+    __slots__ = (
+        "_choice",
+        "_client",
+        "_complete",
+        "_cut",
+        "_last",
+        "_single",
+        "_take",
+        "_take_tokens",
+        "_text",
+        "_timer",
+    )
 
     def __init__(
         self,
         client: EngineClient,
         text: TextStream,
         timer: RequestTimer,
-        on_first_token: Callable[[], None],
+        take_tokens: TakeTokens,
         cut: Cut | None,
+        complete: Complete | None,
+        single: bool,
         choice: int,
         take: TakeDelta,
     ) -> None:
         self._client = client
         self._text = text
         self._timer = timer
-        self._on_first_token = on_first_token
+        self._take_tokens = take_tokens
         self._cut = cut
+        self._complete = complete
+        self._single = single or complete is not None  # how many tokens come in a step must not change what counts
         self._choice = choice
         self._take = take
         self._last: Delta | None = None  # waits for the engine's report
@@ -105,6 +125,16 @@ class _AnswerReader:
         """Takes the events of a step; returns whether the answer has ended."""
         if self._last is not None:
             return self._read_report(events[-1])
+        for each in one_by_one(events) if self._single else (events,):
+            if self._read_step(each, events[-1]):
+                return True
+            if self._last is not None:
+                break
+        return False
+
+    def _read_step(self, events: Sequence[Event], newest: Event) -> bool:
+        """Takes the events of a step, or of one of its tokens; returns whether the answer has ended. `newest` is the
+        last that came."""
         timer = self._timer
         try:
             delta = read_step(self._text, events)
@@ -113,14 +143,15 @@ class _AnswerReader:
         if self._cut is not None and not delta.finish:
             delta = self._cut(delta)
         if tokens := delta.tokens:
-            if not timer.first:
-                self._on_first_token()
+            self._take_tokens(tokens, delta.cached)
             timer.tokens(len(tokens), delta.cached)
         if not delta.finish:
             self._take(self._choice, delta)
-            return False
+            if self._complete is None or not self._complete():
+                return False
+            delta = Delta("", finish="stop", report=newest.report if isinstance(newest, Finished) else None)
         request = timer.request
-        if isinstance(events[-1], Tokens) and (request.explain or self._client.weights.updates):
+        if isinstance(newest, Tokens) and (request.explain or self._client.weights.updates):
             self._last = delta  # the engine goes on: it does not know of this end
             self._client.abort(request.id)
             return False
@@ -142,13 +173,18 @@ class _AnswerReader:
 
 
 def all_deltas(
-    served: ServedModel, context: RequestContext, requests: Sequence[Request], shown: Collection[int] = ()
+    served: ServedModel,
+    context: RequestContext,
+    requests: Sequence[Request],
+    shown: Collection[int] = (),
+    *,
+    single: bool = False,
 ) -> Deltas:
     """Returns the deltas of requests whose answers continue their prompts. The choices are the requests' places in the
     list."""
     return together(
         [
-            deltas(served, context, request, choice, continuing=True, shown=shown)
+            deltas(served, context, request, choice, continuing=True, shown=shown, single=single)
             for choice, request in enumerate(requests)
         ]
     )

@@ -10,7 +10,6 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import read_json
-from penstock.text.closed_schema import close_objects
 from penstock.types import Grammar
 
 MAX_SCHEMA = 2**20  # characters
@@ -28,7 +27,7 @@ class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
     name: str = ""
     description: str | None = None
     schema: Schema | None = None  # none: any object
-    strict: bool | None = None  # objects are closed, and keywords that cannot be guaranteed are refused
+    strict: bool | None = None  # keywords that cannot be guaranteed are refused
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,10 +102,9 @@ def _ways(fields: Structured) -> list[tuple[str, Grammar | None]]:
     named = fields.structured_outputs or StructuredOutputs()
     spaced = _spacing(named.whitespace_pattern, named.disable_any_whitespace)
     guided = _spacing(fields.guided_whitespace_pattern, None)
-    closed = bool(named.disable_additional_properties)
     return [
         ("response_format", _response_format(fields.response_format)),
-        _schema("structured_outputs.json", named.json, spaced, closed),
+        _schema("structured_outputs.json", named.json, spaced),
         _rules("structured_outputs.regex", "regex", named.regex),
         _choice("structured_outputs.choice", named.choice),
         _rules("structured_outputs.grammar", "", named.grammar),
@@ -129,17 +127,15 @@ def json_grammar(
     param: str = "json_schema",
     *,
     strict: bool = False,
-    closed: bool = False,
     spacing: dict[str, Any] | None = None,
 ) -> Grammar:
-    """Returns the grammar of a JSON schema. `closed` objects have no properties but those they list, unless they say
-    otherwise; `strict` ones too. `spacing` are the library's options for white space."""
+    """Returns the grammar of a JSON schema. A keyword of a `strict` one that cannot be guaranteed is an error.
+    `spacing` are the library's options for white space."""
     if isinstance(schema, str):
         schema = _parsed(schema, param)
     if schema is False:
         raise InvalidRequest(f"{param} is false, which no answer can match: send a schema", param=param)
     given = {} if schema is True else schema
-    given = close_objects(given) if strict or closed else given
     text = json.dumps({**given, "x-guidance": spacing} if spacing else given)
     _check_size(param, len(text), MAX_SCHEMA)
     return Grammar("json", text, strict=strict, param=param)
@@ -233,9 +229,9 @@ def _tag_fields(fields: ResponseFormat) -> dict[str, Any]:
 
 
 def _schema(
-    name: str, schema: Schema | str | None, spacing: dict[str, Any] | None = None, closed: bool = False
+    name: str, schema: Schema | str | None, spacing: dict[str, Any] | None = None
 ) -> tuple[str, Grammar | None]:
-    return name, None if schema is None else json_grammar(schema, name, closed=closed, spacing=spacing)
+    return name, None if schema is None else json_grammar(schema, name, spacing=spacing)
 
 
 def _rules(name: str, kind: str, text: str | None) -> tuple[str, Grammar | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -14,9 +15,8 @@ from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.templates.call_arguments import CallArguments
 from penstock.text import Text
-from penstock.text.call_grammar import call_grammar
-from penstock.text.closed_schema import close_objects
-from penstock.text.json_schema import check_enforced, is_plain, rewrite
+from penstock.text.grammar.call_grammar import NO_INPUTS, call_grammar
+from penstock.text.grammar.json_schema import check_enforced, rewrite
 from penstock.text.parse import AnswerParser, schemas_of
 from penstock.text.tool_formats import AnswerFormat
 from penstock.types import Grammar, SamplingParams
@@ -59,6 +59,7 @@ class ToolUse(NamedTuple):
     parallel: bool = True
     forced: tuple[str, ...] = ()  # names of tools, one of which must be called
     strict: bool = False  # calls must match the tools' schemas, as forced ones always must
+    inputs: Mapping[str, str] = NO_INPUTS  # Lark grammars of the tools whose one argument is a text, by name
 
     @property
     def calling(self) -> bool:
@@ -194,11 +195,11 @@ def constrain_to_tools(context: RequestContext, text: Text, use: ToolUse, sampli
 
 
 def _tools_grammar(context: RequestContext, text: Text, use: ToolUse, format: Grammar | None) -> Grammar | None:
-    """Returns the grammar of calls alone, of calls or an answer in its format, or of strict calls after any text."""
+    """Returns the grammar of calls alone, of calls or an answer in its format, or of calls after any text."""
     if use.forced:
         return _calls(context, text, use)
     if format is None:
-        return _calls(context, text, use, free=True) if use.strict else None
+        return _calls(context, text, use, free=True) if use.strict or use.inputs else None
     if format.kind != "json":
         raise InvalidRequest(
             f"tools cannot be combined with a {format.kind} grammar: send one of them, or a JSON schema", param="tools"
@@ -208,23 +209,23 @@ def _tools_grammar(context: RequestContext, text: Text, use: ToolUse, format: Gr
 
 
 def _calls(context: RequestContext, text: Text, use: ToolUse, **others: Any) -> Grammar:
-    """Returns the grammar of calls, whose objects have no properties but those that their schemas list."""
     given = schemas_of(use.tools)
     schemas = {
-        name: _enforced(context, close_objects(dict(given[name])), "tools[].parameters", use.strict)
-        for name in use.forced or given
+        name: _enforced(context, dict(given[name]), "tools[].parameters", use.strict) for name in use.forced or given
     }
     markers = text.special_in(text.format.markers(calling=True))
     special = {text.tokenizer.token_text(id): id for id in markers}
-    rules = call_grammar(text.format.tool_format, schemas, special, parallel=use.parallel, **others)
+    others |= {"parallel": use.parallel, "inputs": use.inputs}
+    try:
+        rules = call_grammar(text.format.tool_format, schemas, special, **others)
+    except InvalidGrammar as error:
+        raise InvalidGrammar(str(error), param="tools") from error
     return Grammar("lark", rules, param="tools")
 
 
 def _enforced(context: RequestContext, schema: dict[str, Any], where: str, strict: bool) -> dict[str, Any]:
-    """Returns a schema in keywords that a grammar enforces. What it does not is refused if the schema or the server is
-    strict, and listed as ignored otherwise."""
-    if is_plain(schema):
-        return schema
+    """Returns a schema with closed objects, in keywords that a grammar enforces. What the grammar does not enforce is
+    refused if the schema or the server is strict, and listed as ignored otherwise."""
     try:
         rewritten = rewrite(msgspec.json.encode(schema).decode(), verified=False)
         if strict or not context.lenient:

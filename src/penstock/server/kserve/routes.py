@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.server.access.rights import Right
 from penstock.server.endpoint import EMPTY, RouteEntry, ServerRouteEntry
 from penstock.server.kserve.endpoints import (
     GENERATE,
@@ -23,9 +24,9 @@ ROUTES = (  # a model's name may have slashes, so a path that ends in it comes a
     RouteEntry("POST", f"{VERSION}/generate_stream", generate_stream, GENERATE_STREAM),
     RouteEntry("POST", f"{MODEL}/generate", generate, GENERATE),
     RouteEntry("POST", f"{MODEL}/generate_stream", generate_stream, GENERATE_STREAM),
-    ServerRouteEntry("GET", "/v2", server_metadata),
-    ServerRouteEntry("GET", "/v2/health/live", live, EMPTY),
-    ServerRouteEntry("GET", "/v2/health/ready", ready, EMPTY),
+    ServerRouteEntry("GET", "/v2", server_metadata, right=Right.READ),
+    ServerRouteEntry("GET", "/v2/health/live", live, EMPTY, right=Right.READ),
+    ServerRouteEntry("GET", "/v2/health/ready", ready, EMPTY, right=Right.READ),
     RouteEntry("GET", f"{VERSION}/ready", model_ready, EMPTY),
     RouteEntry("GET", VERSION, model_metadata),
     RouteEntry("GET", f"{MODEL}/ready", model_ready, EMPTY),

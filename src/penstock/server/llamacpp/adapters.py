@@ -58,6 +58,6 @@ async def scale_adapters(pool: ModelPool, http: HttpRequest, context: RequestCon
 
 def _model(pool: ModelPool, http: HttpRequest, context: RequestContext) -> ModelEntry:
     query = read_object(context, dict(http.query_params), AdapterQuery, {}, strict=False)
-    entry = pool.default if query.model is None else pool.get(query.model)
+    entry = pool.default if query.model is None else pool.get(query.model, context)
     context.check_allowed(entry.name)
     return entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.server.access.rights import Right
 from penstock.server.endpoint import RouteEntry, ServerRouteEntry
 from penstock.server.llamacpp.adapters import LIST_ADAPTERS, SCALE_ADAPTERS, list_adapters, scale_adapters
 from penstock.server.llamacpp.completion import COMPLETION, completion
@@ -33,10 +34,10 @@ ROUTES = (
     RouteEntry("GET", "/props", props, PROPS),
     RouteEntry("GET", "/slots", slots, SLOTS),
     RouteEntry("POST", "/slots/{id}", change_slot, SLOT_ACTION),
-    ServerRouteEntry("GET", "/lora-adapters", list_adapters, LIST_ADAPTERS),
-    ServerRouteEntry("POST", "/lora-adapters", scale_adapters, SCALE_ADAPTERS),
-    ServerRouteEntry("GET", "/v1/health", health),
-    ServerRouteEntry("GET", "/models", list_with_status),
-    ServerRouteEntry("POST", "/models/load", load, NAMED),
-    ServerRouteEntry("POST", "/models/unload", unload, NAMED),
+    ServerRouteEntry("GET", "/lora-adapters", list_adapters, LIST_ADAPTERS, right=Right.READ),
+    ServerRouteEntry("POST", "/lora-adapters", scale_adapters, SCALE_ADAPTERS, right=Right.ADMIN),
+    ServerRouteEntry("GET", "/v1/health", health, right=Right.READ),
+    ServerRouteEntry("GET", "/models", list_with_status, right=Right.READ),
+    ServerRouteEntry("POST", "/models/load", load, NAMED, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/models/unload", unload, NAMED, right=Right.ADMIN),
 )

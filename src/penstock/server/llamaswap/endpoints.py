@@ -9,14 +9,16 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock.server.models import ModelPool
 from penstock.server.models.entry import ModelState
+from penstock.server.models.visible import may_see
 from penstock.server.request_context import RequestContext
 from penstock.server.sse import json_response
 
 STATES = {ModelState.LOADING: "starting", ModelState.AWAKE: "ready", ModelState.UNLOADING: "stopping"}
 
 
-async def running(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
-    here = [{"model": entry.name, "state": STATES[entry.state]} for entry in pool.entries if entry.state in STATES]
+async def running(pool: ModelPool, _: HttpRequest, context: RequestContext) -> Response:
+    entries = [entry for entry in pool.entries if entry.state in STATES and may_see(context, entry)]
+    here = [{"model": entry.name, "state": STATES[entry.state]} for entry in entries]
     return json_response({"running": here})
 
 

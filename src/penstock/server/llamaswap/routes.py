@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from penstock.server.access.rights import Right
 from penstock.server.endpoint import TEXT, ServerRouteEntry
 from penstock.server.llamaswap.endpoints import running, unload_all, unload_one
 
 ROUTES = (
-    ServerRouteEntry("GET", "/running", running),
-    ServerRouteEntry("GET", "/unload", unload_all, TEXT),
-    ServerRouteEntry("POST", "/api/models/unload", unload_all, TEXT),
-    ServerRouteEntry("POST", "/api/models/unload/{id:path}", unload_one, TEXT),
+    ServerRouteEntry("GET", "/running", running, right=Right.READ),
+    ServerRouteEntry("GET", "/unload", unload_all, TEXT, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/api/models/unload", unload_all, TEXT, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/api/models/unload/{id:path}", unload_one, TEXT, right=Right.ADMIN),
 )

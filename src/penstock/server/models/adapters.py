@@ -21,6 +21,7 @@ from penstock.server.models.entry import ModelEntry
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import UNLISTED, ServedModel
 from penstock.types import AdapterInfo, AdapterUse
+from penstock.types.messages import RegisterAdapter, UnregisterAdapter
 
 if TYPE_CHECKING:
     from penstock.server.models.pool import ModelPool
@@ -48,7 +49,7 @@ async def _registered(client: EngineClient, paths: Iterable[str]) -> list[Adapte
     for path in paths:
         name = _name_of(Path(path))
         if name not in client.adapters:
-            await client.register_adapter(name, path)
+            await client.ask(RegisterAdapter(name, path))
         uses.append(AdapterUse(name))
     return uses
 
@@ -71,7 +72,11 @@ async def register(
 ) -> AdapterInfo:
     """Gives an adapter to a model, which is loaded for it; without a name it is the default one. Raises if the adapter
     does not fit, or if the name is in use and the adapter is not to be replaced."""
-    _check_place(option.path)
+    path = pool.settings.paths.check(option.path)
+    if not _exists(path):
+        raise AdapterNotFound(
+            f"there is no adapter at {option.path[:200]!r}: give a folder that PEFT saved, or a GGUF file"
+        )
     served = await pool.use(model, context)
     served.check_model(model, context)
     entry = pool.get(context.model)
@@ -84,18 +89,16 @@ async def register(
             "it first, or take another name",
             param="lora_name",
         )
-    await pool.make_room_for_adapter(entry, adapter_bytes(Path(option.path).expanduser()))
-    return await served.client.register_adapter(*option, replace=replace)
+    await pool.make_room_for_adapter(entry, adapter_bytes(path))
+    message = RegisterAdapter(option.name, str(path), option.scale, replace=replace)
+    return (await served.client.ask(message)).adapters[0]
 
 
-def _check_place(path: str) -> None:
-    """Raises if nothing is at a path, or if it can be none."""
+def _exists(path: Path) -> bool:
     try:
-        if Path(path).expanduser().exists():
-            return
-    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, or with a zero in it
-        pass
-    raise AdapterNotFound(f"there is no adapter at {path[:200]!r}: give a folder that PEFT saved, or a GGUF file")
+        return path.exists()
+    except (OSError, ValueError):  # too long, or with a zero in it
+        return False
 
 
 async def unregister(pool: ModelPool, name: str, model: str | None = None) -> None:
@@ -109,7 +112,7 @@ async def unregister(pool: ModelPool, name: str, model: str | None = None) -> No
         await asyncio.wait({entry.loading})
     entry.adapter_scales.pop(name, None)
     if entry.served is not None:
-        await entry.served.client.unregister_adapter(name)
+        await entry.served.client.ask(UnregisterAdapter(name))
     entry.kept_adapters.pop(name, None)
 
 
@@ -121,12 +124,12 @@ def kept(entry: ModelEntry) -> dict[str, AdapterOption]:
 async def restore(entry: ModelEntry, client: EngineClient) -> None:
     """Gives an engine that has just started the adapters that its model has. One that no longer fits is left out."""
     for name in [name for name in client.adapters if name not in entry.kept_adapters]:
-        await client.unregister_adapter(name)
+        await client.ask(UnregisterAdapter(name))
     for option in entry.kept_adapters.values():
         known = client.adapters.get(option.name)
         if known is not None and (known.path, known.scale) == (option.path, option.scale):
             continue
         try:
-            await client.register_adapter(*option, replace=True)
+            await client.ask(RegisterAdapter(*option, replace=True))
         except PenstockError as error:
             log.warning("the adapter %r of %s is left out: %s", option.name, entry.name, error)

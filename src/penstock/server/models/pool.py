@@ -11,8 +11,8 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from threading import Lock
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,14 +28,17 @@ from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
 from penstock.server.models.fallbacks import Fallbacks, fallbacks_of
 from penstock.server.models.ledger import Budget, Refuse, Unload, excess, make_room
+from penstock.server.models.request_paths import RequestPaths
 from penstock.server.models.source import Discover, ModelSource
+from penstock.server.models.visible import may_see, unknown_model
 from penstock.server.models.weights import restore_weights
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import CLIENTS_NAMES, ServedModel, unknown_model
+from penstock.server.served_model import CLIENTS_NAMES, ServedModel
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel
 from penstock.text import Text
+from penstock.types.messages import Sleep, Wake
 
 log = logging.getLogger(__name__)
 UNLIMITED = Budget(2**62, 0)
@@ -62,6 +65,7 @@ class PoolSettings(NamedTuple):
     aliases: tuple[Alias, ...] = ()
     trust_templates: bool = False  # chat templates in requests are rendered
     fallbacks: Fallbacks = MappingProxyType({})  # models that answer in place of others
+    paths: RequestPaths = RequestPaths()  # that requests may name
 
 
 DEFAULT_SETTINGS = PoolSettings()
@@ -172,7 +176,7 @@ class ModelPool:
         derived = store.derived_model(plain)
         return None if derived is None else base_of(self._entries.values(), derived)
 
-    def foreign_model(self, name: str | None) -> str | None:
+    def foreign_model(self, name: str | None, context: RequestContext | None = None) -> str | None:
         """Returns the model of other engines that a name means; None: it means one of the pool's own. Those have
         precedence by their very names, but not by patterns."""
         if self.foreign is None or (name is None and self._entries):
@@ -181,8 +185,7 @@ class ModelPool:
             return None
         found = self.foreign.find(name)
         if found is None and not self._entries:
-            names = [model.name for model in self.foreign.models()]
-            raise unknown_model(name or "", get_close_matches(name or "", names, n=3) or names[:3])
+            raise unknown_model(self, context, name or "")
         return found
 
     def with_fallbacks(self, name: str | None) -> list[str]:
@@ -202,12 +205,12 @@ class ModelPool:
             return name if entry is None else entry.name
         return name
 
-    def get(self, name: str) -> ModelEntry:
+    def get(self, name: str, context: RequestContext | None = None) -> ModelEntry:
         """Returns the model of this name; raises if there is none."""
         entry = self.find(name)
         if entry is not None:
             return entry
-        raise unknown_model(name, get_close_matches(name, self._entries, n=3) or list(self._entries)[:3])
+        raise unknown_model(self, context, name)
 
     def refresh(self) -> None:
         """Takes note of models that have come or gone. A loaded one that is gone stays until it is unloaded."""
@@ -242,12 +245,14 @@ class ModelPool:
         default one, if that is loaded: the dialect says what it thinks of the name."""
         if not name and self.default.served is None:
             self.refresh()
+        context.unknown_model = partial(unknown_model, self, context)
         entry = self.find(name) if name else self.default
         if entry is None:
-            entry = self.default if self.default.awake else self.get(name or "")
+            stands_in = self.default.awake is not None and may_see(context, self.default)
+            entry = self.default if stands_in else self.get(name or "", context)
         context.check_allowed(entry.name)
         if not context.may_see(self.derived(entry, name)):
-            raise unknown_model(name or entry.name, [self.default.name])
+            raise context.unknown_model(name or entry.name)
         context.model = entry.name
         entry.users += 1
         context.on_end(lambda: self._release(entry, context.keep_alive))
@@ -371,7 +376,7 @@ class ModelPool:
                 await asyncio.to_thread(entry.source.check)  # nobody makes room for what cannot be loaded
             await self._make_room(entry)
             if entry.served is not None:
-                await entry.served.client.wake()
+                await entry.served.client.ask(Wake())
             else:
                 others = any(each.busy for each in self._entries.values() if each is not entry)
                 client, text = await _open(entry, yielding=others)
@@ -393,7 +398,7 @@ class ModelPool:
             return False
         entry.state = ModelState.UNLOADING
         try:
-            use = await client.sleep()
+            use = await client.ask(Sleep())
         except PenstockError as error:
             log.warning("%s is unloaded, because it cannot sleep: %s", entry.name, error)
             return False

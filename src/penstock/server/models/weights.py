@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from penstock.ipc.client import EngineClient
 from penstock.server.models.entry import ModelEntry
 from penstock.server.request_context import RequestContext
 from penstock.types import WeightState
+from penstock.types.messages import Pause, UpdateWeights
 
 if TYPE_CHECKING:
     from penstock.server.models.pool import ModelPool
@@ -30,24 +32,25 @@ async def update_weights(
 ) -> WeightState:
     """Puts other weights in place of a model's. Old and new ones are in memory together for a while, which the budget
     of all models must have room for."""
+    place = pool.settings.paths.check(path)
     client = await client_of(pool, context, model)
-    taken, needed, budget = sum(each.bytes for each in pool.entries), _file_bytes(path), pool.settings.budget.bytes
+    needed = await asyncio.to_thread(_file_bytes, place)
+    taken, budget = sum(each.bytes for each in pool.entries), pool.settings.budget.bytes
     if taken + needed > budget:
         raise WeightsError(
             f"the models that are loaded take {taken / 1e9:.2f} GB, and the new weights would take {needed / 1e9:.2f} "
             f"GB more until they are exchanged; all together may take {budget / 1e9:.2f} GB: raise --memory, or unload "
             "a model"
         )
-    return await client.update_weights(path, version, recompute=recompute)
+    return await client.ask(UpdateWeights(str(place), version, recompute))
 
 
-def _file_bytes(path: str) -> int:
+def _file_bytes(place: Path) -> int:
     """Returns the size of the weight files at a path; 0 if there are none, which the engine says more about."""
     try:
-        place = Path(path).expanduser()
         files = [*place.glob("*.safetensors"), *place.glob("*.gguf")] if place.is_dir() else [place]
         return sum(file.stat().st_size for file in files)
-    except (OSError, RuntimeError, ValueError):  # missing, too long, of an unknown user, or with a zero in it
+    except (OSError, ValueError):  # missing, too long, or with a zero in it
         return 0
 
 
@@ -56,8 +59,8 @@ async def restore_weights(entry: ModelEntry, client: EngineClient) -> None:
     kept = entry.kept_weights
     if kept.updates:
         try:
-            await client.update_weights(kept.path, kept.version)
+            await client.ask(UpdateWeights(kept.path, kept.version))
         except PenstockError as error:
             log.warning("%s has its first weights again: %s", entry.name, error)
     if kept.paused:
-        await client.pause()
+        await client.ask(Pause())

@@ -140,6 +140,8 @@ def _loaded(
     """Answers a request that only loads or unloads the model: that happens when the request ends. Wrong options are
     errors all the same."""
     read_options(served, context, body)
+    if unloads(body) and context.payer is not None and not context.payer.admin:
+        raise context.payer.forbidden("admin", f"unload {served.name!r}: this needs a key made with --admin")
     reason, ignored = "unload" if unloads(body) else "load", sorted(context.ignored)
     answer = line(OllamaAssistantMessage(""), model=served.name, created_at=now(), done=True, done_reason=reason)
     if ignored:

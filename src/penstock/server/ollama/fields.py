@@ -138,10 +138,16 @@ def check(context: RequestContext, body: OllamaFields) -> None:
 
 
 def note_keep_alive(context: RequestContext, keep_alive: float | str | None) -> None:
-    """Notes how long the model stays loaded after this request."""
-    if keep_alive is not None:
-        given = seconds(keep_alive)
-        context.keep_alive = FOR_EVER if given < 0 else given
+    """Notes how long the model stays loaded after this request. A key without --admin has no say in that: others use
+    the model too."""
+    if keep_alive is None:
+        return
+    given = seconds(keep_alive)
+    if context.payer is not None and not context.payer.admin:
+        if not context.lenient:
+            raise context.payer.forbidden("admin", "set keep_alive: leave it out, or use a key made with --admin")
+        return context.ignore("keep_alive")
+    context.keep_alive = FOR_EVER if given < 0 else given
 
 
 def unloads(body: OllamaFields) -> bool:

@@ -28,6 +28,7 @@ from penstock.server.bodies import ANY_VALUE, NoEffect, read_body
 from penstock.server.models import ModelPool
 from penstock.server.models.derived import base_of, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry
+from penstock.server.models.visible import may_use, named
 from penstock.server.ollama.chat import OLLAMA
 from penstock.server.ollama.pulls import pulling
 from penstock.server.openapi import Operation
@@ -168,14 +169,21 @@ def all_known(pool: ModelPool, context: RequestContext) -> list[KnownModel]:
     others = [known for known in stored.values() if known.path not in paths and known.name not in names]
     taken = names | {known.name for known in others}
     derived = [_derived(pool, each) for each in store.derived_models() if each.name not in taken]
-    own = [known for known in (*served, *others, *derived) if context.may_see(known.derived)]
+    own = [known for known in (*served, *others, *derived) if _may_see(context, known)]
     return own + _foreign(pool, context, taken, began)
+
+
+def _may_see(context: RequestContext, known: KnownModel) -> bool:
+    """Returns whether a model exists for a request: its key may use the model, or has made it."""
+    if context.payer is None or (known.derived is not None and known.derived.key == context.payer.name):
+        return context.may_see(known.derived)
+    return context.may_see(known.derived) and context.payer.may_use(known.name)
 
 
 def _foreign(pool: ModelPool, context: RequestContext, taken: set[str], began: str) -> list[KnownModel]:
     """Describes the models of other engines that a request's key may use."""
     models = [] if pool.foreign is None else pool.foreign.models()
-    allowed = [each.name for each in models if context.payer is None or context.payer.may_use(each.name)]
+    allowed = [each.name for each in models if may_use(context, each.name)]
     return [KnownModel(name, None, "", began) for name in allowed if name not in taken]
 
 
@@ -202,7 +210,8 @@ def find_known(pool: ModelPool, name: str, context: RequestContext) -> KnownMode
     if name in known or full in known:
         return known[name if name in known else full]
     pull = f"; pull {full} first" if catalogue_source(full) else ""
-    raise ModelNotFound(f"model {name!r} not found{pull}")
+    here = named(name, [each for each in known if may_use(context, each)])
+    raise ModelNotFound(f"model {name!r} not found{pull}; there are {here}")
 
 
 def _listed(known: KnownModel) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.server.access.rights import Right
 from penstock.server.endpoint import EMPTY, TEXT, RouteEntry, ServerRouteEntry
 from penstock.server.ollama.chat import CHAT, GENERATE, chat, generate
 from penstock.server.ollama.create import COPY, CREATE, UPLOAD_BLOB, copy, create, has_blob, upload
@@ -26,15 +27,15 @@ ROUTES = (
     RouteEntry("POST", "/api/embed", embed, EMBED),
     RouteEntry("POST", "/api/embeddings", embed_old, OLD_EMBED),
     ServerRouteEntry("POST", "/api/show", show, NAMED),
-    ServerRouteEntry("POST", "/api/pull", pull, PULL),
-    ServerRouteEntry("POST", "/api/push", push),
-    ServerRouteEntry("POST", "/api/create", create, CREATE),
-    ServerRouteEntry("POST", "/api/copy", copy, COPY),
-    ServerRouteEntry("POST", "/api/blobs/{digest}", upload, UPLOAD_BLOB),
-    ServerRouteEntry("HEAD", "/api/blobs/{digest}", has_blob, EMPTY),
-    ServerRouteEntry("DELETE", "/api/delete", delete, DELETE),
-    ServerRouteEntry("GET", "/", root, TEXT),
-    ServerRouteEntry("GET", "/api/version", version),
-    ServerRouteEntry("GET", "/api/tags", list_stored),
-    ServerRouteEntry("GET", "/api/ps", running),
+    ServerRouteEntry("POST", "/api/pull", pull, PULL, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/api/push", push, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/api/create", create, CREATE, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/api/copy", copy, COPY, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/api/blobs/{digest}", upload, UPLOAD_BLOB, right=Right.ADMIN),
+    ServerRouteEntry("HEAD", "/api/blobs/{digest}", has_blob, EMPTY, right=Right.READ),
+    ServerRouteEntry("DELETE", "/api/delete", delete, DELETE, right=Right.ADMIN),
+    ServerRouteEntry("GET", "/", root, TEXT, right=Right.READ),
+    ServerRouteEntry("GET", "/api/version", version, right=Right.READ),
+    ServerRouteEntry("GET", "/api/tags", list_stored, right=Right.READ),
+    ServerRouteEntry("GET", "/api/ps", running, right=Right.READ),
 )

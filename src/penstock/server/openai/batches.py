@@ -121,8 +121,7 @@ def _add(db: Connection, batch: BatchJob, ownership: Ownership, space: Space) ->
             param="input_file_id",
             code="invalid_purpose",
         )
-    bytes, count = file_records.usage(db)
-    file_records.check_space(space, bytes, count + 1)  # its output will be one more
+    file_records.room(db, ownership.tenant, space).check(0)  # its output will be one more
     records.add(db, batch, ownership)
 
 

@@ -23,7 +23,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.samplers import LogitBias, logit_biases, sampler_settings
 from penstock.server.served_model import ServedModel
 from penstock.server.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
-from penstock.text import Delta, new_seed
+from penstock.text import Delta, new_seed, seed_of_choice
 from penstock.types import Request, SamplerChain, SamplingParams
 
 FINGERPRINT = f"b0-penstock-{__version__}"  # clients of llama.cpp expect b and a build number
@@ -252,7 +252,7 @@ def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[
     settings["grammar"] = grammar_of(fields)
     usual = served.text.sampling_defaults.get("seed")
     seed = fields.seed if fields.seed is not None else new_seed() if usual is None else usual
-    params = [served.text.sampling(seed=seed + choice, **settings) for choice in range(fields.choices)]
+    params = [served.text.sampling(seed=seed_of_choice(seed, choice), **settings) for choice in range(fields.choices)]
     return params if usual is None else drawn_as_llamacpp(params)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from starlette.responses import FileResponse, Response
 from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records
 from penstock.server.batch.archive import Archive, Draft
-from penstock.server.batch.file_records import DAY, ExpiresAfter, FileRecord, ListPage, Order
+from penstock.server.batch.file_records import DAY, ExpiresAfter, FileRecord, FileRoom, ListPage, Order
 from penstock.server.batch.form import Form
 from penstock.server.bodies import read_object
 from penstock.server.models import ModelPool
@@ -51,18 +52,18 @@ FILE_CONTENT = Operation(answers="application/octet-stream")
 class Files:
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
-        self._uploading = 0  # bytes of uploads in progress
+        self._uploading: Counter[str | None] = Counter()  # bytes of uploads in progress, by owner
 
     async def create(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         form = Form(http.headers.get("content-type", ""))
         await self._drop_expired()
         async with self._archive.draft() as draft:
             try:
-                await self._receive(http, form, draft)
+                await self._receive(http, form, draft, context.owner_name)
                 file = _file(context, draft, form)
                 await self._archive.keep([draft], file_records.add, file, context.owner_name, self._archive.space)
             finally:
-                self._uploading -= draft.size
+                self._uploading[context.owner_name] -= draft.size
         return json_response(file)
 
     async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
@@ -102,30 +103,30 @@ class Files:
     async def _drop_expired(self) -> None:
         await self._archive.remove(await self._archive.do(file_records.drop_expired))
 
-    async def _receive(self, http: HttpRequest, form: Form, draft: Draft) -> None:
+    async def _receive(self, http: HttpRequest, form: Form, draft: Draft, owner: str | None) -> None:
         """Writes the upload to the draft. A refused upload is read to its end but not kept, so that the client reads
         the reason."""
-        stored, count = await self._archive.do(file_records.usage)
+        room = await self._archive.do(file_records.room, owner, self._archive.space)
         refusal: InvalidRequest | None = None
         async for data in http.stream():
             if refusal is not None:
                 continue
             try:
-                await self._take(form.push(data), draft, stored, count)
+                await self._take(form.push(data), draft, owner, room)
             except InvalidRequest as error:
                 refusal = error
         if refusal is not None:
             raise refusal
         form.finish()
 
-    async def _take(self, data: bytes, draft: Draft, stored: int, count: int) -> None:
+    async def _take(self, data: bytes, draft: Draft, owner: str | None, room: FileRoom) -> None:
         space = self._archive.space
         if draft.size + len(data) > space.file_bytes:
             raise InvalidRequest(
                 f"the file has more than {space.file_bytes} bytes: split it", param="file", code="request_too_large"
             )
-        file_records.check_space(space, stored + self._uploading + len(data), count + 1)
-        self._uploading += len(data)
+        room.check(self._uploading[owner] + len(data))
+        self._uploading[owner] += len(data)
         await draft.write(data)
 
 

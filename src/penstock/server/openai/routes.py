@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.server.access.rights import Right
 from penstock.server.endpoint import AnyRouteEntry, RouteEntry, ServerRouteEntry
 from penstock.server.openai.batches import CREATE_BATCH, LIST_BATCHES, SHOW_BATCH, Batches
 from penstock.server.openai.chat import CHAT_COMPLETIONS
@@ -31,18 +32,18 @@ def generating(chats: StoredChats) -> tuple[AnyRouteEntry, ...]:
 def storing(files: Files, batches: Batches, chats: StoredChats) -> tuple[AnyRouteEntry, ...]:
     """Returns the routes of files, batches and stored chats."""
     return (
-        ServerRouteEntry("GET", "/v1/chat/completions", chats.list_all, LIST_CHATS),
-        ServerRouteEntry("GET", "/v1/chat/completions/{id}", chats.show, SHOW_CHAT),
+        ServerRouteEntry("GET", "/v1/chat/completions", chats.list_all, LIST_CHATS, right=Right.READ),
+        ServerRouteEntry("GET", "/v1/chat/completions/{id}", chats.show, SHOW_CHAT, right=Right.READ),
         ServerRouteEntry("POST", "/v1/chat/completions/{id}", chats.change, CHANGE_CHAT),
         ServerRouteEntry("DELETE", "/v1/chat/completions/{id}", chats.delete, DELETE_CHAT),
-        ServerRouteEntry("GET", "/v1/chat/completions/{id}/messages", chats.messages, LIST_MESSAGES),
+        ServerRouteEntry("GET", "/v1/chat/completions/{id}/messages", chats.messages, LIST_MESSAGES, right=Right.READ),
         ServerRouteEntry("POST", "/v1/files", files.create, UPLOAD),
-        ServerRouteEntry("GET", "/v1/files", files.list_all, LIST_FILES),
-        ServerRouteEntry("GET", "/v1/files/{id}", files.show, SHOW_FILE),
-        ServerRouteEntry("GET", "/v1/files/{id}/content", files.content, FILE_CONTENT),
+        ServerRouteEntry("GET", "/v1/files", files.list_all, LIST_FILES, right=Right.READ),
+        ServerRouteEntry("GET", "/v1/files/{id}", files.show, SHOW_FILE, right=Right.READ),
+        ServerRouteEntry("GET", "/v1/files/{id}/content", files.content, FILE_CONTENT, right=Right.READ),
         ServerRouteEntry("DELETE", "/v1/files/{id}", files.delete),
         ServerRouteEntry("POST", "/v1/batches", batches.create, CREATE_BATCH),
-        ServerRouteEntry("GET", "/v1/batches", batches.list_all, LIST_BATCHES),
-        ServerRouteEntry("GET", "/v1/batches/{id}", batches.show, SHOW_BATCH),
+        ServerRouteEntry("GET", "/v1/batches", batches.list_all, LIST_BATCHES, right=Right.READ),
+        ServerRouteEntry("GET", "/v1/batches/{id}", batches.show, SHOW_BATCH, right=Right.READ),
         ServerRouteEntry("POST", "/v1/batches/{id}/cancel", batches.cancel, SHOW_BATCH),
     )

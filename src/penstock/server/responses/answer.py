@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +59,7 @@ from penstock.server.responses.tools import CalledTool, ResponseTools
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing
 from penstock.text import Delta
+from penstock.text.grammar.call_grammar import INPUT
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 
 Ending = Literal["completed", "incomplete"]
@@ -295,20 +298,22 @@ class OpenReasoning(OpenItem):
         yield PartDone(self.item.id, self._index, 0, self._part)
 
 
-class OpenCall(OpenItem):
+class OpenToolCall(OpenItem):
     parts = (Arguments, CallEnded)
-
-    def __init__(self, index: int, call_id: str, tool: CalledTool) -> None:
-        super().__init__(index)
-        self.item = self._call = FunctionCallItem(
-            new_id("fc"), call_id, tool.name, "", "in_progress", tool.namespace or UNSET
-        )
 
     def close(self, status: Ending) -> Iterator[ResponseEvent]:
         """Closes the call, as incomplete if its arguments were cut off: the parser ends a call where the text ends."""
         arguments = "".join(self._pieces)
         complete = arguments and call_input(arguments) is not None
         return super().close(status if complete else "incomplete")
+
+
+class OpenCall(OpenToolCall):
+    def __init__(self, index: int, call_id: str, tool: CalledTool) -> None:
+        super().__init__(index)
+        self.item = self._call = FunctionCallItem(
+            new_id("fc"), call_id, tool.name, "", "in_progress", tool.namespace or UNSET
+        )
 
     def _begin(self) -> Iterator[ResponseEvent]:
         return iter(())
@@ -321,10 +326,8 @@ class OpenCall(OpenItem):
         yield ArgumentsDone(self.item.id, self._index, text)
 
 
-class OpenCustomCall(OpenItem):
+class OpenCustomCall(OpenToolCall):
     """Writes a call whose input is text: the one argument of the function that the model knows."""
-
-    parts = (Arguments, CallEnded)
 
     def __init__(self, index: int, call_id: str, tool: CalledTool) -> None:
         super().__init__(index)
@@ -339,16 +342,25 @@ class OpenCustomCall(OpenItem):
         return iter(())
 
     def _finish(self, text: str) -> Iterator[ResponseEvent]:
-        written = (call_input(text) or {}).get("input", text)
+        given = call_input(text)
+        written = _begun_input(text) if given is None else given.get(INPUT)
         self._call.input = written if isinstance(written, str) else text
         yield CustomInputDelta(self.item.id, self._index, self._call.input)
         yield CustomInputDone(self.item.id, self._index, self._call.input)
 
 
-class OpenShellCall(OpenItem):
-    """Writes a call of the client's shell, which has no events of its own."""
+def _begun_input(arguments: str) -> str | None:
+    """Returns the input of a call, as far as it was written before it was cut off; None if the arguments are others."""
+    if found := _BEGUN_INPUT.match(arguments):
+        return str(json.loads(f'"{found[1]}"', strict=False))
+    return "" if f'{{"{INPUT}":"'.startswith("".join(arguments.split())) else None
 
-    parts = (Arguments, CallEnded)
+
+_BEGUN_INPUT = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"((?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}}))*)')
+
+
+class OpenShellCall(OpenToolCall):
+    """Writes a call of the client's shell, which has no events of its own."""
 
     def __init__(self, index: int, call_id: str, _: CalledTool) -> None:
         super().__init__(index)

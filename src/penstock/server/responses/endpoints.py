@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response as HttpResponse
 
 from penstock.errors import InvalidRequest
-from penstock.server.access.in_flight import InFlight
+from penstock.server.access.in_flight import OwnerPlaces
 from penstock.server.bodies import read_body
 from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.template_fields import read_template_kwargs, read_verbosity, think_with_effort
@@ -42,13 +42,13 @@ from penstock.server.responses.items import Item, ResponseObject, new_id
 from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.served_model import ServedModel
 from penstock.server.speculation_fields import limit_drafts
-from penstock.server.sse import StreamResponse, json_response, reply, sent
+from penstock.server.sse import StreamResponse, encode, json_response, reply, sent
 from penstock.server.streams.endpoints import position, read_on
 from penstock.server.streams.kept import KeptStreams
 from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
 
-MAX_BACKGROUND = 256  # responses at once
+MAX_BACKGROUND = 256  # responses of all owners at once
 
 RESPOND = Operation(ResponsesBody, BODY_NO_EFFECT, ResponseObject, EVENTS)
 INPUT_TOKENS = Operation(ResponsesConversation, BODY_NO_EFFECT)
@@ -63,7 +63,7 @@ class Responses:
     def __init__(self, streams: KeptStreams, store: ResponseStore) -> None:
         self._store = store
         self._streams = streams
-        self._background = InFlight("background responses", lambda: MAX_BACKGROUND, ", or cancel one")
+        self._background = OwnerPlaces("background responses", lambda: MAX_BACKGROUND, ", or cancel one")
         self._jobs: set[BackgroundResponse] = set()  # in progress
 
     async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> HttpResponse:
@@ -79,7 +79,7 @@ class Responses:
         stored = StoredResponse(_response(served, body, settings, params[0]), items, tenant=context.owner_name)
         writer = ResponseWriter(served, context, stored.response, turn, settings.tools, sealed=body.includes(SEALED))
         if body.background:
-            return self._start(context, stored, writer, streamed=bool(body.stream))
+            return await self._start(context, stored, writer, streamed=bool(body.stream))
         if body.stores:
             writer.on_end = lambda: self._store.put(stored)
         context.stream_id = stored.response.id
@@ -162,23 +162,25 @@ class Responses:
             served, messages_of(body.instructions, [*before, *items]), settings.tools.use, **fields
         )
 
-    def _start(
+    async def _start(
         self, context: RequestContext, stored: StoredResponse, writer: ResponseWriter, *, streamed: bool
     ) -> HttpResponse:
-        self._background.take()
+        self._background.take(stored.tenant)
         job = stored.job = BackgroundResponse(writer, streamed=streamed, on_end=lambda: self._store.put(stored))
         self._store.put(stored)
         self._jobs.add(job)
-        job.task.add_done_callback(lambda _: self._end(job))
+        job.task.add_done_callback(lambda _: self._end(job, stored.tenant))
         if (payer := context.payer) is not None:
             context.on_end(lambda: payer.count_until_done(job.task))
+        begun = encode(stored.response)
+        await self._store.written()  # its client may be sure to find it again
         if not streamed:
-            return json_response(stored.response)
+            return HttpResponse(begun, media_type="application/json")
         return StreamResponse(context, sent(job.buffer.follow()), job.framing)
 
-    def _end(self, job: BackgroundResponse) -> None:
+    def _end(self, job: BackgroundResponse, owner: str | None) -> None:
         self._jobs.discard(job)
-        self._background.release()
+        self._background.release(owner)
 
 
 def _response(

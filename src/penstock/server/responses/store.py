@@ -11,8 +11,11 @@ from penstock.errors import InvalidRequest, NotFound
 from penstock.server.lasting_answers import AnswerRecord, LastingAnswers
 from penstock.server.owned_store import MAX_BYTES, MAX_KEPT, OwnedStore
 from penstock.server.responses.background import BackgroundResponse
-from penstock.server.responses.items import Item, ResponseObject
+from penstock.server.responses.items import Item, ResponseError, ResponseObject
 from penstock.server.sse import encode
+
+UNENDED = ("queued", "in_progress")
+CUT_OFF = "the server was killed while it generated this response: send the request again"
 
 
 @dataclass(eq=False)
@@ -41,7 +44,10 @@ class StoredResponse:
 
     @classmethod
     def of(cls, record: AnswerRecord) -> Self:
+        """Returns what was kept. A response that had not ended has failed: its server ended before it could say so."""
         response, input = _decoder.decode(record.body)
+        if response.status in UNENDED:
+            response.status, response.error = "failed", ResponseError("server_error", CUT_OFF)
         return cls(response, input, tenant=record.tenant)
 
 

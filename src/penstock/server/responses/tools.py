@@ -9,11 +9,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count
 from penstock.server.bodies import NoEffect, ignore_unsupported, leave_out, read_object
+from penstock.server.chat.structured import rules_grammar
 from penstock.server.chat.tools import MAX_TOOLS, ToolUse, choose_tools, for_template
 from penstock.server.openapi import read_as
 from penstock.server.request_context import RequestContext
+from penstock.text.grammar.structural_tag import as_lark
 
 FUNCTIONS = "functions"  # the namespace of tools that are called without one
 LOCAL_SHELL: Literal["local_shell"] = "local_shell"
@@ -106,7 +109,7 @@ def read_response_tools(
         reader.add(tool, f"tools[{index}]")
     check_count(reader.tools, MAX_TOOLS, "tools")
     use = choose_tools(reader.tools, _flat_choice(context, choice), parallel, strict=reader.strict)
-    return ResponseTools(use, reader.called)
+    return ResponseTools(use._replace(inputs=reader.inputs), reader.called)
 
 
 class _ToolReader:
@@ -114,6 +117,7 @@ class _ToolReader:
         self._context = context
         self.tools: list[dict[str, Any]] = []  # as templates take them
         self.called: dict[str, CalledTool] = {}
+        self.inputs: dict[str, str] = {}  # Lark grammars of custom tools
         self.strict = False
 
     def add(self, given: dict[str, Any], where: str, namespace: str = "") -> None:
@@ -126,7 +130,7 @@ class _ToolReader:
                 )
             case "custom":
                 tool = self._read(given, CustomTool, where)
-                described = "\n\n".join(filter(None, (tool.description, self._input_rule(tool, where))))
+                described = "\n\n".join(filter(None, (tool.description, self._input_rule(tool, where, namespace))))
                 self._append(CalledTool(tool.name, "custom", namespace), described, TEXT_INPUT)
             case "local_shell":
                 self._read(given, LocalShell, where)
@@ -141,17 +145,28 @@ class _ToolReader:
     def _read(self, given: dict[str, Any], kind: type[Any], where: str) -> Any:
         return read_object(self._context, {**given}, kind, TOOL_NO_EFFECT, where)
 
-    def _input_rule(self, tool: CustomTool, where: str) -> str:
-        """Returns a sentence about the input. A grammar is told to the model, but not enforced."""
-        if tool.format is None or tool.format.definition is None:
+    def _input_rule(self, tool: CustomTool, where: str, namespace: str) -> str:
+        """Returns a sentence about the input. The model is told of a grammar, which the answer is held to."""
+        if tool.format is None or tool.format.type == "text":
             return "The input is plain text."
-        ignore_unsupported(self._context, f"{where}.format", tool.format.type)
-        return f"The input must match this {tool.format.syntax or ''} grammar:\n{tool.format.definition}"
+        syntax, definition = tool.format.syntax, tool.format.definition
+        self.inputs[flat_name(tool.name, namespace)] = _lark(syntax, definition, f"{where}.format")
+        return f"The input must match this {syntax} grammar:\n{definition}"
 
     def _append(self, tool: CalledTool, description: str | None, parameters: dict[str, Any] | None) -> None:
         name = flat_name(tool.name, tool.namespace)
         self.called[name] = tool if tool.namespace != FUNCTIONS else tool._replace(namespace="")
         self.tools.append(for_template(name, description, parameters))
+
+
+def _lark(syntax: str | None, definition: str | None, where: str) -> str:
+    """Returns the grammar of a custom tool's input in Lark's syntax."""
+    if syntax not in ("lark", "regex"):
+        raise InvalidRequest(f"{where}.syntax is 'lark' or 'regex'; got {syntax!r}", param=f"{where}.syntax")
+    if not definition:
+        raise InvalidRequest(f"the field '{where}.definition' is missing: send a grammar", param=f"{where}.definition")
+    grammar = rules_grammar(syntax, definition, f"{where}.definition").text
+    return grammar if syntax == "lark" else as_lark(grammar)
 
 
 def _flat_choice(context: RequestContext, choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:

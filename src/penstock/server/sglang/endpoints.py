@@ -25,6 +25,7 @@ from penstock.server.sse import encode, json_response
 from penstock.text import embedding, embedding_request
 from penstock.text.embedding import pooling_of
 from penstock.types import SamplingParams
+from penstock.types.messages import FlushCache
 
 ENCODE_NO_EFFECT: NoEffect = {
     "audio_data": ([],),
@@ -87,7 +88,7 @@ async def encode_texts(served: ServedModel, http: HttpRequest, context: RequestC
 
 async def flush_cache(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
     """Empties the prefix cache. Unlike SGLang it does so while requests run: they keep the blocks they hold."""
-    served.client.flush_cache()
+    served.client.tell(FlushCache())
     return PlainTextResponse("Cache flushed.\n")
 
 

@@ -18,6 +18,7 @@ from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import json_response
 from penstock.types import PAUSE_ABORT, PAUSE_KEEP
+from penstock.types.messages import AbortAll, DescribeWeights, Pause, Resume
 
 UPDATE_NO_EFFECT: NoEffect = {
     "flush_cache": ANY_VALUE,  # KV of other weights is never reused
@@ -80,7 +81,7 @@ async def pause_generation(pool: ModelPool, http: HttpRequest, context: RequestC
     if await body_of(http, context):
         body = await read_body(http, context, PauseGeneration, {})
     client = await client_of(pool, context, body.model)
-    await client.pause(PAUSE_ABORT if body.mode == "abort" else PAUSE_KEEP)
+    await client.ask(Pause(PAUSE_ABORT if body.mode == "abort" else PAUSE_KEEP))
     return json_response(SglangStatus("Generation paused successfully."))
 
 
@@ -88,7 +89,7 @@ async def continue_generation(pool: ModelPool, http: HttpRequest, context: Reque
     body = ContinueGeneration()
     if await body_of(http, context):
         body = await read_body(http, context, ContinueGeneration, CONTINUE_NO_EFFECT)
-    await (await client_of(pool, context, body.model)).resume()
+    await (await client_of(pool, context, body.model)).ask(Resume())
     return json_response(SglangStatus("Generation continued successfully."))
 
 
@@ -98,17 +99,17 @@ async def update_from_disk(pool: ModelPool, http: HttpRequest, context: RequestC
     body = await read_body(http, context, UpdateFromDisk, UPDATE_NO_EFFECT)
     client = await client_of(pool, context, body.model)
     if body.abort_all_requests:
-        await client.abort_all()
+        await client.ask(AbortAll())
     version, recompute = body.weight_version or "", body.recompute
     try:
         state = await update_weights(pool, context, body.model, body.model_path, version, recompute=recompute)
     except WeightsError as error:
         return json_response(UpdateResult(False, error.message), status=400)
     if body.keep_pause:
-        await client.pause()
+        await client.ask(Pause())
     waiting = client.stats.running + client.stats.waiting if client.weights.paused else 0
     return json_response(UpdateResult(True, "Succeeded to update model weights.", waiting, state.version))
 
 
 async def weight_version(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
-    return json_response(SglangVersion((await served.client.describe_weights()).version))
+    return json_response(SglangVersion((await served.client.ask(DescribeWeights())).version))

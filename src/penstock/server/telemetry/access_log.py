@@ -20,6 +20,7 @@ from penstock.server.errors import ANTHROPIC_OVERLOADED
 from penstock.server.request_context import Outcome, RequestContext, context_of
 from penstock.server.telemetry.http_responses import HttpResponses
 from penstock.server.telemetry.metrics import FinishedRequest, Metrics
+from penstock.system.printing import escaped, escaped_json
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 FORMATS = ("text", "json")
@@ -71,7 +72,7 @@ class TextFormatter(logging.Formatter):
         fields = "".join(f" {name}={_value(value)}" for name, value in fields_of(record).items())
         line = f"{_time(record)} {record.levelname.lower()} {_one_line(record.getMessage())}{fields}"
         details = [self.formatException(record.exc_info)] if record.exc_info else []
-        return "\n".join([line, *details, *([detail_of(record)] if detail_of(record) else [])])
+        return escaped("\n".join([line, *details, *([detail_of(record)] if detail_of(record) else [])]))
 
 
 class JsonFormatter(logging.Formatter):
@@ -84,7 +85,7 @@ class JsonFormatter(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         if detail := detail_of(record):
             line["detail"] = detail
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return escaped_json(json.dumps(line, ensure_ascii=False, default=str))
 
 
 def _time(record: logging.LogRecord) -> str:

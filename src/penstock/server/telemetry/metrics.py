@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import reduce
@@ -17,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 
 from penstock import __version__
 from penstock.ipc.client import EngineClient, EngineState
+from penstock.server.access.expected_wait import WaitOutcome
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
@@ -43,6 +45,7 @@ class FinishedRequest(NamedTuple):
     generated: int
     cached: int
     report: Report | None = None  # the engine's, if the engine ended it
+    charged: int = 0  # prompt tokens: none for a choice that shares its prompt, or where an error was the answer
 
 
 Engines = Callable[[], Iterable[tuple[str, EngineClient]]]  # the name and the client of every loaded model
@@ -81,6 +84,18 @@ class Metrics:
             ["reason"],
             registry=None,
         )
+        self.first_tokens = Counter(
+            "penstock_first_tokens",
+            "First tokens by what said how long they may take (deadline, ttft or patience): in_time or late",
+            ["limit", "outcome"],
+            registry=None,
+        )
+        self.wait_forecasts = Counter(
+            "penstock_wait_forecasts",
+            "Forecasts of the time to a first token that came: right, too_high or too_low by more than half",
+            ["forecast"],
+            registry=None,
+        )
         self.fallbacks = Counter(
             "penstock_model_fallbacks",
             "Requests that another model (to) has answered, because no engine of their own could",
@@ -89,6 +104,7 @@ class Metrics:
         )
         own = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
         sources: list[Collector] = [EngineCollector(engines), FleetCollector(engines), *own]
+        self._rendering = asyncio.Lock()
         self._registry = CollectorRegistry()
         for source in [*sources, CompatMetrics(sources, model, sets)]:
             self._registry.register(source)
@@ -96,8 +112,18 @@ class Metrics:
     def register(self, collector: Collector) -> None:
         self._registry.register(collector)
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+    async def render(self) -> bytes:
+        """Returns all metrics as text. It makes one text in a turn of the event loop: that takes as long as many
+        requests, which must not wait for every client that asks for metrics."""
+        async with self._rendering:
+            await asyncio.sleep(0)
+            return generate_latest(self._registry)
+
+    def note_wait(self, limit: str, outcome: WaitOutcome) -> None:
+        """Counts a first token, and what had been forecast for it."""
+        self.first_tokens.labels(limit, "late" if outcome.late else "in_time").inc()
+        if outcome.forecast:
+            self.wait_forecasts.labels(outcome.forecast).inc()
 
     def end(self, context: RequestContext, finished: FinishedRequest) -> None:
         self.request.observe(finished.ended - finished.began)
@@ -141,6 +167,7 @@ class RequestTimer:
     charges its tokens to the payer."""
 
     __slots__ = (
+        "_aside",
         "_client",
         "_last",
         "_metrics",
@@ -164,6 +191,7 @@ class RequestTimer:
         self.began = perf_counter()
         self.first = self._last = 0.0  # times of the first and the latest token; 0: none yet
         self.generated = self.cached = 0
+        self._aside = 0  # prompt tokens that are charged at the end
 
     def tokens(self, count: int, cached: int) -> None:
         now = perf_counter()
@@ -184,18 +212,32 @@ class RequestTimer:
 
     def __enter__(self) -> Self:
         self._metrics.open[self] = None
+        charged, prompt = self.context.outcome.charged, hash(self.request.prompt)
+        self._aside = 0 if prompt in charged else len(self.request.prompt)
+        charged.add(prompt)
         if self.context.payer is not None:
-            self.context.payer.charge("prompt", len(self.request.prompt))
+            self.context.payer.set_aside(self._aside)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         del self._metrics.open[self]
-        if self.context.payer is not None:
-            self.context.payer.charge("generated", self.generated)
         reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
+        charged = self._charge(unanswered=reason == "error" and not self.first)
         times = (self.began, self.first, self._last, perf_counter())
-        finished = FinishedRequest(self.request, reason, *times, self.generated, self.cached, self.report)
+        finished = FinishedRequest(self.request, reason, *times, self.generated, self.cached, self.report, charged)
         self._metrics.end(self.context, finished)
+
+    def _charge(self, unanswered: bool) -> int:
+        """Charges the payer, and returns the tokens of the prompt that it is charged for. Choices share a prompt: the
+        first of them has it. An error before the first token costs nothing."""
+        if unanswered and self._aside:
+            self.context.outcome.charged.discard(hash(self.request.prompt))
+        charged = 0 if unanswered else self._aside
+        if (payer := self.context.payer) is not None:
+            payer.set_aside(-self._aside)
+            payer.charge("prompt", charged)
+            payer.charge("generated", self.generated)
+        return charged
 
 
 DRAFT_COUNTERS: tuple[tuple[str, str, Callable[[DraftCounts], int]], ...] = (
@@ -335,8 +377,11 @@ def sum_stats(every: Sequence[Stats]) -> Stats:
     disk = reduce(DiskCounts.plus, (each.disk for each in every), DiskCounts())
     peers = reduce(PeerCounts.plus, (each.peers for each in every), PeerCounts())
     prefilling = tuple(chain.from_iterable(each.prefilling for each in every))
+    measured = [each.step_seconds for each in every if any(each.step_seconds)]
+    mean = tuple(sum(seconds) / len(measured) for seconds in zip(*measured, strict=False))
     apart = ("step_sizes", "adapters", "drafts", "reused", "disk", "peers", "step_seconds", "prefilling")
     names = [name for name in Stats._fields if name not in apart]
     added = {name: sum(getattr(each, name) for each in every) for name in names}
     added |= {"step_sizes": sizes, "adapters": adapters, "drafts": drafts, "prefilling": prefilling}
+    added |= {"step_seconds": mean}
     return Stats(**added, reused=tuple(reused.items()), disk=disk, peers=peers)

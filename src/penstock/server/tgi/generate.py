@@ -28,7 +28,7 @@ from penstock.server.openapi import Operation, read_as
 from penstock.server.request_context import RequestContext
 from penstock.server.served_model import ServedModel
 from penstock.server.sse import EVENT_STREAM, Framing, encode, event, reply
-from penstock.text import Delta, Tokenizer
+from penstock.text import Delta, Tokenizer, seed_of_choice
 from penstock.types import AdapterUse, Request, SamplerChain, SamplingParams, TokenLogprob
 
 DEFAULT_TOKENS = 100  # of Text Generation Inference
@@ -119,7 +119,7 @@ async def answer(served: ServedModel, http: HttpRequest, context: RequestContext
     requests = [served.request(context, ids, each, "inputs", DEFAULT_TOKENS) for each in params]
     outputs = [TgiOutput(served.text.tokenizer, request, text, given) for request in requests]
     writer = TgiWriter(outputs, Explanation(served, context, requests), given, listed)
-    running = all_deltas(served, context, requests)
+    running = all_deltas(served, context, requests, single=True)
     return await reply(http, context, writer, running, streaming=streaming, framing=TGI)
 
 
@@ -162,7 +162,7 @@ def _sampling(served: ServedModel, given: TgiParameters, scored: bool) -> list[S
     )
     chain = SamplerChain(typical_p=given.typical_p) if given.typical_p is not None and given.typical_p < 1 else None
     params = replace(params, chain=chain, include_stop_str_in_output=True)
-    return [replace(params, seed=(params.seed or 0) + choice) for choice in range(given.best_of or 1)]
+    return [replace(params, seed=seed_of_choice(params.seed or 0, choice)) for choice in range(given.best_of or 1)]
 
 
 def _structured(given: TgiGrammar | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.server.access.rights import Right
 from penstock.server.endpoint import EMPTY, RouteEntry, ServerRouteEntry
 from penstock.server.vllm.adapters import LOAD_ADAPTER, UNLOAD_ADAPTER, load_adapter, unload_adapter
 from penstock.server.vllm.endpoints import POOLING, load, ping, pooling, tokenizer_info, version
@@ -26,20 +27,20 @@ from penstock.server.vllm.weights import (
 ROUTES = (
     RouteEntry("POST", "/pooling", pooling, POOLING),
     ServerRouteEntry("POST", "/ping", ping, EMPTY),
-    ServerRouteEntry("GET", "/ping", ping, EMPTY),
-    ServerRouteEntry("GET", "/version", version),
-    ServerRouteEntry("GET", "/load", load),
+    ServerRouteEntry("GET", "/ping", ping, EMPTY, right=Right.READ),
+    ServerRouteEntry("GET", "/version", version, right=Right.READ),
+    ServerRouteEntry("GET", "/load", load, right=Right.READ),
     RouteEntry("GET", "/tokenizer_info", tokenizer_info),
-    ServerRouteEntry("POST", "/v1/load_lora_adapter", load_adapter, LOAD_ADAPTER),
-    ServerRouteEntry("POST", "/v1/unload_lora_adapter", unload_adapter, UNLOAD_ADAPTER),
-    ServerRouteEntry("POST", "/sleep", sleep, SLEEP),
-    ServerRouteEntry("POST", "/wake_up", wake_up, WAKE_UP),
-    ServerRouteEntry("GET", "/is_sleeping", is_sleeping, SLEEPING),
-    ServerRouteEntry("POST", "/pause", pause, PAUSE),
-    ServerRouteEntry("POST", "/resume", resume, RESUME),
+    ServerRouteEntry("POST", "/v1/load_lora_adapter", load_adapter, LOAD_ADAPTER, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/v1/unload_lora_adapter", unload_adapter, UNLOAD_ADAPTER, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/sleep", sleep, SLEEP, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/wake_up", wake_up, WAKE_UP, right=Right.ADMIN),
+    ServerRouteEntry("GET", "/is_sleeping", is_sleeping, SLEEPING, right=Right.READ),
+    ServerRouteEntry("POST", "/pause", pause, PAUSE, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/resume", resume, RESUME, right=Right.ADMIN),
     ServerRouteEntry("GET", "/is_paused", is_paused, IS_PAUSED),
-    ServerRouteEntry("POST", "/update_weights", update, UPDATE_WEIGHTS),
+    ServerRouteEntry("POST", "/update_weights", update, UPDATE_WEIGHTS, right=Right.ADMIN),
     ServerRouteEntry("GET", "/weight_info", weight_info, WEIGHT_INFO),
-    ServerRouteEntry("POST", "/abort_requests", abort_requests, ABORT_REQUESTS),
-    ServerRouteEntry("POST", "/reset_prefix_cache", reset_prefix_cache, RESET),
+    ServerRouteEntry("POST", "/abort_requests", abort_requests, ABORT_REQUESTS, right=Right.ADMIN),
+    ServerRouteEntry("POST", "/reset_prefix_cache", reset_prefix_cache, RESET, right=Right.ADMIN),
 )

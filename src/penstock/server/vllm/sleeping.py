@@ -49,5 +49,6 @@ async def wake_up(pool: ModelPool, http: HttpRequest, context: RequestContext) -
 
 async def is_sleeping(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     query = read_object(context, dict(http.query_params), SleepingQuery, {})
-    entry = pool.get(query.model or pool.default.name)
+    entry = pool.get(query.model or pool.default.name, context)
+    context.check_allowed(entry.name)
     return json_response({"is_sleeping": entry.state is ModelState.ASLEEP})

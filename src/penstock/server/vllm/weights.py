@@ -17,6 +17,7 @@ from penstock.server.openapi import Operation
 from penstock.server.request_context import RequestContext
 from penstock.server.sse import json_response
 from penstock.types import PAUSE_KEEP
+from penstock.types.messages import AbortAll, DescribeWeights, FlushCache, Pause, Resume
 
 
 class WeightsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -77,19 +78,19 @@ async def pause(pool: ModelPool, http: HttpRequest, context: RequestContext) -> 
     query = read_object(context, dict(http.query_params), PauseQuery, {})
     waits = query.wait_for_inflight_requests in ("true", "1")
     client = await client_of(pool, context, query.model)
-    await client.pause(query.mode or ("wait" if waits else PAUSE_KEEP))
+    await client.ask(Pause(query.mode or ("wait" if waits else PAUSE_KEEP)))
     return json_response(PauseStatus("paused"))
 
 
 async def resume(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     query = read_object(context, dict(http.query_params), WeightsQuery, {})
-    await (await client_of(pool, context, query.model)).resume()
+    await (await client_of(pool, context, query.model)).ask(Resume())
     return json_response(PauseStatus("resumed"))
 
 
 async def is_paused(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     query = read_object(context, dict(http.query_params), WeightsQuery, {})
-    state = await (await client_of(pool, context, query.model)).describe_weights()
+    state = await (await client_of(pool, context, query.model)).ask(DescribeWeights())
     return json_response({"is_paused": state.paused})
 
 
@@ -106,7 +107,7 @@ async def update(pool: ModelPool, http: HttpRequest, context: RequestContext) ->
 
 async def weight_info(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     query = read_object(context, dict(http.query_params), WeightsQuery, {})
-    state = await (await client_of(pool, context, query.model)).describe_weights()
+    state = await (await client_of(pool, context, query.model)).ask(DescribeWeights())
     return json_response(WeightInfo(state.version, state.updates, state.path or None))
 
 
@@ -119,12 +120,12 @@ async def abort_requests(pool: ModelPool, http: HttpRequest, context: RequestCon
             "abort it, or leave the field out to abort all",
             param="request_ids",
         )
-    await (await client_of(pool, context, body.model)).abort_all()
+    await (await client_of(pool, context, body.model)).ask(AbortAll())
     return json_response(PauseStatus("aborted"))
 
 
 async def reset_prefix_cache(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     """Empties the prefix cache; running requests keep the blocks that they hold."""
     query = read_object(context, dict(http.query_params), WeightsQuery, {})
-    (await client_of(pool, context, query.model)).flush_cache()
+    (await client_of(pool, context, query.model)).tell(FlushCache())
     return Response()

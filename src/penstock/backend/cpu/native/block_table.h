@@ -1,5 +1,5 @@
 // Which replicas hold which block, by chain hash: an open-addressing table whose access costs one cache miss, where a
-// dictionary of Python objects has four. fleet/block_table.py defines it.
+// dictionary of Python objects has four. fleet/holders.py defines it.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // A suffix automaton of a token stream that grows: finds where the end of a stream occurred before, and what followed.
-// core/suffixes.py defines it.
+// core/drafting/suffixes.py defines it.
 #pragma once
 
 #include <cstddef>

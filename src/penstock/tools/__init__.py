@@ -1,0 +1,1 @@
+"""Tools around the engine: benchmarks, simulators, traces. Nothing that serves imports them."""
