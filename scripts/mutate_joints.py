@@ -257,7 +257,8 @@ def is_red(guard: Guard, test: str) -> bool:
         ).stdout
         if not told.startswith(folder):
             sys.exit(f"{told.strip()} is imported in place of the copy in {folder}")
-        options = ["-q", "-x", "-m", "long or not long", "-p", "no:cacheprovider", f"--timeout={HANGS}", "--hypothesis-profile=unshrunk"]
+        every = ["-q", "-x", "-m", "long or not long", "-p", "no:cacheprovider"]
+        options = [*every, f"--timeout={HANGS}", "--hypothesis-profile=unshrunk"]
         command = [sys.executable, "-m", "pytest", *options, *test.split()]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
         if done.returncode not in (0, 1, 3):  # 3: what was to stop a test that hangs has broken pytest itself
