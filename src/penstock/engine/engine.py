@@ -335,7 +335,7 @@ class Engine:
             self.host.carry_out(plan)
         except Exception as error:
             self._fail(plan, error)
-            self._distrust_cache()
+            self.distrust_cache()
             return False
         return True
 
@@ -410,9 +410,10 @@ class Engine:
             self.scheduler.abort(each.seq)
         self.emit(failed)
         if broken:
-            self._distrust_cache()
+            self.distrust_cache()
 
-    def _distrust_cache(self) -> None:
+    def distrust_cache(self) -> None:
+        """Empties the prefix cache, whose blocks may be wrong."""
         self.scheduler.cache.flush()
         for feature in self.features:
             feature.distrust_cache()

@@ -62,11 +62,20 @@ class PeerBlocks(Feature):
         self._failures: Counter[str] = Counter()
         self._pulls: BlockPulls | None = None
         movable = host.states is not None or not limits.states
-        sharing = None if limits.states else backend.sharing  # states travel through host memory alone
-        rows = backend.kv if isinstance(backend.kv, BlockRows) and not limits.states else None
-        if movable and (host.blocks is not None or sharing is not None or rows is not None):
-            about = options.identity, self._failures, len(backend.kv.export_blocks([0]))
-            self._pulls = BlockPulls(cache, host, limits, prompts, chain, *about, sharing, rows)
+        direct = not limits.states and (backend.sharing is not None or isinstance(backend.kv, BlockRows))
+        if movable and (host.blocks is not None or direct):
+            self._pulls = BlockPulls(
+                cache,
+                host,
+                limits,
+                backend.kv,
+                backend.sharing,
+                prompts,
+                chain,
+                options.identity,
+                self._failures,
+                lambda: self.engine.distrust_cache(),
+            )
         self._prefills: dict[int, Prefill] = {}  # that are being computed; once they are, with the request that did it
         self._offers: BlockOffers | None = None
         if options.listen and movable and not limits.encoder:
