@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.server.openai.batches import Batches
-from penstock.server.openai.files import Files
-from penstock.server.openai.stored_chats import StoredChats
-from penstock.server.openapi import DocumentedRoute, document
-from penstock.server.responses.endpoints import Responses
+from penstock.server.dialects.openai.batches import Batches
+from penstock.server.dialects.openai.files import Files
+from penstock.server.dialects.openai.stored_chats import StoredChats
+from penstock.server.dialects.responses.endpoints import Responses
+from penstock.server.http.openapi import DocumentedRoute, document
 from penstock.server.routes import all_routes
 from penstock.server.streams.endpoints import StreamEndpoints
 from penstock.server.telemetry.recent_requests import RecentRequests
@@ -55,12 +55,13 @@ def render() -> str:
 
 def _dialect(route: DocumentedRoute) -> str:
     """Returns the package within the server that has the route's endpoint; "" for the server's own routes."""
-    rest = route.endpoint.__module__.removeprefix(f"{PACKAGE}.").split(".")
-    return rest[0] if len(rest) > 1 else ""
+    folder, *rest = route.endpoint.__module__.removeprefix(f"{PACKAGE}.").split(".")
+    return rest[0] if folder == "dialects" and len(rest) > 1 else folder if folder == "streams" else ""
 
 
 def _section(dialect: str, routes: list[DocumentedRoute], schemas: dict[str, Any]) -> str:
-    about = import_module(f"{PACKAGE}.{dialect}" if dialect else PACKAGE).__doc__ or ""
+    package = PACKAGE if dialect in ("", "streams") else f"{PACKAGE}.dialects"
+    about = import_module(f"{package}.{dialect}" if dialect else PACKAGE).__doc__ or ""
     title, text = (dialect, " ".join(about.split())) if dialect else ("server", "These routes belong to no dialect.")
     parts = [f"## {title}", _filled(text)]
     seen: set[str] = set()

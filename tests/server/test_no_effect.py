@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from penstock.errors import InvalidRequest
-from penstock.server import openapi
-from penstock.server.bodies import ANY_VALUE, ContentValues, NoEffect, read_object
-from penstock.server.openai.batches import Batches
-from penstock.server.openai.files import Files
-from penstock.server.openai.stored_chats import StoredChats
+from penstock.server.dialects.openai.batches import Batches
+from penstock.server.dialects.openai.files import Files
+from penstock.server.dialects.openai.stored_chats import StoredChats
+from penstock.server.dialects.responses.endpoints import Responses
+from penstock.server.http import openapi
+from penstock.server.http.bodies import ANY_VALUE, ContentValues, NoEffect, read_object
 from penstock.server.request_context import RequestContext
-from penstock.server.responses.endpoints import Responses
 from penstock.server.routes import all_routes
 from penstock.server.streams.endpoints import StreamEndpoints
 from penstock.server.telemetry.recent_requests import RecentRequests

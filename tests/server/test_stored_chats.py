@@ -13,7 +13,7 @@ import pytest
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import app
 from penstock.server.access.guard import Rules
-from penstock.server.owned_store import OwnedStore
+from penstock.server.storage.owned_store import OwnedStore
 from penstock.service_levels import ServiceTerms
 from tests.server import toys
 from tests.server.conftest import Server, serving

@@ -27,25 +27,25 @@ from penstock.server.access.accounts import Accounts
 from penstock.server.access.guard import Rules, check, guarded
 from penstock.server.access.open_files import FullTable, raise_limit
 from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol, limit_connections
+from penstock.server.access.usage import UsageRecord
 from penstock.server.batch.archive import SPACE, Archive, Space
 from penstock.server.batch.run import BatchRunner
-from penstock.server.errors import on_bug, on_client_left, on_error, on_http_error, on_missing_package
-from penstock.server.lasting_answers import LastingAnswers
-from penstock.server.models import ModelPool
-from penstock.server.openai.batches import Batches
-from penstock.server.openai.files import Files
-from penstock.server.openai.stored_chats import StoredChat, StoredChats
-from penstock.server.owned_store import OwnedStore
+from penstock.server.dialects.openai.batches import Batches
+from penstock.server.dialects.openai.files import Files
+from penstock.server.dialects.openai.stored_chats import StoredChat, StoredChats
+from penstock.server.dialects.responses.endpoints import Responses
+from penstock.server.dialects.responses.store import ResponseStore, StoredResponse
+from penstock.server.http.errors import on_bug, on_client_left, on_error, on_http_error, on_missing_package
+from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import ContextMiddleware
-from penstock.server.responses.endpoints import Responses
-from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.routes import all_routes
+from penstock.server.storage.lasting_answers import LastingAnswers
+from penstock.server.storage.owned_store import OwnedStore
 from penstock.server.streams.endpoints import StreamEndpoints
 from penstock.server.streams.kept import KeepLimits, KeptStreams
 from penstock.server.telemetry.access_log import AccessLog, LogSettings, set_up_logging
 from penstock.server.telemetry.http_responses import HttpResponses
 from penstock.server.telemetry.recent_requests import RecentRequests
-from penstock.server.usage import UsageRecord
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces

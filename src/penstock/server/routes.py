@@ -10,32 +10,22 @@ from starlette.responses import Response
 
 from penstock.server.access.authentication import READING
 from penstock.server.access.rights import Right, check_right
-from penstock.server.anthropic.routes import ROUTES as ANTHROPIC
-from penstock.server.bodies import model_named_in
-from penstock.server.endpoint import TEXT, AnyRouteEntry, RouteEntry, ServerRouteEntry
-from penstock.server.engine_view import EngineView
-from penstock.server.fallback import FallbackResponse
-from penstock.server.kserve.routes import ROUTES as KSERVE
-from penstock.server.llamacpp.routes import ROUTES as LLAMACPP
-from penstock.server.llamaswap.routes import ROUTES as LLAMASWAP
-from penstock.server.models import ModelPool
-from penstock.server.ollama.routes import ROUTES as OLLAMA
-from penstock.server.openai.batches import Batches
-from penstock.server.openai.files import Files
-from penstock.server.openai.routes import generating, storing
-from penstock.server.openai.stored_chats import StoredChats
-from penstock.server.openapi import DocumentedRoute, OpenApiDocument
-from penstock.server.request_context import RequestContext, context_of
-from penstock.server.rerank.routes import ROUTES as RERANK
-from penstock.server.responses.endpoints import Responses
-from penstock.server.responses.routes import responding
-from penstock.server.sglang.routes import ROUTES as SGLANG
-from penstock.server.status import health, hello, list_models, show_metrics, show_model
-from penstock.server.streams.endpoints import StreamEndpoints
-from penstock.server.streams.routes import streaming
-from penstock.server.telemetry.recent_requests import RecentRequests
-from penstock.server.tgi.routes import ROUTES as TGI
-from penstock.server.tokens import (
+from penstock.server.dialects.anthropic.routes import ROUTES as ANTHROPIC
+from penstock.server.dialects.kserve.routes import ROUTES as KSERVE
+from penstock.server.dialects.llamacpp.routes import ROUTES as LLAMACPP
+from penstock.server.dialects.llamaswap.routes import ROUTES as LLAMASWAP
+from penstock.server.dialects.ollama.routes import ROUTES as OLLAMA
+from penstock.server.dialects.openai.batches import Batches
+from penstock.server.dialects.openai.files import Files
+from penstock.server.dialects.openai.routes import generating, storing
+from penstock.server.dialects.openai.stored_chats import StoredChats
+from penstock.server.dialects.rerank.routes import ROUTES as RERANK
+from penstock.server.dialects.responses.endpoints import Responses
+from penstock.server.dialects.responses.routes import responding
+from penstock.server.dialects.sglang.routes import ROUTES as SGLANG
+from penstock.server.dialects.tgi.routes import ROUTES as TGI
+from penstock.server.dialects.vllm.routes import ROUTES as VLLM
+from penstock.server.generation.tokens import (
     APPLY_TEMPLATE,
     DETOKENIZE,
     TOKENIZE,
@@ -43,7 +33,17 @@ from penstock.server.tokens import (
     detokenize,
     tokenize,
 )
-from penstock.server.vllm.routes import ROUTES as VLLM
+from penstock.server.http.bodies import model_named_in
+from penstock.server.http.endpoint import TEXT, AnyRouteEntry, RouteEntry, ServerRouteEntry
+from penstock.server.http.openapi import DocumentedRoute, OpenApiDocument
+from penstock.server.models.fallback_response import FallbackResponse
+from penstock.server.models.pool import ModelPool
+from penstock.server.request_context import RequestContext, context_of
+from penstock.server.status.endpoints import health, hello, list_models, show_metrics, show_model
+from penstock.server.status.engine_view import EngineView
+from penstock.server.streams.endpoints import StreamEndpoints
+from penstock.server.streams.routes import streaming
+from penstock.server.telemetry.recent_requests import RecentRequests
 
 OWN = (
     RouteEntry("POST", "/tokenize", tokenize, TOKENIZE),

@@ -11,11 +11,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.bodies import body_of, read_object
-from penstock.server.models import ModelPool
-from penstock.server.openapi import Operation
+from penstock.server.http.bodies import body_of, read_object
+from penstock.server.http.openapi import Operation
+from penstock.server.http.sse import json_response
+from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import RequestContext
-from penstock.server.sse import json_response
 from penstock.server.streams.kept import KeptStream, KeptStreams
 
 LAST_EVENT_ID = "last-event-id"  # the header in which clients of server-sent events name the last one that they have

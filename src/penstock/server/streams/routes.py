@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.server.access.rights import Right
-from penstock.server.endpoint import AnyRouteEntry, ServerRouteEntry
+from penstock.server.http.endpoint import AnyRouteEntry, ServerRouteEntry
 from penstock.server.streams.endpoints import DELETE_STREAM, READ_STREAM, StreamEndpoints
 
 

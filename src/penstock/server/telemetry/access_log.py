@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import ConfigError
-from penstock.server.errors import ANTHROPIC_OVERLOADED
+from penstock.server.http.errors import ANTHROPIC_OVERLOADED
 from penstock.server.request_context import Outcome, RequestContext, context_of
 from penstock.server.telemetry.http_responses import HttpResponses
 from penstock.server.telemetry.metrics import FinishedRequest, Metrics

@@ -1,0 +1,1 @@
+"""The dialects: one folder each, and none imports another."""
