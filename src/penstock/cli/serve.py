@@ -367,11 +367,12 @@ class TelemetryOptions(NamedTuple):
 
     def metric_sets(self) -> tuple[str, ...]:
         """Returns the engines whose metric names are exported; raises if one is not known."""
-        from penstock.server.telemetry.compat_metrics import SETS
+        from penstock.server.telemetry.compat_metrics import metric_sets
 
+        known = metric_sets()
         names = tuple(name.strip() for name in self.metrics_compat.split(",") if name.strip() not in ("", "none"))
-        if unknown := [name for name in names if name not in SETS]:
-            raise UsageError(f"--metrics-compat takes {', '.join(SETS)}, or none; got {unknown[0]!r}")
+        if unknown := [name for name in names if name not in known]:
+            raise UsageError(f"--metrics-compat takes {', '.join(known)}, or none; got {unknown[0]!r}")
         return names
 
 

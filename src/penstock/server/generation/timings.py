@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request as HttpRequest
 
 from penstock.text import Delta
 from penstock.types import Report, Request
@@ -84,8 +83,3 @@ def _drafted(report: Report | None) -> tuple[int | UnsetType, int | UnsetType]:
 
 def _ratio(amount: float, count: float) -> float:
     return amount / count if count else 0.0
-
-
-def from_llamacpp(http: HttpRequest) -> bool:
-    """Returns True if a request came to the unversioned name of a route, which only llama.cpp's clients know."""
-    return not http.url.path.startswith(("/v1/", "/api/"))

@@ -39,7 +39,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 async def read_body(http: HttpRequest, context: RequestContext, kind: type[S], no_effect: NoEffect) -> S:
-    return read_object(context, _json_object(await body_of(http, context)), kind, no_effect)
+    given, context.json = await json_of(http, context), None  # which `read_object` changes
+    return read_object(context, given, kind, no_effect)
 
 
 def read_object(
@@ -129,18 +130,19 @@ async def body_of(http: HttpRequest, context: RequestContext) -> bytes:
     return context.body
 
 
-class _Naming(msgspec.Struct):
-    """Reads no more of a body than which model it names."""
-
-    model: Any = None
+async def json_of(http: HttpRequest, context: RequestContext) -> dict[str, Any]:
+    """Returns the fields of the body. It is decoded once, for the route and for its endpoint."""
+    if context.json is None:
+        context.json = _json_object(await body_of(http, context))
+    return context.json
 
 
 async def model_named_in(http: HttpRequest, context: RequestContext) -> str | None:
-    """Returns the model that a body names; None if it names none, or cannot be read: its endpoint says what is
-    wrong."""
+    """Returns the model that a body names; None if it names none, or cannot be read: its endpoint refuses it then."""
+    await body_of(http, context)
     try:
-        named = msgspec.json.decode(await body_of(http, context), type=_Naming).model
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        named = (await json_of(http, context)).get("model")
+    except InvalidRequest:
         return None
     return named if isinstance(named, str) else None
 

@@ -1,5 +1,4 @@
-"""Answers with errors, in the shape of the request's dialect: OpenAI's, Anthropic's, Ollama's, llama.cpp's, KServe's or
-that of Text Generation Inference."""
+"""Answers with errors, in the shape of the request's dialect, or in OpenAI's where no dialect is known."""
 
 from __future__ import annotations
 
@@ -9,13 +8,12 @@ from math import ceil
 from typing import NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from penstock.errors import (
-    ContextTooLong,
     EngineUnavailable,
     Forbidden,
     Gone,
@@ -28,46 +26,14 @@ from penstock.errors import (
     RateLimited,
     Unauthorized,
 )
-from penstock.server.request_context import context_of
+from penstock.server.request_context import SHAPES, context_of
 
 RETRY_AFTER = "1"  # seconds: about as long as an engine takes to restart
 CLIENT_LEFT = Response(status_code=499)  # nobody reads it
-ANTHROPIC_OVERLOADED = 529
-ANTHROPIC_STATUSES = {503: ANTHROPIC_OVERLOADED}
+OVERLOADED = 529  # some clients' status for 503
 STATUSES = {"request_timeout": 408, "request_too_large": 413, "uri_too_long": 414}  # of codes of InvalidRequest
 
 OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
-TGI_TYPES = {429: "overloaded", 503: "overloaded"}
-ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    ANTHROPIC_OVERLOADED: "overloaded_error",
-}
-LLAMACPP_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    500: "server_error",
-    501: "not_supported_error",
-    503: "unavailable_error",
-}
-LLAMACPP_PATHS = (  # those that have no dialect beside llama.cpp's
-    "/apply-template",
-    "/chat/",
-    "/completion",
-    "/embedding",
-    "/infill",
-    "/lora-adapters",
-    "/models",
-    "/props",
-    "/responses",
-    "/slots",
-)
 
 
 class OpenAiErrorDetail(msgspec.Struct):
@@ -79,41 +45,6 @@ class OpenAiErrorDetail(msgspec.Struct):
 
 class OpenAiErrorBody(msgspec.Struct):
     error: OpenAiErrorDetail
-
-
-class AnthropicErrorDetail(msgspec.Struct):
-    type: str
-    message: str
-
-
-class AnthropicErrorBody(msgspec.Struct, tag_field="type", tag="error"):
-    error: AnthropicErrorDetail
-    request_id: str | None = None
-
-
-class OllamaErrorBody(msgspec.Struct):
-    error: str
-
-
-class KserveErrorBody(msgspec.Struct):
-    error: str
-
-
-class TgiErrorBody(msgspec.Struct):
-    error: str
-    error_type: str
-
-
-class LlamaCppErrorDetail(msgspec.Struct):
-    code: int
-    message: str
-    type: str
-    n_prompt_tokens: int | UnsetType = UNSET
-    n_ctx: int | UnsetType = UNSET
-
-
-class LlamaCppErrorBody(msgspec.Struct):
-    error: LlamaCppErrorDetail
 
 
 def status_of(error: PenstockError) -> int:
@@ -165,7 +96,8 @@ class ErrorShape(NamedTuple):
 
     body: type[msgspec.Struct]
     make: Callable[[Refusal], msgspec.Struct]
-    statuses: Mapping[int, int] = {}  # those that the dialect's clients expect in place of ours
+    statuses: Mapping[int, int] = {}  # ours: those that the dialect's clients expect
+    lines: bool = False  # a stream is lines of JSON, not server-sent events
 
     def encode(self, error: PenstockError, status: int = 0, request_id: str = "") -> bytes:
         """Returns the error as JSON. `status` is the error's own unless it is given."""
@@ -179,56 +111,13 @@ def _openai(refusal: Refusal) -> OpenAiErrorBody:
     return OpenAiErrorBody(OpenAiErrorDetail(error.message, kind, param, error.code))
 
 
-def _anthropic(refusal: Refusal) -> AnthropicErrorBody:
-    status = ANTHROPIC_STATUSES.get(refusal.status, refusal.status)
-    detail = AnthropicErrorDetail(ANTHROPIC_TYPES.get(status, "invalid_request_error"), refusal.error.message)
-    return AnthropicErrorBody(detail, refusal.request_id or None)
-
-
-def _ollama(refusal: Refusal) -> OllamaErrorBody:
-    return OllamaErrorBody(refusal.error.message)
-
-
-def _kserve(refusal: Refusal) -> KserveErrorBody:
-    return KserveErrorBody(refusal.error.message)
-
-
-def _tgi(refusal: Refusal) -> TgiErrorBody:
-    kind = TGI_TYPES.get(refusal.status, "validation" if refusal.status < 500 else "generation")
-    return TgiErrorBody(refusal.error.message, kind)
-
-
-def _llamacpp(refusal: Refusal) -> LlamaCppErrorBody:
-    error, kind = refusal.error, LLAMACPP_TYPES.get(refusal.status, "invalid_request_error")
-    detail = LlamaCppErrorDetail(refusal.status, error.message, kind)
-    if isinstance(error, ContextTooLong):
-        detail.type = "exceed_context_size_error"
-        detail.message = f"the request exceeds the available context size: {error.message}"
-        detail.n_prompt_tokens = UNSET if error.prompt_tokens is None else error.prompt_tokens
-        detail.n_ctx = UNSET if error.context is None else error.context
-    return LlamaCppErrorBody(detail)
-
-
 OPENAI_ERRORS = ErrorShape(OpenAiErrorBody, _openai)
-ANTHROPIC_ERRORS = ErrorShape(AnthropicErrorBody, _anthropic, ANTHROPIC_STATUSES)
-OLLAMA_ERRORS = ErrorShape(OllamaErrorBody, _ollama)
-KSERVE_ERRORS = ErrorShape(KserveErrorBody, _kserve)
-TGI_ERRORS = ErrorShape(TgiErrorBody, _tgi, {400: 422})
-LLAMACPP_ERRORS = ErrorShape(LlamaCppErrorBody, _llamacpp)
-SHAPES = (  # by the beginning of a path; the first that fits counts
-    ("/api/", OLLAMA_ERRORS),
-    ("/v1/messages", ANTHROPIC_ERRORS),
-    ("/v2/models", KSERVE_ERRORS),
-    ("/generate_stream", TGI_ERRORS),
-    *((path, LLAMACPP_ERRORS) for path in LLAMACPP_PATHS),
-)
 
 
-def error_shape(path: str) -> ErrorShape:
-    """Returns how errors are written in the dialect that a path belongs to."""
-    if path == "/":
-        return TGI_ERRORS
-    return next((shape for beginning, shape in SHAPES if path.startswith(beginning)), OPENAI_ERRORS)
+def shape_of(scope: Scope) -> ErrorShape:
+    """Returns how errors are written for a request."""
+    find: Callable[[Scope], ErrorShape] | None = scope.get(SHAPES)
+    return OPENAI_ERRORS if find is None else find(scope)
 
 
 def error_response(request: Request, error: PenstockError) -> Response:
@@ -236,13 +125,10 @@ def error_response(request: Request, error: PenstockError) -> Response:
 
 
 def respond(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
-    """Returns the error in the request's dialect. The path decides; where two dialects share one, the header that
-    Anthropic's clients always send does."""
+    """Returns the error in the request's dialect."""
     context = context_of(request.scope)
     context.outcome.fail(error)
-    shape = error_shape(request.url.path)
-    if shape is OPENAI_ERRORS and "anthropic-version" in request.headers:
-        shape = ANTHROPIC_ERRORS
+    shape = shape_of(request.scope)
     body = shape.encode(error, status, context.id)
     return Response(body, shape.statuses.get(status, status), headers, "application/json")
 

@@ -3,7 +3,6 @@ into."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -18,11 +17,10 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.server.access.rights import Right
 from penstock.server.http.bodies import ANY_VALUE, NoEffect
-from penstock.server.http.errors import OllamaErrorBody, error_shape
-from penstock.server.request_context import RequestContext
+from penstock.server.http.errors import ErrorShape
 
 if TYPE_CHECKING:
-    from penstock.server.models.pool import ModelPool
+    pass
 
 JSON = "application/json"
 REF = "#/components/schemas/{name}"
@@ -43,22 +41,38 @@ class Operation(NamedTuple):
     streams: Kind | None = None
     query: Kind | None = None
 
+    @property
+    def answer_kinds(self) -> tuple[Kind, ...]:
+        return _options(self.answers)
+
+    @property
+    def stream_kinds(self) -> tuple[Kind, ...]:
+        return _options(self.streams)
+
 
 class DocumentedRoute(Route):
-    """Is a route with the operation that documents it."""
+    """Is a route with the operation that documents it, and the dialect it belongs to."""
 
     def __init__(
         self,
         path: str,
         endpoint: Callable[[Request], Awaitable[Response]],
         method: str,
-        operation: Operation,
         right: Right,
+        dialect: str,
+        errors: ErrorShape,
+        find_operation: Callable[[], Operation],
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
         self.method = method
-        self.operation = operation
         self.right = right
+        self.dialect = dialect
+        self.errors = errors
+        self._find_operation = find_operation
+
+    @property
+    def operation(self) -> Operation:
+        return self._find_operation()
 
 
 class NestedBody(NamedTuple):
@@ -76,21 +90,6 @@ def read_as(*kinds: Kind, no_effect: NoEffect | None = None) -> Meta:
     return Meta(extra_json_schema={READ_AS: name})
 
 
-class OpenApiDocument:
-    """Serves the document. It makes the document at the first request, which takes a tenth of a second."""
-
-    _text: asyncio.Task[bytes] | None = None
-
-    async def __call__(self, _: ModelPool, http: Request, __: RequestContext) -> Response:
-        if self._text is None:  # requests that come meanwhile wait for the same
-            self._text = asyncio.create_task(asyncio.to_thread(_encoded, http.app.routes))
-        return Response(await asyncio.shield(self._text), media_type=JSON)
-
-
-def _encoded(routes: Sequence[DocumentedRoute]) -> bytes:
-    return msgspec.json.encode(document(routes))
-
-
 def document(routes: Sequence[DocumentedRoute]) -> Schema:
     refs, components = _described(_kinds_of(routes))
     paths: defaultdict[str, Schema] = defaultdict(dict)
@@ -104,7 +103,7 @@ def _kinds_of(routes: Sequence[DocumentedRoute]) -> dict[Kind, NoEffect]:
     kinds: dict[Kind, NoEffect] = {}
     for route in routes:
         operation = route.operation
-        answers = (*_options(operation.answers), *_options(operation.streams), error_shape(route.path).body)
+        answers = (*operation.answer_kinds, *operation.stream_kinds, route.errors.body)
         kinds |= {kind: {} for kind in answers if not isinstance(kind, str | None)}
     for takes, no_effect, *_ in (route.operation for route in routes):
         kinds |= {} if isinstance(takes, str | None) else {takes: no_effect or {}}
@@ -138,11 +137,11 @@ def _objects(tree: object) -> Iterator[Schema]:
 
 
 def _operation(route: DocumentedRoute, refs: dict[Kind, Schema]) -> Schema:
-    operation, error = route.operation, error_shape(route.path).body
+    operation, error = route.operation, route.errors.body
     answered = _content(operation.answers, refs)
     if operation.streams is not None:
-        chunk = {"anyOf": [*(refs[kind] for kind in _options(operation.streams)), refs[error]]}
-        answered |= _lines(chunk) if error is OllamaErrorBody else _events(chunk)
+        chunk = {"anyOf": [*(refs[kind] for kind in operation.stream_kinds), refs[error]]}
+        answered |= _lines(chunk) if route.errors.lines else _events(chunk)
     done = "2XX" if operation.answers is None else "200"
     body = {} if route.method == "HEAD" else {"content": _content(error, refs)}
     described: Schema = {

@@ -22,9 +22,9 @@ from penstock.server.models.entry import ModelEntry
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.visible import may_see
 from penstock.server.request_context import RequestContext
+from penstock.server.services import Endpoints, Services
 from penstock.server.status.endpoints import state_of
 from penstock.server.telemetry.metrics import RequestTimer, sum_stats
-from penstock.server.telemetry.recent_requests import RecentRequests
 from penstock.types import Stats
 
 
@@ -44,13 +44,13 @@ class LiveRequest(msgspec.Struct, kw_only=True):
     route: str | UnsetType = UNSET
 
 
-class EngineView:
+class EngineView(Endpoints):
     """Serves the view."""
 
-    def __init__(self, recent: RecentRequests) -> None:
-        self._recent = recent
+    def __init__(self, services: Services) -> None:
+        self._recent = services.recent
 
-    async def __call__(self, pool: ModelPool, _: Request, context: RequestContext) -> Response:
+    async def show(self, pool: ModelPool, _: Request, context: RequestContext) -> Response:
         pool.refresh()
         clients = [client for _, client in pool.clients()]
         stats = sum_stats([client.stats for client in clients])

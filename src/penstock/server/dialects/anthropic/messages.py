@@ -26,6 +26,7 @@ from penstock.server.chat.chat_turn import (
     render_prompt,
 )
 from penstock.server.chat.tools import ToolUse
+from penstock.server.dialects.anthropic.errors import ANTHROPIC_ERRORS
 from penstock.server.dialects.anthropic.fields import (
     NO_EFFECT,
     MessagesBody,
@@ -38,7 +39,6 @@ from penstock.server.dialects.anthropic.tools import read_use
 from penstock.server.generation.explain import AnswerReport, Explanation
 from penstock.server.generation.speculation_fields import limit_drafts
 from penstock.server.http.bodies import read_body
-from penstock.server.http.errors import ANTHROPIC_ERRORS
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import EVENT_STREAM, ChunkTemplate, Framing, encode, json_response, reply
 from penstock.server.models.served_model import ServedModel

@@ -19,11 +19,11 @@ from penstock.errors import EngineUnavailable, InvalidRequest, NotFound
 from penstock.ipc.client import EngineState
 from penstock.server.access.bounds import read_json
 from penstock.server.chat.stream import all_deltas
+from penstock.server.dialects.kserve.errors import KSERVE_ERRORS
 from penstock.server.generation.explain import AnswerReport, Explanation
 from penstock.server.generation.fields import SamplingFields, sampling
 from penstock.server.generation.prompts import encode_prompts
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, read_body, read_object
-from penstock.server.http.errors import KSERVE_ERRORS
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import EVENT_STREAM, Framing, encode, event, json_response, reply
 from penstock.server.models.pool import ModelPool

@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.server.chat.stream import Cut, deltas, together
+from penstock.server.dialects.llamacpp.errors import LLAMACPP_ERRORS
 from penstock.server.dialects.llamacpp.fields import (
     NO_EFFECT,
     CompletionFields,
@@ -26,7 +27,6 @@ from penstock.server.generation.explain import AnswerReport, Explanation
 from penstock.server.generation.fields import fitting
 from penstock.server.generation.timings import Stopwatch, Timings
 from penstock.server.http.bodies import read_body
-from penstock.server.http.errors import LLAMACPP_ERRORS
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import EVENT_STREAM, Framing, encode, event, reply
 from penstock.server.models.served_model import ServedModel

@@ -21,6 +21,7 @@ from penstock.server.chat.logprobs import TokenEntry, token_entries
 from penstock.server.chat.stream import deltas
 from penstock.server.chat.tools import ToolUse, read_tools
 from penstock.server.dialects.ollama.derived_settings import settings_of, with_options, with_template
+from penstock.server.dialects.ollama.errors import OLLAMA_ERRORS
 from penstock.server.dialects.ollama.fields import (
     GENERATE_NO_EFFECT,
     NO_EFFECT,
@@ -35,7 +36,6 @@ from penstock.server.dialects.ollama.fields import (
 from penstock.server.generation.explain import AnswerReport, Explanation
 from penstock.server.generation.modelfile import read_messages
 from penstock.server.http.bodies import ignore_unsupported, read_body, unsupported
-from penstock.server.http.errors import OLLAMA_ERRORS
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import ChunkTemplate, Framing, encode, json_response, reply
 from penstock.server.models.served_model import ServedModel, off_loop

@@ -16,10 +16,9 @@ from starlette.routing import Route
 
 from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records, records
-from penstock.server.batch.archive import Archive, Space
+from penstock.server.batch.archive import Space
 from penstock.server.batch.file_records import DAY, ExpiresAfter, ListPage
 from penstock.server.batch.records import BatchJob, Ownership
-from penstock.server.batch.run import BatchRunner
 from penstock.server.dialects.openai.files import page_response, read_query
 from penstock.server.dialects.openai.metadata import read_metadata
 from penstock.server.http.bodies import read_body
@@ -27,6 +26,7 @@ from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import RequestContext
+from penstock.server.services import Endpoints, Services
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 WINDOW = "24h"
@@ -51,10 +51,12 @@ LIST_BATCHES = Operation(query=BatchesQuery)
 SHOW_BATCH = Operation(answers=BatchJob)
 
 
-class Batches:
-    def __init__(self, archive: Archive, runner: BatchRunner) -> None:
-        self._archive = archive
-        self._runner = runner
+class Batches(Endpoints):
+    """Holds the endpoints of batches."""
+
+    def __init__(self, services: Services) -> None:
+        self._archive = services.archive
+        self._runner = services.batches
 
     async def create(self, pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         body = await read_body(http, context, CreateBatch, {})

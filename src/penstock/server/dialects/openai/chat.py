@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request as HttpRequest
@@ -61,7 +61,7 @@ from penstock.server.generation.fields import (
 )
 from penstock.server.generation.messages import MESSAGE_NO_EFFECT, ChatMessage, read_messages
 from penstock.server.generation.prediction import Prediction, draft_prediction
-from penstock.server.generation.timings import Stopwatch, Timings, from_llamacpp
+from penstock.server.generation.timings import Stopwatch, Timings
 from penstock.server.http.bodies import NoEffect
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import ChunkTemplate, encode, reply
@@ -108,29 +108,45 @@ class ChatBody(GenerationFields):
     metadata: Any = None  # of a stored answer
 
 
+class ChatStyle(NamedTuple):
+    """Lists the differences between clients of OpenAI's route and of llama.cpp's, which has no version."""
+
+    any_name: bool = False  # the server has one model, and a request may call it anything
+    own_seeds: bool = False  # a seed gives the same text as in llama.cpp
+    fits: bool = False  # max_tokens beyond the context is cut, not refused
+    opening: str | None = ""  # the content of a stream's first chunk
+    timed: bool = False  # answers have timings
+
+
+OPENAI_STYLE = ChatStyle()
+LLAMACPP_STYLE = ChatStyle(any_name=True, own_seeds=True, fits=True, opening=None, timed=True)
+
+
 async def chat_completions(
-    served: ServedModel, http: HttpRequest, context: RequestContext, keep: Callable[[ChatBody, ChatCompletion], None]
+    served: ServedModel,
+    http: HttpRequest,
+    context: RequestContext,
+    style: ChatStyle,
+    keep: Callable[[ChatBody, ChatCompletion], None],
 ) -> Response:
-    """Answers a chat. `keep` is called with what the request asks to store, once the answer has ended."""
+    """Answers a chat. `keep` is called with a request that asks to be stored, and its answer, when that has ended."""
     body = await read_fields(served, http, context, ChatBody, CHAT_NO_EFFECT)
     if body.store:
         read_metadata(body.metadata)
-    if not from_llamacpp(http):  # that serves one model, under whatever name
+    if not style.any_name:
         served.check_model(body.model, context)
     choose_adapters(served, context, body.adapters, body.lora)
     served.check_answers()
     check_prompt_logprobs(body)
     scored = {"logprobs": _wanted_logprobs(body), "prompt_logprobs": body.prompt_logprobs}
     params = sampling(served, body, max_tokens=_max_tokens(body), **scored)
-    params = drawn_as_llamacpp(params) if from_llamacpp(http) and body.seed is not None else params
+    params = drawn_as_llamacpp(params) if style.own_seeds and body.seed is not None else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
     await draft_prediction(served, context, body.prediction)
     prompt = await _prompt(served, context, body, messages, use)
     prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
-    params = (
-        [fitting(served, prompt.tokens, each) for each in params] if from_llamacpp(http) or body.n_predict else params
-    )
+    params = [fitting(served, prompt.tokens, each) for each in params] if style.fits or body.n_predict else params
     shown = shown_special(served, body)
     param, budget = thinking_budget(body.thinking, body.reasoning, body.thinking_budget)
     options = TurnOptions(thinking_budget=budget, budget_param=param, shown=shown)
@@ -138,7 +154,7 @@ async def chat_completions(
     if body.use_beam_search:
         check_beams(context, body, turn.request.sampling)
         turn.deltas = beam_deltas(served, context, turn.requests, body, shown=shown)
-    writer = ChatWriter(served, context, turn, body, llamacpp=from_llamacpp(http))
+    writer = ChatWriter(served, context, turn, body, style)
     writer.on_end = partial(keep, body) if body.store else None
     return await reply(http, context, writer, turn.deltas, streaming=bool(body.stream))
 
@@ -204,12 +220,10 @@ CHAT_COMPLETIONS = Operation(ChatBody, CHAT_NO_EFFECT, ChatCompletion, ChatCompl
 
 class ChatWriter:
     def __init__(
-        self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody, *, llamacpp: bool = False
+        self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody, style: ChatStyle
     ) -> None:
-        """Takes whether the request came to llama.cpp's route: its first chunk has a null for content, and its answers
-        have timings."""
-        self._opening = None if llamacpp else ""
-        self._stopwatches = [Stopwatch(each) for each in turn.requests] if llamacpp or body.timings_per_token else []
+        self._opening = style.opening
+        self._stopwatches = [Stopwatch(each) for each in turn.requests] if style.timed or body.timings_per_token else []
         self._timed_chunks = bool(body.timings_per_token)
         self._tokenizer = served.text.tokenizer
         self._verbose = VerboseReport(self._spell_prompt(turn)) if body.verbose else UNSET

@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.batch import file_records
-from penstock.server.batch.archive import Archive, Draft
+from penstock.server.batch.archive import Draft
 from penstock.server.batch.file_records import DAY, ExpiresAfter, FileRecord, FileRoom, ListPage, Order
 from penstock.server.batch.form import Form
 from penstock.server.http.bodies import read_object
@@ -24,6 +24,7 @@ from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import RequestContext
+from penstock.server.services import Endpoints, Services
 
 BATCH_INPUT_SECONDS = 30 * DAY  # that a batch's input is kept by default
 MAX_FILENAME = 255
@@ -49,9 +50,11 @@ SHOW_FILE = Operation(answers=FileRecord)
 FILE_CONTENT = Operation(answers="application/octet-stream")
 
 
-class Files:
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
+class Files(Endpoints):
+    """Holds the endpoints of files."""
+
+    def __init__(self, services: Services) -> None:
+        self._archive = services.archive
         self._uploading: Counter[str | None] = Counter()  # bytes of uploads in progress, by owner
 
     async def create(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:

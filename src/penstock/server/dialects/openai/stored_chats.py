@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.dialects.openai.chat import ChatBody, chat_completions
+from penstock.server.dialects.openai.chat import LLAMACPP_STYLE, OPENAI_STYLE, ChatBody, chat_completions
 from penstock.server.dialects.openai.chat_answer import ChatCompletion
 from penstock.server.dialects.openai.metadata import read_metadata
 from penstock.server.http.bodies import read_body, read_object
@@ -24,7 +24,8 @@ from penstock.server.http.sse import encode, json_response
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
 from penstock.server.request_context import RequestContext
-from penstock.server.storage.lasting_answers import AnswerRecord
+from penstock.server.services import Endpoints, Services
+from penstock.server.storage.lasting_answers import AnswerRecord, LastingAnswers
 from penstock.server.storage.owned_store import OwnedStore
 
 METADATA = "metadata["  # begins a parameter of a query: metadata[name]=value
@@ -117,11 +118,14 @@ class StoredChat:
 _decoder = msgspec.json.Decoder(tuple[StoredChatCompletion, list[dict[str, Any]], int])
 
 
-class StoredChats:
+class StoredChats(Endpoints):
     """Holds the endpoints, and the chats they share."""
 
-    def __init__(self, store: OwnedStore[StoredChat]) -> None:
-        self._store = store
+    def __init__(self, services: Services) -> None:
+        lasting = None
+        if services.keeps_answers:
+            lasting = LastingAnswers(services.archive, "chat", StoredChat.record, StoredChat.of)
+        self._store = OwnedStore("chat completion", lasting=lasting)
 
     async def open(self) -> None:
         await self._store.open()
@@ -130,7 +134,10 @@ class StoredChats:
         await self._store.close()
 
     async def create(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
-        return await chat_completions(served, http, context, partial(self._keep, context))
+        return await chat_completions(served, http, context, OPENAI_STYLE, partial(self._keep, context))
+
+    async def create_as_llamacpp(self, served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+        return await chat_completions(served, http, context, LLAMACPP_STYLE, partial(self._keep, context))
 
     def _keep(self, context: RequestContext, body: ChatBody, answer: ChatCompletion) -> None:
         fields = {name: getattr(answer, name) for name in answer.__struct_fields__}

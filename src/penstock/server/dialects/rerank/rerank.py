@@ -114,12 +114,20 @@ class Ranked(NamedTuple):
 
 
 async def rerank(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    return await _answer(served, http, context, cohere=False)
+
+
+async def rerank_as_cohere(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    """Serves /v2/rerank, which only Cohere's clients know."""
+    return await _answer(served, http, context, cohere=True)
+
+
+async def _answer(served: ServedModel, http: HttpRequest, context: RequestContext, *, cohere: bool) -> Response:
     body = await read_body(http, context, RerankBody, NO_EFFECT)
     served.check_model(body.model, context)
     texts = _texts(body, context)
     name = "texts" if body.documents is None else "documents"
     pairs = [Pair(body.query, text, f"{name}[{at}]") for at, text in enumerate(texts)]
-    cohere = http.url.path.startswith("/v2/")
     scored = await score_pairs(served, http, context, pairs, _cutting(body, cohere), body.instruction or "")
     if scored is None:
         return CLIENT_LEFT

@@ -43,8 +43,9 @@ from penstock.server.http.sse import StreamResponse, encode, json_response, repl
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
 from penstock.server.request_context import RequestContext
+from penstock.server.services import Endpoints, Services
+from penstock.server.storage.lasting_answers import LastingAnswers
 from penstock.server.streams.endpoints import position, read_on
-from penstock.server.streams.kept import KeptStreams
 from penstock.text import ChatPrompt
 from penstock.types import SamplingParams
 
@@ -57,12 +58,15 @@ CANCEL = Operation(answers=ResponseObject)
 INPUT_ITEMS = Operation(query=ItemsQuery)
 
 
-class Responses:
+class Responses(Endpoints):
     """Holds the endpoints, and the responses they share."""
 
-    def __init__(self, streams: KeptStreams, store: ResponseStore) -> None:
-        self._store = store
-        self._streams = streams
+    def __init__(self, services: Services) -> None:
+        lasting = None
+        if services.keeps_answers:
+            lasting = LastingAnswers(services.archive, "response", StoredResponse.record, StoredResponse.of)
+        self._store = ResponseStore(lasting=lasting)
+        self._streams = services.streams
         self._background = OwnerPlaces("background responses", lambda: MAX_BACKGROUND, ", or cancel one")
         self._jobs: set[BackgroundResponse] = set()  # in progress
 

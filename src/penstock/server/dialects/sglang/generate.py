@@ -27,9 +27,9 @@ from penstock.server.dialects.sglang.fields import (
 from penstock.server.generation.adapter_fields import with_uses
 from penstock.server.generation.explain import AnswerReport, Explanation
 from penstock.server.generation.prompts import encode_prompts
-from penstock.server.generation.speculation_fields import SpeculationWish
-from penstock.server.http.bodies import ANY_VALUE, NoEffect
-from penstock.server.http.openapi import read_as
+from penstock.server.generation.speculation_fields import SpeculationWish, limit_drafts
+from penstock.server.http.bodies import ANY_VALUE, NoEffect, read_body
+from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import encode, reply
 from penstock.server.models.served_model import ServedModel
 from penstock.server.request_context import RequestContext
@@ -85,7 +85,9 @@ class SglangPrompt(NamedTuple):
     adapters: tuple[AdapterUse, ...]
 
 
-async def answer(served: ServedModel, http: HttpRequest, context: RequestContext, body: SglangBody) -> Response:
+async def generate(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, SglangBody, NO_EFFECT)
+    limit_drafts(served, context, body.speculation)
     context.ask_priority(body.priority or 0, "priority")
     requests: list[Request] = []
     outputs: list[SglangOutput] = []
@@ -204,6 +206,9 @@ class SglangAnswer(msgspec.Struct):
     meta_info: SglangMeta
     index: int | UnsetType = UNSET  # in a stream of several
     penstock: AnswerReport | UnsetType = UNSET
+
+
+GENERATE = Operation(SglangBody, NO_EFFECT, (SglangAnswer, list[SglangAnswer]), SglangAnswer)
 
 
 class SglangOutput:

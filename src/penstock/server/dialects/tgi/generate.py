@@ -18,12 +18,13 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.chat.logprobs import finite_logprob
 from penstock.server.chat.stream import all_deltas
+from penstock.server.dialects.tgi.errors import TGI_ERRORS
 from penstock.server.generation.adapter_fields import with_uses
 from penstock.server.generation.explain import AnswerReport, Explanation
 from penstock.server.generation.fields import SamplingFields, sampling
 from penstock.server.generation.prompts import encode_prompts
+from penstock.server.generation.speculation_fields import SpeculationWish, limit_drafts
 from penstock.server.http.bodies import NoEffect, read_body, read_object
-from penstock.server.http.errors import TGI_ERRORS
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import EVENT_STREAM, Framing, encode, event, reply
 from penstock.server.models.served_model import ServedModel
@@ -83,6 +84,15 @@ class TgiBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
 
 
+class TgiGenerateBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Declares the fields of /generate, which other dialects have, too."""
+
+    inputs: str | None = None
+    parameters: ParametersObject | None = None
+    stream: bool | None = None
+    speculation: SpeculationWish | None = None  # the most tokens that a step drafts for an answer
+
+
 # -- endpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +106,14 @@ async def generate_compat(served: ServedModel, http: HttpRequest, context: Reque
 async def generate_stream(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, TgiBody, NO_EFFECT)
     return await answer(served, http, context, TgiPrompt(body.inputs, body.parameters or {}, streaming=True))
+
+
+async def generate(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
+    body = await read_body(http, context, TgiGenerateBody, NO_EFFECT)
+    if body.inputs is None:
+        raise InvalidRequest("inputs is missing: send the text to continue", param="inputs")
+    limit_drafts(served, context, body.speculation)
+    return await answer(served, http, context, TgiPrompt(body.inputs, body.parameters or {}, bool(body.stream)))
 
 
 class TgiPrompt(NamedTuple):
@@ -236,6 +254,7 @@ class TgiStreamEvent(msgspec.Struct):
     penstock: AnswerReport | UnsetType = UNSET
 
 
+GENERATE = Operation(TgiGenerateBody, NO_EFFECT, TgiAnswer, TgiStreamEvent)
 GENERATE_COMPAT = Operation(TgiBody, NO_EFFECT, list[TgiAnswer], TgiStreamEvent)
 GENERATE_STREAM = Operation(TgiBody, NO_EFFECT, "text/event-stream", TgiStreamEvent)
 
