@@ -69,7 +69,8 @@ def serve(kind: str, port: int) -> None:
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
     from penstock.server.app import serve
-    from penstock.server.models import ModelPool, ModelSource
+    from penstock.server.models.pool import ModelPool
+    from penstock.server.models.source import ModelSource
 
     path = obtain("smollm2")
 

@@ -26,7 +26,7 @@ import sys
 from penstock.fleet.foreign.engine import parse_engine
 from penstock.fleet.foreign.gateway import ForeignGateway
 from penstock.server import Setup, serve
-from penstock.server.models import ModelPool
+from penstock.server.models.pool import ModelPool
 from penstock.server.telemetry.access_log import LogSettings
 foreign = ForeignGateway([parse_engine(sys.argv[1])])
 serve(ModelPool([], foreign=foreign), "127.0.0.1", 0, Setup("gateway", log=LogSettings("error")))

@@ -185,7 +185,8 @@ def serve(port: int, step: float) -> None:
     from penstock.ipc.spawn import ProcessClient
     from penstock.model.load import load_text
     from penstock.server.app import serve
-    from penstock.server.models import ModelPool, ModelSource
+    from penstock.server.models.pool import ModelPool
+    from penstock.server.models.source import ModelSource
 
     path, host = obtain("smollm2"), SpawnLauncher((sys.executable, __file__, "host", str(step)))
     source = ModelSource("instant", lambda: ProcessClient(Config(model="instant"), host), lambda: load_text(path), path)

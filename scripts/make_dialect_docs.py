@@ -13,17 +13,11 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.server.openai.batches import Batches
-from penstock.server.openai.files import Files
-from penstock.server.openai.stored_chats import StoredChats
-from penstock.server.openapi import DocumentedRoute, document
-from penstock.server.responses.endpoints import Responses
-from penstock.server.routes import all_routes
-from penstock.server.streams.endpoints import StreamEndpoints
-from penstock.server.telemetry.recent_requests import RecentRequests
+from penstock.server.dialects import dialects
+from penstock.server.http.openapi import DocumentedRoute, document
+from penstock.server.routes import OWN, STREAMS, all_routes
 
 PAGE = Path(__file__).parents[1] / "docs" / "dialects.md"
-PACKAGE = "penstock.server"
 WIDTH = 120
 HEAD = """\
 # The dialects: every route and field
@@ -45,22 +39,16 @@ A field of a request is one of these:
 def render() -> str:
     """Returns the page."""
     nobody = cast(Any, None)
-    stored = Files(nobody), Batches(nobody, nobody), Responses(nobody, nobody), StoredChats(nobody)
-    routes = all_routes(nobody, *stored, StreamEndpoints(nobody), RecentRequests())
+    routes = all_routes(nobody, nobody)
     schemas = document(routes)
-    ordered = sorted(routes, key=lambda route: _dialect(route))
-    sections = [_section(name, list(found), schemas) for name, found in groupby(ordered, _dialect)]
+    ordered = sorted(routes, key=lambda route: route.dialect)
+    sections = [_section(name, list(found), schemas) for name, found in groupby(ordered, lambda route: route.dialect)]
     return "\n".join([HEAD, *sections])
 
 
-def _dialect(route: DocumentedRoute) -> str:
-    """Returns the package within the server that has the route's endpoint; "" for the server's own routes."""
-    rest = route.endpoint.__module__.removeprefix(f"{PACKAGE}.").split(".")
-    return rest[0] if len(rest) > 1 else ""
-
-
 def _section(dialect: str, routes: list[DocumentedRoute], schemas: dict[str, Any]) -> str:
-    about = import_module(f"{PACKAGE}.{dialect}" if dialect else PACKAGE).__doc__ or ""
+    packages = {each.name: each.package for each in (*dialects(), STREAMS, OWN)}
+    about = import_module(packages[dialect]).__doc__ or ""
     title, text = (dialect, " ".join(about.split())) if dialect else ("server", "These routes belong to no dialect.")
     parts = [f"## {title}", _filled(text)]
     seen: set[str] = set()

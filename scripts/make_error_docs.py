@@ -13,7 +13,7 @@ from generated_blocks import write
 
 import penstock
 from penstock import errors
-from penstock.server.errors import status_of
+from penstock.server.http.errors import status_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 SOURCES = Path(penstock.__file__).parent

@@ -19,22 +19,23 @@ WAIST = {"types", "errors", "config"}
 MAY_IMPORT = {
     "types": {"errors"},
     "errors": set(),
+    "plugins": {"errors"},
     "system": set(),
     "config": {"system", "types", "errors"},
     "keys": {"errors", "service_levels", "system"},
     "service_levels": set(),
     "core": {"types", "errors"},
     "templates": {"errors"},
-    "text": {"system", "templates", "types", "errors"},
-    "model": {"text"} | WAIST,
-    "backend": {"system", "model"} | WAIST,
+    "text": {"plugins", "system", "templates", "types", "errors"},
+    "model": {"plugins", "text"} | WAIST,
+    "backend": {"plugins", "system", "model"} | WAIST,
     "planning": {"backend", "model"} | WAIST,
     "engine": {"backend", "core", "system", "model", "planning", "text"} | WAIST,
     "ipc": {"engine", "system"} | WAIST,
     "store": {"system"} | WAIST,
     "llm": {"ipc", "engine", "text", "model", "store", "service_levels"} | WAIST,
     "fleet": {"server", "ipc", "engine", "core", "planning", "service_levels", "text"} | WAIST,
-    "server": {"ipc", "keys", "model", "service_levels", "store", "system", "templates", "text"} | WAIST,
+    "server": {"ipc", "keys", "model", "plugins", "service_levels", "store", "system", "templates", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config", "system"}
 EXTRAS = {"torch", "triton", "ray", "nixl"}

@@ -21,7 +21,8 @@ from penstock.config import AdapterOption, configure
 from penstock.engine.build import open_engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, create_app
-from penstock.server.models import ModelPool, ModelSource
+from penstock.server.models.pool import ModelPool
+from penstock.server.models.source import ModelSource
 from penstock.store import DerivedModel
 from tests.server import conftest, toys
 

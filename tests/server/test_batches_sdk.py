@@ -25,7 +25,7 @@ from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server import Space
 from penstock.server.batch import lines, records, run
 from penstock.server.batch.lines import entries
-from penstock.server.openai import batches as openai_batches
+from penstock.server.dialects.openai import batches as openai_batches
 from penstock.types import Event, Request
 from tests.server import toys
 from tests.server.conftest import WAIT

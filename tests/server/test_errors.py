@@ -176,7 +176,7 @@ def test_a_bug_is_an_error_like_any_other(parrot: Any, monkeypatch: pytest.Monke
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr("penstock.server.openai.chat.ChatWriter", broken)
+    monkeypatch.setattr("penstock.server.dialects.openai.chat.ChatWriter", broken)
     error = refused(parrot.post(CHAT, model=MODEL, **HELLO), 500)
     assert error["type"] == "server_error"
     assert "secret" not in error["message"]

@@ -11,8 +11,8 @@ import pytest
 from penstock.engine.assemble import assemble
 from penstock.errors import EngineUnavailable
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server import health_probe
-from penstock.server.health_probe import GenerateProbes
+from penstock.server.status import health_probe
+from penstock.server.status.health_probe import GenerateProbes
 from penstock.types import Aborted, Event, Finished, Hello, Request, Stats, Tokens
 from tests.server import toys
 

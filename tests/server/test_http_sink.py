@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from penstock.server.http.sse import HttpSink
 from penstock.server.request_context import RequestContext
-from penstock.server.sse import HttpSink
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 

@@ -26,8 +26,8 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Space
 from penstock.server.access.guard import Rules
 from penstock.server.batch.archive import Archive
-from penstock.server.lasting_answers import AnswerRecord, LastingAnswers
-from penstock.server.owned_store import OwnedStore
+from penstock.server.storage.lasting_answers import AnswerRecord, LastingAnswers
+from penstock.server.storage.owned_store import OwnedStore
 from penstock.service_levels import ServiceTerms
 from tests.server import toys
 from tests.server.conftest import Server, serving

@@ -28,7 +28,7 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.server.access import bounds, guard, protocol
 from penstock.server.access.guard import Rules, check
 from penstock.server.access.in_flight import Admission, requests_in_flight
-from penstock.server.ollama import pulls
+from penstock.server.dialects.ollama import pulls
 from penstock.server.request_context import RequestContext
 from penstock.templates.template import Template
 from tests.server import toys

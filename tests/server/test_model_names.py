@@ -11,7 +11,7 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server import Setup, Space, create_app
 from penstock.server.access.guard import Rules
-from penstock.server.models import ModelPool, PoolSettings
+from penstock.server.models.pool import ModelPool, PoolSettings
 from penstock.server.models.visible import named
 from tests.server import conftest, toys
 from tests.server.test_model_pool import source

@@ -17,9 +17,10 @@ from penstock.cli.app import run_command
 from penstock.errors import EngineUnavailable, MalformedFile, ModelError, ModelNotFound
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, create_app
-from penstock.server.models import Alias, ModelPool, ModelSource, PoolSettings, client_aliases
 from penstock.server.models.entry import FOR_EVER, ModelState
 from penstock.server.models.ledger import Budget, Loaded, Refuse, Unload, Wait, excess, make_room
+from penstock.server.models.pool import Alias, ModelPool, PoolSettings, client_aliases
+from penstock.server.models.source import ModelSource
 from penstock.server.request_context import RequestContext
 from tests.server import conftest, toys
 

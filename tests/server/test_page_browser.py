@@ -20,7 +20,8 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.model.load import load_text
 from penstock.server import Setup, Space, create_app
-from penstock.server.models import ModelPool, ModelSource
+from penstock.server.models.pool import ModelPool
+from penstock.server.models.source import ModelSource
 from tests.server import toys
 from tests.server.browsing import MARKDOWN, ask, expect, last, told, visiting
 from tests.server.conftest import Server, _serving

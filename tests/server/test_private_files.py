@@ -10,8 +10,8 @@ import pytest
 
 from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import changing
+from penstock.server.access.usage import UsageRecord
 from penstock.server.batch.archive import Space
-from penstock.server.usage import UsageRecord
 from penstock.store.blobs import Upload
 from penstock.store.derived import DerivedModel, save_derived
 from penstock.system.private_files import make_private_file

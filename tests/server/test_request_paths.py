@@ -14,7 +14,7 @@ import pytest
 
 from penstock.errors import Forbidden
 from penstock.server import Setup, Space, create_app
-from penstock.server.models import ModelPool, PoolSettings
+from penstock.server.models.pool import ModelPool, PoolSettings
 from penstock.server.models.request_paths import RequestPaths, request_paths
 from tests.server import conftest
 from tests.server.test_adapter_routes import MODELS, TIED, said, source

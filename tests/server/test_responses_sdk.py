@@ -454,7 +454,7 @@ def test_reading_on_after_what_never_comes(slow_parrot: Any) -> None:
 
 
 def test_only_so_many_at_once(slow_parrot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.server.responses.endpoints.MAX_BACKGROUND", 1)
+    monkeypatch.setattr("penstock.server.dialects.responses.endpoints.MAX_BACKGROUND", 1)
     sdk = slow_parrot.sdk()
     first = sdk.responses.create(**endless(background=True))
     with pytest.raises(openai.InternalServerError, match="cancel one") as caught:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import InvalidRequest, NotFound
-from penstock.server.owned_store import FULL_OWNERS
-from penstock.server.responses.items import (
+from penstock.server.dialects.responses.items import (
     CustomOutputItem,
     FunctionOutputItem,
     InputText,
@@ -24,7 +23,8 @@ from penstock.server.responses.items import (
     TextFormat,
     TextSettings,
 )
-from penstock.server.responses.store import ResponseStore, StoredResponse
+from penstock.server.dialects.responses.store import ResponseStore, StoredResponse
+from penstock.server.storage.owned_store import FULL_OWNERS
 
 
 def kept(

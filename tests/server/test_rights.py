@@ -13,7 +13,7 @@ import pytest
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server.access.guard import Rules
 from penstock.server.access.rights import Right
-from penstock.server.openapi import DocumentedRoute
+from penstock.server.http.openapi import DocumentedRoute
 from tests.server import toys
 from tests.server.conftest import Server, serving
 from tests.server.test_keys import MODEL, Locked, served_routes

@@ -14,7 +14,7 @@ import pytest
 from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server.openai.prediction import PredictionTally
+from penstock.server.generation.prediction import PredictionTally
 from penstock.types import Request
 from tests.engine.guesses import RandomDrafting
 from tests.server import toys

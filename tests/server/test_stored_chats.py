@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from penstock.ipc.inprocess import InProcessClient
-from penstock.server import app
 from penstock.server.access.guard import Rules
-from penstock.server.owned_store import OwnedStore
+from penstock.server.dialects.openai import stored_chats
+from penstock.server.storage.owned_store import OwnedStore
 from penstock.service_levels import ServiceTerms
 from tests.server import toys
 from tests.server.conftest import Server, serving
@@ -137,7 +137,7 @@ def test_metadata_has_bounds_where_it_is_stored(server: Server) -> None:
 def test_the_number_of_stored_chats_is_bounded() -> None:
     client = InProcessClient(toys.open_parrot, "parrot")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "OwnedStore", partial(OwnedStore, most=2))
+        patch.setattr(stored_chats, "OwnedStore", partial(OwnedStore, most=2))
         with serving(client, toys.ToyText(), MODEL) as server:
             ids = [store(server.sdk(), said) for said in "abc"]
             assert [each.id for each in server.sdk().chat.completions.list()] == ids[1:]

@@ -14,9 +14,9 @@ from penstock.cli.app import run_command
 from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
-from penstock.server import usage
+from penstock.server.access import usage
 from penstock.server.access.guard import Rules
-from penstock.server.usage import KeyUsage, Price, UsageRecord, by_key_and_model, parse_price, read_usage
+from penstock.server.access.usage import KeyUsage, Price, UsageRecord, by_key_and_model, parse_price, read_usage
 from tests.server import toys
 from tests.server.conftest import Server, serving
 

@@ -22,8 +22,9 @@ from penstock.engine.engine import Engine
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.server import Setup, Space, create_app
-from penstock.server.models import ModelPool, ModelSource, PoolSettings
 from penstock.server.models.ledger import Budget
+from penstock.server.models.pool import ModelPool, PoolSettings
+from penstock.server.models.source import ModelSource
 from tests.engine.changed_weights import change_weights
 from tests.server import conftest
 from tests.server.test_adapter_routes import MODELS, SmallText

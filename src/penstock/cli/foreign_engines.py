@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from penstock.cli.framework.command import Option
 
 if TYPE_CHECKING:
-    from penstock.server.foreign import ForeignModels
-    from penstock.server.models import Alias, Fallbacks
+    from penstock.server.models.fallbacks import Fallbacks
+    from penstock.server.models.foreign import ForeignModels
+    from penstock.server.models.pool import Alias
 
 
 class ForeignOptions(NamedTuple):
@@ -35,7 +36,7 @@ class ForeignOptions(NamedTuple):
         """Returns which models answer in place of others; raises ConfigError if one of them is not served, as far as
         that is known without other engines."""
         from penstock.errors import ConfigError
-        from penstock.server.models import parse_fallbacks
+        from penstock.server.models.fallbacks import parse_fallbacks
 
         fallbacks = parse_fallbacks(self.fallback or [])
         named = [name for model, others in fallbacks.items() for name in (model, *others)]

@@ -16,8 +16,8 @@ from penstock.cli.usage import UsageOptions
 if TYPE_CHECKING:
     from penstock.server import Space
     from penstock.server.access.guard import Rules
-    from penstock.server.models import Alias
     from penstock.server.models.ledger import Budget
+    from penstock.server.models.pool import Alias
     from penstock.server.telemetry.tracing import Traces
     from penstock.service_levels import Profile, ServiceTerms
 
@@ -367,11 +367,12 @@ class TelemetryOptions(NamedTuple):
 
     def metric_sets(self) -> tuple[str, ...]:
         """Returns the engines whose metric names are exported; raises if one is not known."""
-        from penstock.server.telemetry.compat_metrics import SETS
+        from penstock.server.telemetry.compat_metrics import metric_sets
 
+        known = metric_sets()
         names = tuple(name.strip() for name in self.metrics_compat.split(",") if name.strip() not in ("", "none"))
-        if unknown := [name for name in names if name not in SETS]:
-            raise UsageError(f"--metrics-compat takes {', '.join(SETS)}, or none; got {unknown[0]!r}")
+        if unknown := [name for name in names if name not in known]:
+            raise UsageError(f"--metrics-compat takes {', '.join(known)}, or none; got {unknown[0]!r}")
         return names
 
 
@@ -434,7 +435,7 @@ def run_server(
     finder = ModelFinder(models, pool.models_dir, listen.name, others=bool(foreign.engines), engine=engine)
 
     from penstock import server
-    from penstock.server.models import ModelPool, PoolSettings, client_aliases
+    from penstock.server.models.pool import ModelPool, PoolSettings, client_aliases
     from penstock.server.models.request_paths import request_paths
     from penstock.server.streams.kept import KeepLimits
     from penstock.server.telemetry.access_log import LogSettings
@@ -468,7 +469,7 @@ def _data_name(found: list[FoundModel]) -> str:
 
 def _aliases(given: list[str], names: list[str], *, others: bool = False) -> tuple[Alias, ...]:
     """Returns the aliases; raises if one is not for a model that is served. `others`: other engines may have it."""
-    from penstock.server.models import Alias
+    from penstock.server.models.pool import Alias
 
     aliases = []
     for alias in given:

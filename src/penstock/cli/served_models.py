@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.ipc.client import EngineClient
     from penstock.ipc.launchers import Launcher
-    from penstock.server.models import ModelSource
     from penstock.server.models.ledger import Budget
+    from penstock.server.models.source import ModelSource
     from penstock.store import DerivedModel
     from penstock.text import Text
 
@@ -265,7 +265,7 @@ def source_of(
 ) -> ModelSource:
     """Returns how a model is loaded; `several`: its options are those of other models, too."""
     from penstock.config import AUTO, configure, parse_adapter
-    from penstock.server.models import ModelSource
+    from penstock.server.models.source import ModelSource
     from penstock.store import with_local_draft
 
     unset = {name: share for name, share in shares._asdict().items() if engine.get(name) in (None, 0, AUTO)}

@@ -12,7 +12,7 @@ from penstock.cli.framework.command import Option, UsageError
 from penstock.cli.terminal import print_json, print_table
 
 if TYPE_CHECKING:
-    from penstock.server.usage import KeyUsage, UsageRecord
+    from penstock.server.access.usage import KeyUsage, UsageRecord
 
 OFF = "off"
 
@@ -35,7 +35,7 @@ class UsageOptions(NamedTuple):
 
     def record(self) -> UsageRecord | None:
         """Returns where usage is recorded; None: nowhere."""
-        from penstock.server.usage import UsageRecord, parse_price
+        from penstock.server.access.usage import UsageRecord, parse_price
 
         prices = dict(parse_price(each) for each in self.price or ())
         if self.usage == OFF:
@@ -60,7 +60,7 @@ def usage(
 
     Servers write the record every 2 seconds. Costs are by the prices that a server was started with (--price).
     """
-    from penstock.server.usage import by_key_and_model, read_usage
+    from penstock.server.access.usage import by_key_and_model, read_usage
 
     rows = read_usage(_path(file), key, _day(since) if since else None)
     shown = rows if days else by_key_and_model(rows)

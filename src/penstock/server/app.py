@@ -27,25 +27,19 @@ from penstock.server.access.accounts import Accounts
 from penstock.server.access.guard import Rules, check, guarded
 from penstock.server.access.open_files import FullTable, raise_limit
 from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol, limit_connections
+from penstock.server.access.usage import UsageRecord
 from penstock.server.batch.archive import SPACE, Archive, Space
 from penstock.server.batch.run import BatchRunner
-from penstock.server.errors import on_bug, on_client_left, on_error, on_http_error, on_missing_package
-from penstock.server.lasting_answers import LastingAnswers
-from penstock.server.models import ModelPool
-from penstock.server.openai.batches import Batches
-from penstock.server.openai.files import Files
-from penstock.server.openai.stored_chats import StoredChat, StoredChats
-from penstock.server.owned_store import OwnedStore
+from penstock.server.dialects import load_busiest
+from penstock.server.http.errors import on_bug, on_client_left, on_error, on_http_error, on_missing_package
+from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import ContextMiddleware
-from penstock.server.responses.endpoints import Responses
-from penstock.server.responses.store import ResponseStore, StoredResponse
-from penstock.server.routes import all_routes
-from penstock.server.streams.endpoints import StreamEndpoints
+from penstock.server.routes import all_routes, error_shapes
+from penstock.server.services import Services
 from penstock.server.streams.kept import KeepLimits, KeptStreams
 from penstock.server.telemetry.access_log import AccessLog, LogSettings, set_up_logging
 from penstock.server.telemetry.http_responses import HttpResponses
 from penstock.server.telemetry.recent_requests import RecentRequests
-from penstock.server.usage import UsageRecord
 
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
@@ -86,34 +80,26 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP, archive: Archive |
     accounts = None if rules.keys is None else Accounts(Keyring(rules.keys))
     archive = archive or archive_of(pool, setup)
     runner = BatchRunner(archive, pool, accounts, lenient=rules.lenient, terms=rules.terms)
-    files, batches = Files(archive), Batches(archive, runner)
-    lasting = setup.space.answers
-    kept = LastingAnswers(archive, "response", StoredResponse.record, StoredResponse.of) if lasting else None
-    responses = Responses(streams, ResponseStore(lasting=kept))
-    kept_chats = LastingAnswers(archive, "chat", StoredChat.record, StoredChat.of) if lasting else None
-    chats = StoredChats(OwnedStore("chat completion", lasting=kept_chats))
+    recent = RecentRequests()
+    services = Services(archive, runner, streams, recent, keeps_answers=bool(setup.space.answers))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await pool.start()
         try:
             async with runner.running(app), nullcontext() if setup.usage is None else setup.usage.running():
-                await responses.open()
-                await chats.open()
                 try:
                     yield
                 finally:  # while the archive is open
-                    await responses.close()
-                    await chats.close()
+                    await services.close()
         finally:
             await streams.close()
             await pool.close()
             if traces is not None:
                 await asyncio.to_thread(traces.close)
 
-    recent = RecentRequests()
     pool.metrics.listeners.append(recent.add)
-    routes = all_routes(pool, files, batches, responses, chats, StreamEndpoints(streams), recent)
+    routes = all_routes(pool, services)
     counted = HttpResponses(routes)
     pool.metrics.register(counted)
     pool.metrics.register(streams)
@@ -135,7 +121,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP, archive: Archive |
         pool.metrics.listeners.append(setup.usage.add)
     inner = guarded(inner, pool, rules, accounts)
     logged = AccessLog(inner, pool.metrics, counted, prompts=setup.log.prompts)
-    return ContextMiddleware(logged, streams, lenient=rules.lenient, terms=rules.terms)
+    return ContextMiddleware(logged, streams, error_shapes().of_request, lenient=rules.lenient, terms=rules.terms)
 
 
 def serve(pool: ModelPool, host: str, port: int, setup: Setup = DEFAULT_SETUP) -> None:
@@ -163,7 +149,7 @@ async def _serve(pool: ModelPool, listener: socket.socket, setup: Setup) -> None
     archive = archive_of(pool, setup)
     if setup.space.answers:
         await archive.open()
-    await pool.start()
+    await asyncio.gather(pool.start(), asyncio.to_thread(load_busiest))  # while the engine starts
     gc.collect()
     limit_connections(raise_limit())
     asyncio.get_running_loop().set_exception_handler(FullTable())

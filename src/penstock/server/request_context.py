@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.server.streams.kept import KeptStreams
     from penstock.server.telemetry.tracing import RequestSpan
 
+SHAPES = "penstock.errors"  # names, in a request's scope, the function that finds the shape of its errors
 EXPLAIN = "x-penstock-explain"
 RESUME = "x-penstock-resume"  # asks that a stream goes on when its client loses the connection
 STREAM = b"x-penstock-stream"  # names the stream, in answers whose clients may come back
@@ -123,6 +124,7 @@ class RequestContext:
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
     outcome: Outcome = field(default_factory=Outcome)
     body: bytes | None = None  # of the request, once it is read
+    json: dict[str, Any] | None = None  # the body's fields, once they are decoded and until an endpoint reads them
     keep_alive: float | None = None  # seconds that the model stays loaded after this request; None: as the server says
     model: str = ""  # that the request uses
     unknown_model: Callable[[str], ModelNotFound] = ModelNotFound  # makes the error for a name that no model has
@@ -326,8 +328,18 @@ class ContextMiddleware:
     """Creates each HTTP request's context, and adds the context's headers to the answer. It is the outermost
     middleware: `send` is the HTTP server's own here."""
 
-    def __init__(self, app: ASGIApp, streams: KeptStreams, *, lenient: bool, terms: ServiceTerms) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        streams: KeptStreams,
+        error_shape: Callable[[Scope], Any],
+        *,
+        lenient: bool,
+        terms: ServiceTerms,
+    ) -> None:
+        """Takes what finds the shape of a request's errors."""
         self._app = app
+        self._error_shape = error_shape
         self._streams = streams
         self._lenient = lenient
         self._terms = terms
@@ -343,6 +355,7 @@ class ContextMiddleware:
         context.parents = {name: http.headers[name] for name in PARENT_HEADERS if name in http.headers}
         context.streams = self._streams if resume and self._streams.limits.seconds else None
         scope.setdefault("state", {})["context"] = context
+        scope[SHAPES] = self._error_shape
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -2,114 +2,127 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from collections.abc import Sequence
+from functools import partial
 from glob import escape
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from penstock.server.access.authentication import READING
 from penstock.server.access.rights import Right, check_right
-from penstock.server.anthropic.routes import ROUTES as ANTHROPIC
-from penstock.server.bodies import model_named_in
-from penstock.server.endpoint import TEXT, AnyRouteEntry, RouteEntry, ServerRouteEntry
-from penstock.server.engine_view import EngineView
-from penstock.server.fallback import FallbackResponse
-from penstock.server.kserve.routes import ROUTES as KSERVE
-from penstock.server.llamacpp.routes import ROUTES as LLAMACPP
-from penstock.server.llamaswap.routes import ROUTES as LLAMASWAP
-from penstock.server.models import ModelPool
-from penstock.server.ollama.routes import ROUTES as OLLAMA
-from penstock.server.openai.batches import Batches
-from penstock.server.openai.files import Files
-from penstock.server.openai.routes import generating, storing
-from penstock.server.openai.stored_chats import StoredChats
-from penstock.server.openapi import DocumentedRoute, OpenApiDocument
+from penstock.server.dialects import dialects
+from penstock.server.http.bodies import model_named_in
+from penstock.server.http.endpoint import TEXT, AnyRouteEntry, Dialect, Endpoint, RouteEntry, ServerRouteEntry
+from penstock.server.http.errors import OPENAI_ERRORS, ErrorShape
+from penstock.server.http.openapi import DocumentedRoute
+from penstock.server.http.shared_route import share
+from penstock.server.models.fallback_response import FallbackResponse
+from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import RequestContext, context_of
-from penstock.server.rerank.routes import ROUTES as RERANK
-from penstock.server.responses.endpoints import Responses
-from penstock.server.responses.routes import responding
-from penstock.server.sglang.routes import ROUTES as SGLANG
-from penstock.server.status import health, hello, list_models, show_metrics, show_model
-from penstock.server.streams.endpoints import StreamEndpoints
-from penstock.server.streams.routes import streaming
-from penstock.server.telemetry.recent_requests import RecentRequests
-from penstock.server.tgi.routes import ROUTES as TGI
-from penstock.server.tokens import (
-    APPLY_TEMPLATE,
-    DETOKENIZE,
-    TOKENIZE,
-    apply_template,
-    detokenize,
-    tokenize,
+from penstock.server.services import Services
+from penstock.server.streams.endpoints import sent_again
+
+TOKENS, STATUS = "penstock.server.generation.tokens:", "penstock.server.status."
+OWN = Dialect(
+    "",
+    "penstock.server",
+    (
+        RouteEntry("POST", "/tokenize", TOKENS + "tokenize", TOKENS + "TOKENIZE"),
+        RouteEntry("POST", "/detokenize", TOKENS + "detokenize", TOKENS + "DETOKENIZE"),
+        RouteEntry("POST", "/apply-template", TOKENS + "apply_template", TOKENS + "APPLY_TEMPLATE"),
+        ServerRouteEntry("GET", "/health", STATUS + "endpoints:health", right=Right.READ),
+        ServerRouteEntry("GET", "/metrics", STATUS + "endpoints:show_metrics", TEXT, right=Right.MONITOR),
+        ServerRouteEntry("GET", "/v1/models", STATUS + "endpoints:list_models", right=Right.READ),
+        ServerRouteEntry("GET", "/v1/models/{id:path}", STATUS + "endpoints:show_model", right=Right.READ),
+        ServerRouteEntry("GET", "/api/hello", STATUS + "endpoints:hello", right=Right.READ),
+        ServerRouteEntry("GET", "/engine", STATUS + "engine_view:EngineView.show", right=Right.READ),
+        ServerRouteEntry("GET", "/openapi.json", STATUS + "openapi_document:OpenApiDocument.show", right=Right.READ),
+    ),
 )
-from penstock.server.vllm.routes import ROUTES as VLLM
-
-OWN = (
-    RouteEntry("POST", "/tokenize", tokenize, TOKENIZE),
-    RouteEntry("POST", "/detokenize", detokenize, DETOKENIZE),
-    RouteEntry("POST", "/apply-template", apply_template, APPLY_TEMPLATE),
-    ServerRouteEntry("GET", "/health", health, right=Right.READ),
-    ServerRouteEntry("GET", "/metrics", show_metrics, TEXT, right=Right.MONITOR),
-    ServerRouteEntry("GET", "/v1/models", list_models, right=Right.READ),
-    ServerRouteEntry("GET", "/v1/models/{id:path}", show_model, right=Right.READ),
-    ServerRouteEntry("GET", "/api/hello", hello, right=Right.READ),
+STREAM_ENDPOINTS = ".endpoints:StreamEndpoints."
+STREAMS = Dialect(
+    "streams",
+    "penstock.server.streams",
+    (
+        ServerRouteEntry(
+            "GET", "/v1/streams/{id}", STREAM_ENDPOINTS + "read", ".endpoints:READ_STREAM", right=Right.READ
+        ),
+        ServerRouteEntry("DELETE", "/v1/streams/{id}", STREAM_ENDPOINTS + "delete", ".endpoints:DELETE_STREAM"),
+    ),
 )
 
 
-def all_routes(
-    pool: ModelPool,
-    files: Files,
-    batches: Batches,
-    responses: Responses,
-    chats: StoredChats,
-    streams: StreamEndpoints,
-    recent: RecentRequests,
-) -> list[DocumentedRoute]:
-    """Returns the routes. They are tried in this order, so those with the most requests come first."""
-    entries: tuple[AnyRouteEntry, ...] = (
-        *generating(chats),
-        *ANTHROPIC,
-        *responding(responses),
-        *streaming(streams),
-        *OLLAMA,
-        *OWN,
-        *LLAMACPP,
-        *VLLM,
-        *SGLANG,
-        *TGI,
-        *KSERVE,
-        *RERANK,
-        *LLAMASWAP,
-        *storing(files, batches, chats),
-        ServerRouteEntry("GET", "/engine", EngineView(recent), right=Right.READ),
-        ServerRouteEntry("GET", "/openapi.json", OpenApiDocument(), right=Right.READ),
-    )
-    return [_route(pool, entry, streams) for entry in entries]
+class ErrorShapes:
+    """Knows how errors are written for the clients of each path."""
+
+    def __init__(self, all_dialects: Sequence[Dialect]) -> None:
+        self._beginnings = [(path, each.errors) for each in all_dialects for path in each.error_paths]
+        self._headers = [(each.error_header, each.errors) for each in all_dialects if each.error_header]
+
+    def of_path(self, path: str) -> ErrorShape:
+        return next((shape for beginning, shape in self._beginnings if _begins(path, beginning)), OPENAI_ERRORS)
+
+    def of_request(self, scope: Scope) -> ErrorShape:
+        """Returns the shape for a request. Where dialects share a path, a header that clients always send decides."""
+        shape = self.of_path(scope["path"])
+        if shape is not OPENAI_ERRORS or not self._headers:
+            return shape
+        given = Headers(scope=scope)
+        return next((other for header, other in self._headers if header in given), shape)
 
 
-def _route(pool: ModelPool, entry: AnyRouteEntry, streams: StreamEndpoints) -> DocumentedRoute:
-    @wraps(entry.endpoint)
+def _begins(path: str, beginning: str) -> bool:
+    return path == beginning if beginning == "/" else path.startswith(beginning)
+
+
+def error_shapes() -> ErrorShapes:
+    return ErrorShapes(dialects())
+
+
+def all_routes(pool: ModelPool, services: Services) -> list[DocumentedRoute]:
+    """Returns the routes. They are tried in this order: those without parameters first, of which another might accept
+    the path, and the busiest dialects before others."""
+    entries: dict[tuple[str, str], list[tuple[Dialect, AnyRouteEntry]]] = {}
+    for dialect in (*dialects(), STREAMS, OWN):
+        for entry in dialect.routes:
+            entries.setdefault((entry.method, entry.path), []).append((dialect, entry))
+    shapes = error_shapes()
+    ordered = sorted(entries.values(), key=lambda sharing: "{" in sharing[0][1].path)
+    return [_route(pool, services, sharing, shapes) for sharing in ordered]
+
+
+def _route(
+    pool: ModelPool, services: Services, sharing: list[tuple[Dialect, AnyRouteEntry]], shapes: ErrorShapes
+) -> DocumentedRoute:
+    dialect, entry = sharing[0] if len(sharing) == 1 else (OWN, share(sharing, services))
+    find_operation = partial(dialect.operation, entry)
+
     async def call(request: Request) -> Response:
         context = context_of(request.scope)
         check_right(entry.right, f"{entry.method} {request.url.path}", context.payer, context.page)
+        endpoint = await dialect.endpoint(entry, services)
         if isinstance(entry, ServerRouteEntry):
-            return await entry.endpoint(pool, request, context)
-        if (rest := await streams.sent_again(request, context)) is not None:
+            return await endpoint(pool, request, context)
+        if (rest := await sent_again(services.streams, request, context)) is not None:
             return rest
-        name = await named_model(request, context)
-        answer = partial(_answer, pool, entry, request, context, name)
-        if generates and len(models := pool.with_fallbacks(name)) > 1:
+        named = await named_model(request, context)
+        answer = partial(_answer, pool, endpoint, request, context, named)
+        generates = entry.method == "POST" and find_operation().streams is not None
+        if generates and len(models := pool.with_fallbacks(named)) > 1:
             return FallbackResponse(models, answer, context, pool.metrics)
         return await answer(None)
 
-    generates = entry.method == "POST" and entry.operation.streams is not None
-    return DocumentedRoute(entry.path, call, entry.method, entry.operation, entry.right)
+    return DocumentedRoute(
+        entry.path, call, entry.method, entry.right, dialect.name, shapes.of_path(entry.path), find_operation
+    )
 
 
 async def _answer(
     pool: ModelPool,
-    entry: RouteEntry,
+    endpoint: Endpoint,
     request: Request,
     context: RequestContext,
     named: str | None,
@@ -124,7 +137,7 @@ async def _answer(
     served = await pool.use(name, context)
     if fallback is not None and named is not None:  # the dialect finds the request's own name in the body
         served = served._replace(aliases=(*served.aliases, escape(named), escape(named.removesuffix(":latest"))))
-    return await entry.endpoint(served, request, context)
+    return await endpoint(served, request, context)
 
 
 async def named_model(request: Request, context: RequestContext) -> str | None:

@@ -25,11 +25,11 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.spawn import ProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server.access.guard import Rules
-from penstock.server.fallback import FallbackResponse
+from penstock.server.access.usage import Price, UsageRecord, read_usage
+from penstock.server.models.fallback_response import FallbackResponse
 from penstock.server.models.fallbacks import fallbacks_of, parse_fallbacks
 from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
-from penstock.server.usage import Price, UsageRecord, read_usage
 from tests.fleet.foreign.scripted import ScriptedEngine, chat, engine, gateway, metric, states
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving

@@ -23,7 +23,7 @@ from penstock.fleet.foreign.gateway import ForeignGateway
 from penstock.ipc.inprocess import InProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server.access.guard import Rules
-from penstock.server.usage import Price, UsageRecord, read_usage
+from penstock.server.access.usage import Price, UsageRecord, read_usage
 from tests.fleet.foreign.scripted import ScriptedEngine, chat, engine, gateway, metric, moved, states
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 
 from penstock.server.access.bounds import check_stops
-from penstock.server.anthropic import fields as anthropic
-from penstock.server.anthropic.tools import read_use
-from penstock.server.bodies import unsupported
 from penstock.server.chat.tools import ToolUse, read_tools
-from penstock.server.ollama import fields as ollama
+from penstock.server.dialects.anthropic import fields as anthropic
+from penstock.server.dialects.anthropic.tools import read_use
+from penstock.server.dialects.ollama import fields as ollama
+from penstock.server.generation import modelfile
+from penstock.server.http.bodies import unsupported
 from penstock.server.request_context import RequestContext
 
 Body = dict[str, Any]
@@ -50,7 +51,7 @@ def from_anthropic(context: RequestContext, body: anthropic.MessagesConversation
 
 def from_ollama_chat(context: RequestContext, body: ollama.OllamaChatBody) -> Body:
     """Returns the body for /api/chat."""
-    messages = _messages(ollama.read_messages(context, body.messages or []))
+    messages = _messages(modelfile.read_messages(context, body.messages or []))
     return {"messages": messages} | _tools(read_tools(context, body.tools)) | _ollama_settings(context, body)
 
 
@@ -67,7 +68,7 @@ def from_ollama_generate(context: RequestContext, body: ollama.OllamaGenerateBod
 
 
 def _ollama_settings(context: RequestContext, body: ollama.OllamaFields) -> Body:
-    options = ollama.check_options(context, body.options or {})
+    options = modelfile.check_options(context, body.options or {})
     made: Body = {name: value for name in SAME_OPTIONS if (value := getattr(options, name)) is not None}
     if options.stop:
         made["stop"] = options.stop

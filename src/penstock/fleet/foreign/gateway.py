@@ -25,27 +25,27 @@ from penstock.fleet.foreign.relay import CHAT, COMPLETIONS, EngineRefused, Relay
 from penstock.fleet.foreign.relayed_turn import RelayedTurn
 from penstock.fleet.foreign.sse_stream import Said
 from penstock.server.access.bounds import read_json
-from penstock.server.anthropic import messages as anthropic
-from penstock.server.anthropic.fields import NO_EFFECT as ANTHROPIC_NO_EFFECT
-from penstock.server.anthropic.fields import MessagesBody, MessagesConversation
-from penstock.server.bodies import body_of, read_body, unsupported
 from penstock.server.chat.stream import while_connected
-from penstock.server.errors import CLIENT_LEFT
-from penstock.server.explain import RelayReport
-from penstock.server.foreign import ForeignModel
-from penstock.server.models import Alias
-from penstock.server.ollama import chat as ollama
-from penstock.server.ollama.embed import OllamaEmbedBody, OllamaEmbeddings, OllamaOldEmbedBody
-from penstock.server.ollama.fields import (
+from penstock.server.dialects.anthropic import messages as anthropic
+from penstock.server.dialects.anthropic.fields import NO_EFFECT as ANTHROPIC_NO_EFFECT
+from penstock.server.dialects.anthropic.fields import MessagesBody, MessagesConversation
+from penstock.server.dialects.ollama import chat as ollama
+from penstock.server.dialects.ollama.embed import OllamaEmbedBody, OllamaEmbeddings, OllamaOldEmbedBody
+from penstock.server.dialects.ollama.fields import (
     GENERATE_NO_EFFECT,
     OllamaChatBody,
     OllamaFields,
     OllamaGenerateBody,
     check,
 )
-from penstock.server.ollama.fields import NO_EFFECT as OLLAMA_NO_EFFECT
+from penstock.server.dialects.ollama.fields import NO_EFFECT as OLLAMA_NO_EFFECT
+from penstock.server.generation.explain import RelayReport
+from penstock.server.http.bodies import body_of, read_body, unsupported
+from penstock.server.http.errors import CLIENT_LEFT
+from penstock.server.http.sse import OPENAI, StreamResponse, json_response, reply, sent
+from penstock.server.models.foreign import ForeignModel
+from penstock.server.models.pool import Alias
 from penstock.server.request_context import RequestContext
-from penstock.server.sse import OPENAI, StreamResponse, json_response, reply, sent
 from penstock.server.telemetry.metrics import Metrics
 
 START_SECONDS = 5.0  # that engines have to answer before the server starts without them

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import PenstockError, Unauthorized
 from penstock.keys import Key
 from penstock.server.access.accounts import Account, Accounts
-from penstock.server.errors import error_response
+from penstock.server.http.errors import error_response
 from penstock.server.request_context import context_of
 
 PROBES = ("/health", "/v1/health", "/ping", "/v2/health/live", "/v2/health/ready")  # for those who watch servers

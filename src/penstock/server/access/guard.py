@@ -23,9 +23,9 @@ from penstock.server.access.accounts import Accounts
 from penstock.server.access.authentication import READING, Authentication, ends_work
 from penstock.server.access.in_flight import Admission, InFlight, requests_in_flight
 from penstock.server.access.origins import Origins, check_origins
-from penstock.server.bodies import MAX_BODY
-from penstock.server.errors import error_response
-from penstock.server.models import ModelPool
+from penstock.server.http.bodies import MAX_BODY
+from penstock.server.http.errors import error_response
+from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import context_of
 from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 

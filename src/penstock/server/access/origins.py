@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ConfigError, Forbidden
-from penstock.server.errors import error_response
+from penstock.server.http.errors import error_response
 from penstock.server.request_context import context_of
 
 METHODS = ("GET", "POST", "DELETE", "HEAD")

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.server.access.lingering import AnyLength, LingeringTransport, TurnWrites
-from penstock.server.errors import OPENAI_ERRORS
+from penstock.server.http.errors import OPENAI_ERRORS
 from penstock.server.request_context import WRITE
 from penstock.server.telemetry.http_responses import refused_connections
 

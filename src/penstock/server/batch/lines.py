@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import read_json
-from penstock.server.bodies import MAX_BODY, read_object, unsupported
+from penstock.server.http.bodies import MAX_BODY, read_object, unsupported
 from penstock.server.request_context import RequestContext
 
 MAX_LINES = 50_000

@@ -37,7 +37,7 @@ from penstock.server.batch.records import (
     Ownership,
     PendingLine,
 )
-from penstock.server.models import ModelPool
+from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import RequestContext
 from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from msgspec import UnsetType
 
-from penstock.server.explain import AnswerReport
+from penstock.server.generation.explain import AnswerReport
 from penstock.text import Delta
 from penstock.text.parse import AnswerPart
 

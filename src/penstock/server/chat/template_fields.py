@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.server.bodies import ignore_unsupported
+from penstock.server.http.bodies import ignore_unsupported
 from penstock.server.request_context import RequestContext
 from penstock.text import Text
 

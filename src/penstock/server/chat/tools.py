@@ -10,8 +10,8 @@ import msgspec
 
 from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.server.access.bounds import check_count, read_json
-from penstock.server.bodies import leave_out, read_object, unsupported
-from penstock.server.openapi import read_as
+from penstock.server.http.bodies import leave_out, read_object, unsupported
+from penstock.server.http.openapi import read_as
 from penstock.server.request_context import RequestContext
 from penstock.templates.call_arguments import CallArguments
 from penstock.text import Text

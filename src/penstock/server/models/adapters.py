@@ -18,8 +18,8 @@ from penstock.errors import AdapterError, AdapterNotFound, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.model.adapters import adapter_bytes, missing_text, tensors_of
 from penstock.server.models.entry import ModelEntry
+from penstock.server.models.served_model import UNLISTED, ServedModel
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import UNLISTED, ServedModel
 from penstock.types import AdapterInfo, AdapterUse
 from penstock.types.messages import RegisterAdapter, UnregisterAdapter
 

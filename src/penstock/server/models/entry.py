@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from penstock.config import AdapterOption
 from penstock.server.models.ledger import Loaded
+from penstock.server.models.served_model import UNLISTED, ServedModel
 from penstock.server.models.source import ModelSource
-from penstock.server.served_model import UNLISTED, ServedModel
 from penstock.types import AdapterInfo, AdapterUse, WeightState
 
 FOR_EVER = float("inf")

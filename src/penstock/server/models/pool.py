@@ -21,19 +21,19 @@ from penstock import store
 from penstock.errors import EngineUnavailable, ModelNotFound, PenstockError
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitForecast
-from penstock.server.foreign import ForeignModels
-from penstock.server.health_probe import GenerateProbes
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
 from penstock.server.models.fallbacks import Fallbacks, fallbacks_of
+from penstock.server.models.foreign import ForeignModels
 from penstock.server.models.ledger import Budget, Refuse, Unload, excess, make_room
 from penstock.server.models.request_paths import RequestPaths
+from penstock.server.models.served_model import CLIENTS_NAMES, ServedModel
 from penstock.server.models.source import Discover, ModelSource
 from penstock.server.models.visible import may_see, unknown_model
 from penstock.server.models.weights import restore_weights
 from penstock.server.request_context import RequestContext
-from penstock.server.served_model import CLIENTS_NAMES, ServedModel
+from penstock.server.status.health_probe import GenerateProbes
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel

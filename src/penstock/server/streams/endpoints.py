@@ -11,11 +11,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
-from penstock.server.bodies import body_of, read_object
-from penstock.server.models import ModelPool
-from penstock.server.openapi import Operation
+from penstock.server.http.bodies import body_of, read_object
+from penstock.server.http.openapi import Operation
+from penstock.server.http.sse import json_response
+from penstock.server.models.pool import ModelPool
 from penstock.server.request_context import RequestContext
-from penstock.server.sse import json_response
+from penstock.server.services import Endpoints, Services
 from penstock.server.streams.kept import KeptStream, KeptStreams
 
 LAST_EVENT_ID = "last-event-id"  # the header in which clients of server-sent events name the last one that they have
@@ -36,11 +37,11 @@ READ_STREAM = Operation(answers="text/event-stream", query=StreamQuery)
 DELETE_STREAM = Operation(answers=DeletedStream)
 
 
-class StreamEndpoints:
+class StreamEndpoints(Endpoints):
     """Holds the endpoints of the streams that a server keeps."""
 
-    def __init__(self, streams: KeptStreams) -> None:
-        self._streams = streams
+    def __init__(self, services: Services) -> None:
+        self._streams = services.streams
 
     async def read(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_object(context, dict(http.query_params), StreamQuery, {}, strict=False)
@@ -52,15 +53,16 @@ class StreamEndpoints:
         await self._streams.delete(stream)
         return json_response(DeletedStream(id=stream.id))
 
-    async def sent_again(self, http: HttpRequest, context: RequestContext) -> Response | None:
-        """Returns the rest of a stream if a request for it is sent again, with the id of its last event: clients do
-        that for which a stream is the answer to a POST. None: it is another request."""
-        given = http.headers.get(LAST_EVENT_ID)
-        if context.streams is None or not given:
-            return None
-        await body_of(http, context)  # which is the same as before
-        stream = self._streams.get(given.rpartition(":")[0], context.owner_name)
-        return read_on(self._streams, context, stream, position(http, stream.id, None))
+
+async def sent_again(streams: KeptStreams, http: HttpRequest, context: RequestContext) -> Response | None:
+    """Returns the rest of a stream if its request is sent again, with the id of the last event, as clients do whose
+    streams answer a POST. None: it is another request."""
+    given = http.headers.get(LAST_EVENT_ID)
+    if context.streams is None or not given:
+        return None
+    await body_of(http, context)  # which is the same as before
+    stream = streams.get(given.rpartition(":")[0], context.owner_name)
+    return read_on(streams, context, stream, position(http, stream.id, None))
 
 
 def read_on(streams: KeptStreams, context: RequestContext, stream: KeptStream, after: int) -> Response:

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from penstock.errors import Gone, NotFound, PenstockError
+from penstock.server.http.sse import EVENT_STREAM, Framing, StreamResponse, sent
 from penstock.server.request_context import RequestContext
-from penstock.server.sse import EVENT_STREAM, Framing, StreamResponse, sent
 from penstock.server.streams.buffer import ByteBudget, EventBuffer
 
 RESUME_SECONDS = 60.0  # that a stream without a reader is kept

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import ConfigError
-from penstock.server.errors import ANTHROPIC_OVERLOADED
+from penstock.server.http.errors import OVERLOADED
 from penstock.server.request_context import Outcome, RequestContext, context_of
 from penstock.server.telemetry.http_responses import HttpResponses
 from penstock.server.telemetry.metrics import FinishedRequest, Metrics
@@ -182,7 +182,7 @@ def _fields(context: RequestContext, status: int, began: float, ended: float) ->
 
 
 def _level(path: str, status: int, outcome: Outcome) -> int:
-    if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS, ANTHROPIC_OVERLOADED):
+    if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS, OVERLOADED):
         return logging.WARNING
     if not status or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return logging.ERROR

@@ -1,0 +1,61 @@
+"""Finds what other packages add to Penstock: they list it as entry points, which docs/plugins.md describes."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+
+class Plugin:
+    """Is an entry point of another package, which is imported when it is first needed."""
+
+    def __init__(self, entry: EntryPoint) -> None:
+        self.name = entry.name
+        self._entry = entry
+
+    def load(self, kind: type[T] | None = None) -> Any:
+        """Returns the object that the entry point names; raises ConfigError if it cannot be imported or is of another
+        kind."""
+        try:
+            found = self._entry.load()
+        except Exception as error:
+            raise self._broken(f"cannot be imported: {type(error).__name__}: {error}") from error
+        if kind is not None and not isinstance(found, kind):
+            raise self._broken(f"is a {type(found).__name__}, and must be a {kind.__name__}")
+        return found
+
+    def _broken(self, problem: str) -> ConfigError:
+        dist = self._entry.dist
+        package = "an unknown package" if dist is None else f"{dist.name} {dist.version}"
+        where = f"{self._entry.group}: {self._entry.name} = {self._entry.value}"
+        return ConfigError(
+            f"the plug-in {where} of {package} {problem}. Update or uninstall that package; its author finds the rules "
+            "in docs/plugins.md"
+        )
+
+
+@cache
+def plugins(group: str) -> tuple[Plugin, ...]:
+    """Returns the plug-ins of a group, in the order of their names. Raises ConfigError if two have one name."""
+    from importlib.metadata import entry_points  # which takes longer to import than most commands take
+
+    found = sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value))
+    for one, other in pairwise(found):
+        if one.name == other.name and one.value != other.value:
+            raise ConfigError(
+                f"two packages have a plug-in {one.name!r} in {group}: {one.value} and {other.value}; uninstall one"
+            )
+    return tuple({entry.name: Plugin(entry) for entry in found}.values())
+
+
+def plugin(group: str, name: str) -> Plugin | None:
+    """Returns the plug-in with this name."""
+    return next((each for each in plugins(group) if each.name == name), None)

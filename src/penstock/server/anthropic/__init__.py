@@ -1,1 +1,0 @@
-"""Implements Anthropic's messages."""

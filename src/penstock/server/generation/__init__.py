@@ -1,0 +1,1 @@
+"""Reads the request fields that dialects share, and computes the answers they write."""

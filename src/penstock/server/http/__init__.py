@@ -1,0 +1,1 @@
+"""Reads bodies, and writes answers, errors, streams and the OpenAPI document."""

@@ -1,1 +1,0 @@
-"""Serves the KServe v2 protocol, with Triton's generate extension."""

@@ -1,1 +1,0 @@
-"""Serves the routes by which clients of llama-swap see and unload models."""

@@ -1,1 +1,0 @@
-"""Implements Ollama's API."""

@@ -1,1 +1,0 @@
-"""Implements OpenAI's chat, completions, embeddings, files and batches."""

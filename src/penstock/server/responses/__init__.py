@@ -1,1 +1,0 @@
-"""Implements OpenAI's responses."""

@@ -1,1 +1,0 @@
-"""Serves the routes of SGLang."""

@@ -1,0 +1,1 @@
+"""Stores answers that clients may retrieve later."""

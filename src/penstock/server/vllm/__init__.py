@@ -1,1 +1,0 @@
-"""Serves the routes that clients of vLLM use beside OpenAI's."""
