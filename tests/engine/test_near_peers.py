@@ -10,6 +10,7 @@ import pytest
 
 from penstock.backend.fake import FakeBackend
 from penstock.config import Config
+from penstock.core.incoming import take_in
 from penstock.engine.assemble import assemble
 from penstock.engine.build import offer_addresses
 from penstock.engine.kv_disk import loading
@@ -252,7 +253,7 @@ def test_nothing_is_copied_where_there_is_no_room(start: Start) -> None:
     second.engine.step()
     offer = first.offer(*PROMPT)
     cache = second.engine.scheduler.cache
-    assert cache.take_in("", PROMPT, 0, [[True]] * 40, lambda blocks: 40) == 0
+    assert take_in(cache, "", PROMPT, 0, [[True]] * 40, lambda blocks: 40) == 0
     second.drain()
     assert second.answer(*PROMPT, pull=offer).cached == 40
 

@@ -12,7 +12,6 @@ from penstock.backend.base import Backend, Ticket
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.core import Scheduler
 from penstock.core.deadlines import expire, refuse_hopeless
-from penstock.core.requeue import requeue
 from penstock.core.step_cost import CostModel
 from penstock.engine.batch import Batcher, bitmasks
 from penstock.engine.failures import lost_device, step_failure, without_answer
@@ -373,7 +372,7 @@ class Engine:
         if self._out_of_memory:
             self._fail(plan, error)
         else:
-            requeue(self.scheduler, plan)
+            self.scheduler.requeue(plan)
         self._out_of_memory = not self._out_of_memory
 
     def _commit(self, launched: Launched) -> None:

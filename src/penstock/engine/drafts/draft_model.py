@@ -308,10 +308,10 @@ class DraftModel:
     def _find_computed(self, drafts: ModelDrafts, seq: TokenSequence) -> None:
         """Finds out for how many of the sequence's first tokens there is KV of the draft model. That of a head at the
         last position of a shared block is computed again: it depends on the token behind the block."""
-        size, table = self._limits.block_size, seq.tables[self._group]
-        if drafts.epoch != seq.admission_epoch:
+        size, table = self._limits.block_size, seq.blocks.tables[self._group]
+        if drafts.epoch != seq.standing.admission_epoch:
             drafts.forget()
-            drafts.epoch = seq.admission_epoch
+            drafts.epoch = seq.standing.admission_epoch
         ahead, drafts.ahead = drafts.ahead, []
         drafts.computed += common_prefix(ahead, seq.tokens[drafts.computed : drafts.computed + len(ahead)])
         if drafts.blocks != table[: len(drafts.blocks)]:  # another sequence had computed the same block
@@ -319,10 +319,10 @@ class DraftModel:
             drafts.computed = min(drafts.computed, common)
         shared = (drafts.computed - drafts.first) // size
         drafts.marked = min(drafts.marked, shared)
-        for at in range(drafts.marked, min(shared, len(seq.nodes))):
-            self._nodes[table[at]] = seq.nodes[at]
+        for at in range(drafts.marked, min(shared, len(seq.blocks.nodes))):
+            self._nodes[table[at]] = seq.blocks.nodes[at]
             drafts.marked = at + 1
-        while shared < len(seq.nodes) and self._nodes.get(table[shared]) is seq.nodes[shared]:
+        while shared < len(seq.blocks.nodes) and self._nodes.get(table[shared]) is seq.blocks.nodes[shared]:
             shared += 1
         drafts.computed = min(max(drafts.computed, shared * size), len(seq.tokens) - 1)
 
@@ -334,7 +334,7 @@ class DraftModel:
         """Returns the row of a task that drafts `depth` tokens, once there are blocks for it."""
         if not depth or task.drafts is None or not task.room.reserve(depth):
             return None
-        place = DraftPlace(self._kind, slot, task.room.seq.tables[self._group])
+        place = DraftPlace(self._kind, slot, task.room.seq.blocks.tables[self._group])
         return DraftingRow(task, task.drafts, place, depth)
 
     def _draft(self, rows: list[DraftingRow], least: float) -> None:

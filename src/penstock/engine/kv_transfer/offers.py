@@ -217,7 +217,7 @@ class BlockOffers:
         """Returns how many of the chain's blocks can be reused elsewhere and staged from `first` on in so many free
         places."""
         count = len(chain)
-        while (count := self._cache.reusable(chain[:count])) > first:
+        while (count := self._cache.prefixes.reusable(chain[:count])) > first:
             missing = self._wanted(chain[first:count], first, count) + self._desk.state_parts - free
             if missing <= 0:
                 break

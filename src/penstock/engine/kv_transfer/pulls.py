@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.backend.blocks.rows import BlockRows
 from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.core import hashing
+from penstock.core.incoming import take_in
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
 from penstock.core.step_cost import PromptCost
@@ -249,7 +250,7 @@ class BlockPulls:
 
         used = skipped
         if wanted:
-            used += self._cache.take_in(load.salt, load.prompt, load.first + skipped, wanted, fill)
+            used += take_in(self._cache, load.salt, load.prompt, load.first + skipped, wanted, fill)
         if load.loading.finished:
             reader.close()  # else its thread does
         if used < usable and not reader.reason:
