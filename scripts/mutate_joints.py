@@ -162,7 +162,7 @@ GUARDS = (
     Guard(
         "steps in flight are committed before weights change",
         "engine/control/weight_updates.py",
-        "        engine.drain()\n",
+        "        engine.pipeline.drain()\n",
         "",
         "tests/engine/test_weights.py",
     ),
@@ -196,14 +196,14 @@ GUARDS = (
     ),
     Guard(
         "NaN in a row empties the prefix cache",
-        "engine/engine.py",
+        "engine/pipeline.py",
         "        if broken:\n            self._distrust_cache()",
         "        if broken:\n            pass",
         "tests/engine/test_engine.py tests/attacks/test_broken_models.py",
     ),
     Guard(
         "a copy that failed empties the prefix cache",
-        "engine/engine.py",
+        "engine/pipeline.py",
         "            self._fail(plan, error)\n            self._distrust_cache()",
         "            self._fail(plan, error)",
         "tests/engine/test_tiers.py",

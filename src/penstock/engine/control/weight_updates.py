@@ -68,7 +68,7 @@ class WeightUpdates(Feature):
 
     def _exchange(self, message: UpdateWeights, reading: Reading[ReadWeights]) -> None:
         engine = self.engine
-        engine.drain()
+        engine.pipeline.drain()
         try:
             update, classifier, dense = reading.result()
         except PenstockError as error:

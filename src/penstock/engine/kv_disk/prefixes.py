@@ -223,7 +223,7 @@ class DiskPrefixes(Feature):
 
     def after_step(self) -> None:
         """Uses a little of the time between two steps, while none is in flight, to have blocks written."""
-        if self.engine.in_flight:
+        if self.engine.pipeline.in_flight:
             return
         now = time.perf_counter()
         self._credit = min(self._credit + SHARE * (now - self._last), MOST_CREDIT)

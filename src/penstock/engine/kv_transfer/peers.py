@@ -26,7 +26,7 @@ from penstock.types import (
     SamplingParams,
     Tokens,
 )
-from penstock.types.messages import Offer, Prefill, Release
+from penstock.types.messages import Add, Offer, Prefill, Release
 
 if TYPE_CHECKING:
     from penstock.engine.kv_transfer.offers import BlockOffers
@@ -79,7 +79,7 @@ class PeerBlocks(Feature):
         if isinstance(message, Offer):
             return [self._offer(message)]
         if isinstance(message, Prefill):
-            self.engine.take(self.prefill(message))
+            self.engine.handle(Add(self.prefill(message)))
         if isinstance(message, Release) and self._offers is not None:
             self._offers.end(message.offer)
         return ()
