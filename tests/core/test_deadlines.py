@@ -93,7 +93,7 @@ def test_a_cached_prompt_is_in_time_and_one_that_has_answered_keeps_its_place() 
     scheduler.preempt(begun)
     scheduler.now = 1.0
     refuse_hopeless(scheduler, costs)
-    assert begun.due == 0.5
+    assert begun.standing.due == 0.5
 
 
 def test_a_deadline_that_a_prompt_cannot_meet_alone_is_refused_at_once() -> None:
@@ -124,7 +124,7 @@ def test_what_was_preempted_before_its_first_token_misses_its_deadline_and_goes_
     scheduler.now = 0.9
     for _ in range(2):
         assert refuse_hopeless(scheduler, costs) == []
-        assert begun.due == inf
+        assert begun.standing.due == inf
 
 
 def test_what_missed_its_target_is_still_refused_when_it_misses_its_deadline() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 
 import pytest
@@ -31,8 +31,11 @@ def taught(lengths: list[int], most: int = 4096, tenant: str = "") -> AnswerLeng
     return learned
 
 
+IDS = count(2)
+
+
 def running(answer: int, most: int = 4096, tenant: str = "") -> Sequence:
-    seq = Sequence(2, (1, 2, 3), most, SequenceParams(claim=Claim(tenant)))
+    seq = Sequence(next(IDS), (1, 2, 3), most, SequenceParams(claim=Claim(tenant)))
     seq.tokens += [1] * answer
     return seq
 

@@ -48,7 +48,7 @@ def test_running_sequences_keep_their_blocks_for_themselves(kind: Limits) -> Non
     run(scheduler)
     again = Sequence(2, tuple(seq.tokens[:40]), 2, salt=" new")
     run(scheduler, again)
-    assert again.cached == 0
+    assert again.times.cached == 0
 
 
 def test_a_prompt_in_flight_is_not_waited_for_under_other_weights() -> None:
@@ -73,4 +73,4 @@ def test_sequences_that_wait_share_a_prefix_under_the_new_salt() -> None:
     other, same = Sequence(3, PROMPT, 2), Sequence(4, PROMPT, 2, salt=" new")
     run(scheduler, other)
     run(scheduler, same)
-    assert (other.times.cached, same.cached) == (0, 12)
+    assert (other.times.cached, same.times.cached) == (0, 12)

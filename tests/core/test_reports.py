@@ -14,8 +14,8 @@ def ends(events: list[Event]) -> dict[int, Report]:
     return {event.seq: event.report for event in events if isinstance(event, Finished) and event.report}
 
 
-def explained(id: int, *tokens: int, answer: int = 3, **fields: str) -> Sequence:
-    return Sequence(id, tokens, answer, SequenceParams(explain=True), **fields)
+def explained(id: int, *tokens: int, answer: int = 3, owner: str = "", salt: str = "") -> Sequence:
+    return Sequence(id, tokens, answer, SequenceParams(explain=True, owner=owner), salt=salt)
 
 
 def nearest(scheduler: Scheduler, seq: Sequence) -> Nearest | None:

@@ -304,7 +304,7 @@ def test_a_preempted_prompt_is_scored_once() -> None:
         _, events = step(scheduler)
         scores += [s.token for event in events if isinstance(event, Tokens) and event.seq == 2 for s in event.scores]
         two = scheduler.sequences.get(2)
-        preempted_midway |= two is not None and not two.tables and 1 < two.scored < 19
+        preempted_midway |= two is not None and not two.blocks.tables and 1 < two.scored < 19
     assert preempted_midway
     assert scores == list(range(1, 19))
 

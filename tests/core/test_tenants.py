@@ -50,13 +50,12 @@ class Backlog:
                 self.work[owners[event.seq]] += PER_GENERATED * len(event.tokens)
         return plan, events
 
-    def add(self, name: str, prompt: int, answer: int, **more: int) -> Sequence:
+    def add(self, name: str, prompt: int, answer: int, priority: int = 0) -> Sequence:
         id = next(self._ids)
         self.longest = max(self.longest, prompt)
         tokens = tuple((id * 7 + at * at) % 100 for at in range(prompt))
-        seq = Sequence(
-            id, tokens, answer, SequenceParams(claim=Claim(name, self._weights[name])), prefix_cache=False, **more
-        )
+        params = SequenceParams(claim=Claim(name, self._weights[name]), priority=priority)
+        seq = Sequence(id, tokens, answer, params, prefix_cache=False)
         self.scheduler.add(seq)
         return seq
 

@@ -12,10 +12,9 @@ from penstock.backend.fake import FakeBackend
 from penstock.config import Config
 from penstock.core.incoming import take_in
 from penstock.engine.assemble import assemble
-from penstock.engine.build import offer_addresses
 from penstock.engine.kv_disk import loading
 from penstock.engine.kv_transfer.cuda_ipc import CudaIpcListener
-from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions
+from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions, offer_addresses
 from penstock.engine.loop import advance
 from penstock.errors import ConfigError
 from penstock.planning.memory_plan import all_states

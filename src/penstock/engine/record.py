@@ -26,7 +26,7 @@ FIRST_WEIGHTS = WeightState()
 if TYPE_CHECKING:
     from penstock.engine.chain_loads import ChainLoad
     from penstock.engine.drafts.speculation import RequestDrafts
-    from penstock.engine.kv_disk.prefixes import RequestOnDisk
+    from penstock.engine.kv_disk.disk_reads import RequestOnDisk
 
 
 class RequestRecord:

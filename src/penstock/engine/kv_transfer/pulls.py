@@ -21,7 +21,8 @@ from penstock.core.tiers import PEER
 from penstock.engine.chain_loads import ChainLoad, ChainLoads, Reserved
 from penstock.engine.host_blocks import HostMemory
 from penstock.engine.kv_disk.loading import Loading
-from penstock.engine.kv_disk.prefixes import UNMEASURED, pack
+from penstock.engine.kv_disk.rates import UNMEASURED
+from penstock.engine.kv_disk.segment import pack
 from penstock.engine.kv_transfer.reader import OfferReader, WantedBlock
 from penstock.engine.kv_transfer.state_parts import names, part_targets
 from penstock.engine.kv_transfer.wire import TransferRefused
@@ -74,10 +75,21 @@ class PullThreads:
                 pull.reader.close()
 
 
+class PullCounts:
+    """Counts pulls and what became of them."""
+
+    def __init__(self) -> None:
+        self.pulls = self.blocks = 0
+        self.carriers: Counter[str] = Counter()  # pulls, by what brought the blocks
+        self.passed_over: Counter[str] = Counter()  # carriers that could not be used, so the next was
+        self.failures: Counter[str] = Counter()  # by reason
+        self.seconds = 0.0
+
+
 class BlockPulls:
     """Has the blocks of offers read into places of the `host`, where `cache` finds them, or straight into blocks of the
     device where these can be copied from `rows`, or are on a device that engines share, unless `prompts` are computed
-    sooner. Its `failures` are counted by reason."""
+    sooner."""
 
     def __init__(
         self,
@@ -87,16 +99,12 @@ class BlockPulls:
         prompts: PromptCost,
         chain: hashing.Chain,
         identity: bytes,
-        failures: Counter[str],
+        counts: PullCounts,
         block_bytes: int,
         sharing: DeviceSharing | None = None,
         rows: BlockRows | None = None,
     ) -> None:
-        self.pulls = self.blocks = 0
-        self.carriers: Counter[str] = Counter()  # pulls, by what brought the blocks
-        self.passed_over: Counter[str] = Counter()  # carriers that could not be used, so the next was
-        self.seconds = 0.0
-        self._failures = failures
+        self._counts = counts
         self._cache = cache
         self._host = host.blocks
         self._block_bytes = block_bytes
@@ -124,7 +132,7 @@ class BlockPulls:
         try:
             pull = self._begin(offer, record.salt(weights), request.prompt + request.generated, weights)
         except TransferRefused as refused:
-            self._failures[refused.reason] += 1
+            self._counts.failures[refused.reason] += 1
             return []
         if pull is None:
             return []
@@ -224,16 +232,16 @@ class BlockPulls:
             return
         load, reader, direct = pull
         read = min(load.loading.usable, len(load.places))
-        self.seconds += load.loading.seconds
+        self._counts.seconds += load.loading.seconds
         if direct is not None:
             read = self._copy(load, direct)
         if read if direct is not None else self._chains.deliver(load, PEER):
-            self.pulls += 1
-            self.blocks += read
-            self.carriers[reader.carrier] += 1
-        self.passed_over.update(reader.passed_over)
+            self._counts.pulls += 1
+            self._counts.blocks += read
+            self._counts.carriers[reader.carrier] += 1
+        self._counts.passed_over.update(reader.passed_over)
         if read < len(load.places) or not load.loading.whole:
-            self._failures[reader.reason or SLOW] += 1
+            self._counts.failures[reader.reason or SLOW] += 1
 
     def _copy(self, load: ChainLoad, reader: DirectReader) -> int:
         """Copies blocks straight to the KV cache; returns how many it has now."""
@@ -255,7 +263,7 @@ class BlockPulls:
             reader.close()  # else its thread does
         if used < usable and not reader.reason:
             reader.reason = GAP
-        self.seconds += time.perf_counter() - began
+        self._counts.seconds += time.perf_counter() - began
         return used
 
     def _compute_seconds(self, first: int, end: int, done: int) -> float:
