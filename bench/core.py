@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, SequenceParams
 from penstock.types import Limits, RowResult, StepResult
 
 AIM = 4.0  # microseconds per row at 256 rows
@@ -31,7 +31,9 @@ def measure(rows: int, prompt: int, steps: int) -> list[float]:
     )
     scheduler = Scheduler(limits)
     for id in range(rows):
-        scheduler.add(Sequence(id, (id % 1000, *range(1, prompt)), 3 * steps, stop_ids=frozenset({999})))
+        scheduler.add(
+            Sequence(id, (id % 1000, *range(1, prompt)), 3 * steps, SequenceParams(stop_ids=frozenset({999})))
+        )
     answer = RowResult(tokens=(7,))
     seconds = []
     for _ in range(2 * steps):

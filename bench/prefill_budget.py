@@ -23,8 +23,9 @@ from statistics import median
 
 from penstock.config import configure
 from penstock.core.step_cost import CostModel
-from penstock.engine.build import build_engine, open_configured
+from penstock.engine.build import build_engine
 from penstock.engine.engine import Engine
+from penstock.engine.model_loading import open_configured
 from penstock.store import DEFAULT, fetch
 from penstock.types import Request, SamplingParams, Tokens
 

@@ -45,7 +45,7 @@ class Script(Feature):
         engine.backend.wait = self._wait  # type: ignore[method-assign]
 
     def launched(self, plan: StepPlan, gap: float) -> None:
-        self._plans[self.engine.in_flight[-1].ticket] = plan
+        self._plans[self.engine.pipeline.in_flight[-1].ticket] = plan
 
     def close(self) -> None:
         self.engine.backend.wait = self._waited  # type: ignore[method-assign]

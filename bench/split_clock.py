@@ -14,7 +14,7 @@ from itertools import count, pairwise
 from statistics import median
 from typing import NamedTuple
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, SequenceParams
 from penstock.core.policy import StandardPolicy
 from penstock.core.step_cost import CostModel
 from penstock.fleet.ledger import Load
@@ -134,7 +134,7 @@ class Fleet:
 
     def _uncached(self, replica: int, tokens: tuple[int, ...]) -> int:
         cache, seq = self._replicas[replica].scheduler.cache, Sequence(-1, tokens, 1)
-        return len(tokens) - min(len(cache.match(seq)) * LIMITS.block_size, len(tokens) - 1)
+        return len(tokens) - min(len(cache.prefixes.match(seq)) * LIMITS.block_size, len(tokens) - 1)
 
     def _timing(self, loads: dict[int, Load]) -> EngineTiming:
         rows = max(load.rows for load in loads.values())
@@ -146,7 +146,7 @@ class Fleet:
         replica, id = self._replicas[to], next(self._ids)
         idle = not replica.scheduler.sequences
         claim = Claim(itl=self._options.itl / 1000) if self._way != "plain" else Claim()
-        replica.scheduler.add(Sequence(id, tokens, output, claim=claim))
+        replica.scheduler.add(Sequence(id, tokens, output, SequenceParams(claim=claim)))
         replica.asked[id] = asked
         if idle:
             self._at(max(now, replica.free_at), "step", Asked(to, "", []))

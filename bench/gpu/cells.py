@@ -305,7 +305,7 @@ def leaving_beside_steps(bench: Bench, limits: Limits) -> Figures:
         for name, places in (("forgotten", 0), ("to host memory", limits.host_places)):
             engine = assemble(bench.backend, limits._replace(host_places=places), depth=bench.backend.depth)
             found[name].append(generate(engine, bench.requests(32, 2048, 128))["tok/s"])
-            engine.host.release()
+            engine.pipeline.host.release()
     say(f"host tier, tok/s while blocks leave: {found}")
     return {**found, "ratio": statistics.median(found["to host memory"]) / statistics.median(found["forgotten"])}
 

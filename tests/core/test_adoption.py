@@ -55,7 +55,7 @@ def test_what_was_stored_first_is_evicted_first_and_children_before_parents() ->
     other = chain([9] * 8, first_block=5, number=3)
     scheduler, count = adopted([*new, *other, *old])
     assert count == 6
-    order = [node.blocks for node in scheduler.cache.trie.idle() if isinstance(node, PrefixNode)]
+    order = [node.blocks for node in scheduler.cache.trie.idle if isinstance(node, PrefixNode)]
     assert order == [[1], [6], [5], [12], [11], [0]]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.core import Scheduler, Sequence, check, hashing
 from penstock.core.block_events import BlockEvents
+from penstock.core.incoming import take_in
 from penstock.types import BlockCopy, BlockEvent, BlockRemoved, BlockStored
 from tests.core.world import limits, run, step
 
@@ -102,18 +103,18 @@ def test_blocks_that_are_taken_in_are_told_reused_and_evicted_like_others(window
         filled.append(blocks)
         return 2
 
-    assert cache.take_in("", prompt, 3, wanted, fill) == 0  # its third block is not known
-    assert cache.take_in("", prompt, 1, wanted, fill) == 0  # its second one has come meanwhile
+    assert take_in(cache, "", prompt, 3, wanted, fill) == 0  # its third block is not known
+    assert take_in(cache, "", prompt, 1, wanted, fill) == 0  # its second one has come meanwhile
     assert filled == []
     free = cache.available
-    assert cache.take_in("", prompt, 2, wanted, fill) == 2
+    assert take_in(cache, "", prompt, 2, wanted, fill) == 2
     assert cache.available == free
     assert [[block >= 0 for block in blocks] for blocks in filled[0]] == wanted
     check(scheduler)
     found = cache.trie.match("", prompt, 5)
     assert [node.blocks for node in found[2:]] == filled[0][:2]
     assert follow(recorded.take()).keys() == set(hashing.chain("", prompt, 4)[: len(found)])
-    assert cache.take_in("", prompt[:16] + (7,) * 400, 4, [[True] * len(windows)] * 99, fill) == 0  # too many
+    assert take_in(cache, "", prompt[:16] + (7,) * 400, 4, [[True] * len(windows)] * 99, fill) == 0  # too many
     sequence = Sequence(2, prompt, 1)
     run(scheduler, sequence)
     check(scheduler)
@@ -125,7 +126,7 @@ def test_blocks_that_are_taken_in_are_told_reused_and_evicted_like_others(window
     cache.flush()
     check(scheduler)
     assert cache.available == cache.pool.total
-    assert cache._taken_in == set()
+    assert cache.sources._taken_in == set()
 
 
 def test_blocks_are_not_taken_in_below_what_has_left_the_device() -> None:
@@ -133,15 +134,15 @@ def test_blocks_are_not_taken_in_below_what_has_left_the_device() -> None:
     run(scheduler, Sequence(1, tuple(range(9)), 1))
     run(scheduler, Sequence(2, tuple(range(50, 80)), 1))
     assert not scheduler.cache.trie.on_device(scheduler.cache.trie.match("", range(9), 2)[0])
-    assert scheduler.cache.take_in("", range(21), 2, [[True]], lambda blocks: 1) == 0
+    assert take_in(scheduler.cache, "", range(21), 2, [[True]], lambda blocks: 1) == 0
     check(scheduler)
 
 
 def test_blocks_that_are_not_right_are_given_back() -> None:
     scheduler = Scheduler(limits(windows=(0, 6), num_blocks=24, max_len=32))
     cache, wanted = scheduler.cache, [[True, False], [True, False], [True, True]]
-    assert cache.take_in("", range(13), 0, wanted, lambda blocks: 0) == 0
+    assert take_in(cache, "", range(13), 0, wanted, lambda blocks: 0) == 0
     assert (len(cache.pool), cache.trie.match("", range(13), 3)) == (cache.pool.total, [])
-    assert cache.take_in("", range(13), 0, wanted, lambda blocks: 1) == 1
+    assert take_in(cache, "", range(13), 0, wanted, lambda blocks: 1) == 1
     assert len(cache.trie.match("", range(13), 3)) == 1
     check(scheduler)

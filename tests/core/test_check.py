@@ -30,20 +30,20 @@ def lose_a_block(s: Scheduler) -> None:
 
 
 def give_a_block_twice(s: Scheduler) -> None:
-    s.cache.pool.give(s.running[0].tables[0][-1])
+    s.cache.pool.give(s.running[0].blocks.tables[0][-1])
 
 
 def forget_a_holder(s: Scheduler) -> None:
-    s.running[0].nodes[0].holders += 1
+    s.running[0].blocks.nodes[0].holders += 1
 
 
 def idle_while_held(s: Scheduler) -> None:
-    s.cache.trie._idle[s.running[0].nodes[0]] = None
+    s.cache.trie.idle.add(s.running[0].blocks.nodes[0])
 
 
 def evict_a_parent_first(s: Scheduler) -> None:
-    s.cache.trie._idle.move_to_end(
-        next(n for n in s.cache.trie.idle() if isinstance(n, PrefixNode) and n.children), last=False
+    s.cache.trie.idle._blocks.move_to_end(
+        next(n for n in s.cache.trie.idle if isinstance(n, PrefixNode) and n.children), last=False
     )
 
 
@@ -52,7 +52,7 @@ def run_out_of_order(s: Scheduler) -> None:
 
 
 def hold_blocks_while_waiting(s: Scheduler) -> None:
-    next(iter(s.tenants)).line[0].nodes = s.running[0].nodes
+    next(iter(s.tenants)).line[0].blocks.nodes = s.running[0].blocks.nodes
 
 
 def lose_a_sequence(s: Scheduler) -> None:
@@ -60,7 +60,7 @@ def lose_a_sequence(s: Scheduler) -> None:
 
 
 def compute_while_waiting(s: Scheduler) -> None:
-    s.cache.in_flight[b"hash"] = 4
+    s.cache.in_flight.computing[b"hash"] = 4
 
 
 def get_ahead(s: Scheduler) -> None:
@@ -72,7 +72,7 @@ def compute_without_blocks(s: Scheduler) -> None:
 
 
 def swap_blocks(s: Scheduler) -> None:
-    table = s.running[0].tables[0]
+    table = s.running[0].blocks.tables[0]
     table[0], table[1] = table[1], table[0]
 
 
@@ -81,7 +81,7 @@ def change_a_token(s: Scheduler) -> None:
 
 
 def publish_a_block_that_is_not_full(s: Scheduler) -> None:
-    node = s.running[0].nodes[0]
+    node = s.running[0].blocks.nodes[0]
     node.key = node.key[:-1]
 
 
@@ -102,7 +102,7 @@ def keep_a_state_of_nothing(s: Scheduler) -> None:
 
 
 def save_the_past(s: Scheduler) -> None:
-    s.running[0].saving = [4]
+    s.running[0].states.saving = [4]
 
 
 @pytest.mark.parametrize(
@@ -148,23 +148,23 @@ def test_a_prompt_of_an_encoder_that_was_cut_is_seen() -> None:
 
 
 def lose_a_full_block(s: Scheduler) -> None:
-    node = s.running[0].nodes[0]
+    node = s.running[0].blocks.nodes[0]
     s.cache.pool.give(node.blocks[0])
-    node.blocks[0] = s.running[0].tables[0][0] = -1
+    node.blocks[0] = s.running[0].blocks.tables[0][0] = -1
 
 
 def forget_a_window_holder(s: Scheduler) -> None:
-    s.running[0].nodes[-1].window_holders[1] += 1
+    s.running[0].blocks.nodes[-1].window_holders[1] += 1
 
 
 def lose_a_held_window(s: Scheduler) -> None:
-    node = s.running[0].nodes[-1]
+    node = s.running[0].blocks.nodes[-1]
     s.cache.pool.give(node.blocks[1])
     node.blocks[1] = -1
 
 
 def rest_in_no_queue(s: Scheduler) -> None:
-    s.cache.trie._idle.popitem(last=False)
+    s.cache.trie.idle._blocks.popitem(last=False)
     s.cache.trie.idle_blocks -= 1
 
 
@@ -174,21 +174,21 @@ def miscount_idle_blocks(s: Scheduler) -> None:
 
 def let_go_of_what_is_seen(s: Scheduler) -> None:
     seq = s.running[0]
-    s.cache.trie.drop_window(seq.nodes[seq.window_starts[1]], 1)
-    seq.window_starts[1] += 1
+    s.cache.trie.drop_window(seq.blocks.nodes[seq.blocks.window_starts[1]], 1)
+    seq.blocks.window_starts[1] += 1
 
 
 def keep_what_is_behind(s: Scheduler) -> None:
     seq = s.running[0]
     for _ in range(2):
-        seq.window_starts[1] -= 1
-        node = seq.nodes[seq.window_starts[1]]
+        seq.blocks.window_starts[1] -= 1
+        node = seq.blocks.nodes[seq.blocks.window_starts[1]]
         s.cache.trie._hold_window(node, 1)
-        seq.tables[1][seq.window_starts[1]] = node.blocks[1]
+        seq.blocks.tables[1][seq.blocks.window_starts[1]] = node.blocks[1]
 
 
 def grow_unevenly(s: Scheduler) -> None:
-    s.running[0].tables[1].append(s.cache.pool.take())
+    s.running[0].blocks.tables[1].append(s.cache.pool.take())
 
 
 @pytest.mark.parametrize(

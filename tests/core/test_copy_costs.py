@@ -87,7 +87,7 @@ def test_no_plan_is_dearer_than_computing_or_copying_everything(
         machine.ask(prompt(1, kept * SIZE + 1))  # has some of it come back
     machine.learn(out, into)
     cache, asked = machine.scheduler.cache, Sequence(99, prompt(1, length), 1)
-    known = cache.match(asked)
+    known = cache.prefixes.match(asked)
     assert len(known) == (length - 1) // SIZE
 
     def forecast(blocks: int, copied: int) -> float:
@@ -95,8 +95,8 @@ def test_no_plan_is_dearer_than_computing_or_copying_everything(
         rest = machine.prompts.seconds_after(blocks * SIZE, length)
         return copied * machine.costs.seconds("in", 1) + rest
 
-    here = cache.reusable(known, host=False)
-    used = len(cache.usable(known))
+    here = cache.prefixes.reusable(known, host=False)
+    used = len(cache.prefixes.usable(known))
     plan, computing = forecast(used, used - here), forecast(here, 0)
     assert used >= here
     assert plan <= 1.05 * computing
@@ -139,7 +139,7 @@ def test_a_trial_copies_idle_blocks_and_a_state_and_changes_nothing() -> None:
     machine.costs.decline(10_000_000, 0)
     plan = machine.scheduler.plan()
     cache = machine.scheduler.cache
-    idle = [block for node in cache.match(Sequence(9, (*prompt(1), 50, 1), 1)) for block in node.blocks]
+    idle = [block for node in cache.prefixes.match(Sequence(9, (*prompt(1), 50, 1), 1)) for block in node.blocks]
     for copies, count in ((plan.copies, CopyCosts.TRIED), (plan.state_copies, 1)):
         assert [copy.direction for copy in copies] == ["out"] * count + ["in"] * count
         assert [copy[:2] for copy in copies[:count]] == [copy[:2] for copy in copies[count:]]

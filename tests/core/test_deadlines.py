@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core import Scheduler, Sequence, check
+from penstock.core import Scheduler, Sequence, SequenceParams, check
 from penstock.core.deadlines import LOOKED_AT, expire, refuse_hopeless
 from penstock.core.step_cost import CostModel
 from penstock.types import Claim, Failed, Finished
@@ -20,14 +20,14 @@ from tests.core.world import limits, run, step
 def test_the_earliest_deadline_or_target_goes_first_and_all_of_them_before_those_without() -> None:
     scheduler = Scheduler(limits(max_rows=1))
     claims = [Claim(), Claim(deadline=9.0), Claim(ttft=3.0), Claim(deadline=5.0, ttft=20.0), Claim()]
-    events = run(scheduler, *(Sequence(id, (id,), 1, claim=claim) for id, claim in enumerate(claims)))
+    events = run(scheduler, *(Sequence(id, (id,), 1, SequenceParams(claim=claim)) for id, claim in enumerate(claims)))
     assert [event.seq for event in events if isinstance(event, Finished)] == [2, 3, 1, 0, 4]
 
 
 def test_deadlines_do_not_change_the_shares_of_tenants() -> None:
     scheduler = Scheduler(limits(max_rows=1))
-    hurried = [Sequence(id, (id,) * 9, 1, claim=Claim("hurried", deadline=1.0)) for id in range(4)]
-    patient = [Sequence(id, (id,) * 9, 1, claim=Claim("patient")) for id in range(4, 8)]
+    hurried = [Sequence(id, (id,) * 9, 1, SequenceParams(claim=Claim("hurried", deadline=1.0))) for id in range(4)]
+    patient = [Sequence(id, (id,) * 9, 1, SequenceParams(claim=Claim("patient"))) for id in range(4, 8)]
     events = run(scheduler, *hurried, *patient)
     ended = [event.seq < 4 for event in events if isinstance(event, Finished)]
     assert ended == [True, False] * 4
@@ -36,10 +36,12 @@ def test_deadlines_do_not_change_the_shares_of_tenants() -> None:
 def test_what_has_not_begun_by_its_deadline_ends_and_what_has_goes_on() -> None:
     scheduler = Scheduler(limits(max_rows=1))
     for id, deadline in ((1, 2.0), (2, 2.0), (3, 4.0), (4, None)):
-        scheduler.add(Sequence(id, (id,) * 3, 9, claim=Claim(deadline=deadline)))
+        scheduler.add(Sequence(id, (id,) * 3, 9, SequenceParams(claim=Claim(deadline=deadline))))
     scheduler.abort(2)
-    scheduler.add(Sequence(5, (5,), 9, claim=Claim(deadline=3.0)))
-    scheduler.add(Sequence(6, (6,), 9, generated=(7,), claim=Claim(deadline=3.0)))  # another engine has begun it
+    scheduler.add(Sequence(5, (5,), 9, SequenceParams(claim=Claim(deadline=3.0))))
+    scheduler.add(
+        Sequence(6, (6,), 9, SequenceParams(claim=Claim(deadline=3.0)), generated=(7,))
+    )  # another engine has begun it
     step(scheduler)
     scheduler.now = 2.5
     assert expire(scheduler) == []
@@ -67,7 +69,7 @@ def test_what_can_be_in_time_goes_before_what_cannot_any_more() -> None:
     scheduler, costs = Scheduler(SOME), learned()
     long = costs.prompt_seconds(2000)
     for id, tokens, due in ((1, 2000, 0.9 * long), (2, 2000, 1.1 * long), (3, 16, 2.0 * long), (4, 16, None)):
-        scheduler.add(Sequence(id, (id,) * tokens, 1, claim=Claim(ttft=due)))
+        scheduler.add(Sequence(id, (id,) * tokens, 1, SequenceParams(claim=Claim(ttft=due))))
     refuse_hopeless(scheduler, CostModel())  # nothing is known of costs yet
     assert waiting(scheduler) == [1, 2, 3, 4]
     refuse_hopeless(scheduler, costs)
@@ -81,25 +83,27 @@ def test_what_can_be_in_time_goes_before_what_cannot_any_more() -> None:
 def test_a_cached_prompt_is_in_time_and_one_that_has_answered_keeps_its_place() -> None:
     scheduler, costs = Scheduler(SOME), learned()
     run(scheduler, Sequence(1, (7,) * 2000, 1))
-    scheduler.add(Sequence(2, (7,) * 2000, 1, claim=Claim(ttft=costs.prompt_seconds(100))))
+    scheduler.add(Sequence(2, (7,) * 2000, 1, SequenceParams(claim=Claim(ttft=costs.prompt_seconds(100)))))
     refuse_hopeless(scheduler, costs)
-    assert scheduler.sequences[2].due < inf
-    begun = Sequence(3, (8,) * 16, 9, claim=Claim(ttft=0.5))
+    assert scheduler.sequences[2].standing.due < inf
+    begun = Sequence(3, (8,) * 16, 9, SequenceParams(claim=Claim(ttft=0.5)))
     scheduler.abort(2)
     scheduler.add(begun)
     step(scheduler)
     scheduler.preempt(begun)
     scheduler.now = 1.0
     refuse_hopeless(scheduler, costs)
-    assert begun.due == 0.5
+    assert begun.standing.due == 0.5
 
 
 def test_a_deadline_that_a_prompt_cannot_meet_alone_is_refused_at_once() -> None:
     scheduler, costs = Scheduler(SOME), learned()
     long = costs.prompt_seconds(2000)
     for id, deadline in ((1, 0.8 * long), (2, 1.2 * long)):
-        scheduler.add(Sequence(id, (id,) * 2000, 1, claim=Claim(deadline=deadline)))
-    scheduler.add(Sequence(3, (3,) * 2000, 2, claim=Claim(deadline=0.1), generated=(4,)))  # resumed in a new engine
+        scheduler.add(Sequence(id, (id,) * 2000, 1, SequenceParams(claim=Claim(deadline=deadline))))
+    scheduler.add(
+        Sequence(3, (3,) * 2000, 2, SequenceParams(claim=Claim(deadline=0.1)), generated=(4,))
+    )  # resumed in a new engine
     (failed,) = refuse_hopeless(scheduler, costs)
     assert isinstance(failed, Failed)
     assert (failed.seq, failed.code) == (1, "wait_too_long")
@@ -114,21 +118,21 @@ def test_a_deadline_that_a_prompt_cannot_meet_alone_is_refused_at_once() -> None
 
 def test_what_was_preempted_before_its_first_token_misses_its_deadline_and_goes_on() -> None:
     scheduler, costs = Scheduler(SOME), learned()
-    scheduler.add(begun := Sequence(1, (1,) * 2000, 1, claim=Claim(deadline=1.0)))
+    scheduler.add(begun := Sequence(1, (1,) * 2000, 1, SequenceParams(claim=Claim(deadline=1.0))))
     step(scheduler)
     scheduler.preempt(begun)
     scheduler.now = 0.9
     for _ in range(2):
         assert refuse_hopeless(scheduler, costs) == []
-        assert begun.due == inf
+        assert begun.standing.due == inf
 
 
 def test_what_missed_its_target_is_still_refused_when_it_misses_its_deadline() -> None:
     scheduler, costs = Scheduler(SOME), learned()
     long = costs.prompt_seconds(2000)
-    scheduler.add(Sequence(1, (1,) * 2000, 1, claim=Claim(ttft=0.5 * long, deadline=1.5 * long)))
+    scheduler.add(Sequence(1, (1,) * 2000, 1, SequenceParams(claim=Claim(ttft=0.5 * long, deadline=1.5 * long))))
     assert refuse_hopeless(scheduler, costs) == []
-    assert scheduler.sequences[1].due == inf
+    assert scheduler.sequences[1].standing.due == inf
     scheduler.now = 0.6 * long
     assert [event.seq for event in refuse_hopeless(scheduler, costs)] == [1]
 
@@ -137,13 +141,13 @@ def test_no_more_of_a_line_is_looked_at_than_can_start() -> None:
     """Those that cannot be in time are found behind as many as are looked at once the line has moved on."""
     scheduler, costs = Scheduler(SOME), learned()
     for id in range(LOOKED_AT):
-        scheduler.add(Sequence(id, (id,) * 9, 1, claim=Claim(ttft=0.1)))
-    scheduler.add(Sequence(50, (50,) * 2000, 1, claim=Claim(ttft=0.2)))
+        scheduler.add(Sequence(id, (id,) * 9, 1, SequenceParams(claim=Claim(ttft=0.1))))
+    scheduler.add(Sequence(50, (50,) * 2000, 1, SequenceParams(claim=Claim(ttft=0.2))))
     refuse_hopeless(scheduler, costs)
-    assert scheduler.sequences[50].due < inf
+    assert scheduler.sequences[50].standing.due < inf
     step(scheduler)
     refuse_hopeless(scheduler, costs)
-    assert scheduler.sequences[50].due == inf
+    assert scheduler.sequences[50].standing.due == inf
 
 
 claims = st.tuples(st.integers(1, 1500), st.none() | st.floats(0.0, 3.0), st.floats(0.0, 4.0))
@@ -157,7 +161,7 @@ def test_nothing_hopeless_starts_while_another_can_be_in_time(asked: list[tuple[
     arrivals = sorted((at, id, tokens, due) for id, (tokens, due, at) in enumerate(asked))
 
     def can_be_in_time(seq: Sequence, now: float) -> bool:
-        wanted = [time for time in (seq.claim.ttft, seq.claim.deadline) if time is not None]
+        wanted = [time for time in (seq.params.claim.ttft, seq.params.claim.deadline) if time is not None]
         return bool(wanted) and now + costs.prompt_seconds(seq.prompt_len) <= seq.times.arrived + min(wanted)
 
     while arrivals or scheduler.sequences:
@@ -165,7 +169,7 @@ def test_nothing_hopeless_starts_while_another_can_be_in_time(asked: list[tuple[
             scheduler.now = max(scheduler.now, arrivals[0][0])
         while arrivals and arrivals[0][0] <= scheduler.now:
             _, id, tokens, due = arrivals.pop(0)
-            scheduler.add(Sequence(id, (id,) * tokens, 1, claim=Claim(ttft=due)))
+            scheduler.add(Sequence(id, (id,) * tokens, 1, SequenceParams(claim=Claim(ttft=due))))
         refuse_hopeless(scheduler, costs)
         before = {id: scheduler.sequences[id] for id in waiting(scheduler)}
         plan, _ = step(scheduler)

@@ -7,7 +7,7 @@ from copy import deepcopy
 
 import pytest
 
-from penstock.core import Scheduler, Sequence, check
+from penstock.core import Scheduler, Sequence, SequenceParams, check
 from penstock.core.drafting.rows import DraftRoom, Drafts
 from penstock.types import Event, Finished, RowResult, StepPlan, StepResult
 from tests.core.world import limits, step
@@ -142,8 +142,8 @@ class Exact(Together):
 
 
 CUT_BY = {
-    "a loop": (Sequence(1, (1, 2, 3, 4), 1400, guarded_from=0), "length"),
-    "a stop token": (Sequence(1, (1, 2, 3, 4), 1400, stop_ids=frozenset({9})), "stop"),
+    "a loop": (Sequence(1, (1, 2, 3, 4), 1400, SequenceParams(guarded_from=0)), "length"),
+    "a stop token": (Sequence(1, (1, 2, 3, 4), 1400, SequenceParams(stop_ids=frozenset({9}))), "stop"),
 }
 
 

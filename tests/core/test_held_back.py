@@ -6,7 +6,7 @@ from itertools import cycle, pairwise
 
 import pytest
 
-from penstock.core import Scheduler, Sequence, StandardPolicy
+from penstock.core import Scheduler, Sequence, SequenceParams, StandardPolicy
 from penstock.types import Claim, Limits
 from tests.core.test_step_cost import learned
 from tests.core.test_tenants import Backlog
@@ -20,7 +20,7 @@ def busy(some: Limits = SOME, itl: float | None = None, answer: int = 400) -> Sc
     """Returns a scheduler that answers eight requests of one tenant; a step of theirs takes 12 ms."""
     scheduler = Scheduler(some, policy=StandardPolicy(some, learned()))
     for id in HEAVY:
-        scheduler.add(Sequence(id, (id, 1, 2), answer, claim=Claim("heavy", itl=itl)))
+        scheduler.add(Sequence(id, (id, 1, 2), answer, SequenceParams(claim=Claim("heavy", itl=itl))))
     assert any(len(counts(step(scheduler)[0])) == len(HEAVY) for _ in range(9))
     return scheduler
 
@@ -32,46 +32,46 @@ def planned(scheduler: Scheduler) -> set[int]:
 
 def test_a_first_prompt_is_computed_alone_and_then_everyone_goes_on() -> None:
     scheduler = busy()
-    scheduler.add(Sequence(20, (9,) * 30, 5, claim=Claim("light")))
+    scheduler.add(Sequence(20, (9,) * 30, 5, SequenceParams(claim=Claim("light"))))
     assert planned(scheduler) == {20}
     assert planned(scheduler) == {20, *HEAVY}
 
 
 def test_a_prompt_that_takes_longer_than_the_answers_has_its_step_with_them() -> None:
     scheduler = busy()
-    scheduler.add(Sequence(20, (9,) * 300, 5, claim=Claim("light")))
+    scheduler.add(Sequence(20, (9,) * 300, 5, SequenceParams(claim=Claim("light"))))
     assert planned(scheduler) == {20, *HEAVY}
 
 
 def test_who_runs_one_already_is_no_first_and_who_runs_one_only_is_not_held() -> None:
     scheduler = busy()
     for id in (20, 21):
-        scheduler.add(Sequence(id, (9, id), 50, claim=Claim("light")))
+        scheduler.add(Sequence(id, (9, id), 50, SequenceParams(claim=Claim("light"))))
         step(scheduler)
     assert planned(scheduler) == {20, 21, *HEAVY}
     scheduler.abort(21)
-    scheduler.add(Sequence(30, (8, 8), 5, claim=Claim("other")))
+    scheduler.add(Sequence(30, (8, 8), 5, SequenceParams(claim=Claim("other"))))
     assert planned(scheduler) == {20, 30}
 
 
 def test_answers_with_a_target_are_not_held() -> None:
     scheduler = busy(itl=0.05)
-    scheduler.add(Sequence(20, (9,) * 30, 5, claim=Claim("light")))
+    scheduler.add(Sequence(20, (9,) * 30, 5, SequenceParams(claim=Claim("light"))))
     assert planned(scheduler) == {20, *HEAVY}
 
 
 def test_a_better_class_is_not_held() -> None:
     scheduler = busy()
-    scheduler.add(Sequence(20, (9,) * 30, 5, claim=Claim("light"), priority=1))
+    scheduler.add(Sequence(20, (9,) * 30, 5, SequenceParams(claim=Claim("light"), priority=1)))
     assert planned(scheduler) == {20, *HEAVY}
 
 
 def test_nobody_is_held_before_costs_are_known() -> None:
     scheduler = Scheduler(SOME)
     for id in HEAVY:
-        scheduler.add(Sequence(id, (id, 1, 2), 400, claim=Claim("heavy")))
+        scheduler.add(Sequence(id, (id, 1, 2), 400, SequenceParams(claim=Claim("heavy"))))
     step(scheduler)
-    scheduler.add(Sequence(20, (9,) * 30, 5, claim=Claim("light")))
+    scheduler.add(Sequence(20, (9,) * 30, 5, SequenceParams(claim=Claim("light"))))
     assert planned(scheduler) == {20, *HEAVY}
 
 
@@ -80,7 +80,7 @@ def test_answers_go_on_at_least_in_every_second_step() -> None:
     scheduler = busy()
     went_on = []
     for id in range(20, 60):
-        scheduler.add(Sequence(id, (9, id), 2, claim=Claim(f"light {id}")))
+        scheduler.add(Sequence(id, (9, id), 2, SequenceParams(claim=Claim(f"light {id}"))))
         went_on.append(planned(scheduler) >= {*HEAVY})
     assert not all(went_on)
     assert all(one or other for one, other in pairwise(went_on))
@@ -90,7 +90,7 @@ def test_answers_go_on_if_the_first_prompt_finds_no_blocks() -> None:
     scheduler = busy(SOME._replace(max_len=240, num_blocks=60), answer=20)
     while scheduler.cache.available > 20:
         assert planned(scheduler) == {*HEAVY}
-    scheduler.add(Sequence(20, (9,) * 50, 5, claim=Claim("light")))
+    scheduler.add(Sequence(20, (9,) * 50, 5, SequenceParams(claim=Claim("light"))))
     assert planned(scheduler) == {*HEAVY}
     assert any(20 in planned(scheduler) for _ in range(9))
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, SequenceParams
 from penstock.core.check import check
+from penstock.core.incoming import attach
 from penstock.core.prefix import PrefixNode
 from penstock.core.states import SavedStates
 from penstock.core.step_cost import PromptCost
@@ -42,7 +43,7 @@ def started(scheduler: Scheduler, id: int, prompt: tuple[int, ...]) -> StepPlan:
 
 
 def nodes_of(scheduler: Scheduler, prompt: tuple[int, ...]) -> list[PrefixNode]:
-    return scheduler.cache.match(Sequence(99, prompt, 1))
+    return scheduler.cache.prefixes.match(Sequence(99, prompt, 1))
 
 
 def test_a_state_whose_place_is_needed_is_copied_out_and_in_again() -> None:
@@ -117,7 +118,7 @@ def test_a_state_that_is_computed_again_is_on_both_tiers() -> None:
     scheduler = small(num_blocks=40)
     for id, prompt in enumerate((FIRST, SECOND)):
         reused(scheduler, id, prompt)
-    run(scheduler, Sequence(3, FIRST, 1, score=True))
+    run(scheduler, Sequence(3, FIRST, 1, SequenceParams(score=True)))
     states = states_of(scheduler)
     assert states.saved().keys() & states.host.kept().keys() == {nodes_of(scheduler, FIRST)[-1]}
 
@@ -176,7 +177,7 @@ def attached(scheduler: Scheduler, prompt: tuple[int, ...], first: int, count: i
     """Attaches blocks of a prompt and the state at their end; returns how many blocks were used."""
     cache = scheduler.cache
     places = [[place] * windows for place in cache.host.reserve(count)]
-    used = cache.attach("", prompt, first, places, state=cache.states.reserve())
+    used = attach(cache, "", prompt, first, places, state=cache.states.reserve())
     check(scheduler)
     return used
 
@@ -193,7 +194,7 @@ def test_blocks_that_were_attached_are_reused_with_the_state_at_their_end() -> N
 def test_blocks_may_be_attached_without_a_state() -> None:
     scheduler = small()
     places = [[place] for place in scheduler.cache.host.reserve(5)]
-    assert scheduler.cache.attach("", FIRST, 0, places) == 5
+    assert attach(scheduler.cache, "", FIRST, 0, places) == 5
     check(scheduler)
     assert reused(scheduler, 1, FIRST) == {}
 
@@ -215,7 +216,7 @@ def test_a_state_without_its_blocks_is_given_back() -> None:
     assert len(states_of(scheduler).host.free()) == 4
     windowed = small(windows=(6,), num_blocks=16)
     state = windowed.cache.states.reserve()
-    assert windowed.cache.attach("", FIRST, 0, [[-1]], state=state) == 0  # it came without a block, and is pruned
+    assert attach(windowed.cache, "", FIRST, 0, [[-1]], state=state) == 0  # it came without a block, and is pruned
     check(windowed)
     assert len(states_of(windowed).host.free()) == 4
 

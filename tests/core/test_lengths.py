@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core import Sequence
+from penstock.core import Sequence, SequenceParams
 from penstock.core.lengths import ASSUMED_FULL, ASSUMED_MEAN, BOUNDS, ENOUGH, MOST_KINDS, AnswerLengths, LengthCurve
 from penstock.types import Claim
 
@@ -19,7 +19,7 @@ STOP = 9
 def ended(answer: int, most: int, tenant: str = "") -> Sequence:
     """Returns a sequence whose answer has so many tokens and, if it may have more, came to its end there."""
     tokens = (1,) * answer if answer == most else (1,) * (answer - 1) + (STOP,)
-    seq = Sequence(1, (1, 2, 3), most, stop_ids=frozenset({STOP}), claim=Claim(tenant))
+    seq = Sequence(1, (1, 2, 3), most, SequenceParams(stop_ids=frozenset({STOP}), claim=Claim(tenant)))
     seq.tokens += tokens
     return seq
 
@@ -31,8 +31,11 @@ def taught(lengths: list[int], most: int = 4096, tenant: str = "") -> AnswerLeng
     return learned
 
 
+IDS = count(2)
+
+
 def running(answer: int, most: int = 4096, tenant: str = "") -> Sequence:
-    seq = Sequence(2, (1, 2, 3), most, claim=Claim(tenant))
+    seq = Sequence(next(IDS), (1, 2, 3), most, SequenceParams(claim=Claim(tenant)))
     seq.tokens += [1] * answer
     return seq
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, SequenceParams
 from penstock.core.loop_guard import EVERY, LONGEST, REPEATS, SPAN, loop_phrase
 from penstock.model.gguf.reader import read_gguf
 from penstock.text import Tokenizer
@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parents[2]
 
 
 def guarded(max_tokens: int = 10_000, least: int = 0, stop: frozenset[int] = frozenset()) -> Sequence:
-    return Sequence(1, (7, 7, 7), max_tokens, stop_ids=stop, guarded_from=least)
+    return Sequence(1, (7, 7, 7), max_tokens, SequenceParams(stop_ids=stop, guarded_from=least))
 
 
 def appended(seq: Sequence, tokens: Tokens[int], piece: int) -> int:
@@ -49,11 +49,11 @@ def test_a_loop_ends_at_the_same_token_however_many_come_at_once(phrase: int, be
 def test_a_resumed_answer_ends_at_the_same_token(phrase: int, before: int) -> None:
     answer = [*range(1000, 1000 + before), *list(range(phrase)) * 4500][:4500]
     length = appended(guarded(), answer, 1)
-    ended = Sequence(1, (7, 7, 7), 10_000, guarded_from=0, generated=tuple(answer[:length]))
+    ended = Sequence(1, (7, 7, 7), 10_000, SequenceParams(guarded_from=0), generated=tuple(answer[:length]))
     assert ended.looped
     assert (ended.times.loop, ended.max_len) == (phrase, length + 3)
     for cut in (length - 1, length - EVERY, length // 2):
-        resumed = Sequence(1, (7, 7, 7), 10_000, guarded_from=0, generated=tuple(answer[:cut]))
+        resumed = Sequence(1, (7, 7, 7), 10_000, SequenceParams(guarded_from=0), generated=tuple(answer[:cut]))
         assert not resumed.looped
         assert appended(resumed, answer[cut:], 5) == length
     assert not Sequence(1, (7,), 10_000, generated=tuple(answer[:length])).looped
@@ -75,7 +75,7 @@ def test_what_was_asked_for_goes_first() -> None:
 
 
 def test_a_prompt_is_no_part_of_a_loop() -> None:
-    seq = Sequence(1, (0,) * 4000, 3000, guarded_from=0)
+    seq = Sequence(1, (0,) * 4000, 3000, SequenceParams(guarded_from=0))
     assert appended(seq, [0] * 2000, 1) == SPAN
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import Scheduler, Sequence, StandardPolicy
+from penstock.core import Scheduler, Sequence, SequenceParams, StandardPolicy
 from penstock.core.lengths import AnswerLengths
 from penstock.core.memory_forecast import MemoryForecast, held_blocks, shared_blocks
 from penstock.core.policy import Room
@@ -41,7 +41,7 @@ def replay(policy: type[StandardPolicy], sizes: list[tuple[int, int, int]], num_
     scheduler = Scheduler(some, policy=policy(some))
     for id, (prompt, _, most) in enumerate(sizes):
         tokens = tuple(Random(id).choices(range(90), k=prompt))
-        scheduler.add(Sequence(id, tokens, most, stop_ids=frozenset({STOP})))
+        scheduler.add(Sequence(id, tokens, most, SequenceParams(stop_ids=frozenset({STOP}))))
     computed = again = 0
     while scheduler.sequences:
         plan = scheduler.plan()
@@ -100,7 +100,7 @@ def test_blocks_are_counted_as_a_sequence_of_each_length_holds_them(
     scheduler.add(seq)
     while scheduler.sequences:
         step(scheduler)
-        if seq.tables and seq.computed // some.block_size > prompt // some.block_size:
+        if seq.blocks.tables and seq.computed // some.block_size > prompt // some.block_size:
             assert held_blocks(seq) == expected.blocks(seq.computed)
 
 
@@ -137,8 +137,8 @@ def test_whoever_frees_nothing_is_not_chosen() -> None:
     step(scheduler)
     (one,) = scheduler.running
     other = Sequence(2, (2,), 1)
-    other.tenant = Tenant("")
-    one.tenant.counter = other.tenant.counter
+    other.standing.tenant = Tenant("")
+    one.standing.tenant.counter = other.standing.tenant.counter
     assert scheduler.policy.victim([one, other]) is one
 
 
@@ -205,11 +205,11 @@ def test_a_first_request_does_not_wait_for_the_answers_of_who_has_several() -> N
     """The tenant that has several running grows into less memory, instead of giving one of its places up at once."""
     scheduler = Scheduler(limits(num_blocks=32, max_len=64, step_tokens=64, max_rows=8))
     for id in range(4):
-        scheduler.add(Sequence(id, (id,) * 5, 40, claim=Claim("heavy")))
+        scheduler.add(Sequence(id, (id,) * 5, 40, SequenceParams(claim=Claim("heavy"))))
     step(scheduler)
     waiting = scheduler.tenants.waiting
     assert waiting
-    scheduler.add(Sequence(9, (9,) * 5, 40, claim=Claim("light")))
+    scheduler.add(Sequence(9, (9,) * 5, 40, SequenceParams(claim=Claim("light"))))
     assert 9 in counts(step(scheduler)[0])
     assert scheduler.tenants.waiting == waiting
     assert scheduler.stats().preemptions == 0

@@ -6,7 +6,6 @@ import pytest
 
 from penstock.core import Scheduler, Sequence
 from penstock.core.check import check
-from penstock.core.new_weights import change_salts
 from penstock.types import Limits
 from tests.core.world import counts, limits, run, step
 
@@ -17,7 +16,7 @@ WINDOWED = limits(num_blocks=64, windows=(0, 6))
 
 
 def renamed(scheduler: Scheduler, recompute: bool) -> None:
-    change_salts(scheduler, {id: f"{seq.salt} new" for id, seq in scheduler.sequences.items()}, recompute)
+    scheduler.change_salts({id: f"{seq.blocks.salt} new" for id, seq in scheduler.sequences.items()}, recompute)
     check(scheduler)
 
 
@@ -49,7 +48,7 @@ def test_running_sequences_keep_their_blocks_for_themselves(kind: Limits) -> Non
     run(scheduler)
     again = Sequence(2, tuple(seq.tokens[:40]), 2, salt=" new")
     run(scheduler, again)
-    assert again.cached == 0
+    assert again.times.cached == 0
 
 
 def test_a_prompt_in_flight_is_not_waited_for_under_other_weights() -> None:
@@ -61,7 +60,7 @@ def test_a_prompt_in_flight_is_not_waited_for_under_other_weights() -> None:
     assert counts(step(scheduler)[0]) == {1: 8}
     renamed(scheduler, recompute=False)
     step(scheduler)
-    assert not scheduler.cache.in_flight or set(scheduler.cache.in_flight.values()) == {2}
+    assert not scheduler.cache.in_flight.computing or set(scheduler.cache.in_flight.computing.values()) == {2}
     run(scheduler)
 
 
@@ -74,4 +73,4 @@ def test_sequences_that_wait_share_a_prefix_under_the_new_salt() -> None:
     other, same = Sequence(3, PROMPT, 2), Sequence(4, PROMPT, 2, salt=" new")
     run(scheduler, other)
     run(scheduler, same)
-    assert (other.cached, same.cached) == (0, 12)
+    assert (other.times.cached, same.times.cached) == (0, 12)

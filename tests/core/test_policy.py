@@ -6,7 +6,7 @@ from collections.abc import Sequence as Line
 
 import pytest
 
-from penstock.core import Scheduler, Sequence, StandardPolicy
+from penstock.core import Scheduler, Sequence, SequenceParams, StandardPolicy
 from penstock.core.policy import ServingLoad, StepBudget
 from penstock.core.tenants import Tenant
 from penstock.types import Finished
@@ -35,7 +35,7 @@ def test_the_policy_chooses_who_loses_its_memory() -> None:
 
 
 def background(id: int, length: int = 3, max_tokens: int = 5) -> Sequence:
-    return Sequence(id, prompt(length, first=id), max_tokens, background=True)
+    return Sequence(id, prompt(length, first=id), max_tokens, SequenceParams(background=True))
 
 
 def test_background_requests_have_at_most_half_of_the_rows() -> None:
@@ -48,14 +48,14 @@ def test_background_requests_have_at_most_half_of_the_rows() -> None:
 @pytest.mark.usefixtures("overcommitted")
 def test_background_requests_start_after_and_are_preempted_before_all_others() -> None:
     scheduler = Scheduler(limits(max_rows=2, num_blocks=64))
-    scheduler.add(Sequence(1, prompt(3), 1, priority=7))
+    scheduler.add(Sequence(1, prompt(3), 1, SequenceParams(priority=7)))
     scheduler.add(background(2))
-    scheduler.add(Sequence(3, prompt(3), 1, priority=9))
+    scheduler.add(Sequence(3, prompt(3), 1, SequenceParams(priority=9)))
     assert list(counts(step(scheduler)[0])) == [1, 3]
     small = Scheduler(limits(max_rows=2, num_blocks=8, max_len=32))
     small.add(background(1, length=9, max_tokens=20))
     step(small)
-    events = run(small, Sequence(2, prompt(9), 20, priority=99))
+    events = run(small, Sequence(2, prompt(9), 20, SequenceParams(priority=99)))
     lost = {event.seq: event.report.preemptions for event in events if isinstance(event, Finished) and event.report}
     assert lost[1] > 0
     assert lost[2] == 0
@@ -76,7 +76,7 @@ def test_those_that_end_are_not_followed_while_others_are_served() -> None:
 def test_a_quarter_of_half_of_the_rows_is_never_none() -> None:
     policy = StandardPolicy(limits(max_rows=1))
     seq = background(1)
-    seq.tenant = Tenant("")
+    seq.standing.tenant = Tenant("")
     assert policy.may_start(seq, StepBudget(1), ServingLoad(0, 0, 5))
     assert not policy.may_start(seq, StepBudget(1), ServingLoad(1, 1, 0))
     assert not policy.may_start(seq, StepBudget(0), ServingLoad(0, 0, 0))

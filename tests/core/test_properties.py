@@ -131,7 +131,7 @@ class Shuffles(StandardPolicy):
         return super().budget(running, heads)
 
     def order(self, seq: Sequence) -> tuple[int, int]:
-        return (self._places.setdefault(seq.arrival, self._random.randrange(8)), seq.arrival)
+        return (self._places.setdefault(seq.standing.arrival, self._random.randrange(8)), seq.standing.arrival)
 
     def turn(self, seq: Sequence) -> Any:
         return self._random.randrange(8) if self.steps > 0 else super().turn(seq)

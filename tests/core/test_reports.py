@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, SequenceParams
 from penstock.core.recent import RecentStreams
 from penstock.types import Event, Finished, Nearest, Report
 from tests.core.world import answer, limits, run
@@ -14,8 +14,8 @@ def ends(events: list[Event]) -> dict[int, Report]:
     return {event.seq: event.report for event in events if isinstance(event, Finished) and event.report}
 
 
-def explained(id: int, *tokens: int, answer: int = 3, **fields: str) -> Sequence:
-    return Sequence(id, tokens, answer, explain=True, **fields)
+def explained(id: int, *tokens: int, answer: int = 3, owner: str = "", salt: str = "") -> Sequence:
+    return Sequence(id, tokens, answer, SequenceParams(explain=True, owner=owner), salt=salt)
 
 
 def nearest(scheduler: Scheduler, seq: Sequence) -> Nearest | None:
@@ -69,7 +69,11 @@ def test_the_nearest_recent_stream_and_where_they_part() -> None:
 
 def test_nobody_is_told_of_what_is_not_theirs() -> None:
     scheduler = Scheduler(limits())
-    run(scheduler, Sequence(1, tuple(range(10)), 1, owner="a"), Sequence(2, tuple(range(10)), 1, salt="b"))
+    run(
+        scheduler,
+        Sequence(1, tuple(range(10)), 1, SequenceParams(owner="a")),
+        Sequence(2, tuple(range(10)), 1, salt="b"),
+    )
     assert nearest(scheduler, explained(3, *range(10), owner="c")) is None
     assert nearest(scheduler, explained(4, *range(9), owner="a", salt="b")) is None
     assert nearest(scheduler, explained(5, *range(9), owner="a")) == Nearest(9, 10, 10, tuple(range(1, 9)), (9,))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core import Scheduler, Sequence, StandardPolicy
+from penstock.core import Scheduler, Sequence, SequenceParams, StandardPolicy
 from penstock.core.check import check
-from penstock.core.requeue import requeue
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest
 from penstock.types import Aborted, Failed, Finished, Report, RowResult, StepResult, Tokens
 from tests.core.world import answer, counts, limits, run, step
@@ -61,8 +60,8 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_once_at_its_end() -> No
 def test_a_long_prompt_leaves_room_for_every_running_stream() -> None:
     scheduler = Scheduler(limits(num_blocks=64))
     scheduler.add(Sequence(1, prompt(60), 1))
-    scheduler.add(Sequence(2, prompt(3, first=9), 20, priority=-1))
-    scheduler.add(Sequence(3, prompt(3, first=8), 20, priority=1))
+    scheduler.add(Sequence(2, prompt(3, first=9), 20, SequenceParams(priority=-1)))
+    scheduler.add(Sequence(3, prompt(3, first=8), 20, SequenceParams(priority=1)))
     assert counts(step(scheduler)[0]) == {2: 3, 1: 13}
     scheduler.abort(1)
     step(scheduler)
@@ -77,9 +76,9 @@ def test_lower_priority_numbers_go_first_and_equals_in_order_of_arrival() -> Non
         event.seq
         for event in run(
             scheduler,
-            Sequence(1, prompt(3), 1, priority=5),
+            Sequence(1, prompt(3), 1, SequenceParams(priority=5)),
             Sequence(2, prompt(3), 1),
-            Sequence(3, prompt(3), 1, priority=5),
+            Sequence(3, prompt(3), 1, SequenceParams(priority=5)),
             Sequence(4, prompt(3), 1),
         )
         if isinstance(event, Finished)
@@ -89,7 +88,7 @@ def test_lower_priority_numbers_go_first_and_equals_in_order_of_arrival() -> Non
 
 def test_ends_with_stop_token_or_length() -> None:
     scheduler = Scheduler(limits())
-    stopping = Sequence(1, prompt(3), 9, stop_ids=frozenset({50}))
+    stopping = Sequence(1, prompt(3), 9, SequenceParams(stop_ids=frozenset({50})))
     events = run(scheduler, stopping, Sequence(2, prompt(3), 2), Sequence(3, prompt(3), 0))
     ends = {event.seq: event._replace(report=None) for event in events if isinstance(event, Finished)}
     assert ends == {1: Finished(1, "stop", 50), 2: Finished(2, "length"), 3: Finished(3, "length")}
@@ -99,7 +98,7 @@ def test_ends_with_stop_token_or_length() -> None:
 
 def test_a_second_step_is_planned_while_the_first_is_in_flight() -> None:
     scheduler = Scheduler(limits())
-    scheduler.add(Sequence(1, prompt(3), 9, stop_ids=frozenset({7})))
+    scheduler.add(Sequence(1, prompt(3), 9, SequenceParams(stop_ids=frozenset({7}))))
     first, second = scheduler.plan(), scheduler.plan()
     assert second.rows[0].start == 3  # the token sampled by `first`, not known here yet
     answer(scheduler, first, token=7)
@@ -109,7 +108,7 @@ def test_a_second_step_is_planned_while_the_first_is_in_flight() -> None:
 
 def test_lockstep_sequences_wait_for_their_last_token() -> None:
     scheduler = Scheduler(limits())
-    scheduler.add(Sequence(1, prompt(3), 9, lockstep=True))
+    scheduler.add(Sequence(1, prompt(3), 9, SequenceParams(lockstep=True)))
     first = scheduler.plan()
     assert not scheduler.plan().rows
     answer(scheduler, first)
@@ -152,9 +151,9 @@ def test_a_plan_taken_back_is_made_again() -> None:
         each.add(Sequence(2, prompt(40, first=7), 3))
     expected = run(undisturbed)
     first = scheduler.plan()
-    requeue(scheduler, scheduler.plan())
+    scheduler.requeue(scheduler.plan())
     events = answer(scheduler, first)
-    requeue(scheduler, scheduler.plan())
+    scheduler.requeue(scheduler.plan())
     check(scheduler)
     events += run(scheduler)
     assert answers_of(events) == answers_of(expected)
@@ -194,7 +193,7 @@ def test_evicts_the_least_recently_used_leaf_first() -> None:
     run(scheduler, Sequence(2, prompt(17, first=9), 1))
     run(scheduler, Sequence(3, prompt(6), 1))  # uses the first block of 1 again
     run(scheduler, Sequence(4, prompt(45, first=8), 1))  # twelve blocks: four must be evicted
-    known = [len(scheduler.cache.match(Sequence(5, prompt(17, first=first), 1))) for first in (0, 9, 8)]
+    known = [len(scheduler.cache.prefixes.match(Sequence(5, prompt(17, first=first), 1))) for first in (0, 9, 8)]
     assert known == [1, 3, 4]
 
 
@@ -220,7 +219,7 @@ def test_a_sequence_without_prefix_cache_that_was_preempted_starts_anew() -> Non
     step(scheduler)
     plan = scheduler.plan()
     assert plan.rows[0].start == 4
-    requeue(scheduler, plan)
+    scheduler.requeue(plan)
     assert scheduler.plan().rows[0].start == 0
 
 
@@ -228,7 +227,7 @@ def test_a_state_pooled_before_a_preemption_is_as_good_as_any() -> None:
     scheduler = Scheduler(limits())
     scheduler.add(Sequence(1, prompt(12), 0, prefix_cache=False))
     plan = scheduler.plan()
-    requeue(scheduler, plan)
+    scheduler.requeue(plan)
     ended = scheduler.commit(plan, StepResult(plan.step, (RowResult(pooled=b"state"),)))
     assert [event._replace(report=None) for event in ended] == [Finished(1, "pooled", None, b"state")]
     assert not scheduler.plan().rows
@@ -298,14 +297,14 @@ def test_a_preempted_prompt_is_scored_once() -> None:
     scheduler.add(Sequence(1, prompt(4), 25))
     for _ in range(2):
         step(scheduler)
-    scheduler.add(Sequence(2, prompt(19, first=9), 1, score=True))
+    scheduler.add(Sequence(2, prompt(19, first=9), 1, SequenceParams(score=True)))
     scores = []
     preempted_midway = False
     while scheduler.sequences:
         _, events = step(scheduler)
         scores += [s.token for event in events if isinstance(event, Tokens) and event.seq == 2 for s in event.scores]
         two = scheduler.sequences.get(2)
-        preempted_midway |= two is not None and not two.tables and 1 < two.scored < 19
+        preempted_midway |= two is not None and not two.blocks.tables and 1 < two.scored < 19
     assert preempted_midway
     assert scores == list(range(1, 19))
 
@@ -340,7 +339,7 @@ def test_block_tables_follow_from_plans_alone() -> None:
         for grown in plan.grown:
             tables.setdefault(grown.seq, {}).update(enumerate(grown.blocks, grown.at))
         for row in plan.rows:
-            assert list(tables[row.seq].values()) == scheduler.sequences[row.seq].tables[0]
+            assert list(tables[row.seq].values()) == scheduler.sequences[row.seq].blocks.tables[0]
         answer(scheduler, plan)
 
 
@@ -370,7 +369,7 @@ def test_an_encoder_plans_the_next_step_while_one_is_in_flight() -> None:
 def test_an_encoder_computes_again_in_one_piece_what_found_no_memory() -> None:
     scheduler = Scheduler(limits(max_len=16, encoder=True))
     scheduler.add(Sequence(1, prompt(12), 0, prefix_cache=False))
-    requeue(scheduler, scheduler.plan())
+    scheduler.requeue(scheduler.plan())
     check(scheduler)
     assert counts(step(scheduler)[0]) == {1: 12}
 

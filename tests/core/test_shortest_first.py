@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core import Scheduler, Sequence, StandardPolicy
+from penstock.core import Scheduler, Sequence, SequenceParams, StandardPolicy
 from penstock.types import PROMPT_PATIENCE, Claim
 from tests.core.test_step_cost import learned
 from tests.core.world import counts, limits, step
@@ -20,7 +20,7 @@ def scheduled() -> Scheduler:
 
 
 def prompt(id: int, tokens: int, **claim: float) -> Sequence:
-    return Sequence(id, (id,) * tokens, 2, claim=Claim("one", **claim))
+    return Sequence(id, (id,) * tokens, 2, SequenceParams(claim=Claim("one", **claim)))
 
 
 def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
@@ -45,7 +45,7 @@ def test_what_is_cached_of_a_prompt_takes_no_time() -> None:
     while scheduler.sequences:
         step(scheduler)
     scheduler.add(prompt(2, 300))
-    scheduler.add(Sequence(3, (1,) * LONG, 2, claim=Claim("one")))  # which is the first one's
+    scheduler.add(Sequence(3, (1,) * LONG, 2, SequenceParams(claim=Claim("one"))))  # which is the first one's
     assert 3 in counts(step(scheduler)[0])
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, SequenceParams
+from penstock.core.block_events import Watchers
 from penstock.core.check import check
 from penstock.core.host_states import HostStates
 from penstock.core.prefix import PrefixNode
-from penstock.core.requeue import requeue
-from penstock.core.states import SavedStates, save_positions
+from penstock.core.state_saving import StateSaving, save_positions
+from penstock.core.states import SavedStates
 from penstock.types import Row, StepPlan, Tokens
 from tests.core.test_memory_forecast import Greedy
 from tests.core.world import answer, counts, limits, run, step
@@ -118,7 +119,9 @@ def test_the_state_not_used_for_longest_goes_first() -> None:
         run(scheduler, Sequence(id, prompt, 0))
     assert cached(scheduler, Sequence(3, prompts[0], 1)) == {3: 28}
     run(scheduler, Sequence(4, prompts[2], 0))
-    usable = [scheduler.cache.usable(scheduler.cache.match(Sequence(9, prompt, 1))) for prompt in prompts]
+    usable = [
+        scheduler.cache.prefixes.usable(scheduler.cache.prefixes.match(Sequence(9, prompt, 1))) for prompt in prompts
+    ]
     assert [len(nodes) for nodes in usable] == [7, 0, 7]
 
 
@@ -127,7 +130,7 @@ def test_a_state_goes_with_its_block() -> None:
     run(scheduler, Sequence(1, SYSTEM, 0))
     assert len(scheduler.cache.states.saved()) == 1
     run(scheduler, Sequence(2, (99,) * 60, 0))
-    assert not scheduler.cache.match(Sequence(3, SYSTEM, 1))[6:]
+    assert not scheduler.cache.prefixes.match(Sequence(3, SYSTEM, 1))[6:]
     assert len(scheduler.cache.states.saved()) == 1  # of the other
 
 
@@ -155,7 +158,7 @@ def test_what_was_not_written_is_not_kept(how: str) -> None:
     elif how == "fail":
         scheduler.fail(plan, "oops", "it broke")
     else:
-        requeue(scheduler, plan)
+        scheduler.requeue(plan)
     check(scheduler)
     assert not scheduler.cache.states.pending
     assert not scheduler.cache.states.saved()
@@ -185,23 +188,24 @@ def test_nobody_stops_for_those_who_will_not_use_it() -> None:
     scheduler = scheduler_of(step_tokens=64)
     scheduler.add(Sequence(1, (*SYSTEM, 50), 1))
     scheduler.add(Sequence(2, SYSTEM[:10], 0, prefix_cache=False))
-    scheduler.add(Sequence(3, SYSTEM[:10], 1, score=True))
+    scheduler.add(Sequence(3, SYSTEM[:10], 1, SequenceParams(score=True)))
     assert counts(scheduler.plan()) == {1: 31, 2: 10, 3: 10}
 
 
 def test_a_place_that_was_read_and_then_written_before_a_draft_stays_with_the_draft() -> None:
-    states = SavedStates(1, 4, 16, HostStates(0, lambda node: True))
+    states = SavedStates(1, HostStates(0, lambda node: True), Watchers())
+    saving = StateSaving(states, 4, 16)
     saved = Row(1, 0, 4, 0, save=0, at=4)
     seq = Sequence(1, (1,) * 4, 9)
-    seq.nodes, seq.computed = [PrefixNode(None, (1,) * 4, [0], [0])], 4
-    states._take()
-    states.keep(seq, saved)
+    seq.blocks.nodes, seq.computed = [PrefixNode(None, (1,) * 4, [0], [0])], 4
+    states.take()
+    saving.keep(seq, saved)
     states.open_step()
-    reading = Row(2, 4, 1, 1, begin=states._read_state(seq.nodes[0]))
+    reading = Row(2, 4, 1, 1, begin=states.read(seq.blocks.nodes[0]))
     states.open_step()
-    drafted = states.with_draft(Row(3, 8, 1, 1), (5,))
+    drafted = saving.with_draft(Row(3, 8, 1, 1), (5,))
     assert drafted.save == reading.begin == 0
-    assert states.settle(Sequence(2, (1,) * 5, 9), reading, 0) == 5
+    assert saving.settle(Sequence(2, (1,) * 5, 9), reading, 0) == 5
     assert states.pending == {0}
-    assert states.settle(Sequence(3, (1,) * 9, 9), drafted, 1) == 10
+    assert saving.settle(Sequence(3, (1,) * 9, 9), drafted, 1) == 10
     assert states.free() == [0]

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from penstock.core import Scheduler, Sequence, StandardPolicy
+from penstock.core import Scheduler, Sequence, SequenceParams, StandardPolicy
 from penstock.core.drafting.lengths import StepCost
 from penstock.core.policy import CAUTIOUS, LEAST, StepBudget
 from penstock.core.step_cost import CostModel, PromptCost
@@ -52,7 +52,7 @@ def test_a_target_is_kept_though_no_step_only_answers() -> None:
     costs = CostModel(StepCost(slope=ROW / 4e-3))
     scheduler = Scheduler(some, policy=StandardPolicy(some, costs))
     for id in range(8):
-        scheduler.add(Sequence(id, (id,) * 2000, 400, claim=Claim(itl=0.05)))
+        scheduler.add(Sequence(id, (id,) * 2000, 400, SequenceParams(claim=Claim(itl=0.05))))
     seconds = []
     while any(seq.computed < seq.prompt_len for seq in scheduler.sequences.values()):
         plan, _ = step(scheduler)
@@ -136,7 +136,7 @@ def test_a_long_prompt_keeps_the_time_between_tokens_within_the_target(target: f
     some = limits(max_len=5000, step_tokens=2048, num_blocks=2000, max_rows=8)._replace(prefill_budget=512)
     scheduler = Scheduler(some, policy=StandardPolicy(some, learned()))
     for id in range(4):
-        scheduler.add(Sequence(id, (id, 1, 2), 4000, claim=Claim(itl=target)))
+        scheduler.add(Sequence(id, (id, 1, 2), 4000, SequenceParams(claim=Claim(itl=target))))
     step(scheduler)
     scheduler.add(Sequence(9, (9,) * 4000, 1))
     seconds = [taken(step(scheduler)[0].rows)]
@@ -149,7 +149,7 @@ def test_a_long_prompt_keeps_the_time_between_tokens_within_the_target(target: f
 def test_a_target_never_stops_prompts_and_a_step_without_answers_takes_all_it_can() -> None:
     some = limits(max_len=5000, step_tokens=2048, num_blocks=2000)._replace(prefill_budget=64)
     scheduler = Scheduler(some, policy=StandardPolicy(some, learned()))
-    scheduler.add(Sequence(1, (1,) * 3000, 2, claim=Claim(itl=0.001)))
+    scheduler.add(Sequence(1, (1,) * 3000, 2, SequenceParams(claim=Claim(itl=0.001))))
     assert counts(step(scheduler)[0]) == {1: 2048}
     step(scheduler)
     scheduler.add(Sequence(2, (2,) * 3000, 1))
@@ -185,7 +185,9 @@ def test_answers_that_state_no_target_have_the_usual_one() -> None:
     for factor in (3.0, 10.0):  # where that would take 120 and 390 ms
         most = most_beside(slow(factor), Sequence(1, (1,), 400))
         assert 0.6 * CostModel.USUAL_ITL < factor * TOKEN * most + 5e-3 <= CostModel.USUAL_ITL
-    assert most_beside(slow(10.0), Sequence(1, (1,), 400, background=True)) == 191  # nobody waits for it
+    assert (
+        most_beside(slow(10.0), Sequence(1, (1,), 400, SequenceParams(background=True))) == 191
+    )  # nobody waits for it
     assert most_beside(slow(10.0), Sequence(1, (1,), 400), budget=512) == 400  # nobody is to be spared
 
 
@@ -196,9 +198,9 @@ def test_on_a_slow_machine_prompts_have_most_of_the_usual_target() -> None:
 
 def test_the_tightest_of_a_stated_and_the_usual_target_counts() -> None:
     usual = most_beside(slow(10.0), Sequence(1, (1,), 400))
-    loose, tight = (Sequence(1, (1,), 400, claim=Claim(itl=itl)) for itl in (9.0, 0.05))
+    loose, tight = (Sequence(1, (1,), 400, SequenceParams(claim=Claim(itl=itl))) for itl in (9.0, 0.05))
     assert 0.9 * usual < most_beside(slow(10.0), loose, Sequence(2, (2,), 400)) <= usual
-    assert most_beside(slow(10.0), Sequence(1, (1,), 400, claim=Claim(itl=9.0))) == 400
+    assert most_beside(slow(10.0), Sequence(1, (1,), 400, SequenceParams(claim=Claim(itl=9.0)))) == 400
     assert most_beside(slow(10.0), tight, Sequence(2, (2,), 400)) < 0.6 * usual
 
 
@@ -222,7 +224,7 @@ def test_without_a_target_the_constant_holds_and_without_a_known_cost_less() -> 
     some = limits(max_len=500, step_tokens=200, num_blocks=200)._replace(prefill_budget=64)
     for costs, target, tokens in ((learned(), None, 63), (CostModel(), 0.05, CAUTIOUS), (None, 0.05, 63)):
         scheduler = Scheduler(some, policy=StandardPolicy(some, costs))
-        scheduler.add(Sequence(1, (1,), 9, claim=Claim(itl=target)))
+        scheduler.add(Sequence(1, (1,), 9, SequenceParams(claim=Claim(itl=target))))
         step(scheduler)
         scheduler.add(Sequence(2, (2,) * 300, 1))
         assert counts(step(scheduler)[0]) == {1: 1, 2: tokens}

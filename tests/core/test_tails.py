@@ -51,7 +51,7 @@ def begin(scheduler: Scheduler, seq: Sequence) -> list[tuple[int, int]]:
 def test_a_sequence_goes_on_behind_a_tail_in_its_block() -> None:
     scheduler, watcher = adopted(TAIL)
     assert begin(scheduler, Sequence(1, tuple(range(12)), 2, salt="a")) == [(11, 1)]
-    assert scheduler.sequences[1].tables == [[5, 6, 3]]
+    assert scheduler.sequences[1].blocks.tables == [[5, 6, 3]]
     assert scheduler.stats().cached_tokens == 11
     assert scheduler.stats().reused == (("device", 11),)
     assert not watcher.blocks
@@ -122,17 +122,17 @@ def test_of_two_tails_with_one_block_the_first_is_kept() -> None:
 
 def test_blocks_of_tails_are_taken_last_and_forgotten_then() -> None:
     scheduler, watcher = adopted(TAIL, num_blocks=8, max_len=28)
-    taken = [scheduler.cache._take() for _ in range(7)]  # first the free ones, then those of idle nodes
+    taken = [scheduler.cache.take() for _ in range(7)]  # first the free ones, then those of idle nodes
     assert {*taken[:5]} == {0, 1, 2, 4, 7}
     assert (len(scheduler.cache.tails), watcher.blocks) == (1, [])
-    assert scheduler.cache._take() == 3
+    assert scheduler.cache.take() == 3
     assert (len(scheduler.cache.tails), watcher.blocks) == (0, [3])
 
 
 def test_a_sequence_may_start_in_the_room_that_is_left_in_its_tail() -> None:
     scheduler, _ = adopted(TAIL, num_blocks=8, max_len=28)
     for _ in range(5):
-        scheduler.cache._take()  # no other block is left
+        scheduler.cache.take()  # no other block is left
     scheduler.add(Sequence(1, tuple(range(12)), 1, salt="a"))
     assert [(row.start, row.count) for row in scheduler.plan().rows] == [(11, 1)]
 
@@ -142,7 +142,7 @@ def test_windowed_layer_groups_have_a_block_each() -> None:
     tail = TAIL._replace(blocks=[7, 8])
     scheduler, _ = adopted(tail, nodes=nodes, windows=(0, 6), num_blocks=40)
     assert begin(scheduler, Sequence(1, tuple(range(12)), 3, salt="a")) == [(11, 1)]
-    assert [table[-1] for table in scheduler.sequences[1].tables] == [7, 8]
+    assert [table[-1] for table in scheduler.sequences[1].blocks.tables] == [7, 8]
     run(scheduler)
     check(scheduler)
 
@@ -159,6 +159,6 @@ def test_watchers_are_told_which_blocks_sequences_give_back() -> None:
     scheduler, watcher = adopted(nodes=[])
     scheduler.add(Sequence(1, (1, 2, 3, 4, 5), 9))
     step(scheduler)
-    own = scheduler.sequences[1].tables[0][1]
+    own = scheduler.sequences[1].blocks.tables[0][1]
     scheduler.abort(1)
     assert watcher.blocks == [own]

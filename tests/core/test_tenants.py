@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, SequenceParams
 from penstock.core.tenants import MOST_IDLE, PER_GENERATED, Tenants, Turns
 from penstock.types import Claim, Event, Finished, Limits, StepPlan, Tokens
 from tests.core.world import counts, limits, run, step
@@ -38,7 +38,7 @@ class Backlog:
         for name, sizes in self._sizes.items():
             for _ in range(self._depth - lines.get(name, 0)):
                 self.add(name, *next(sizes))
-        owners = {id: seq.claim.tenant for id, seq in self.scheduler.sequences.items()}
+        owners = {id: seq.params.claim.tenant for id, seq in self.scheduler.sequences.items()}
         prompts = {id: seq.prompt_len for id, seq in self.scheduler.sequences.items()}
         plan, events = step(self.scheduler)
         self.in_flight = max(self.in_flight, sum(row.start + row.count + row.sample for row in plan.rows))
@@ -51,11 +51,12 @@ class Backlog:
                 self.work[owners[event.seq]] += PER_GENERATED * len(event.tokens)
         return plan, events
 
-    def add(self, name: str, prompt: int, answer: int, **more: int) -> Sequence:
+    def add(self, name: str, prompt: int, answer: int, priority: int = 0) -> Sequence:
         id = next(self._ids)
         self.longest = max(self.longest, prompt)
         tokens = tuple((id * 7 + at * at) % 100 for at in range(prompt))
-        seq = Sequence(id, tokens, answer, claim=Claim(name, self._weights[name]), prefix_cache=False, **more)
+        params = SequenceParams(claim=Claim(name, self._weights[name]), priority=priority)
+        seq = Sequence(id, tokens, answer, params, prefix_cache=False)
         self.scheduler.add(seq)
         return seq
 
@@ -124,19 +125,19 @@ def test_a_light_tenant_beside_256_queued_requests_waits_two_steps() -> None:
 
 def test_a_long_prompt_of_another_tenant_does_not_hold_up_a_short_one() -> None:
     scheduler = Scheduler(limits(num_blocks=64))
-    scheduler.add(Sequence(1, tuple(range(60)), 1, claim=Claim("heavy")))
+    scheduler.add(Sequence(1, tuple(range(60)), 1, SequenceParams(claim=Claim("heavy"))))
     step(scheduler)
-    scheduler.add(Sequence(2, (7, 7, 7), 1, claim=Claim("light")))
+    scheduler.add(Sequence(2, (7, 7, 7), 1, SequenceParams(claim=Claim("light"))))
     assert counts(step(scheduler)[0]) == {2: 3, 1: 13}
 
 
 def test_a_first_prompt_shares_its_step_with_no_other_that_starts() -> None:
     scheduler = Scheduler(limits(max_rows=8, step_tokens=64, num_blocks=64))
     for id in range(3):
-        scheduler.add(Sequence(id, (id,) * 5, 9, claim=Claim("heavy")))
+        scheduler.add(Sequence(id, (id,) * 5, 9, SequenceParams(claim=Claim("heavy"))))
     assert len(step(scheduler)[0].rows) == 3  # nobody else runs
     for id, tenant in ((3, "heavy"), (4, "light"), (5, "other")):
-        scheduler.add(Sequence(id, (id,) * 5, 9, claim=Claim(tenant)))
+        scheduler.add(Sequence(id, (id,) * 5, 9, SequenceParams(claim=Claim(tenant))))
     assert set(counts(step(scheduler)[0])) == {0, 1, 2, 4, 5}
     assert 3 in counts(step(scheduler)[0])
 
@@ -170,22 +171,22 @@ def test_idle_time_is_not_saved_up() -> None:
 
 def test_a_tenant_that_comes_back_alone_starts_where_the_last_one_stands() -> None:
     scheduler = Scheduler(limits())
-    run(scheduler, Sequence(1, (1, 2, 3), 4, claim=Claim("one")))
+    run(scheduler, Sequence(1, (1, 2, 3), 4, SequenceParams(claim=Claim("one"))))
     assert len(scheduler.tenants) == 0
-    scheduler.add(Sequence(2, (1,), 1, claim=Claim("other")))
+    scheduler.add(Sequence(2, (1,), 1, SequenceParams(claim=Claim("other"))))
     (other,) = scheduler.tenants
     assert other.counter == 3 + 4 * PER_GENERATED
 
 
 def test_what_was_cached_or_is_computed_again_is_free() -> None:
     scheduler = Scheduler(limits(num_blocks=64))
-    run(scheduler, Sequence(1, tuple(range(9)), 1, claim=Claim("one")))
+    run(scheduler, Sequence(1, tuple(range(9)), 1, SequenceParams(claim=Claim("one"))))
     before = scheduler.tenants._idle["one"].counter
-    seq = Sequence(2, tuple(range(9)), 3, claim=Claim("one"))
+    seq = Sequence(2, tuple(range(9)), 3, SequenceParams(claim=Claim("one")))
     scheduler.add(seq)
     step(scheduler)
-    assert seq.cached == 8
-    assert seq.tenant.counter == before + 1 + PER_GENERATED
+    assert seq.times.cached == 8
+    assert seq.standing.tenant.counter == before + 1 + PER_GENERATED
     scheduler.preempt(seq)
     run(scheduler)
     assert scheduler.tenants._idle["one"].counter == before + 1 + 3 * PER_GENERATED
@@ -195,7 +196,7 @@ def test_who_loses_its_memory_is_of_the_tenant_most_over_its_share_and_has_least
     scheduler = Scheduler(limits(max_rows=4, num_blocks=64))
     small, large = Claim("small"), Claim("large")
     for id, claim, length in ((1, small, 4), (2, large, 9), (3, large, 5), (4, small, 3)):
-        scheduler.add(Sequence(id, (id,) * length, 9, claim=claim))
+        scheduler.add(Sequence(id, (id,) * length, 9, SequenceParams(claim=claim)))
     step(scheduler)
     step(scheduler)
     assert scheduler.policy.victim(scheduler.running).id == 3
@@ -205,10 +206,10 @@ def test_who_loses_its_memory_is_of_the_tenant_most_over_its_share_and_has_least
 def test_a_first_request_finds_a_row_and_blocks_at_the_cost_of_who_has_several() -> None:
     scheduler = Scheduler(limits(max_rows=4, num_blocks=13, max_len=48))
     for id in range(4):
-        scheduler.add(Sequence(id, (id,) * 9, 30, claim=Claim("heavy"), prefix_cache=False))
+        scheduler.add(Sequence(id, (id,) * 9, 30, SequenceParams(claim=Claim("heavy")), prefix_cache=False))
     for _ in range(4):
         step(scheduler)
-    scheduler.add(Sequence(9, (9,) * 9, 2, claim=Claim("light")))
+    scheduler.add(Sequence(9, (9,) * 9, 2, SequenceParams(claim=Claim("light"))))
     answered = [event.seq for _ in range(4) for event in step(scheduler)[1] if isinstance(event, Tokens)]
     assert 9 in answered
     assert scheduler.stats().preemptions > 0
@@ -217,34 +218,34 @@ def test_a_first_request_finds_a_row_and_blocks_at_the_cost_of_who_has_several()
 def test_no_first_request_displaces_one_of_a_better_class_or_the_only_one() -> None:
     scheduler = Scheduler(limits(max_rows=2, num_blocks=64))
     for id in (1, 2):
-        scheduler.add(Sequence(id, (id,) * 3, 9, claim=Claim("urgent"), priority=-1))
+        scheduler.add(Sequence(id, (id,) * 3, 9, SequenceParams(claim=Claim("urgent"), priority=-1)))
     step(scheduler)
-    scheduler.add(Sequence(3, (3,) * 3, 9, claim=Claim("other")))
+    scheduler.add(Sequence(3, (3,) * 3, 9, SequenceParams(claim=Claim("other"))))
     step(scheduler)
     assert scheduler.stats().preemptions == 0
     scheduler.abort(1)
     step(scheduler)  # one of each runs now
-    scheduler.add(Sequence(4, (4,) * 3, 9, claim=Claim("third")))
+    scheduler.add(Sequence(4, (4,) * 3, 9, SequenceParams(claim=Claim("third"))))
     step(scheduler)
     assert scheduler.stats().preemptions == 0
 
 
 def test_counters_of_idle_tenants_are_bounded() -> None:
-    tenants = Tenants(lambda seq: seq.arrival)
+    tenants = Tenants(lambda seq: seq.standing.arrival)
     for id in range(MOST_IDLE + 9):
-        seq = Sequence(id, (1,), 1, claim=Claim(f"tenant {id}"))
+        seq = Sequence(id, (1,), 1, SequenceParams(claim=Claim(f"tenant {id}")))
         tenants.add(seq)
-        assert seq.claim.tenant in tenants
+        assert seq.params.claim.tenant in tenants
         tenants.take(seq)
         tenants.end(seq)
-        assert seq.claim.tenant not in tenants
+        assert seq.params.claim.tenant not in tenants
     assert len(tenants._idle) == MOST_IDLE
 
 
 def test_who_loses_its_blocks_while_a_step_is_planned_has_no_turn_in_it() -> None:
     one, other = Sequence(1, (1,), 1), Sequence(2, (1,), 1)
-    one.tables, other.tables = [[0]], [[1]]
+    one.blocks.tables, other.blocks.tables = [[0]], [[1]]
     turns = iter(Turns([one, other], [], lambda seq: seq.id))
     assert next(turns) is one
-    other.tables = []
+    other.blocks.tables = []
     assert list(turns) == []

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import Scheduler, Sequence, check, hashing
+from penstock.core import Scheduler, Sequence, SequenceParams, check, hashing
 from penstock.core.block_events import BlockEvents
 from penstock.core.blocks import BlockPool
+from penstock.core.incoming import attach
 from penstock.core.prefix import PrefixNode
 from penstock.core.tiers import CopyCosts
 from penstock.types import BlockEvent, BlockRemoved, BlockStored, Event, Finished, Limits, blocks_for
@@ -94,7 +95,7 @@ def reused(scheduler: Scheduler, id: int, prompt: tuple[int, ...]) -> dict[str, 
 
 
 def nodes_of(scheduler: Scheduler, prompt: tuple[int, ...]) -> list[PrefixNode]:
-    return scheduler.cache.match(Sequence(99, prompt, 1))
+    return scheduler.cache.prefixes.match(Sequence(99, prompt, 1))
 
 
 def test_what_left_the_device_is_copied_out_and_in_again() -> None:
@@ -157,7 +158,7 @@ def test_a_block_that_is_computed_again_backs_its_node() -> None:
     scheduler = small()
     for id, prompt in enumerate((FIRST, SECOND)):
         reused(scheduler, id, prompt)
-    run(scheduler, Sequence(3, FIRST, 1, score=True))
+    run(scheduler, Sequence(3, FIRST, 1, SequenceParams(score=True)))
     assert scheduler.stats().copied_in == 0
     assert all(node.blocks[0] >= 0 and node.places[0] >= 0 for node in nodes_of(scheduler, FIRST))
     assert reused(scheduler, 4, FIRST) == {"device": 28}
@@ -236,7 +237,7 @@ def test_a_smaller_window_that_leaves_with_a_larger_one_stays_where_it_is_on_the
 
 def attached(scheduler: Scheduler, prompt: tuple[int, ...], first: int, count: int, salt: str = "") -> int:
     places = scheduler.cache.host.reserve(count)
-    used = scheduler.cache.attach(salt, prompt, first, [[place] for place in places])
+    used = attach(scheduler.cache, salt, prompt, first, [[place] for place in places])
     check(scheduler)
     return used
 
@@ -263,7 +264,7 @@ def test_places_of_what_is_there_are_given_back() -> None:
     assert attached(scheduler, (*FIRST[:8], *SECOND), 3, 2) == 0  # its third block is not known
     assert scheduler.cache.host.used == 0
     assert len(scheduler.cache.host.free()) == 16
-    assert scheduler.cache.attach("", FIRST, 0, []) == 0
+    assert attach(scheduler.cache, "", FIRST, 0, []) == 0
 
 
 def test_reserved_places_are_had_by_forgetting_others() -> None:
@@ -294,7 +295,7 @@ def test_windowed_blocks_may_be_attached_too() -> None:
     places = scheduler.cache.host.reserve(7)
     given = [[places[0], -1], [places[1], places[2]], [places[3], places[4]], [places[5], -1]]
     scheduler.cache.host.give_back(places[6:])
-    assert scheduler.cache.attach("", FIRST, 0, given) == 4
+    assert attach(scheduler.cache, "", FIRST, 0, given) == 4
     check(scheduler)
     assert reused(scheduler, 1, FIRST) == {"disk": 12}  # the window before the fourth block's end is not there
 
@@ -302,7 +303,7 @@ def test_windowed_blocks_may_be_attached_too() -> None:
 def test_an_attached_chain_of_windows_alone_may_have_gaps() -> None:
     scheduler = Scheduler(limits(windows=(6,), num_blocks=8, max_len=32, host_places=8, step_tokens=8))
     places = scheduler.cache.host.reserve(2)
-    assert scheduler.cache.attach("", FIRST, 0, [[-1], [places[0]], [places[1]], [-1]]) == 2
+    assert attach(scheduler.cache, "", FIRST, 0, [[-1], [places[0]], [places[1]], [-1]]) == 2
     check(scheduler)
     assert len(nodes_of(scheduler, FIRST)) == 3
     assert reused(scheduler, 1, FIRST) == {"disk": 8, "device": 4}
@@ -317,7 +318,7 @@ def test_events_tell_what_is_on_the_device(windows: tuple[int, ...]) -> None:
     small = limits(windows=windows, num_blocks=10 * len(windows), max_len=32, host_places=40)
     scheduler = Scheduler(small, watchers=(recorded,))
     attached_places = scheduler.cache.host.reserve(2 * len(windows))
-    scheduler.cache.attach("", (5,) * 8, 0, [attached_places[: len(windows)], attached_places[len(windows) :]])
+    attach(scheduler.cache, "", (5,) * 8, 0, [attached_places[: len(windows)], attached_places[len(windows) :]])
     events: list[BlockEvent] = []
     present: set[bytes] = set()
     for id in range(12):

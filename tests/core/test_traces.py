@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core import Scheduler, Sequence
+from penstock.core import Scheduler, Sequence, SequenceParams
 from penstock.types import Claim, Finished, Limits, Tokens
 from tests.core.test_tenants import Backlog, Size
 from tests.core.world import limits, step
@@ -54,7 +54,9 @@ def first_tokens(fair: bool) -> list[float]:
             id, (_, name, prompt, answer) = coming.pop(0)
             sent[id] = scheduler.now
             tokens = tuple((id * 7 + at * at) % 100 for at in range(prompt))
-            scheduler.add(Sequence(id, tokens, answer, claim=Claim(name if fair else ""), prefix_cache=False))
+            scheduler.add(
+                Sequence(id, tokens, answer, SequenceParams(claim=Claim(name if fair else "")), prefix_cache=False)
+            )
         for event in step(scheduler)[1]:
             ended += isinstance(event, Finished)
             if isinstance(event, Tokens):

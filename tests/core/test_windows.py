@@ -22,16 +22,16 @@ def cached(scheduler: Scheduler, seq: Sequence) -> int:
 
 def held(seq: Sequence) -> list[int]:
     """Returns how many blocks a running sequence holds in each layer group."""
-    return [sum(block >= 0 for block in table) for table in seq.tables]
+    return [sum(block >= 0 for block in table) for table in seq.blocks.tables]
 
 
 def evict(scheduler: Scheduler, idle: PrefixNode | tuple[PrefixNode, int]) -> list[int]:
     """Takes idle blocks from the trie, as if they had been the least recently used."""
     trie = scheduler.cache.trie
-    for queue in (trie._idle, trie._behind):
+    for queue in (trie.idle._blocks, trie.idle._early):
         queue.pop(idle, None)
-    trie._behind[idle] = None
-    trie._behind.move_to_end(idle, last=False)
+    trie.idle._early[idle] = None
+    trie.idle._early.move_to_end(idle, last=False)
     freed = trie.evict(lambda node, blocks: False)
     for block in freed:
         scheduler.cache.pool.give(block)
@@ -83,18 +83,18 @@ def test_a_prefix_is_reused_up_to_where_its_window_is_still_there() -> None:
     assert held(seq) == [5, 3]  # of the prefix it holds what it sees
     scheduler.abort(3)
     whole = Sequence(9, prompt(24), 1)
-    nodes = scheduler.cache.match(whole)
-    assert len(scheduler.cache.usable(nodes)) == 5
+    nodes = scheduler.cache.prefixes.match(whole)
+    assert len(scheduler.cache.prefixes.usable(nodes)) == 5
     for hole, usable in ((2, 5), (3, 2), (0, 0)):
         assert len(evict(scheduler, (nodes[hole], 1))) == 1
-        assert len(scheduler.cache.usable(nodes)) == usable
+        assert len(scheduler.cache.prefixes.usable(nodes)) == usable
     assert cached(scheduler, whole) == 0
 
 
 def test_what_was_evicted_from_a_window_is_filled_in_by_the_next_who_computes_it() -> None:
     scheduler = Scheduler(limits(windows=(0, 6), num_blocks=64, step_tokens=64))
     run(scheduler, Sequence(1, prompt(24), 1))
-    for node in scheduler.cache.match(Sequence(9, prompt(25), 1)):
+    for node in scheduler.cache.prefixes.match(Sequence(9, prompt(25), 1)):
         evict(scheduler, (node, 1))
     assert cached(scheduler, Sequence(2, prompt(24), 1)) == 0
     assert cached(scheduler, Sequence(3, prompt(24), 1)) == 20
@@ -104,7 +104,7 @@ def test_what_was_evicted_from_a_window_is_filled_in_by_the_next_who_computes_it
 def test_a_window_is_evicted_in_all_groups_that_see_no_further() -> None:
     scheduler = Scheduler(limits(windows=(0, 6, 6, 9), num_blocks=64, step_tokens=64))
     run(scheduler, Sequence(1, prompt(9), 1))
-    first, second = scheduler.cache.match(Sequence(9, prompt(9), 1))
+    first, second = scheduler.cache.prefixes.match(Sequence(9, prompt(9), 1))
     assert len(evict(scheduler, (first, 1))) == 2
     assert [block >= 0 for block in first.blocks] == [True, False, False, True]
     assert len(evict(scheduler, (second, 3))) == 3
@@ -115,7 +115,7 @@ def test_a_node_is_gone_with_its_blocks_of_full_groups() -> None:
     scheduler = Scheduler(limits(windows=(0, 6), num_blocks=64, step_tokens=64))
     run(scheduler, Sequence(1, prompt(12), 1))
     trie = scheduler.cache.trie
-    last = next(idle for idle in trie.idle() if isinstance(idle, PrefixNode))
+    last = next(idle for idle in trie.idle if isinstance(idle, PrefixNode))
     blocks = sorted(last.blocks)
     assert sorted(evict(scheduler, last)) == blocks
     assert len(list(trie.nodes())) == 2
@@ -126,7 +126,7 @@ def test_a_model_of_windowed_layers_alone_holds_its_window_and_forgets_empty_nod
     run(scheduler, Sequence(1, prompt(50), 9))
     assert scheduler.stats().blocks_cached == 3
     run(scheduler, Sequence(2, prompt(50, first=9), 9))
-    assert scheduler.cache.match(Sequence(3, prompt(51), 1)) == []
+    assert scheduler.cache.prefixes.match(Sequence(3, prompt(51), 1)) == []
     assert all(node.children or max(node.blocks) >= 0 for node in scheduler.cache.trie.nodes())
 
 
@@ -186,7 +186,7 @@ def test_block_tables_of_all_groups_follow_from_plans_alone() -> None:
         for grown in plan.grown:
             tables.setdefault((grown.seq, grown.group), {}).update(enumerate(grown.blocks, grown.at))
         for row in plan.rows:
-            for group, table in enumerate(scheduler.sequences[row.seq].tables):
+            for group, table in enumerate(scheduler.sequences[row.seq].blocks.tables):
                 entries = tables[row.seq, group]
                 assert all(entries[at] == block for at, block in enumerate(table) if block >= 0)
         answer(scheduler, plan)
@@ -206,7 +206,7 @@ def test_the_middle_of_a_stream_is_evicted_before_the_ends_of_older_ones() -> No
     for id in range(4):
         run(scheduler, conversation(id, first=50 + id))
     continued = [Sequence(9, (*prompt(40, first=50 + id), *[50] * 4, 7), 1) for id in range(4)]
-    assert [len(scheduler.cache.usable(scheduler.cache.match(seq))) for seq in continued] == [10] * 4
+    assert [len(scheduler.cache.prefixes.usable(scheduler.cache.prefixes.match(seq))) for seq in continued] == [10] * 4
 
 
 def test_where_streams_diverge_is_kept_once_it_was_seen() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from penstock.config import Config
-from penstock.engine.build import offer_addresses
 from penstock.engine.kv_transfer import nixl
 from penstock.engine.kv_transfer.leases import LeasedBlock, Leases
 from penstock.engine.kv_transfer.offers import _listener
+from penstock.engine.kv_transfer.peers import offer_addresses
 from penstock.engine.kv_transfer.reader import OfferReader, WantedBlock
 from penstock.engine.kv_transfer.server import OfferServer
 from penstock.engine.kv_transfer.staging import StagedBlocks, StagedCopy

@@ -273,7 +273,7 @@ def test_blocks_that_were_copied_out_and_in_again_answer_as_before() -> None:
     small.add(request(1, *prompt))
     drain(small)
     seq = RequestRecord(request(2, *prompt)).sequence(prefix_cache=True)
-    blocks = [node.blocks[0] for node in small.scheduler.cache.match(seq)]
+    blocks = [node.blocks[0] for node in small.scheduler.cache.prefixes.match(seq)]
     assert len(blocks) == 3
     for place, block in enumerate(blocks):
         small.scheduler.copy(BlockCopy(block, 7 + place, "out"))

@@ -329,7 +329,7 @@ def test_reading_that_would_take_longer_than_computing_is_not_begun(serve, monke
     server.answer(*PROMPT)
     server = restart(serve, server)
     monkeypatch.setattr(PromptCost, "FEW", 0)
-    loader = server.engine.find(DiskPrefixes)._loader
+    loader = server.engine.find(DiskPrefixes)._reads.loader
     loader.observe(1, 1.0)  # a byte in a second
     for _ in range(3):
         report = server.answer(*PROMPT)

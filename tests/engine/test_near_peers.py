@@ -11,11 +11,11 @@ import pytest
 from penstock.backend.fake import FakeBackend
 from penstock.config import Config
 from penstock.core import check
+from penstock.core.incoming import take_in
 from penstock.engine.assemble import assemble
-from penstock.engine.build import offer_addresses
 from penstock.engine.kv_disk import loading
 from penstock.engine.kv_transfer.cuda_ipc import CudaIpcListener
-from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions
+from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions, offer_addresses
 from penstock.engine.loop import advance
 from penstock.errors import ConfigError, StepFailed
 from penstock.planning.memory_plan import all_states
@@ -253,7 +253,7 @@ def test_nothing_is_copied_where_there_is_no_room(start: Start) -> None:
     second.engine.step()
     offer = first.offer(*PROMPT)
     cache = second.engine.scheduler.cache
-    assert cache.take_in("", PROMPT, 0, [[True]] * 40, lambda blocks: 40) == 0
+    assert take_in(cache, "", PROMPT, 0, [[True]] * 40, lambda blocks: 40) == 0
     second.drain()
     assert second.answer(*PROMPT, pull=offer).cached == 40
 
@@ -274,7 +274,7 @@ def test_a_pull_whose_room_cannot_be_made_is_computed(start: Start, monkeypatch:
     others = [tuple(range(at, at + 61)) for at in (2, 30)]
     for prompt in others:
         second.answer(*prompt)
-    blocks = second.engine.host.blocks
+    blocks = second.engine.pipeline.host.blocks
 
     def fail(copies: Sequence[object]) -> None:
         monkeypatch.undo()

@@ -138,7 +138,7 @@ def test_a_step_that_waits_for_blocks_does_not_tell_what_tokens_cost(monkeypatch
     answer(engine, 1, PROMPT)
     crowd_out(engine, 2)
     observed: list[int] = []
-    monkeypatch.setattr(engine.costs, "observe", lambda rows, *others, **more: observed.append(rows[0].start))
+    monkeypatch.setattr(engine.pipeline.costs, "observe", lambda rows, *others, **more: observed.append(rows[0].start))
     _, report = answer(engine, 20, PROMPT)
     assert dict(report.reused)["ram"] == 40
     assert observed == [45, 46, 47, 48, 49, 50, 51]  # its first step is missing, which began at position 40

@@ -148,7 +148,7 @@ class Process:
 
     def fail_a_copy(self) -> None:
         """Lets the next copy of blocks to or from host memory fail, if there is any."""
-        blocks: Any = self.engine.host.blocks
+        blocks: Any = self.engine.pipeline.host.blocks
         if blocks is None or "carry_out" in vars(blocks):
             return
 

@@ -331,7 +331,7 @@ class World:
                 continue
             mixed = seq.computed > 0 and not recompute
             client.lived.add("mixed weights" if mixed else "new weights")
-            scored = max(seq.scored - 1, 0) if seq.score else 0
+            scored = max(seq.scored - 1, 0) if seq.params.score else 0
             mu = record.sampler.mu if record.mirostat else None
             client.begin_era(number, len(seq.tokens) - seq.prompt_len, scored, mu, mixed)
 

@@ -142,7 +142,7 @@ def test_salts_are_the_engines(folder: Path, weights: WeightState) -> None:
     engine.add(request)
     salts = set()
     while not engine.idle:
-        salts |= {sequence.salt for sequence in engine.scheduler.sequences.values()}
+        salts |= {sequence.blocks.salt for sequence in engine.scheduler.sequences.values()}
         engine.step()
     infos = {info.name: info for info in engine.find(AdapterControl).listed()}
     assert salts == {salt_of(request, infos, weights)}

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.backend.ref import RefBackend
 from penstock.config import configure
-from penstock.engine.build import open_configured
+from penstock.engine.model_loading import open_configured
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf.reader import read_gguf

@@ -3,6 +3,6 @@
 from penstock.core.check import check
 from penstock.core.policy import Policy, StandardPolicy
 from penstock.core.scheduler import Scheduler
-from penstock.core.sequence import Sequence
+from penstock.core.sequence import Sequence, SequenceParams
 
-__all__ = ["Policy", "Scheduler", "Sequence", "StandardPolicy", "check"]
+__all__ = ["Policy", "Scheduler", "Sequence", "SequenceParams", "StandardPolicy", "check"]

@@ -65,7 +65,7 @@ def adopt(
         used.update(block for block in found.blocks if block >= 0)
     cache.pool.remove(used)
     for found in adopted:
-        cache.tell_stored(nodes[found.hash])
+        cache.watchers.stored(nodes[found.hash])
     for found in _in_order_of_eviction(adopted):
         cache.trie.drop([nodes[found.hash]], [int(block < 0) for block in found.blocks])
     count = len(used)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from penstock.core import hashing
 from penstock.core.prefix import PrefixNode
 from penstock.types import BlockEvent, BlockRemoved, BlockSnapshot, BlockStored
 
@@ -30,6 +31,70 @@ class BlockWatcher(Protocol):
 
     def state_lost(self, place: int) -> None:
         """Takes note that a place of a saved state may be written to from the next step on."""
+
+
+class Watchers:
+    """Tells every watcher. Blocks that are copied in are announced once the copies are carried out."""
+
+    def __init__(self, watchers: Iterable[BlockWatcher] = ()) -> None:
+        self._watchers = tuple(watchers)
+        self._arriving: list[PrefixNode] = []  # nodes that were or will be copied in since the last announcement
+
+    def __bool__(self) -> bool:
+        return bool(self._watchers)
+
+    def stored(self, node: PrefixNode) -> None:
+        """Announces a node that has entered the prefix cache."""
+        if not self._watchers:
+            return
+        assert node.parent is not None
+        parent = node.parent.hash if node.depth else node.salt_hash
+        node.hash = node.hash or hashing.extend(parent, node.tokens)
+        node.stored = True
+        for watcher in self._watchers:
+            watcher.stored(node, parent)
+
+    def arrives(self, node: PrefixNode) -> None:
+        """Announces a node at the next step, when it was copied in."""
+        if self._watchers:
+            self._arriving.append(node)
+
+    def announce_arrivals(self) -> None:
+        """Announces the nodes that were copied in: plans are carried out before the next is made and before any is
+        committed."""
+        for node in self._arriving:
+            if node.stored:
+                self.changed(node)
+            else:
+                self.stored(node)
+        self._arriving.clear()
+
+    def drop_arrivals(self) -> None:
+        """Forgets the arriving nodes that no sequence holds."""
+        self._arriving = [node for node in self._arriving if node.holders]
+
+    def changed(self, node: PrefixNode) -> None:
+        for watcher in self._watchers:
+            watcher.changed(node)
+
+    def removed(self, node: PrefixNode) -> None:
+        """Announces that a node leaves the device or, without full layer groups, the trie."""
+        if node.stored:
+            node.stored = False
+            for watcher in self._watchers:
+                watcher.removed(node)
+
+    def freed(self, block: int) -> None:
+        for watcher in self._watchers:
+            watcher.freed(block)
+
+    def state_saved(self, node: PrefixNode, place: int) -> None:
+        for watcher in self._watchers:
+            watcher.state_saved(node, place)
+
+    def state_lost(self, place: int) -> None:
+        for watcher in self._watchers:
+            watcher.state_lost(place)
 
 
 class BlockEvents:

@@ -27,8 +27,8 @@ def _check_blocks(scheduler: Scheduler) -> None:
     own = [
         block
         for seq in scheduler.running
-        for table, start in zip(seq.tables, seq.window_starts, strict=True)
-        for block in table[max(len(seq.nodes), start) :]
+        for table, start in zip(seq.blocks.tables, seq.blocks.window_starts, strict=True)
+        for block in table[max(len(seq.blocks.nodes), start) :]
     ]
     published = [block for node in cache.trie.nodes() for block in node.blocks if block >= 0]
     owners = Counter([*cache.pool.snapshot(), *own, *published])
@@ -39,7 +39,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 def _check_trie(scheduler: Scheduler) -> None:
     trie, windows = scheduler.cache.trie, scheduler.limits.windows
-    holders = Counter(node for seq in scheduler.running for node in seq.nodes)
+    holders = Counter(node for seq in scheduler.running for node in seq.blocks.nodes)
     for node in trie.nodes():
         count, size = len(node.tokens), scheduler.cache.block_size
         assert count == size, f"block {node.blocks} has {count} tokens, {size} fill it"
@@ -51,7 +51,7 @@ def _check_trie(scheduler: Scheduler) -> None:
         assert node.holders == holders[node], f"block {node.blocks}: {node.holders} holders, {holders[node]} found"
         empty = not (node.holders or node.children) and max(node.blocks + node.places) < 0
         assert not empty, "a node that nobody needs has no blocks"
-    queue = trie.idle()
+    queue = list(trie.idle)
     idle = [node for node in queue if isinstance(node, PrefixNode)]
     full = windows.count(0)
     expected = {node for node in trie.nodes() if full and node.holders == 0 and trie.on_device(node)}
@@ -73,8 +73,10 @@ def _check_children_go_first(queue: list[PrefixNode]) -> None:
 def _check_windows(scheduler: Scheduler) -> None:
     trie, windows = scheduler.cache.trie, scheduler.limits.windows
     for group in (group for group, window in enumerate(windows) if window):
-        holders = Counter(node for seq in scheduler.running for node in seq.nodes[seq.window_starts[group] :])
-        idle = {entry[0] for entry in trie.idle() if not isinstance(entry, PrefixNode) and entry[1] == group}
+        holders = Counter(
+            node for seq in scheduler.running for node in seq.blocks.nodes[seq.blocks.window_starts[group] :]
+        )
+        idle = {entry[0] for entry in trie.idle if not isinstance(entry, PrefixNode) and entry[1] == group}
         for node in trie.nodes():
             found = node.window_holders[group]
             assert found == holders[node], f"block {node.blocks}, group {group}: {found} holders, not {holders[node]}"
@@ -132,21 +134,21 @@ def _check_queues(scheduler: Scheduler) -> None:
     _check_tenants(scheduler, waiting)
     assert {seq.id for seq in running + waiting} == scheduler.sequences.keys(), "a sequence is in no queue"
     assert len(running) + len(waiting) == len(scheduler.sequences), "a sequence is in two queues"
-    assert all(seq.capacity for seq in running), "a running sequence has no blocks"
-    assert not any(seq.tables or seq.nodes for seq in waiting), "a waiting sequence holds blocks"
-    in_flight = set(scheduler.cache.in_flight.values())
+    assert all(seq.blocks.capacity for seq in running), "a running sequence has no blocks"
+    assert not any(seq.blocks.tables or seq.blocks.nodes for seq in waiting), "a waiting sequence holds blocks"
+    in_flight = set(scheduler.cache.in_flight.computing.values())
     assert in_flight <= {seq.id for seq in running}, "a block is in flight for a sequence that is not running"
 
 
 def _check_tenants(scheduler: Scheduler, waiting: list[Sequence]) -> None:
     tenants = scheduler.tenants
     assert tenants.waiting == len(waiting), f"{tenants.waiting} sequences are counted as waiting, {len(waiting)} do"
-    running = Counter(seq.tenant.name for seq in scheduler.running)
+    running = Counter(seq.standing.tenant.name for seq in scheduler.running)
     for tenant in tenants:
         found = running[tenant.name]
         assert tenant.running == found, f"tenant {tenant.name!r}: {tenant.running} running, {found} found"
         assert found or tenant.line, f"tenant {tenant.name!r} has no sequences"
-    foreground = sum(not seq.background for seq in scheduler.sequences.values())
+    foreground = sum(not seq.params.background for seq in scheduler.sequences.values())
     assert tenants.foreground == foreground, f"{tenants.foreground} foreground sequences, {foreground} found"
     begun = {seq.id for seq in scheduler.running if seq.times.answered is None}
     assert tenants.prefilling.keys() == begun, f"{set(tenants.prefilling)} have no token yet, {begun} found"
@@ -157,18 +159,20 @@ def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
     assert seq.computed <= seq.planned <= seq.end <= seq.max_len, f"sequence {seq.id} is ahead of itself"
     known = len(seq.tokens)
     assert seq.computed <= known, f"sequence {seq.id} has {known} tokens and {seq.computed} computed positions"
-    assert seq.planned <= seq.capacity, f"sequence {seq.id} computes positions it has no blocks for"
+    assert seq.planned <= seq.blocks.capacity, f"sequence {seq.id} computes positions it has no blocks for"
     if scheduler.limits.encoder:
         assert seq.planned in (0, seq.end), f"sequence {seq.id} was cut at {seq.planned} of {seq.end} tokens"
-    for group, (table, start) in enumerate(zip(seq.tables, seq.window_starts, strict=True)):
-        assert len(table) * size == seq.capacity, f"sequence {seq.id}: its block tables differ in length"
-        shared = [node.blocks[group] for node in seq.nodes[start:]]
+    for group, (table, start) in enumerate(zip(seq.blocks.tables, seq.blocks.window_starts, strict=True)):
+        assert len(table) * size == seq.blocks.capacity, f"sequence {seq.id}: its block tables differ in length"
+        shared = [node.blocks[group] for node in seq.blocks.nodes[start:]]
         assert shared == table[start : start + len(shared)], f"sequence {seq.id}: block table and trie differ"
         if window := scheduler.limits.windows[group]:
             seen = max(seq.computed - window + 1, 0) // size
             assert start <= seen, f"sequence {seq.id} let go of blocks that it still sees in group {group}"
             seen = max(seq.computed // size * size - window + 1, 0) // size
             assert start >= seen, f"sequence {seq.id} keeps blocks behind its window in group {group}"
-    tokens = [token for node in seq.nodes for token in node.tokens]
+    tokens = [token for node in seq.blocks.nodes for token in node.tokens]
     assert tokens == seq.tokens[: len(tokens)], f"sequence {seq.id} holds blocks of other tokens"
-    assert all(at > seq.computed and at % size == 0 for at in seq.saving), f"sequence {seq.id} saves what is past"
+    assert all(at > seq.computed and at % size == 0 for at in seq.states.saving), (
+        f"sequence {seq.id} saves what is past"
+    )

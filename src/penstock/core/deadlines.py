@@ -49,7 +49,9 @@ def expire(queue: SequenceQueue) -> list[Event]:
         seq = queue.sequences.get(id)
         if seq is not None and not seq.begun:
             queue.abort(id)
-            message = f"the deadline passed after {seq.claim.deadline:.3g} s in line, before the answer was begun"
+            message = (
+                f"the deadline passed after {seq.params.claim.deadline:.3g} s in line, before the answer was begun"
+            )
             failed.append(Failed(id, WaitTooLong.code, f"{message}: retry later, or allow more time"))
     return failed
 
@@ -63,13 +65,13 @@ def refuse_hopeless(scheduler: Scheduler, costs: CostModel) -> list[Event]:
         in_place = 0
         for seq in list(tenant.line):
             to_deadline = _to_deadline(seq, scheduler.now)
-            left = min(seq.due - scheduler.now, to_deadline)
+            left = min(seq.standing.due - scheduler.now, to_deadline)
             fresh = left < inf and len(seq.tokens) == seq.prompt_len  # what was begun elsewhere goes on
             seconds = _seconds_alone(seq, left, scheduler, costs) if fresh else left
             if seconds > to_deadline and not seq.begun:
                 failed.append(_refused(seq, seconds, max(to_deadline, 0.0)))
                 scheduler.abort(seq.id)
-            elif seconds > left and seq.due < inf:
+            elif seconds > left and seq.standing.due < inf:
                 scheduler.tenants.postpone(seq)
             elif (in_place := in_place + 1) == LOOKED_AT:
                 break
@@ -77,7 +79,7 @@ def refuse_hopeless(scheduler: Scheduler, costs: CostModel) -> list[Event]:
 
 
 def _to_deadline(seq: Sequence, now: float) -> float:
-    return inf if seq.claim.deadline is None else seq.times.arrived + seq.claim.deadline - now
+    return inf if seq.params.claim.deadline is None else seq.times.arrived + seq.params.claim.deadline - now
 
 
 def _seconds_alone(seq: Sequence, left: float, scheduler: Scheduler, costs: CostModel) -> float:
@@ -86,12 +88,12 @@ def _seconds_alone(seq: Sequence, left: float, scheduler: Scheduler, costs: Cost
     seconds = costs.prompt_seconds(seq.end)
     if seconds <= left:
         return seconds
-    cached = scheduler.cache.held(seq)
+    cached = scheduler.cache.prefixes.held(seq)
     return costs.prompt_seconds(seq.end - cached, cached)
 
 
 def _refused(seq: Sequence, seconds: float, left: float) -> Failed:
     needed = f"the prompt takes about {seconds:.3g} s to compute"
-    message = f"{needed}, and {left:.3g} s are left of its deadline of {seq.claim.deadline:.3g} s"
+    message = f"{needed}, and {left:.3g} s are left of its deadline of {seq.params.claim.deadline:.3g} s"
     advice = "allow more time, send a shorter prompt, or retry later"
     return Failed(seq.id, WaitTooLong.code, f"{message}: {advice}", retry_after=seconds - left)

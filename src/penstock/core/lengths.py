@@ -88,22 +88,26 @@ class AnswerLengths:
 
     def __init__(self) -> None:
         self._curves: OrderedDict[Kind, LengthCurve] = OrderedDict()  # the least recently used comes first
+        self._learned: dict[int, int] = {}  # answer tokens learned from running sequences, by id
 
     def follow(self, seq: Sequence) -> None:
         """Learns from the tokens that a sequence has got since the last time. Those that still run must count too: of
         many that began together, the first to end are the shortest."""
-        start, seq.learned = seq.learned, len(seq.tokens) - seq.prompt_len
+        length = len(seq.tokens) - seq.prompt_len
+        start = self._learned.get(seq.id, 0)
+        self._learned[seq.id] = length
         for curve in self._of(seq):
-            curve.observe(start, seq.learned)
+            curve.observe(start, length)
 
     def end(self, seq: Sequence) -> None:
         """Learns from a sequence that has ended. Who ended it does not matter: its blocks are free."""
         length = len(seq.tokens) - seq.prompt_len
         if length:
             self.follow(seq)
-            cut_off = len(seq.tokens) == seq.max_len and seq.tokens[-1] not in seq.stop_ids
+            cut_off = len(seq.tokens) == seq.max_len and seq.tokens[-1] not in seq.params.stop_ids
             for curve in self._of(seq):
                 curve.end(length, cut_off=cut_off)
+        self._learned.pop(seq.id, None)
 
     def survival(self, seq: Sequence, more: Line[int]) -> list[float]:
         """Returns the probabilities that a sequence gets so many more tokens, for each of `more`. It never gets more
@@ -118,7 +122,7 @@ class AnswerLengths:
         most = seq.max_len - seq.prompt_len
         size = max(most - 1, 0).bit_length() // 2
         found = []
-        for kind in ((f"tenant {seq.claim.tenant}", size), ("", size)):
+        for kind in ((f"tenant {seq.params.claim.tenant}", size), ("", size)):
             curve = self._curves.pop(kind, None)
             found.append(curve or LengthCurve(ASSUMED_FULL if most <= FEW_TOKENS else ASSUMED_MEAN))
             self._curves[kind] = found[-1]

@@ -55,7 +55,7 @@ class MemoryForecast:
         known, self._known = self._known, {}
         for each in running:
             growth = known.get(each.id)
-            if growth is None or growth.capacity != each.capacity:
+            if growth is None or growth.capacity != each.blocks.capacity:
                 self._lengths.follow(each)
                 shared = shared_blocks(each)
                 growth = self._growth(each, shared, held_blocks(each) - shared)
@@ -87,20 +87,20 @@ class MemoryForecast:
             then = self.blocks(min(seq.end + end, seq.max_len)) - shared
             expected.append(chance * then - own)
             variance.append(chance * (1 - chance) * then * then)
-        return Growth(seq.capacity, expected, variance)
+        return Growth(seq.blocks.capacity, expected, variance)
 
 
 def held_blocks(seq: Sequence) -> int:
     """Returns how many blocks a running sequence holds."""
-    return sum(map(len, seq.tables)) - sum(seq.window_starts)
+    return sum(map(len, seq.blocks.tables)) - sum(seq.blocks.window_starts)
 
 
 def shared_nodes(seq: Sequence) -> int:
     """Returns how many of a sequence's nodes others hold too. Whoever holds a node holds its parents."""
-    return bisect_left(seq.nodes, True, key=lambda node: node.holders == 1)
+    return bisect_left(seq.blocks.nodes, True, key=lambda node: node.holders == 1)
 
 
 def shared_blocks(seq: Sequence) -> int:
     """Returns how many of a sequence's blocks others hold too."""
     nodes = shared_nodes(seq)
-    return sum(max(nodes - start, 0) for start in seq.window_starts)
+    return sum(max(nodes - start, 0) for start in seq.blocks.window_starts)

@@ -47,11 +47,12 @@ class StepBudget:
     """Is what a step may still compute: so many tokens and, if there is a target for its time, so many seconds of
     prompts by what they are known to cost."""
 
-    __slots__ = ("_cost", "_least", "_seconds", "hurried", "tokens")
+    __slots__ = ("_cost", "_least", "_seconds", "hurried", "reserved", "tokens")
 
     def __init__(self, tokens: int, seconds: float = 0.0, cost: PromptCost | None = None) -> None:
         self.tokens = tokens
         self.hurried = False  # a tenant's first prompt is in it, beside others: those can wait a step
+        self.reserved = 0  # blocks: see Room
         self._seconds = seconds
         self._cost = cost
         self._least = LEAST if seconds > 0 else 1  # tokens that the next prompt gets
@@ -150,14 +151,22 @@ class StandardPolicy:
     def order(self, seq: Sequence) -> Any:
         """Returns background requests after all others; within each class the lower priority number goes first, then
         the earlier deadline, then the lower rank, and equals go in order of arrival."""
-        return (seq.background, seq.priority, seq.due, seq.rank, seq.arrival)
+        return (seq.params.background, seq.params.priority, seq.standing.due, seq.standing.rank, seq.standing.arrival)
 
     def turn(self, seq: Sequence) -> Any:
         """Returns the order within a line, but of equal priority the tenant that has had the least goes first. Of two
         that have had the same, it is the one that runs less. Of a prompt that is begun, only the rest counts."""
-        tenant = seq.tenant
-        rank = seq.rank if seq.waits else self.rank(seq, seq.planned)
-        return (seq.background, seq.priority, tenant.counter, tenant.running, seq.due, rank, seq.arrival)
+        tenant = seq.standing.tenant
+        rank = seq.standing.rank if seq.waits else self.rank(seq, seq.planned)
+        return (
+            seq.params.background,
+            seq.params.priority,
+            tenant.counter,
+            tenant.running,
+            seq.standing.due,
+            rank,
+            seq.standing.arrival,
+        )
 
     def victim(self, behind: Line[Sequence], places: int = 0) -> Sequence:
         """Returns one of the tenant most over its share: that which wastes least for each block that it frees, then
@@ -165,7 +174,14 @@ class StandardPolicy:
 
         def give_way(seq: Sequence) -> Any:
             each, all = self._waste(seq, places)
-            return (seq.background, seq.priority, seq.tenant.counter, -each, -all, seq.arrival)
+            return (
+                seq.params.background,
+                seq.params.priority,
+                seq.standing.tenant.counter,
+                -each,
+                -all,
+                seq.standing.arrival,
+            )
 
         return max(behind, key=give_way)
 
@@ -186,7 +202,7 @@ class StandardPolicy:
             waste = costs.prompts.seconds_after(kept, seq.computed)
             if self._copies is not None and freed <= places:
                 copied = self._copies.seconds("out", freed) + self._copies.seconds("in", freed)
-                waste = min(waste, copied + costs.prompts.seconds_after(len(seq.nodes) * size, seq.computed))
+                waste = min(waste, copied + costs.prompts.seconds_after(len(seq.blocks.nodes) * size, seq.computed))
         return waste / freed if freed else inf, waste
 
     def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
@@ -197,7 +213,7 @@ class StandardPolicy:
         held: set[int] = set()
         if ahead is not None and not self._held and self._costs is not None and self._costs.known:
             usual = self._costs.usual_target(len(running))
-            others = [seq for seq in _of_busier_tenants(ahead, running) if (seq.claim.itl or usual) >= usual]
+            others = [seq for seq in _of_busier_tenants(ahead, running) if (seq.params.claim.itl or usual) >= usual]
             answers = self._costs.answer_seconds(len(others), len(others))
             if self._costs.prompt_seconds(ahead.end) <= answers:
                 held = {seq.id for seq in others}
@@ -214,13 +230,13 @@ class StandardPolicy:
         if not answering:
             return StepBudget(limits.step_tokens)
         rows = len(answering)
-        stated = min([seq.claim.itl for seq in answering if seq.claim.itl is not None], default=inf)
+        stated = min([seq.params.claim.itl for seq in answering if seq.params.claim.itl is not None], default=inf)
         if costs is None or not costs.known:
             cautious = costs is not None and stated < inf
             tokens = len(running) + CAUTIOUS if cautious else self._few_tokens(running, rows)
             return StepBudget(min(tokens, limits.step_tokens))
         bounded = 0 < limits.prefill_budget < limits.step_tokens
-        silent = bounded and any(seq.claim.itl is None and not seq.background for seq in answering)
+        silent = bounded and any(seq.params.claim.itl is None and not seq.params.background for seq in answering)
         target = min(stated, costs.usual_target(rows) if silent else inf)
         tokens = limits.step_tokens if stated == target < inf else self._tokens(running, heads, rows)
         if target == inf:
@@ -246,9 +262,9 @@ class StandardPolicy:
     def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
         """Returns False for an encoder's prompt that the step cannot hold whole, for a background request while there
         are enough of those, and for a tenant that runs some in a step with another's first."""
-        if budget.hurried and seq.tenant.running:
+        if budget.hurried and seq.standing.tenant.running:
             return False
-        if seq.background and not self._background_may_start(load):
+        if seq.params.background and not self._background_may_start(load):
             return False
         return budget.tokens >= (seq.end if self._limits.encoder else 1)
 
@@ -282,12 +298,12 @@ class StandardPolicy:
 def _of_busier_tenants(seq: Sequence, running: Line[Sequence]) -> list[Sequence]:
     """Returns the running sequences of tenants that have had more and have several running, if the tenant of `seq` has
     none running."""
-    if seq.tenant.running:
+    if seq.standing.tenant.running:
         return []
     return [
         each
         for each in running
-        if each.tenant.running > 1
-        and each.tenant.counter >= seq.tenant.counter
-        and (each.background, each.priority) >= (seq.background, seq.priority)
+        if each.standing.tenant.running > 1
+        and each.standing.tenant.counter >= seq.standing.tenant.counter
+        and (each.params.background, each.params.priority) >= (seq.params.background, seq.params.priority)
     ]

@@ -76,6 +76,35 @@ class PrefixNode:
 Idle = PrefixNode | tuple[PrefixNode, int]  # a node's blocks of full groups, or its block of one windowed group
 
 
+class IdleQueue:
+    """Orders idle blocks for eviction: the least recently used ones go first, and `early` ones before all others."""
+
+    __slots__ = ("_blocks", "_early")
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[Idle, None] = OrderedDict()
+        self._early: OrderedDict[Idle, None] = OrderedDict()
+
+    def __iter__(self) -> Iterator[Idle]:
+        """Yields idle blocks in order of eviction."""
+        yield from self._early
+        yield from self._blocks
+
+    def add(self, idle: Idle, early: bool = False) -> None:
+        (self._early if early else self._blocks)[idle] = None
+
+    def discard(self, idle: Idle) -> bool:
+        """Removes idle blocks; returns False if they are not in the queue."""
+        for queue in (self._blocks, self._early):
+            if idle in queue:
+                del queue[idle]
+                return True
+        return False
+
+    def pop(self) -> Idle:
+        return (self._early or self._blocks).popitem(last=False)[0]
+
+
 class BlockTrie:
     """Finds, shares and evicts full blocks. `host` may keep what is evicted. `removed` is called with every node that
     leaves the device, before it loses its blocks, `changed` with every node that loses windowed blocks or has them
@@ -102,15 +131,14 @@ class BlockTrie:
         self._changed = changed
         self._gone = gone
         self._root = PrefixNode(None, (), [], [])
-        self._idle: OrderedDict[Idle, None] = OrderedDict()  # the least recently used comes first
-        self._behind: OrderedDict[Idle, None] = OrderedDict()  # idle windowed blocks that are evicted before those
+        self.idle = IdleQueue()
 
     def match(self, salt: str, tokens: Sequence[int], blocks: int) -> list[PrefixNode]:
         """Returns the longest known chain over the first `blocks` blocks of `tokens`. Changes nothing."""
         chain: list[PrefixNode] = []
         children = self._root.children
         for index in range(blocks):
-            node = children.get(self.key_of(salt, tokens, index))
+            node = children.get(block_key(salt, tokens, index, self._block_size))
             if node is None:
                 break
             chain.append(node)
@@ -161,7 +189,7 @@ class BlockTrie:
         end = (len(chain) + 1) * self._block_size
         assert len(tokens) >= end, f"a block that ends at {end} is not full: its sequence has {len(tokens)} tokens"
         parent = chain[-1] if chain else self._root
-        key = self.key_of(salt, tokens, len(chain))
+        key = block_key(salt, tokens, len(chain), self._block_size)
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = PrefixNode(parent, key, blocks, self._held_once.copy())
@@ -205,14 +233,13 @@ class BlockTrie:
         """Lets go of a node's block of one windowed layer group."""
         node.window_holders[group] -= 1
         if node.window_holders[group] == 0:
-            queue = self._idle if node.kept else self._behind
-            queue[node, group] = None
+            self.idle.add((node, group), early=not node.kept)
             self.idle_blocks += 1
 
     def evict(self, pays: Callable[[PrefixNode, int], bool]) -> list[int]:
         """Takes the least recently used idle blocks from the device and returns them: a leaf's blocks of all groups, or
         of windowed groups alone. They go to the host if that `pays` for so many of a node's blocks."""
-        idle, _ = (self._behind or self._idle).popitem(last=False)
+        idle = self.idle.pop()
         if isinstance(idle, PrefixNode):
             return self._evict_node(idle, pays)
         return self._evict_window(*idle, pays)
@@ -225,7 +252,7 @@ class BlockTrie:
         count = 0
         for given in places:
             parent = chain[-1] if chain else self._root
-            key = self.key_of(salt, tokens, len(chain))
+            key = block_key(salt, tokens, len(chain), self._block_size)
             node = parent.children.get(key)
             if node is None:
                 node = parent.children[key] = PrefixNode(parent, key, [-1] * len(given), [0] * len(self._held_once))
@@ -246,10 +273,6 @@ class BlockTrie:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-    def idle(self) -> list[Idle]:
-        """Returns what is idle, from the next to be evicted on."""
-        return [*self._behind, *self._idle]
 
     def _hole(self, chain: Sequence[PrefixNode], count: int, host: bool) -> int:
         """Returns a block that is missing in the windows before the end of `count` blocks; -1: none is. No prefix can
@@ -277,27 +300,19 @@ class BlockTrie:
 
     def _hold_node(self, node: PrefixNode) -> None:
         if node.holders == 0 and self._full and self.on_device(node):
-            del self._idle[node]
+            self.idle.discard(node)
             self.idle_blocks -= self._full
         node.holders += 1
 
     def _hold_window(self, node: PrefixNode, group: int) -> None:
-        if node.window_holders[group] == 0 and self._unqueue(node, group):
+        if node.window_holders[group] == 0 and self.idle.discard((node, group)):
             self.idle_blocks -= 1
         node.window_holders[group] += 1
-
-    def _unqueue(self, node: PrefixNode, group: int) -> bool:
-        """Takes a windowed block out of the queue that it is in; returns False if it is in none."""
-        for queue in (self._idle, self._behind):
-            if (node, group) in queue:
-                del queue[node, group]
-                return True
-        return False
 
     def _rest(self, node: PrefixNode) -> None:
         """Makes a node idle that nobody holds."""
         if self._full:
-            self._idle[node] = None
+            self.idle.add(node)
             self.idle_blocks += self._full
         else:
             self.prune(node)
@@ -307,7 +322,7 @@ class BlockTrie:
         freed = [block for block in node.blocks if block >= 0]
         self.idle_blocks -= len(freed)
         for group in self._windowed:
-            if self._unqueue(node, group):
+            if self.idle.discard((node, group)):
                 self._host.keep((node, group), node.kept and pays(node, 1))
         kept = self._host.total > 0 and self._host.keep(node, pays(node, self._full))
         self._removed(node)
@@ -322,7 +337,7 @@ class BlockTrie:
         leaving = [group]
         if not self._host.keep((node, group), node.kept and pays(node, 1)):
             smaller = (g for g in self._windowed if g != group and self._windows[g] <= self._windows[group])
-            leaving += [g for g in smaller if self._unqueue(node, g)]
+            leaving += [g for g in smaller if self.idle.discard((node, g))]
             for g in leaving[1:]:
                 self._host.keep((node, g), False)
         freed = [node.blocks[g] for g in leaving]
@@ -360,8 +375,8 @@ class BlockTrie:
                 self._removed(node)
             stack.extend(node.children.values())
 
-    def key_of(self, salt: str, tokens: Sequence[int], index: int) -> Key:
-        """Returns the key of a prompt's block."""
-        size = self._block_size
-        key = tuple(tokens[index * size : (index + 1) * size])
-        return key if index else (hashing.root(salt), *key)
+
+def block_key(salt: str, tokens: Sequence[int], index: int, size: int) -> Key:
+    """Returns the key of a prompt's block."""
+    key = tuple(tokens[index * size : (index + 1) * size])
+    return key if index else (hashing.root(salt), *key)

@@ -32,7 +32,7 @@ class RecentStreams:
 
     def keep(self, seq: Sequence) -> None:
         """Adds what has been computed of a sequence, if that is anything that others could share."""
-        if not seq.prefix_cache or not seq.computed:
+        if not seq.blocks.prefix_cache or not seq.computed:
             return
         self._ended.append(EndedStream(_scope(seq), array("i", seq.tokens[: seq.computed]), seq.prompt_len))
         self._size += seq.computed
@@ -55,7 +55,7 @@ class RecentStreams:
 
 def _scope(seq: Sequence) -> tuple[str, str]:
     """Returns what two sequences must have in common for one to be told about the other."""
-    return seq.salt, seq.owner
+    return seq.blocks.salt, seq.params.owner
 
 
 def _shared(one: array[int], other: array[int]) -> int:

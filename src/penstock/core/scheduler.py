@@ -8,19 +8,19 @@ the order they were planned, so a block taken back in one plan may be handed out
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockWatcher
-from penstock.core.drafting.rows import DraftRows, Drafts
+from penstock.core.counters import Counters
+from penstock.core.drafting.rows import DraftRows, Drafts, NoDraftRows
 from penstock.core.kvcache import KvCache
 from penstock.core.policy import Policy, Room, StandardPolicy, StepBudget
 from penstock.core.prefix import PrefixNode
 from penstock.core.recent import RecentStreams
 from penstock.core.refusal import refuse_impossible, refuse_unworkable
 from penstock.core.sequence import Sequence
-from penstock.core.tally import Tally
 from penstock.core.tenants import PER_GENERATED, Tenants, Turns
 from penstock.core.tiers import CopyCosts
 from penstock.errors import InvalidRequest
@@ -63,7 +63,7 @@ class Scheduler:
         self.limits = limits
         self.policy = policy or StandardPolicy(limits)
         self.cache = KvCache(limits, chain, watchers, copy_costs)
-        self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else None
+        self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else NoDraftRows()
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order
         self.tenants = Tenants(self.policy.order)  # with all who wait
@@ -71,11 +71,10 @@ class Scheduler:
         self.now = 0.0  # set before every call by whoever has a clock
         self._step = 0
         self._arrivals = 0
-        self._reserved = 0  # blocks, while a step is planned: see Room
         self._squeezed: Sequence | None = None  # was next in turn in the last plan and found too few blocks
         self._grown: list[Grown] = []
         self._dropped: list[int] = []
-        self._tally = Tally()
+        self._counters = Counters()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -86,7 +85,7 @@ class Scheduler:
         refuse_impossible(seq, self.limits)
         self._arrivals += 1
         seq.arrive(self._arrivals, self.now)
-        seq.rank = self.policy.rank(seq, self.cache.held(seq))
+        seq.standing.rank = self.policy.rank(seq, self.cache.prefixes.held(seq))
         self.sequences[seq.id] = seq
         self.tenants.add(seq)
 
@@ -97,11 +96,34 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
         """Ends every sequence of a step that could not be computed."""
-        self.cache.states.give_back(*plan.rows)
+        self.cache.saving.give_back(*plan.rows)
         failed = [self.sequences[row.seq] for row in plan.rows if row.seq in self.sequences]
         for seq in failed:
             self._end(seq)
         return [Failed(seq.id, code, message) for seq in failed]
+
+    def requeue(self, plan: StepPlan) -> None:
+        """Takes back the plan made last, whose step could not be computed: its sequences wait again."""
+        self.cache.saving.give_back(*plan.rows)
+        for row in plan.rows:
+            seq = self.sequences[row.seq]
+            if row.sample and seq.end > len(seq.tokens):
+                seq.end -= 1  # the token that this row would have sampled
+            self.preempt(seq)
+
+    def change_salts(self, salts: Mapping[int, str], recompute: bool) -> None:
+        """Gives all sequences new salts, by id, because the weights have changed: nothing computed with the old weights
+        is reused. With `recompute` running sequences are preempted and their KV is computed again; otherwise they keep
+        it, unshared. No step may be in flight."""
+        for seq in list(self.running):
+            if recompute:
+                self.preempt(seq)
+            else:
+                self.cache.isolate(seq)
+        for seq in self.sequences.values():
+            seq.blocks.salt, seq.blocks.hashes, seq.blocks.awaited = salts[seq.id], [], None
+        self.cache.flush()
+        self.recent = RecentStreams()
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -117,18 +139,23 @@ class Scheduler:
         self.cache.open_step()
         ahead = self.tenants.next(self.policy.turn) if len(self.tenants) > 1 else None
         self._make_way(ahead)
-        rows, preemptions = list[Row](), self._tally.preemptions
+        rows, preemptions = list[Row](), self._counters.preemptions
         held = self.policy.held_back(ahead, self.running)
         budget, begun = self._plan_answers(rows, held)
         if begun or self.tenants.waiting:
             self._plan_prompts(rows, budget, begun, preemptions)
         if held and not rows:
             self._plan_answers(rows, ())
-        rows = self.cache.states.assign_saves(rows, self.sequences)
-        if self._drafts is not None:
-            self._grown += self._drafts.extend(rows, self.sequences, len(self.running))
-        copies = self.cache.take_copies(), self.cache.states.take_copies()
-        plan = StepPlan(self._step, tuple(rows), tuple(self._grown), tuple(self._dropped), *copies)
+        rows = self.cache.saving.assign_saves(rows, self.sequences)
+        self._grown += self._drafts.extend(rows, self.sequences, len(self.running))
+        plan = StepPlan(
+            self._step,
+            tuple(rows),
+            tuple(self._grown),
+            tuple(self._dropped),
+            self.cache.take_copies(),
+            self.cache.states.take_copies(),
+        )
         self._grown, self._dropped = [], []
         return plan
 
@@ -138,11 +165,11 @@ class Scheduler:
         for row, answer in zip(plan.rows, result.rows, strict=True):
             seq = self.sequences.get(row.seq)
             if seq is None:
-                self.cache.states.give_back(row)
+                self.cache.saving.give_back(row)
                 continue
             tokens, stop = self._append(seq, answer.tokens)
-            if plan.step < seq.admission_epoch:  # preempted meanwhile: its tokens count, its KV is gone
-                self.cache.states.give_back(row)
+            if plan.step < seq.standing.admission_epoch:  # preempted meanwhile: its tokens count, its KV is gone
+                self.cache.saving.give_back(row)
             else:
                 self._advance(seq, row, min(answer.accepted, len(tokens)))  # a cut token was never computed
             events += self._told(seq, row, answer, tokens, stop)
@@ -150,15 +177,17 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Returns how many sequences and blocks there are, and what was counted so far."""
-        return self._tally.stats(self.cache, self._step, len(self.running), self.tenants)
+        return self._counters.stats(self.cache, self._step, len(self.running), self.tenants)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
     def _make_way(self, seq: Sequence | None) -> None:
         """Preempts a sequence, if the policy says so, for one that is next in turn and finds no row or too few
         blocks."""
+        if seq is None:
+            return
         full = len(self.running) >= self.limits.max_rows or seq is self._squeezed
-        if seq is None or not full or self.cache.must_wait(seq):
+        if not full or self.cache.in_flight.must_wait(seq):
             return
         if (victim := self.policy.displaced(seq, self.running, self.cache.host.room)) is not None:
             self.preempt(victim)
@@ -168,11 +197,11 @@ class Scheduler:
         the step, and the running sequences that have prompts to compute, or to compute again."""
         budget = self.policy.budget(self.running, [tenant.line[0] for tenant in self.tenants.in_line()])
         begun, behind = list[Sequence](), len(self.running)
-        held = {*held, *self._drafts.held(self.running)} if self._drafts is not None else held
+        held = self._drafts.held(self.running, held)
         for seq in list(self.running):
             behind -= 1
             wanted = seq.end - seq.planned
-            if wanted == 0 or seq.must_wait or seq.id in held or not seq.tables:  # or it was just preempted
+            if wanted == 0 or seq.must_wait or seq.id in held or not seq.blocks.tables:  # or it was just preempted
                 continue
             if seq.planned < seq.prompt_len or seq.planned < seq.times.lost:
                 begun.append(seq)
@@ -182,15 +211,11 @@ class Scheduler:
         return budget, begun
 
     def _fit(self, rows: list[Row], seq: Sequence, count: int) -> int:
-        """Returns how many of `count` more positions a running sequence can have computed."""
+        """Returns how many of `count` more positions of a running sequence fit. Until they do, running sequences are
+        preempted that come after it and have no row yet."""
         if count > 1:
-            count = self.cache.states.clip(seq, count)
-        return self._make_room(seq, count, rows)
-
-    def _make_room(self, seq: Sequence, count: int, rows: list[Row]) -> int:
-        """Preempts running sequences that come after this one and have no row yet, until `count` more positions fit;
-        returns how many do."""
-        spare = seq.capacity - seq.planned
+            count = self.cache.saving.clip(seq, count)
+        spare = seq.blocks.capacity - seq.planned
         if count <= spare:
             return count
         cache = self.cache
@@ -207,13 +232,13 @@ class Scheduler:
 
     def _row(self, seq: Sequence, count: int, begin: int = -1) -> Row:
         start = seq.planned
-        if seq.restore >= 0:
-            begin, seq.restore = seq.restore, -1
-        if start + count > seq.capacity:
+        if seq.states.restore >= 0:
+            begin, seq.states.restore = seq.states.restore, -1
+        if start + count > seq.blocks.capacity:
             self._grown += self.cache.grow(seq, start + count)
         seq.planned = start + count
         if start < seq.prompt_len:
-            seq.tenant.charge(seq.new_prompt_work(start))
+            seq.standing.tenant.charge(seq.new_prompt_work(start))
         sample = 0
         if seq.planned == seq.end and seq.end < seq.max_len:
             seq.end += 1
@@ -225,20 +250,20 @@ class Scheduler:
     def _plan_prompts(self, rows: list[Row], budget: StepBudget, begun: list[Sequence], preemptions: int) -> None:
         """Gives what is left of a step to prompts, in turn: to those begun and to those that wait, until one does not
         fit. If there were more `preemptions` than this, none of those that wait may start."""
-        self._reserved = sum(map(self.cache.reserved, self.running))
+        budget.reserved = sum(map(self.cache.reserved, self.running))
         turns = Turns(begun, self.tenants.in_line(), self.policy.turn)
-        if preemptions != self._tally.preemptions:
+        if preemptions != self._counters.preemptions:
             turns.close()
         for seq in turns:
             if budget.tokens <= 0:
                 break
             if seq.waits:
-                fits = self.cache.must_wait(seq) or self._admit(seq, rows, budget)
+                fits = self.cache.in_flight.must_wait(seq) or self._admit(seq, rows, budget)
             else:
                 if count := self._fit(rows, seq, budget.prompt_share(seq.end - seq.planned, seq.planned)):
                     rows.append(row := self._row(seq, count))
                     budget.spend_on_prompt(row)
-                fits = preemptions == self._tally.preemptions
+                fits = preemptions == self._counters.preemptions
             if not fits:
                 turns.close()
 
@@ -248,20 +273,20 @@ class Scheduler:
         full = len(self.running) >= self.limits.max_rows
         if full or not self.policy.may_start(seq, budget, self.tenants.load(len(self.running))):
             return False
-        known = self.cache.match(seq)
-        matched = self.cache.usable(known)
-        seq.awaited_hash = self.cache.awaited(seq, len(matched), self.sequences)
-        if seq.awaited_hash is not None:
+        known = self.cache.prefixes.match(seq)
+        matched = self.cache.prefixes.usable(known)
+        seq.blocks.awaited = self.cache.in_flight.awaited(seq, len(matched), self.sequences)
+        if seq.blocks.awaited is not None:
             return True
         needed, idle = self.cache.needed(seq, matched)
-        room = Room(self.cache.available - idle, needed, self._reserved, self.cache.groups, self.tenants.reach)
+        room = Room(self.cache.available - idle, needed, budget.reserved, self.cache.groups, self.tenants.reach)
         if not self.policy.fits(seq, room, self.running):
             self._squeezed = seq
             return False
         rows.append(row := self._start(seq, known, matched, budget))
         budget.spend_on_prompt(row)
-        budget.hurried |= seq.tenant.running == 1 < len(self.running)
-        self._reserved += self.cache.reserved(seq)
+        budget.hurried |= seq.standing.tenant.running == 1 < len(self.running)
+        budget.reserved += self.cache.reserved(seq)
         return True
 
     def _start(self, seq: Sequence, known: list[PrefixNode], matched: list[PrefixNode], budget: StepBudget) -> Row:
@@ -272,25 +297,25 @@ class Scheduler:
         self._grown += grown
         insort(self.running, seq, key=self.policy.order)
         seq.planned = seq.computed
-        seq.admission_epoch = self._step
+        seq.standing.admission_epoch = self._step
         seq.times.recomputed += max(seq.times.lost - seq.computed, 0)
-        if seq.cached < 0:
-            self._tally.admit(seq, self.now)
-            if seq.explain:
+        if seq.times.cached < 0:
+            self._counters.admit(seq, self.now)
+            if seq.params.explain:
                 seq.times.nearest = self.recent.nearest(seq)
-        waiting = islice(seq.tenant.line, COMPARED)
-        begin = cache.states.begin(seq, matched, len(known), lambda: cache.divergence(seq, waiting))
+        waiting = islice(seq.standing.tenant.line, COMPARED)
+        begin = cache.saving.begin(seq, matched, len(known), lambda: cache.in_flight.divergence(seq, waiting))
         share = budget.prompt_share(seq.end - seq.planned, seq.planned)
-        count = min(share, seq.capacity - seq.planned + cache.available // cache.groups * cache.block_size)
-        return self._row(seq, cache.states.clip(seq, count), begin)
+        count = min(share, seq.blocks.capacity - seq.planned + cache.available // cache.groups * cache.block_size)
+        return self._row(seq, cache.saving.clip(seq, count), begin)
 
     # -- committing ----------------------------------------------------------------------------------------------
 
     def _advance(self, seq: Sequence, row: Row, accepted: int) -> None:
         """Counts the positions that a row has computed, up to the last `accepted` token of its draft."""
-        seq.computed = self.cache.states.settle(seq, row, accepted)
+        seq.computed = self.cache.saving.settle(seq, row, accepted)
         seq.planned = seq.computed if row.draft else seq.planned
-        if seq.computed >= seq.next_full:
+        if seq.computed >= seq.blocks.next_full:
             self._grown += self.cache.advance(seq, row)
 
     def _told(
@@ -302,7 +327,7 @@ class Scheduler:
             self.tenants.answer(seq, self.now)
         if tokens or scores:
             logprobs = answer.logprobs[: len(tokens)]
-            yield Tokens(seq.id, tokens, logprobs, scores, seq.cached)
+            yield Tokens(seq.id, tokens, logprobs, scores, seq.times.cached)
         if stop is not None:
             yield Finished(seq.id, "stop", stop, report=self._end(seq))
         elif len(seq.tokens) == seq.max_len and (tokens or answer.pooled or seq.computed == seq.max_len):
@@ -313,20 +338,20 @@ class Scheduler:
         """Appends sampled tokens up to the one that ends the sequence; returns those appended and that one."""
         tokens, stop = seq.append(tokens)
         seq.drafted = seq.drafted and not tokens  # a chunk before the draft's row brings none
-        self._tally.generated_tokens += len(tokens)
-        seq.tenant.charge(PER_GENERATED * len(tokens))
+        self._counters.generated_tokens += len(tokens)
+        seq.standing.tenant.charge(PER_GENERATED * len(tokens))
         return tokens, stop
 
     # -- leaving -------------------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to wait: its blocks go, its tokens stay."""
-        self._tally.preemptions += 1
+        self._counters.preemptions += 1
         seq.times.preemptions += 1
         seq.times.lost = seq.computed
         self._leave(seq)
         seq.computed = seq.planned = 0
-        seq.admission_epoch = self._step
+        seq.standing.admission_epoch = self._step
         self.tenants.wait(seq)
 
     def _end(self, seq: Sequence) -> Report:
@@ -335,7 +360,7 @@ class Scheduler:
         self.tenants.end(seq)
         self.policy.ended(seq)
         self.recent.keep(seq)
-        return seq.times.report(seq.cached, self.now)
+        return seq.times.report(self.now)
 
     def _leave(self, seq: Sequence) -> None:
         """Takes a sequence out of its queue, and its blocks and block tables from it. Only running ones have any."""

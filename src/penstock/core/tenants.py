@@ -84,26 +84,26 @@ class Tenants:
     def add(self, seq: Sequence) -> None:
         """Puts a sequence that has arrived in its tenant's line. If that was empty, the tenant's counter is lifted to
         the least of those who wait, or to that of the tenant that waited last."""
-        tenant = self._find(seq.claim.tenant)
+        tenant = self._find(seq.params.claim.tenant)
         if not tenant.line:
             others = [other.counter for other in self._active.values() if other.line]
             last = self._last.counter if self._last is not None else 0.0
             tenant.counter = max(tenant.counter, min(others, default=last))
-        if seq.claim.deadline is not None:
-            heappush(self.deadlines, (seq.times.arrived + seq.claim.deadline, seq.id))
-        tenant.weight = seq.claim.weight
-        seq.tenant = tenant
-        self.foreground += not seq.background
+        if seq.params.claim.deadline is not None:
+            heappush(self.deadlines, (seq.times.arrived + seq.params.claim.deadline, seq.id))
+        tenant.weight = seq.params.claim.weight
+        seq.standing.tenant = tenant
+        self.foreground += not seq.params.background
         self.wait(seq)
 
     def wait(self, seq: Sequence) -> None:
         """Puts a sequence in its tenant's line."""
-        insort(seq.tenant.line, seq, key=self._order)
+        insort(seq.standing.tenant.line, seq, key=self._order)
         self.waiting += 1
 
     def take(self, seq: Sequence) -> None:
         """Takes a sequence out of its tenant's line."""
-        tenant = seq.tenant
+        tenant = seq.standing.tenant
         tenant.line.remove(seq)
         self.waiting -= 1
         if not tenant.line:
@@ -112,15 +112,15 @@ class Tenants:
     def postpone(self, seq: Sequence) -> None:
         """Lets a waiting sequence whose first token would come too late go after those that can be in time."""
         self.take(seq)
-        seq.due = inf
+        seq.standing.due = inf
         self.wait(seq)
 
     def start(self, seq: Sequence) -> None:
         """Lets a sequence run that was waiting."""
         self.take(seq)
-        seq.tenant.running += 1
+        seq.standing.tenant.running += 1
         self.reach += seq.max_len
-        self._running_background += seq.background
+        self._running_background += seq.params.background
         if seq.times.answered is None:
             self.prefilling[seq.id] = None
 
@@ -131,16 +131,16 @@ class Tenants:
 
     def stop(self, seq: Sequence) -> None:
         """Takes note that a sequence does not run any longer."""
-        seq.tenant.running -= 1
+        seq.standing.tenant.running -= 1
         self.reach -= seq.max_len
-        self._running_background -= seq.background
+        self._running_background -= seq.params.background
         self.prefilling.pop(seq.id, None)
 
     def end(self, seq: Sequence) -> None:
         """Forgets a sequence that has ended and is in no line any more. The counters of tenants without sequences are
         kept for those that had some last."""
-        tenant = seq.tenant
-        self.foreground -= not seq.background
+        tenant = seq.standing.tenant
+        self.foreground -= not seq.params.background
         if tenant.line or tenant.running:
             return
         del self._active[tenant.name]
@@ -185,7 +185,7 @@ class Turns:
 
     def _next_in_line(self) -> Iterator[Sequence]:
         if self._last is not None:
-            tenant, last, self._last = self._last.tenant, self._last, None
+            tenant, last, self._last = self._last.standing.tenant, self._last, None
             if tenant in self._heads and last.waits:
                 self._heads[tenant] += 1
         for tenant, at in self._heads.items():

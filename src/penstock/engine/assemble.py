@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.backend.base import Backend, Sleeper
 from penstock.core import Policy, Scheduler, StandardPolicy, hashing
 from penstock.core.block_events import BlockEvents, BlockWatcher
 from penstock.core.step_cost import CostModel
@@ -13,26 +12,29 @@ from penstock.core.tiers import CopyCosts
 from penstock.engine.block_feed import BlockFeed, NoBlockFeed
 from penstock.engine.control.pausing import Pausing
 from penstock.engine.control.sleeping import Sleeping
-from penstock.engine.control.weight_reader import WeightReader
 from penstock.engine.control.weight_updates import WeightUpdates
-from penstock.engine.drafts.draft_model import DraftModel
 from penstock.engine.drafts.speculation import Drafters, Speculation
 from penstock.engine.engine import Engine
 from penstock.engine.feature import Feature
 from penstock.engine.grammars.constraints import Constraints
-from penstock.engine.grammars.grammar import Grammars
 from penstock.engine.host_blocks import HostMemory
 from penstock.engine.kv_disk.prefixes import open_prefixes
-from penstock.engine.kv_disk.store import SegmentStore
 from penstock.engine.kv_handover.kept_kv import KeptKv
-from penstock.engine.kv_handover.ledger import KvLedger
 from penstock.engine.kv_transfer.peers import NO_TRANSFER, PeerBlocks, TransferOptions
 from penstock.engine.loaded_model import LoadedModel
-from penstock.engine.lora.adapters import Adapters
 from penstock.engine.lora.feature import AdapterControl, NoAdapters
 from penstock.engine.samplers.mirostat import Mirostat
-from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.types import Limits
+
+if TYPE_CHECKING:
+    from penstock.backend.base import Backend, Sleeper
+    from penstock.engine.control.weight_reader import WeightReader
+    from penstock.engine.drafts.draft_model import DraftModel
+    from penstock.engine.grammars.grammar import Grammars
+    from penstock.engine.kv_disk.store import SegmentStore
+    from penstock.engine.kv_handover.ledger import KvLedger
+    from penstock.engine.lora.adapters import Adapters
+    from penstock.model.classifier import ClassifierHead, DenseHead
 
 MOST_DRAFTED = 64  # tokens of one row in one step
 

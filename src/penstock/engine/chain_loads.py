@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from penstock.core.incoming import attach
 from penstock.core.kvcache import KvCache
 from penstock.engine.host_blocks import HostBlocks, HostStateCopies
 from penstock.engine.kv_disk.loading import Loading, Targets
@@ -96,7 +97,7 @@ class ChainLoads:
         """Lets the prefix cache find what was read by now, as of this tier; returns how many blocks it uses."""
         usable = min(load.loading.usable, len(load.places))
         state = load.state if load.loading.whole else -1
-        used = self._cache.attach(load.salt, load.prompt, load.first, load.places[:usable], tier, state)
+        used = attach(self._cache, load.salt, load.prompt, load.first, load.places[:usable], tier, state)
         left = -1 if state >= 0 else load.state
         self._abandoned.append(load._replace(places=load.places[usable:], state=left))
         self.collect()

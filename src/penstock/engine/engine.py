@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from penstock.backend.base import Backend, Ticket
+from penstock.backend.base import Backend
 from penstock.backend.synchronous import SynchronousBackend
 from penstock.core import Scheduler
 from penstock.core.deadlines import expire, refuse_hopeless
-from penstock.core.requeue import requeue
 from penstock.core.step_cost import CostModel
-from penstock.engine.batch import Batcher, bitmasks
-from penstock.engine.failures import lost_device, step_failure, without_answer
 from penstock.engine.feature import Feature
 from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.host_blocks import HostMemory
+from penstock.engine.pipeline import StepPipeline
 from penstock.engine.record import RequestRecord
 from penstock.engine.refusals import check_ids
 from penstock.engine.resuming import Decided, append_decided
 from penstock.engine.waiting import PATIENCE, Need, WaitingRoom
-from penstock.errors import InvalidRequest, OutOfMemory, PenstockError
+from penstock.errors import InvalidRequest, PenstockError
 from penstock.types import (
-    STEP_SIZES,
     Aborted,
     Event,
     Failed,
@@ -43,18 +38,9 @@ NOTHING = StepPlan(0, ())  # the plan of a paused engine
 F = TypeVar("F", bound=Feature)
 
 
-class Launched(NamedTuple):
-    """A step in flight."""
-
-    plan: StepPlan
-    ticket: Ticket
-    began: float
-
-
 class Engine:
-    """Answers requests: every request that was added ends in exactly one Finished, Aborted or Failed. Up to `depth`
-    steps are in flight while the next one is planned. `costs` learn how long steps take, and `host` copies KV blocks to
-    and from host memory. Whatever else an engine can do is a feature (feature.py); assemble.py lists them."""
+    """Answers requests: every request that was added ends in exactly one Finished, Aborted or Failed. The pipeline
+    computes steps; everything else is a feature (feature.py). assemble.py lists the features."""
 
     def __init__(
         self,
@@ -69,29 +55,29 @@ class Engine:
         self.backend = backend
         self.scheduler = scheduler
         self.features = features
-        self.costs = costs
-        self.host = host
         self.limits = scheduler.limits
         self.records: dict[int, RequestRecord] = {}
         self.waiting_room = WaitingRoom()
-        self.in_flight: deque[Launched] = deque()
         self.weights = WeightState()
         self.paused = False
         self.asleep = False
         self.recorder = FlightRecorder()
-        self.depth = depth
-        self._batcher = Batcher(self.limits)
         self._events: list[Event] = []
-        self._answered = 0.0  # when the last step's answer came
-        self._continues = False  # after that step there was more to compute
-        self._out_of_memory = False  # the last launch found too little memory
-        self._busy_seconds = 0.0
-        self._computed_tokens = 0
-        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self.pipeline = StepPipeline(
+            backend,
+            scheduler,
+            features,
+            self.records,
+            self.recorder,
+            self.emit,
+            costs=costs,
+            host=host,
+            depth=depth,
+        )
         self._answers = {kind: feature for feature in features for kind in feature.answers}
         self._token_followers = [each for each in features if type(each).delivered is not Feature.delivered]
         for feature in features:
-            feature.join(self)
+            feature.engine = self
 
     @property
     def idle(self) -> bool:
@@ -101,7 +87,7 @@ class Engine:
     @property
     def computing(self) -> bool:
         """Returns whether the next step computes something or returns events."""
-        return bool((self.scheduler.sequences and not self.paused) or self.in_flight or self._events)
+        return bool((self.scheduler.sequences and not self.paused) or self.pipeline.in_flight or self._events)
 
     @property
     def slow(self) -> bool:
@@ -124,7 +110,9 @@ class Engine:
             match message:
                 case Add(request):
                     id = request.id
-                    self.take(request)
+                    self.recorder.add(id)  # an error until `add` returns is this request's
+                    self.add(request)
+                    self.recorder.add()
                 case Abort(aborted):
                     self.abort(aborted)
                 case FlushCache():
@@ -139,12 +127,6 @@ class Engine:
         except PenstockError as error:
             self.recorder.add()  # the refused request is not suspected of a later death
             self._events.append(Failed(id, error.code, error.message))
-
-    def take(self, request: Request) -> None:
-        """Adds a request, and records that an error meanwhile is the request's."""
-        self.recorder.add(request.id)
-        self.add(request)
-        self.recorder.add()
 
     def add(self, request: Request) -> None:
         """Adds a request; raises PenstockError for a request that could never be answered. Ids are the caller's and are
@@ -184,25 +166,15 @@ class Engine:
         if self.waiting_room:
             self._start_ready()
         began = self.scheduler.now = time.perf_counter()
-        self.emit([*expire(self.scheduler), *refuse_hopeless(self.scheduler, self.costs)])
-        plan = NOTHING if self.paused else self.scheduler.plan()
-        self._batcher.apply(plan)
-        if self._copy(plan) and plan.rows:
-            self._launch(plan)
-        if len(self.in_flight) > self.depth or (self.in_flight and not plan.rows):
-            self._commit(self.in_flight.popleft())
+        self.emit([*expire(self.scheduler), *refuse_hopeless(self.scheduler, self.pipeline.costs)])
+        self.pipeline.advance(NOTHING if self.paused else self.scheduler.plan())
         for feature in self.features:
             feature.after_step()
-        self._busy_seconds += time.perf_counter() - began
+        self.pipeline.counters.busy_seconds += time.perf_counter() - began
         events, self._events = self._events, []
         for feature in self.features:
             events = feature.translate(events)
         return events
-
-    def drain(self) -> None:
-        """Commits all steps in flight."""
-        while self.in_flight:
-            self._commit(self.in_flight.popleft())
 
     def use_idle_moment(self) -> bool:
         """Prepares for later requests, for a few milliseconds; returns False when nothing is left to prepare."""
@@ -228,7 +200,7 @@ class Engine:
     def record_flight(self, memory: Memory) -> None:
         """Records what the engine does in memory that outlives it. The first step of each size may be slow, where the
         device compiles kernels for it."""
-        self.recorder = FlightRecorder(memory, slow_first=not isinstance(self.backend, SynchronousBackend))
+        self.recorder.write_to(memory, slow_first=not isinstance(self.backend, SynchronousBackend))
         self.backend.tell_of_compiling(self.recorder.compile)
 
     def hello(self) -> dict[str, Any]:
@@ -248,12 +220,10 @@ class Engine:
         stats = self.scheduler.stats()
         fields = {key: value for feature in self.features for key, value in feature.stats().items()}
         return stats._replace(
-            busy_seconds=self._busy_seconds,
             waiting=stats.waiting + len(self.waiting_room) + sum(feature.waiting for feature in self.features),
-            computed_tokens=self._computed_tokens,
-            step_sizes=tuple(self._step_sizes),
-            step_seconds=self.costs.measured(stats.running),
-            prompt_seconds=self.costs.spent_on_prompts,
+            step_seconds=self.pipeline.costs.measured(stats.running),
+            prompt_seconds=self.pipeline.costs.spent_on_prompts,
+            **self.pipeline.counters.stats(),
             **fields,
         )
 
@@ -262,7 +232,7 @@ class Engine:
         self.scheduler.cache.flush()
         for feature in self.features:
             feature.release_device()
-        self.host.release()
+        self.pipeline.host.release()
 
     def close(self) -> None:
         """Gives the backend's memory back."""
@@ -325,95 +295,3 @@ class Engine:
     def _release(self, record: RequestRecord, event: Finished | Aborted | Failed | None = None) -> None:
         for feature in self.features:
             feature.ended(record, event)
-
-    # -- one step ------------------------------------------------------------------------------------------------
-
-    def _copy(self, plan: StepPlan) -> bool:
-        """Carries out a plan's copies. If one fails, nobody can tell what unused blocks hold: the step's requests fail
-        and the prefix cache is emptied; returns False."""
-        try:
-            self.host.carry_out(plan)
-        except Exception as error:
-            self._fail(plan, error)
-            self.distrust_cache()
-            return False
-        return True
-
-    def _launch(self, plan: StepPlan) -> None:
-        device_waited = self._continues and any(feature.device_waits(plan) for feature in self.features)
-        began = self._answered if device_waited else time.perf_counter()
-        self.recorder.launch(plan)
-        try:
-            self.in_flight.append(Launched(plan, self._launch_batch(plan), began))
-        except OutOfMemory as error:
-            self._find_memory(plan, error)
-            return
-        except Exception as error:
-            self._fail(plan, error)
-            return
-        self._out_of_memory = False
-        gap = time.perf_counter() - began if device_waited and len(self.in_flight) == 1 else 0.0
-        for feature in self.features:
-            feature.launched(plan, gap)
-
-    def _launch_batch(self, plan: StepPlan) -> Ticket:
-        """Launches a plan's rows. Bitmasks follow the launch: the host computes them while a device computes."""
-        batch = self._batcher.build(plan, self.scheduler.sequences, self.records)
-        ticket = self.backend.launch(batch)
-        if len(batch.constrained):
-            self.backend.constrain(ticket, bitmasks(plan, batch, self.records))
-        self._computed_tokens += (size := len(batch.tokens))
-        self._step_sizes[bisect_left(STEP_SIZES, size)] += 1
-        return ticket
-
-    def _find_memory(self, plan: StepPlan, error: OutOfMemory) -> None:
-        """Has the backend free memory and queues the step's sequences again. If the step before lacked memory too, the
-        step's requests fail."""
-        self.backend.free_memory()
-        if self._out_of_memory:
-            self._fail(plan, error)
-        else:
-            requeue(self.scheduler, plan)
-        self._out_of_memory = not self._out_of_memory
-
-    def _commit(self, launched: Launched) -> None:
-        plan = launched.plan
-        try:
-            result = self.backend.wait(launched.ticket)
-        except Exception as error:
-            self._fail(plan, error)
-            return
-        began, self._answered = max(launched.began, self._answered), time.perf_counter()
-        seconds = self._answered - began
-        if not plan.loads:
-            self.costs.observe(plan.rows, seconds)
-        if result.not_finite:
-            self._fail_rows(plan, result.not_finite)
-        self.recorder.commit(plan, seconds)
-        for feature in self.features:
-            result = feature.revise(plan, result, seconds)
-        self.scheduler.now = time.perf_counter()
-        self.emit(self.scheduler.commit(plan, result))
-        self._continues = bool(self.scheduler.sequences)
-
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
-        """Fails a step's requests. If no other step can succeed they are left as they are: the engine ends, and its
-        starter may resume them in another engine."""
-        if self.backend.is_lost():
-            raise lost_device(error) from error
-        self.emit(self.scheduler.fail(plan, *step_failure(error)))
-
-    def _fail_rows(self, plan: StepPlan, indices: Sequence[int]) -> None:
-        """Fails the requests of rows that have no answer, and drops cached prefixes if they may have none either."""
-        failed, broken = without_answer(plan, indices, self.scheduler.sequences, self.records, self.limits.vocab)
-        for each in failed:
-            self.scheduler.abort(each.seq)
-        self.emit(failed)
-        if broken:
-            self.distrust_cache()
-
-    def distrust_cache(self) -> None:
-        """Empties the prefix cache, whose blocks may be wrong."""
-        self.scheduler.cache.flush()
-        for feature in self.features:
-            feature.distrust_cache()

@@ -21,11 +21,7 @@ class Feature:
     it needs. The engine calls its features in their order."""
 
     answers: tuple[type, ...] = ()  # the messages that it answers
-    engine: Engine
-
-    def join(self, engine: Engine) -> None:
-        """Is called once, when the engine has all its features."""
-        self.engine = engine
+    engine: Engine  # set when the engine has all its features
 
     # -- a request, from its arrival to its end ------------------------------------------------------------------
 

@@ -71,12 +71,16 @@ class FlightRecorder:
     """Writes to memory of RECORD_BYTES. Every change of what the engine does is a beat."""
 
     def __init__(self, memory: Memory | None = None, *, slow_first: bool = False) -> None:
-        self._numbers = _numbers(bytearray(RECORD_BYTES) if memory is None else memory)
-        self._numbers[ADDING] = NOTHING
-        self._times = StepTimes(self._numbers[TIMES_AT:HEADER], slow_first)
+        self.write_to(bytearray(RECORD_BYTES) if memory is None else memory, slow_first)
         self._ended = 0  # the last step that has ended
         self._longest_slice = 0.0  # seconds
         self._step_limit = SLOW  # seconds that the step may be silent which compiles a kernel
+
+    def write_to(self, memory: Memory, slow_first: bool = False) -> None:
+        """Records in other memory from now on. With `slow_first`, the first step of each size may be slow."""
+        self._numbers = _numbers(memory)
+        self._numbers[ADDING] = NOTHING
+        self._times = StepTimes(self._numbers[TIMES_AT:HEADER], slow_first)
 
     def _beat(self, limit: float, urgent: float = 0.0) -> None:
         """Notes how long it may be silent, and how long (if that is not the same) while a message waits for it."""

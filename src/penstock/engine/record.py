@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.core import Sequence
+from penstock.core import Sequence, SequenceParams
 from penstock.engine.grammars.grammar import Constraint
 from penstock.engine.lora.adapters import AdapterLease
 from penstock.engine.samplers.sampler import Sampler
@@ -26,7 +26,7 @@ FIRST_WEIGHTS = WeightState()
 if TYPE_CHECKING:
     from penstock.engine.chain_loads import ChainLoad
     from penstock.engine.drafts.speculation import RequestDrafts
-    from penstock.engine.kv_disk.prefixes import RequestOnDisk
+    from penstock.engine.kv_disk.disk_reads import RequestOnDisk
 
 
 class RequestRecord:
@@ -102,7 +102,7 @@ class RequestRecord:
         """Notes that other weights compute what follows. If nothing was answered yet, they compute all of it."""
         known = sequence.scored if sequence.scored < sequence.prompt_len else len(sequence.tokens)
         mixed = not recompute and sequence.computed > 0
-        if known == (1 if sequence.score else sequence.prompt_len):
+        if known == (1 if sequence.params.score else sequence.prompt_len):
             self.weights = [WeightSpan(weights.version, 0, mixed)]
         else:
             self.weights.append(WeightSpan(weights.version, known - sequence.prompt_len, mixed))
@@ -115,19 +115,21 @@ class RequestRecord:
             request.id,
             request.prompt,
             request.max_tokens,
-            stop_ids=request.stop_ids,
-            priority=request.priority,
+            SequenceParams(
+                stop_ids=request.stop_ids,
+                priority=request.priority,
+                score=request.sampling.prompt_logprobs is not None,
+                lockstep=Sampler.needs_history(request),
+                owner=request.owner,
+                explain=request.explain,
+                background=request.background,
+                claim=request.claim,
+                guarded_from=_guarded_from(request.sampling),
+            ),
             salt=self.salt(weights),
-            score=request.sampling.prompt_logprobs is not None,
-            lockstep=Sampler.needs_history(request),
             prefix_cache=prefix_cache,
-            owner=request.owner,
-            explain=request.explain,
-            background=request.background,
-            claim=request.claim,
             generated=request.generated,
             scored=request.scored,
-            guarded_from=_guarded_from(request.sampling),
         )
 
     def complete_tokens(self, event: Tokens) -> Tokens:

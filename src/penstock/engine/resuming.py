@@ -30,7 +30,7 @@ def append_decided(sequence: Sequence, owed: tuple[int, ...]) -> Decided:
     if len(sequence.tokens) == sequence.prompt_len:
         return Decided()
     last = sequence.tokens[-1]
-    if last in sequence.stop_ids:
+    if last in sequence.params.stop_ids:
         return Decided((), True, last)
     if sequence.looped:
         return Decided((), True, loop=sequence.times.loop)

@@ -23,11 +23,11 @@ class RouterStats:
     def _uncached(self, scheduler: Scheduler) -> tuple[int, int]:
         """Returns how many tokens of prompts are neither computed, nor in a step, nor cached: of requests that are not
         to wait, and of those that may."""
-        left = [(seq.background, max(seq.prompt_len - seq.planned, 0)) for seq in scheduler.running]
+        left = [(seq.params.background, max(seq.prompt_len - seq.planned, 0)) for seq in scheduler.running]
         if scheduler.tenants.waiting:
             waiting = [seq for tenant in scheduler.tenants.in_line() for seq in tenant.line]
             self._cached = {seq.id: self._held(scheduler, seq) for seq in waiting}
-            left += [(seq.background, len(seq.tokens) - self._cached[seq.id]) for seq in waiting]
+            left += [(seq.params.background, len(seq.tokens) - self._cached[seq.id]) for seq in waiting]
         else:
             self._cached.clear()
         later = sum([tokens for background, tokens in left if background])
@@ -35,4 +35,4 @@ class RouterStats:
 
     def _held(self, scheduler: Scheduler, seq: Sequence) -> int:
         known = self._cached.get(seq.id)
-        return len(scheduler.cache.match(seq)) * scheduler.cache.block_size if known is None else known
+        return len(scheduler.cache.prefixes.match(seq)) * scheduler.cache.block_size if known is None else known

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from penstock.core.deadlines import expire
 from penstock.core.policy import StandardPolicy
-from penstock.core.sequence import Sequence
+from penstock.core.sequence import Sequence, SequenceParams
 from penstock.core.tenants import PER_GENERATED, Tenants
 from penstock.errors import InvalidRequest
 from penstock.fleet.ledger import Load
@@ -77,11 +77,9 @@ class GatewayQueue:
             raise InvalidRequest(f"request id {request.id} is already in use")
         seq = Sequence(
             request.id,
-            (),  # the queue counts tokens and does not read them
+            (),
             request.max_tokens,
-            priority=request.priority,
-            background=request.background,
-            claim=request.claim,
+            SequenceParams(priority=request.priority, background=request.background, claim=request.claim),
         )
         self._arrivals += 1
         seq.arrive(self._arrivals, self.now)
@@ -92,7 +90,7 @@ class GatewayQueue:
     def _begin(self, seq: Sequence, work: int) -> None:
         self.tenants.start(seq)
         seq.times.admitted = self.now
-        seq.tenant.charge(work)
+        seq.standing.tenant.charge(work)
 
     def pop(self, has_room: Callable[[Request], bool] = lambda _: True) -> Request | None:
         """Returns the request whose turn it is; None: nobody waits, or no replica has room for it. Its tenant is
@@ -101,7 +99,9 @@ class GatewayQueue:
             request, work = self._queued[seq.id]
             if not has_room(request):
                 return None
-            if self.now + work * self.seconds_per_token > seq.due:  # too late: it lets those pass who can make it
+            if (
+                self.now + work * self.seconds_per_token > seq.standing.due
+            ):  # too late: it lets those pass who can make it
                 self.tenants.postpone(seq)
                 continue
             self._begin(seq, work)
@@ -127,7 +127,7 @@ class GatewayQueue:
     def generated(self, id: int, tokens: int) -> None:
         """Charges a tenant with tokens of an answer."""
         if (seq := self.sequences.get(id)) is not None:
-            seq.tenant.charge(PER_GENERATED * tokens)
+            seq.standing.tenant.charge(PER_GENERATED * tokens)
 
     def abort(self, id: int) -> None:
         """Forgets a request that has ended, wherever it was."""

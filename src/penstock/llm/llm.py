@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from penstock.config import configure, parse_adapter
-from penstock.engine.build import build_engine, open_configured
+from penstock.engine.build import build_engine
+from penstock.engine.model_loading import open_configured
 from penstock.errors import InvalidRequest
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.beams import BeamSearchOutput, BeamSearchParams, search_beams

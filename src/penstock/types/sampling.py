@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
 
 from penstock.errors import InvalidRequest
 from penstock.types.grammar import Grammar, StructuredOutputsParams
@@ -11,14 +13,38 @@ from penstock.types.samplers import SAMPLERS, DryPenalty, SamplerChain
 from penstock.types.sampling_fields import read_fields
 
 MOST = 2**31 - 1
-
-
 BANNED = float("-inf")  # a logit bias that rules a token out
-
-
 LEAST_TEMPERATURE = 1e-5  # a lower one is 0, as in vLLM: logits are single-precision numbers that it would overflow
 
+T = TypeVar("T")
 
+
+def _normalized(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields in the forms that engines read: a text or a list as a tuple, a NumPy number as Python's,
+    vLLM's top_k of -1 as 0, a temperature close to 0 as 0, and a structured output as its grammar."""
+    fields = read_fields(fields)
+    if 0 < fields.get("temperature", 1.0) < LEAST_TEMPERATURE:
+        fields["temperature"] = 0.0
+    if fields.get("top_k") == -1:
+        fields["top_k"] = 0
+    if outputs := fields.get("structured_outputs") or fields.get("guided_decoding"):
+        fields |= {"grammar": outputs.to_grammar(), "structured_outputs": None, "guided_decoding": None}
+    return fields
+
+
+def _normalizing(cls: type[T]) -> type[T]:
+    """Makes a class normalize the fields that its constructor is given."""
+    construct = cls.__init__
+
+    @wraps(construct)
+    def __init__(self: T, **fields: Any) -> None:
+        construct(self, **_normalized(fields))
+
+    setattr(cls, "__init__", __init__)  # noqa: B010
+    return cls
+
+
+@_normalizing
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Says how to choose the next token and when to stop. `stop`, `bad_words` and a DRY penalty's breakers are text:
@@ -60,7 +86,6 @@ class SamplingParams:
     guided_decoding: StructuredOutputsParams | None = None  # its older name
 
     def __post_init__(self) -> None:
-        _normalize(self)
         for name, value, low, high in self._ranges():
             if value is not None and not low <= value <= high:  # a NaN is in no range
                 raise InvalidRequest(f"{name} must be between {low} and {high}; got {value}", param=name)
@@ -131,18 +156,3 @@ class SamplingParams:
             if name not in SAMPLERS:
                 known = ", ".join(sorted(SAMPLERS))
                 raise InvalidRequest(f"samplers: {name!r} is not one of {known}", param="samplers")
-
-
-def _normalize(params: SamplingParams) -> None:
-    """Writes the forms in which users may give a field as the one that the engine reads: a text or a list as a tuple, a
-    number of NumPy's as Python's, vLLM's -1 of top_k as 0, a temperature that is as good as 0 as 0, and a structured
-    output as its grammar."""
-    changed = read_fields(params)
-    if 0 < changed.get("temperature", params.temperature) < LEAST_TEMPERATURE:
-        changed["temperature"] = 0.0
-    if params.top_k == -1:
-        changed["top_k"] = 0
-    if outputs := changed.get("structured_outputs") or changed.get("guided_decoding"):
-        changed |= {"grammar": outputs.to_grammar(), "structured_outputs": None, "guided_decoding": None}
-    for name, value in changed.items():
-        object.__setattr__(params, name, value)

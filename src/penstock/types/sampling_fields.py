@@ -26,25 +26,24 @@ class FieldType(NamedTuple):
 UNFIT = TypeError, ValueError, AttributeError, OverflowError
 
 
-def read_fields(params: Any) -> dict[str, Any]:
-    """Returns the fields of sampling parameters that have to be changed; raises InvalidRequest for one that cannot be
-    read."""
-    return _changed(params, _FIELDS)
+def read_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields with their values as engines read them; raises InvalidRequest for a value that cannot be read."""
+    return _read(given, _FIELDS)
 
 
-def _changed(value: Any, types: Mapping[str, FieldType], within: str = "") -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for name, (takes, read, plain, fields) in types.items():
-        given = getattr(value, name)
-        if type(given) in plain:
+def _read(given: Mapping[str, Any], types: Mapping[str, FieldType], within: str = "") -> dict[str, Any]:
+    fields = dict(given)
+    for name, value in given.items():
+        if name not in types or type(value) in types[name].plain:
             continue
+        takes, read, _, parts = types[name]
         try:
-            changed[name] = read(given)
+            fields[name] = read(value)
         except UNFIT:
-            raise InvalidRequest(f"{within}{name} takes {takes}; got {given!r:.100}", param=within + name) from None
-        if fields:
-            changed[name] = given._replace(**_changed(given, fields, f"{within}{name}."))
-    return changed
+            raise InvalidRequest(f"{within}{name} takes {takes}; got {value!r:.100}", param=within + name) from None
+        if parts:
+            fields[name] = value._replace(**_read(value._asdict(), parts, f"{within}{name}."))
+    return fields
 
 
 def _integer(value: Any) -> int:

@@ -33,7 +33,19 @@ class Drafts(Protocol):
         computed, the drafts of the other are verified and made."""
 
 
-class DraftRows:
+class NoDraftRows:
+    """Serves engines without drafts."""
+
+    def held(self, running: Iterable[Sequence], held: Collection[int]) -> Collection[int]:
+        """Returns the sequences that have no row in this step: those `held` already, and more."""
+        return held
+
+    def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[Grown]:
+        """Gives rows of a step their drafts, while `running` sequences run; returns the blocks that they took."""
+        return []
+
+
+class DraftRows(NoDraftRows):
     """Adds what `drafts` proposes to the answering rows of a step, in the room that step and cache have left."""
 
     def __init__(self, drafts: Drafts, cache: KvCache, step_tokens: int) -> None:
@@ -41,9 +53,9 @@ class DraftRows:
         self._cache = cache
         self._step_tokens = step_tokens
 
-    def held(self, running: Iterable[Sequence]) -> Collection[int]:
-        """Returns the sequences that could go on and shall not in this step, so that those with drafts meet: all in one
-        step, or half of them in each of two."""
+    def held(self, running: Iterable[Sequence], held: Collection[int]) -> Collection[int]:
+        """Adds sequences that skip this step so that sequences with drafts meet: all in one step, or half of them in
+        each of two."""
         waiting, drafting, others = 0, list[int](), list[int]()
         for seq in running:
             if seq.end > len(seq.tokens) and (seq.drafted or seq.awaits_drafts):
@@ -51,8 +63,8 @@ class DraftRows:
             elif seq.end - seq.planned == 1 and not seq.must_wait:
                 (drafting if seq.awaits_drafts else others).append(seq.id)
         if self._drafts.halves(waiting + len(drafting)):
-            return set(drafting[(waiting + len(drafting) + 1) // 2 :])
-        return {*drafting, *others} if waiting >= len(drafting) + len(others) else ()
+            return {*held, *drafting[(waiting + len(drafting) + 1) // 2 :]}
+        return {*held, *drafting, *others} if waiting >= len(drafting) + len(others) else held
 
     def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[Grown]:
         """Gives rows of a step their drafts, while so many sequences are running; returns the blocks that they took."""
@@ -69,7 +81,7 @@ class DraftRows:
         proposed = self._drafts.propose(asked, len(rows), tokens, self._step_tokens - tokens)
         for at, (seq, _, reserve), draft in zip(room, asked, proposed, strict=True):
             if draft and reserve(len(draft)):
-                rows[at] = self._cache.states.with_draft(rows[at], draft)
+                rows[at] = self._cache.saving.with_draft(rows[at], draft)
                 seq.drafted = bool(rows[at].draft)
         return grown
 
@@ -79,15 +91,15 @@ class DraftRows:
         end = row.start + row.count
         if row.sample != 1 or row.start < seq.prompt_len or end != len(seq.tokens):
             return 0
-        positions = seq.capacity - end + blocks * self._cache.block_size
-        return min(seq.max_len - end - 1, positions, self._cache.states.draft_room(seq, row))
+        positions = seq.blocks.capacity - end + blocks * self._cache.block_size
+        return min(seq.max_len - end - 1, positions, self._cache.saving.draft_room(seq, row))
 
     def _reserve(self, seq: Sequence, known: int, grown: list[Grown], count: int) -> bool:
         """Takes the blocks that a draft of `count` tokens needs behind the `known` ones; returns False, and takes none,
         if the rows before it have left too few."""
         end = known + count
-        if self._cache.blocks_for(end - seq.capacity) * self._cache.groups > self._cache.available:
+        if self._cache.blocks_for(end - seq.blocks.capacity) * self._cache.groups > self._cache.available:
             return False
-        if end > seq.capacity:
+        if end > seq.blocks.capacity:
             grown += self._cache.grow(seq, end)
         return True

@@ -47,7 +47,7 @@ class Pausing(Feature):
         if self._draining:
             self._draining &= self.engine.records.keys()
             self.engine.paused = not self._draining
-        if self._asked and not (self._draining or self.engine.in_flight):
+        if self._asked and not (self._draining or self.engine.pipeline.in_flight):
             asked, self._asked = self._asked, []
             self.engine.emit([self.engine.weight_state(id) for id in asked])
 

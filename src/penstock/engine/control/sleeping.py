@@ -38,7 +38,7 @@ class Sleeping(Feature):
 
     def after_step(self) -> None:
         engine = self.engine
-        if self._asked and not (engine.scheduler.sequences or engine.in_flight or engine.waiting_room):
+        if self._asked and not (engine.scheduler.sequences or engine.pipeline.in_flight or engine.waiting_room):
             self._fall_asleep()
 
     def answer(self, message: Any) -> Sequence[Event]:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.backend.base import Backend, WeightUpdate
+from penstock.backend.quantize_at_load import quantized
 from penstock.backend.weight_exchange import PackedWeight
-from penstock.config import available_memory
+from penstock.config import Config, available_memory
 from penstock.engine.reading import Reader, Reading
 from penstock.errors import PenstockError, WeightsError
 from penstock.model.classifier import ClassifierHead, DenseHead
-from penstock.model.load import Checkpoint, load_model
+from penstock.model.heads import beside
+from penstock.model.load import CONFIG, Checkpoint, load_model, open_checkpoint
 from penstock.model.spec import ModelSpec
 
 MAX_VERSION = 256  # characters
@@ -131,3 +133,15 @@ def _listed(names: Sequence[str] | set[str]) -> str:
 
 def _kinds(checkpoint: Checkpoint) -> tuple[bool, bool]:
     return checkpoint.classifier is not None, checkpoint.dense is not None
+
+
+def open_update(config: Config, loaded: Checkpoint, draft: Checkpoint | None, path: Path) -> Checkpoint:
+    """Opens weights that are to take the place of a loaded model's, a folder or a GGUF file, as that was opened. A head
+    keeps its own."""
+    folder = loaded.path.is_dir()
+    if path.is_dir() and not (path / CONFIG).exists() and len(files := list(path.glob("*.gguf"))) == 1:
+        path = files[0]
+    if path.is_dir() != folder:
+        raise WeightsError(f"the loaded model is a {'folder' if folder else 'GGUF file'}, and this is not")
+    found = open_checkpoint(path, config.config, config.strict_config, config.max_len)
+    return quantized(beside(found, draft), config)

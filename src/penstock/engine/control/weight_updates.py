@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.core.new_weights import change_salts
 from penstock.engine.control.sleeping import Sleeping
 from penstock.engine.control.weight_reader import MAX_VERSION, ReadWeights, WeightReader
 from penstock.engine.feature import Feature
@@ -69,7 +68,7 @@ class WeightUpdates(Feature):
 
     def _exchange(self, message: UpdateWeights, reading: Reading[ReadWeights]) -> None:
         engine = self.engine
-        engine.drain()
+        engine.pipeline.drain()
         try:
             update, classifier, dense = reading.result()
         except PenstockError as error:
@@ -93,4 +92,4 @@ class WeightUpdates(Feature):
         for id, sequence in sequences.items():
             engine.records[id].change_weights(sequence, engine.weights, message.recompute)
         salts = {id: engine.records[id].salt(engine.weights) for id in sequences}
-        change_salts(engine.scheduler, salts, message.recompute)
+        engine.scheduler.change_salts(salts, message.recompute)

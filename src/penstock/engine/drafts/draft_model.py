@@ -135,17 +135,16 @@ class DraftingRow:
     """Is a row whose draft grows by a token with each draft step, to `depth` tokens at most."""
 
     def __init__(self, task: DraftTask, drafts: ModelDrafts, place: DraftPlace, depth: int) -> None:
-        self.kind, self.slot, table = place
+        self.place = place
         self.request, self.constraint = task.record.request, task.record.constraint
         self.drafts = drafts
-        self.table = table
-        self._blocks = np.array(table, np.int32)
+        self._blocks = np.array(place.table, np.int32)
         self.depth = depth
         self.asked = 0  # tokens that were asked for, of which the last may be unknown yet
         self.known = len(task.room.seq.tokens)
         self.text = list(task.room.seq.tokens)
         self.computed = drafts.computed
-        self.sampler = task.record.sampler.for_draft(own_vocab=bool(self.kind.token_ids))
+        self.sampler = task.record.sampler.for_draft(own_vocab=bool(place.kind.token_ids))
         self.cells: tuple[int, ...] = ()  # of the tokens that were drafted
         self.survival: tuple[float, ...] = ()
         self.given_up = False
@@ -172,20 +171,20 @@ class DraftingRow:
     def step(self, stop: int, *, sample: bool) -> DraftRow:
         """Returns the row that computes the next tokens up to `stop`."""
         start, self.computed = self.computed, stop
-        slot, shift = self.slot, self.kind.shift
+        slot, shift = self.place.slot, self.place.kind.shift
         return DraftRow(self.text, start, stop, self._blocks, self.sampler if sample else None, slot, shift)
 
     def take(self, token: int, cell: int, least: float) -> None:
         """Takes a token that was chosen, of the draft model's own vocabulary. The draft ends before one that ends the
         answer or that the constraint does not let it draft, and after one with which less than `least` of it
         survives."""
-        token = self.kind.token_ids[token] if self.kind.token_ids else token
+        token = self.place.kind.token_ids[token] if self.place.kind.token_ids else token
         if not self._may_take(token):
             self.depth = 0
             return
         self.text.append(token)
         self.cells += (cell,)
-        self.survival = self.drafts.acceptance.survival(self.kind.source, self.cells)
+        self.survival = self.drafts.acceptance.survival(self.place.kind.source, self.cells)
         self.given_up = len(self.survival) < len(self.cells) or self.survival[-1] < least
         if self.given_up or len(self.cells) == self.depth:
             self.depth = 0
@@ -203,7 +202,7 @@ class DraftingRow:
         draft = tuple(self.draft)
         seen = (*draft, -1) if self.given_up else draft  # no token is -1: it counts as rejected
         self.drafts.depths = Proposal(seen, (), DEPTH, TRUSTED, depth_cells[: len(seen)])
-        source = self.kind.source
+        source = self.place.kind.source
         self.drafts.proposal = Proposal(draft, self.survival, source, TRUSTED, self.cells)
         count = len(self.survival)
         return Proposal(draft[:count], self.survival, source, TRUSTED, self.cells[:count])
@@ -212,8 +211,8 @@ class DraftingRow:
         """Leaves behind what was computed."""
         drafts = self.drafts
         drafts.computed = min(self.computed, self.known)
-        drafts.ahead = [] if self.kind.is_head else self.text[self.known : self.computed]
-        drafts.blocks = self.table[: -(-self.computed // block_size)]
+        drafts.ahead = [] if self.place.kind.is_head else self.text[self.known : self.computed]
+        drafts.blocks = self.place.table[: -(-self.computed // block_size)]
 
 
 class DraftStep(NamedTuple):
@@ -308,10 +307,10 @@ class DraftModel:
     def _find_computed(self, drafts: ModelDrafts, seq: TokenSequence) -> None:
         """Finds out for how many of the sequence's first tokens there is KV of the draft model. That of a head at the
         last position of a shared block is computed again: it depends on the token behind the block."""
-        size, table = self._limits.block_size, seq.tables[self._group]
-        if drafts.epoch != seq.admission_epoch:
+        size, table = self._limits.block_size, seq.blocks.tables[self._group]
+        if drafts.epoch != seq.standing.admission_epoch:
             drafts.forget()
-            drafts.epoch = seq.admission_epoch
+            drafts.epoch = seq.standing.admission_epoch
         ahead, drafts.ahead = drafts.ahead, []
         drafts.computed += common_prefix(ahead, seq.tokens[drafts.computed : drafts.computed + len(ahead)])
         if drafts.blocks != table[: len(drafts.blocks)]:  # another sequence had computed the same block
@@ -319,10 +318,10 @@ class DraftModel:
             drafts.computed = min(drafts.computed, common)
         shared = (drafts.computed - drafts.first) // size
         drafts.marked = min(drafts.marked, shared)
-        for at in range(drafts.marked, min(shared, len(seq.nodes))):
-            self._nodes[table[at]] = seq.nodes[at]
+        for at in range(drafts.marked, min(shared, len(seq.blocks.nodes))):
+            self._nodes[table[at]] = seq.blocks.nodes[at]
             drafts.marked = at + 1
-        while shared < len(seq.nodes) and self._nodes.get(table[shared]) is seq.nodes[shared]:
+        while shared < len(seq.blocks.nodes) and self._nodes.get(table[shared]) is seq.blocks.nodes[shared]:
             shared += 1
         drafts.computed = min(max(drafts.computed, shared * size), len(seq.tokens) - 1)
 
@@ -334,7 +333,7 @@ class DraftModel:
         """Returns the row of a task that drafts `depth` tokens, once there are blocks for it."""
         if not depth or task.drafts is None or not task.room.reserve(depth):
             return None
-        place = DraftPlace(self._kind, slot, task.room.seq.tables[self._group])
+        place = DraftPlace(self._kind, slot, task.room.seq.blocks.tables[self._group])
         return DraftingRow(task, task.drafts, place, depth)
 
     def _draft(self, rows: list[DraftingRow], least: float) -> None:

@@ -45,69 +45,34 @@ PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
 MOST_TOKENS = 1 << 20  # of a step with drafts, where nothing is padded: as many as pay
 
 
-class RequestDrafter:
-    """Proposes drafts for one request and learns from the tokens that it commits.
-
-    Every proposal is compared with what is committed after it, whether it was drafted or not. So acceptance is learned
-    without drafting anything. A stream whose proposals are hardly ever right makes fewer if there are many streams."""
+class DraftTexts:
+    """Finds tokens to copy: in the prediction, in the request's own text and in recent answers of its scope."""
 
     def __init__(self, drafting: Drafting, prompt: Sequence[int], prediction: Sequence[int], scope: Scope) -> None:
         self.scope = scope
         self.context = tuple(prompt[-CONTEXT:])
         self.answer: list[int] = []
         self._drafting = drafting
-        self._acceptance = StreamAcceptance(drafting.acceptance)
         self._prediction = prediction
         self._text = drafting.new_index(TEXT_TOKENS)
         self._unindexed: deque[tuple[StreamIndex, Sequence[int]]] = deque([(self._text, prompt[-TEXT_TOKENS // 2 :])])
         self._cursors: dict[str, StreamCursor] = {}
         self._recent: StreamIndex | None = None
         self._read = 0  # tokens of the answer that all sources know
-        self._followed, self._depth = NOTHING, 0
-        self._proposed, self._asked = NOTHING, 0  # last, and how many tokens it was asked for
-        self._yield = 1.0  # running mean of the tokens of a proposal that were right
-        self._rest = 0  # steps in which it proposes nothing
         if prediction:
             index = drafting.new_index(len(prediction))
             self._unindexed.appendleft((index, prediction))
             self._cursors[PREDICTION] = drafting.new_cursor(index)
 
-    def propose(self, most: int) -> Proposal:
-        """Returns at most `most` tokens that may come next, from the source that promises the most accepted ones. It
-        is empty if none has any."""
-        if self._proposed.tokens and most <= self._asked:  # nothing was committed since
-            return self._proposed.first(most)
-        if self._rest:
-            self._rest -= 1
-            return NOTHING
-        best, promised = NOTHING, 0.0
-        for source, (tokens, match, agreements) in self._found(min(most, MOST)):
-            cells = cells_of(match, agreements)
-            survival = self._acceptance.survival(source, cells)
-            if sum(survival) > promised:
-                promised, end = sum(survival), len(survival)
-                best = Proposal(tuple(tokens[:end]), survival, source, match, cells[:end])
-        if not self._followed.tokens:
-            self._followed, self._depth = best, 0
-        if self._yield < POOR:
-            self._rest = self._drafting.running // SEARCHING
-        self._proposed, self._asked = best, most
-        return best
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens that were committed."""
-        self.answer += tokens
-        self._proposed = NOTHING
-        proposal, depth = self._followed, self._depth
-        if not proposal.tokens:
-            return
-        left = proposal.tokens[depth : depth + len(tokens)]
-        accepted = common_prefix(left, tokens)
-        self._acceptance.observe(proposal, depth, accepted, accepted < len(left))
-        self._depth += accepted
-        if accepted < len(left) or self._depth == len(proposal.tokens):
-            self._yield += (self._depth - self._yield) / 8
-            self._followed, self._depth = NOTHING, 0
+    def find(self, most: int) -> Iterator[tuple[str, Continuation]]:
+        """Yields at most `most` tokens from each source."""
+        if self._prediction and not self.answer:
+            yield PREDICTION, (list(self._prediction[:most]), 0, [SINGLE] * most)
+        elif not self._unindexed:
+            self._catch_up()
+            yield TEXT, self._text.continuation(most)
+            for source, cursor in self._cursors.items():
+                yield source, cursor.continuation(most)
 
     def index(self, most: int) -> int:
         """Indexes at most `most` tokens of the prediction and the prompt. Returns how many it did."""
@@ -126,16 +91,6 @@ class RequestDrafter:
         prediction is proposed."""
         return not self._unindexed
 
-    def _found(self, most: int) -> Iterator[tuple[str, Continuation]]:
-        """Yields what each source has."""
-        if self._prediction and not self.answer:
-            yield PREDICTION, (list(self._prediction[:most]), 0, [SINGLE] * most)
-        elif not self._unindexed:
-            self._catch_up()
-            yield TEXT, self._text.continuation(most)
-            for source, cursor in self._cursors.items():
-                yield source, cursor.continuation(most)
-
     def _catch_up(self) -> None:
         """Tells all sources the tokens that were committed since, and looks for recent answers of its scope."""
         unread = self.answer[self._read :]
@@ -148,6 +103,59 @@ class RequestDrafter:
             self._recent = recent
             cursor = self._cursors[RECENT] = self._drafting.new_cursor(recent)
             cursor.advance([*self.context, *self.answer[-CONTEXT:]])
+
+
+class RequestDrafter:
+    """Proposes drafts for one request and learns from the tokens that it commits.
+
+    Every proposal is compared with the tokens committed after it, whether it was drafted or not, so acceptance is
+    learned without drafting. A stream whose proposals are hardly ever right makes fewer if there are many streams."""
+
+    def __init__(self, drafting: Drafting, texts: DraftTexts) -> None:
+        self.texts = texts
+        self._drafting = drafting
+        self._acceptance = StreamAcceptance(drafting.acceptance)
+        self._followed, self._depth = NOTHING, 0
+        self._proposed, self._asked = NOTHING, 0  # last, and how many tokens it was asked for
+        self._yield = 1.0  # running mean of the tokens of a proposal that were right
+        self._rest = 0  # steps in which it proposes nothing
+
+    def propose(self, most: int) -> Proposal:
+        """Returns at most `most` tokens that may come next, from the source that promises the most accepted ones. It
+        is empty if none has any."""
+        if self._proposed.tokens and most <= self._asked:  # nothing was committed since
+            return self._proposed.first(most)
+        if self._rest:
+            self._rest -= 1
+            return NOTHING
+        best, promised = NOTHING, 0.0
+        for source, (tokens, match, agreements) in self.texts.find(min(most, MOST)):
+            cells = cells_of(match, agreements)
+            survival = self._acceptance.survival(source, cells)
+            if sum(survival) > promised:
+                promised, end = sum(survival), len(survival)
+                best = Proposal(tuple(tokens[:end]), survival, source, match, cells[:end])
+        if not self._followed.tokens:
+            self._followed, self._depth = best, 0
+        if self._yield < POOR:
+            self._rest = self._drafting.running // SEARCHING
+        self._proposed, self._asked = best, most
+        return best
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Takes the tokens that were committed."""
+        self.texts.answer += tokens
+        self._proposed = NOTHING
+        proposal, depth = self._followed, self._depth
+        if not proposal.tokens:
+            return
+        left = proposal.tokens[depth : depth + len(tokens)]
+        accepted = common_prefix(left, tokens)
+        self._acceptance.observe(proposal, depth, accepted, accepted < len(left))
+        self._depth += accepted
+        if accepted < len(left) or self._depth == len(proposal.tokens):
+            self._yield += (self._depth - self._yield) / 8
+            self._followed, self._depth = NOTHING, 0
 
 
 class Drafting:
@@ -164,23 +172,24 @@ class Drafting:
         self._exploration = Exploration()
         self.new_index, self.new_cursor = suffix_classes()
         self._recent: OrderedDict[Scope, StreamIndex] = OrderedDict()
-        self._waiting: deque[RequestDrafter] = deque()
+        self._waiting: deque[DraftTexts] = deque()
         self._ended: deque[tuple[Scope, list[int]]] = deque()
 
     def open(self, request: Request) -> RequestDrafter:
         """Returns a drafter for a request. Its prompt is indexed step by step."""
-        drafter = RequestDrafter(self, request.prompt, request.prediction, (request.salt, request.owner))
-        self._waiting.append(drafter)
+        texts = DraftTexts(self, request.prompt, request.prediction, (request.salt, request.owner))
+        self._waiting.append(texts)
         self.running += 1
-        return drafter
+        return RequestDrafter(self, texts)
 
     def close(self, drafter: RequestDrafter) -> None:
         """Lets the answer of a request that has ended be drafted from by later ones of its scope."""
         self.running -= 1
-        if drafter in self._waiting:
-            self._waiting.remove(drafter)
-        if drafter.answer:
-            self._ended.append((drafter.scope, [SEPARATOR, *drafter.context, *drafter.answer]))
+        texts = drafter.texts
+        if texts in self._waiting:
+            self._waiting.remove(texts)
+        if texts.answer:
+            self._ended.append((texts.scope, [SEPARATOR, *texts.context, *texts.answer]))
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
         """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at

@@ -121,7 +121,7 @@ class Speculation(Feature):
             return
         self._append(record, event.tokens)
         scheduler = self.engine.scheduler
-        if self.engine.depth and (sequence := scheduler.sequences.get(event.seq)) is not None:
+        if self.engine.pipeline.depth and (sequence := scheduler.sequences.get(event.seq)) is not None:
             sequence.awaits_drafts = self._is_worth_waiting(record, max(len(scheduler.running), 1))
 
     def ended(self, record: RequestRecord, event: End | None) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from penstock.config import Config
 from penstock.engine.feature import End, Feature
 from penstock.engine.grammars.grammar import Constraint, Grammars
 from penstock.engine.record import RequestRecord
 from penstock.engine.refusals import refuse_logprobs
 from penstock.engine.waiting import Need
 from penstock.errors import InvalidGrammar
-from penstock.types import Failed, Row, RowResult, StepPlan, StepResult
+from penstock.model.load import load_text
+from penstock.types import Failed, Limits, Row, RowResult, StepPlan, StepResult
 
 
 class Constraints(Feature):
@@ -64,3 +67,11 @@ class Constraints(Feature):
             self.engine.emit([Failed(row.seq, error.code, error.message)])
             return answer
         return answer._replace(tokens=answer.tokens + forced)
+
+
+def open_grammars(config: Config, limits: Limits) -> Grammars:
+    """Returns what compiles grammars; its vocabulary is loaded at once if requests wait for that."""
+    grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
+    if config.grammars_wait:
+        grammars.warm_up()
+    return grammars

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.core.step_cost import PromptCost
+
 FILE = "rates.json"
+SAVE = 60.0  # seconds between two writes of the file
 
 
 class Rates(NamedTuple):
@@ -39,3 +43,32 @@ def write_rates(folder: Path, rates: Rates) -> None:
     with suppress(OSError):
         part.write_text(json.dumps(rates._asdict()))
         os.replace(part, folder / FILE)
+
+
+UNMEASURED = Rates(token=1 / 2000)  # before any server has measured
+
+
+class PromptRates:
+    """Forecasts how long prompts take to compute: by the `prompts` of this server or, before it has computed any, by
+    what the last server has measured."""
+
+    def __init__(self, folder: Path, prompts: PromptCost) -> None:
+        self.last = read_rates(folder)
+        self._folder = folder
+        self._prompts = prompts
+        self._saved = time.perf_counter()
+
+    def seconds(self, tokens: int, context: int) -> float:
+        """Returns how long it takes to compute this many tokens after `context` others."""
+        last = self.last if self.last.token else UNMEASURED
+        return (self._measured(0.0) if self._prompts.known else last).seconds(tokens, context)
+
+    def save(self, read: float, at_once: bool = False) -> None:
+        """Writes the rates for the next server, now and then. `read` is the bytes that are read in a second."""
+        now = time.perf_counter()
+        if self._prompts.known and (at_once or now - self._saved > SAVE):
+            self._saved = now
+            write_rates(self._folder, self._measured(read))
+
+    def _measured(self, read: float) -> Rates:
+        return Rates(self._prompts.seconds(1, 0), self._prompts.seconds(0, 1), read)

@@ -14,6 +14,7 @@ slot    magic, CRC of the rest, a bit for each part that is there, where its con
 from __future__ import annotations
 
 import os
+import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -180,8 +181,9 @@ class Segment:
         for part, data in enumerate(contents):
             if data is not None:
                 self._write(data, self._place(record, part))
-        fields = record.present, record.at, record.hash, record.parent, record.tokens, *record.crcs
-        entry = self._slot.pack(SLOT_MAGIC, 0, *fields)[CHECKED:]
+        entry = self._slot.pack(
+            SLOT_MAGIC, 0, record.present, record.at, record.hash, record.parent, record.tokens, *record.crcs
+        )[CHECKED:]
         self._write(SLOT_MAGIC + crc32(entry).to_bytes(4, "little") + entry, HEADER.size + slot * size)
         self.filled = slot + 1
         self._end = record.at + self._layout.part_end(record.present.bit_length() - 1)
@@ -245,3 +247,8 @@ def _unpack_header(head: bytes) -> tuple[BlockLayout, int]:
     if crc32(head[:-4]) != crc:
         raise BadSegment("damaged")
     return BlockLayout(*found), int(slots)
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Returns tokens as little-endian 32-bit integers."""
+    return struct.pack(f"<{len(tokens)}i", *tokens)

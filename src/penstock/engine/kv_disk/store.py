@@ -53,6 +53,42 @@ class StoredBlock(NamedTuple):
     slot: int
 
 
+class Skipped(Counter[str]):
+    """Counts files, blocks and writes that were skipped, by reason. The first of each reason is logged."""
+
+    def add(self, reason: str, about: object) -> None:
+        """Counts one more."""
+        self[reason] += 1
+        if self[reason] == 1:
+            import logging  # takes longer than reading the rest
+
+            log = logging.getLogger(__name__)
+            log.warning("KV on disk: %s (%s); further ones are counted as %s", LINES[reason], about, reason)
+
+
+class WriteLock:
+    """Makes this process the only one that writes to a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._file is not None
+
+    def take(self) -> None:
+        """Takes the lock; raises OSError if that is not possible."""
+        if self._file is None:
+            make_private_folder(self._folder)
+            self._file = _lock(self._folder / LOCK)
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+
 class SegmentStore:
     """Finds, reads and writes blocks of one layout in a folder where all files together take at most `limit` bytes. It
     may be used by several threads. `now` is the clock of the file system, `free` returns the bytes that its disk has
@@ -68,10 +104,9 @@ class SegmentStore:
         free: Callable[[Path], int] | None = None,
     ) -> None:
         self.layout = layout
-        self.skipped: Counter[str] = Counter()  # files, blocks and tries to write that were of no use, by reason
+        self.skipped = Skipped()
         self.written = self.dropped = 0  # blocks
         self.folder = folder / layout.fingerprint.hex()  # of this layout
-        self._home = folder
         self._limit = limit
         self._now = now
         self._free = free or _free_bytes
@@ -80,7 +115,7 @@ class SegmentStore:
         self._blocks: dict[bytes, StoredBlock] = {}
         self._segments: list[Segment] = []
         self._active: Segment | None = None
-        self._lock_file: int | None = None
+        self._write_lock = WriteLock(self.folder)
         self._retry_at = 0.0
         self._lock = threading.RLock()
 
@@ -95,7 +130,7 @@ class SegmentStore:
     @property
     def writable(self) -> bool:
         """Returns whether this process is the one that writes."""
-        return self._lock_file is not None
+        return self._write_lock.held
 
     @property
     def stored_bytes(self) -> int:
@@ -183,9 +218,8 @@ class SegmentStore:
     def close(self) -> None:
         """Lets another process write."""
         with self._lock:
-            if self._lock_file is not None:
-                os.close(self._lock_file)
-            self._lock_file = self._active = None
+            self._write_lock.release()
+            self._active = None
             self._retry_at = float("inf")
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -203,16 +237,16 @@ class SegmentStore:
                     if not self.has_state(record.hash):  # one that was written again with a state is better
                         self._blocks[record.hash] = StoredBlock(record, segment, slot)
                 else:
-                    self._skip(record, path)
+                    self.skipped.add(record, path)
         except BadSegment as error:
-            return self._skip(str(error), path)
+            return self.skipped.add(str(error), path)
         except OSError as error:
-            return self._skip("unreadable", error)
+            return self.skipped.add("unreadable", error)
         self._segments.append(segment)
 
     def _forget(self, block: StoredBlock, reason: str, about: object = "") -> bool:
         """Makes a block unknown that cannot be used. Returns False."""
-        self._skip(reason, about or block.segment.path)
+        self.skipped.add(reason, about or block.segment.path)
         self.forget([block.record.hash])
         return False
 
@@ -227,8 +261,8 @@ class SegmentStore:
 
     def _segment_with_room(self) -> Segment:
         """Returns the segment to write to; raises OSError if there is none."""
-        if self._lock_file is None:
-            self._take_lock()
+        if not self._write_lock.held:
+            self._write_lock.take()
             self._open_segments()  # whoever wrote before may have added some
         if self._active is None or self._active.full or not self._active.path.exists():
             self._active = self._begun_segment() or self._new_segment()
@@ -244,7 +278,7 @@ class SegmentStore:
 
     def _new_segment(self) -> Segment:
         self._make_room(self.layout.segment_bytes(self._slots))
-        segment = Segment.create(self._new_path(), self.layout, self._slots)
+        segment = Segment.create(_new_path(self.folder), self.layout, self._slots)
         self._segments.append(segment)
         return segment
 
@@ -252,7 +286,7 @@ class SegmentStore:
         """Deletes segments, the least recently used first, until `size` more bytes are within the limit; raises OSError
         if there cannot be room."""
         ours = {segment.path: segment for segment in self._segments}
-        files = [each for folder in self._home.iterdir() for each in _files(folder)]
+        files = [each for folder in self.folder.parent.iterdir() for each in _files(folder)]
         total = size + sum(file.size for file in files)
         for file in sorted(each._replace(used=ours[each.path].used) if each.path in ours else each for each in files):
             if total <= self._limit:
@@ -262,8 +296,8 @@ class SegmentStore:
             elif not _delete_unlocked(file.path):
                 continue
             total -= file.size
-        if total > self._limit or self._free(self._home) < size + FREE:
-            raise OSError(errno.ENOSPC, f"{self._home} has no room for {size:,} bytes")
+        if total > self._limit or self._free(self.folder.parent) < size + FREE:
+            raise OSError(errno.ENOSPC, f"{self.folder.parent} has no room for {size:,} bytes")
 
     def _drop(self, segment: Segment) -> None:
         """Deletes a segment. Whoever reads from it can finish."""
@@ -275,38 +309,19 @@ class SegmentStore:
             del self._blocks[hash]
         self.dropped += len(gone)
 
-    def _new_path(self) -> Path:
-        taken = {path.name for path in self.folder.iterdir()}
-        return self.folder / next(name for n in count() if (name := f"{n:08}{SUFFIX}") not in taken)
-
     def _try_lock(self) -> bool:
         """Returns whether this process may write, and no other."""
         try:
-            self._take_lock()
+            self._write_lock.take()
         except OSError as error:
-            self._skip(_reason(error), error)
+            self.skipped.add(_reason(error), error)
         return self.writable
-
-    def _take_lock(self) -> None:
-        """Makes this process the one that writes; raises OSError if that is not possible."""
-        if self._lock_file is None:
-            make_private_folder(self.folder)
-            self._lock_file = _lock(self.folder / LOCK)
 
     def _stop_writing(self, error: OSError) -> bool:
         """Writes nothing for a while. Returns False."""
-        self._skip(_reason(error), error)
+        self.skipped.add(_reason(error), error)
         self._retry_at = self._now() + RETRY
         return False
-
-    def _skip(self, reason: str, about: object) -> None:
-        """Counts what was of no use; the first of each kind is logged."""
-        self.skipped[reason] += 1
-        if self.skipped[reason] == 1:
-            import logging  # takes longer than reading the rest
-
-            log = logging.getLogger(__name__)
-            log.warning("KV on disk: %s (%s); further ones are counted as %s", LINES[reason], about, reason)
 
 
 class SegmentFile(NamedTuple):
@@ -315,6 +330,11 @@ class SegmentFile(NamedTuple):
     used: float
     size: int
     path: Path
+
+
+def _new_path(folder: Path) -> Path:
+    taken = {path.name for path in folder.iterdir()}
+    return folder / next(name for n in count() if (name := f"{n:08}{SUFFIX}") not in taken)
 
 
 def _files(folder: Path) -> Iterator[SegmentFile]:

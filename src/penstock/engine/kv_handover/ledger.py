@@ -91,8 +91,8 @@ class KvLedger:
         self._settle_states()
         for seq in () if self._frozen or self._limits.states else running:
             full, length = divmod(seq.computed, self._limits.block_size)
-            if length and full == len(seq.nodes) and seq.prefix_cache:
-                self._note_tail(seq, [table[full] for table in seq.tables], length)
+            if length and full == len(seq.blocks.nodes) and seq.blocks.prefix_cache:
+                self._note_tail(seq, [table[full] for table in seq.blocks.tables], length)
 
     def freeze(self) -> None:
         """Lets no more nodes be noted: they would be of other weights than those that the next engine begins with."""
@@ -175,10 +175,10 @@ class KvLedger:
     def _note_tail(self, seq: Stream, blocks: Sequence[int], length: int) -> None:
         """Notes the tokens that a sequence has in blocks which are not full, or those that it has more than before."""
         size, noted = self._limits.block_size, self._tails.get(blocks[0], 0)
-        parent = seq.nodes[-1].hash if seq.nodes else hashing.root(seq.salt)
+        parent = seq.blocks.nodes[-1].hash if seq.blocks.nodes else hashing.root(seq.blocks.salt)
         if noted == length or not parent:
             return
-        tokens = seq.tokens[len(seq.nodes) * size :][:length]
+        tokens = seq.tokens[len(seq.blocks.nodes) * size :][:length]
         if noted:
             added = pack(f"<{length - noted}i", *tokens[noted:])
             for block in blocks:
@@ -188,7 +188,7 @@ class KvLedger:
                 self._words[(at + LENGTH_AT) // NUMBER] = length
         else:
             self._count += 1
-            about = b"", parent, not seq.nodes
+            about = b"", parent, not seq.blocks.nodes
             for group, block in enumerate(blocks):
                 self._write_entry(block, length, (*about, group, *tokens, *[0] * (size - length)))
         self._tails.update(dict.fromkeys(blocks, length))

@@ -22,8 +22,7 @@ from penstock.core import hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
 from penstock.engine.host_blocks import HostMemory
-from penstock.engine.kv_disk.prefixes import pack
-from penstock.engine.kv_disk.segment import block_crc
+from penstock.engine.kv_disk.segment import block_crc, pack
 from penstock.engine.kv_transfer.carrier import Listener, StagedPart
 from penstock.engine.kv_transfer.cuda_ipc import SCHEME as CUDA_IPC
 from penstock.engine.kv_transfer.cuda_ipc import open_desk
@@ -164,8 +163,17 @@ class BlockOffers:
         self._offered += len(blocks)
         present = [sum((place >= 0) << group for group, place in enumerate(block.places)) for block in blocks]
         present[-1] |= bool(parts) << self._cache.groups
-        about = desk.server.addresses, first, tuple(block.hash for block in blocks), tuple(present), message.seconds
-        return Offered(message.id, BlockOffer(id, desk.leases.epoch, self._identity, *about))
+        offer = BlockOffer(
+            id,
+            desk.leases.epoch,
+            self._identity,
+            desk.server.addresses,
+            first,
+            tuple(block.hash for block in blocks),
+            tuple(present),
+            message.seconds,
+        )
+        return Offered(message.id, offer)
 
     def end(self, id: bytes) -> None:
         """Ends an offer. One that has ended is left alone."""
@@ -217,7 +225,7 @@ class BlockOffers:
         """Returns how many of the chain's blocks can be reused elsewhere and staged from `first` on in so many free
         places."""
         count = len(chain)
-        while (count := self._cache.reusable(chain[:count])) > first:
+        while (count := self._cache.prefixes.reusable(chain[:count])) > first:
             missing = self._wanted(chain[first:count], first, count) + self._desk.state_parts - free
             if missing <= 0:
                 break

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.backend.base import Backend
 from penstock.backend.blocks.rows import BlockRows
+from penstock.backend.blocks.sharing import DeviceSharing
+from penstock.config import Config
 from penstock.core import hashing
 from penstock.core.kvcache import KvCache
 from penstock.core.step_cost import PromptCost
 from penstock.engine.feature import End, Feature
 from penstock.engine.host_blocks import HostMemory
-from penstock.engine.kv_transfer.pulls import NO_ROOM, BlockPulls
+from penstock.engine.kv_transfer.pulls import NO_ROOM, BlockPulls, PullCounts
 from penstock.engine.record import RequestRecord
 from penstock.engine.waiting import Need
 from penstock.types import (
@@ -26,7 +27,7 @@ from penstock.types import (
     SamplingParams,
     Tokens,
 )
-from penstock.types.messages import Offer, Prefill, Release
+from penstock.types.messages import Add, Offer, Prefill, Release
 
 if TYPE_CHECKING:
     from penstock.engine.kv_transfer.offers import BlockOffers
@@ -59,7 +60,7 @@ class PeerBlocks(Feature):
     ) -> None:
         self._size = limits.block_size
         self._device = "" if backend.sharing is None else backend.sharing.name
-        self._failures: Counter[str] = Counter()
+        self._counts = PullCounts()
         self._pulls: BlockPulls | None = None
         movable = host.states is not None or not limits.states
         direct = not limits.states and (backend.sharing is not None or isinstance(backend.kv, BlockRows))
@@ -73,22 +74,23 @@ class PeerBlocks(Feature):
                 prompts,
                 chain,
                 options.identity,
-                self._failures,
-                lambda: self.engine.distrust_cache(),
+                self._counts,
+                lambda: self.engine.pipeline.distrust_cache(),
             )
         self._prefills: dict[int, Prefill] = {}  # that are being computed; once they are, with the request that did it
         self._offers: BlockOffers | None = None
         if options.listen and movable and not limits.encoder:
             from penstock.engine.kv_transfer.offers import open_offers  # with sockets, which take long
 
-            of_engine = cache, host, backend.kv, limits, chain, backend.sharing
-            self._offers = open_offers(options.listen, options.identity, *of_engine)
+            self._offers = open_offers(
+                options.listen, options.identity, cache, host, backend.kv, limits, chain, backend.sharing
+            )
 
     def answer(self, message: Any) -> Sequence[Event]:
         if isinstance(message, Offer):
             return [self._offer(message)]
         if isinstance(message, Prefill):
-            self.engine.take(self.prefill(message))
+            self.engine.handle(Add(self.prefill(message)))
         if isinstance(message, Release) and self._offers is not None:
             self._offers.end(message.offer)
         return ()
@@ -143,7 +145,7 @@ class PeerBlocks(Feature):
         if self._pulls is not None:
             return self._pulls.needs(record, self.engine.weights)
         record.request = record.request._replace(pull=None)
-        self._failures[NO_ROOM] += 1
+        self._counts.failures[NO_ROOM] += 1
         return ()
 
     def ended(self, record: RequestRecord, event: End | None) -> None:
@@ -172,21 +174,40 @@ class PeerBlocks(Feature):
 
     def counts(self) -> PeerCounts:
         """Returns the counts of pulls and offers so far."""
-        counts = PeerCounts(failures=tuple(sorted(self._failures.items())))
-        if (pulls := self._pulls) is not None:
-            tokens = pulls.blocks * self._size
-            counts = counts._replace(
-                pulls=pulls.pulls,
-                pulled_blocks=pulls.blocks,
-                pulled_tokens=tokens,
-                pull_seconds=pulls.seconds,
-                carriers=tuple(sorted(pulls.carriers.items())),
-                passed_over=tuple(sorted(pulls.passed_over.items())),
-            )
-        return counts if self._offers is None else self._offers.count(counts)
+        counts = self._counts
+        pulled = PeerCounts(
+            pulls=counts.pulls,
+            pulled_blocks=counts.blocks,
+            pulled_tokens=counts.blocks * self._size,
+            pull_seconds=counts.seconds,
+            failures=tuple(sorted(counts.failures.items())),
+            carriers=tuple(sorted(counts.carriers.items())),
+            passed_over=tuple(sorted(counts.passed_over.items())),
+        )
+        return pulled if self._offers is None else self._offers.count(pulled)
 
     def close(self) -> None:
         if self._pulls is not None:
             self._pulls.close()
         if self._offers is not None:
             self._offers.close()
+
+
+def transfer_options(config: Config, identity: bytes, sharing: DeviceSharing | None) -> TransferOptions:
+    """Returns how an engine with this config exchanges blocks of this identity."""
+    return TransferOptions(identity, offer_addresses(config, sharing))
+
+
+def offer_addresses(config: Config, sharing: DeviceSharing | None = None) -> tuple[str, ...]:
+    """Returns where an engine offers KV blocks: one that several clients may join does so on its device, on its machine
+    and, if they may be on others, on the network."""
+    if config.offers or not config.listen:
+        return config.offers
+    scheme, _, rest = config.listen.partition("://")
+    here = ("shm",) if sharing is None else ("cuda_ipc", "shm")
+    if scheme == "ipc":
+        return here
+    from penstock.engine.kv_transfer import nixl  # with sockets, which take long
+
+    host = rest.rpartition(":")[0]
+    return (*here, *([f"nixl:{host}:0"] if nixl.preferable() else []), f"tcp:{host}:0")

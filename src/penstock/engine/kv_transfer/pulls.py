@@ -14,6 +14,7 @@ from penstock.backend.base import BlockMemory
 from penstock.backend.blocks.rows import BlockRows
 from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.core import hashing
+from penstock.core.incoming import take_in
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import PrefixNode
 from penstock.core.step_cost import PromptCost
@@ -21,7 +22,8 @@ from penstock.core.tiers import PEER
 from penstock.engine.chain_loads import ChainLoad, ChainLoads, Reserved
 from penstock.engine.host_blocks import HostMemory
 from penstock.engine.kv_disk.loading import Loading
-from penstock.engine.kv_disk.prefixes import UNMEASURED, pack
+from penstock.engine.kv_disk.rates import UNMEASURED
+from penstock.engine.kv_disk.segment import pack
 from penstock.engine.kv_transfer.reader import OfferReader, WantedBlock
 from penstock.engine.kv_transfer.state_parts import names, part_targets
 from penstock.engine.kv_transfer.wire import TransferRefused
@@ -74,10 +76,21 @@ class PullThreads:
                 pull.reader.close()
 
 
+class PullCounts:
+    """Counts pulls and what became of them."""
+
+    def __init__(self) -> None:
+        self.pulls = self.blocks = 0
+        self.carriers: Counter[str] = Counter()  # pulls, by what brought the blocks
+        self.passed_over: Counter[str] = Counter()  # carriers that could not be used, so the next was
+        self.failures: Counter[str] = Counter()  # by reason
+        self.seconds = 0.0
+
+
 class BlockPulls:
     """Has offered blocks read into places of the `host`, where `cache` finds them, or straight into `memory` if it
-    has rows or engines share its device, unless `prompts` are computed sooner. Counts its `failures` by reason. Calls
-    `distrust` when cached blocks may be wrong."""
+    has rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may
+    be wrong."""
 
     def __init__(
         self,
@@ -89,14 +102,10 @@ class BlockPulls:
         prompts: PromptCost,
         chain: hashing.Chain,
         identity: bytes,
-        failures: Counter[str],
+        counts: PullCounts,
         distrust: Callable[[], None],
     ) -> None:
-        self.pulls = self.blocks = 0
-        self.carriers: Counter[str] = Counter()  # pulls, by what brought the blocks
-        self.passed_over: Counter[str] = Counter()  # carriers that could not be used, so the next was
-        self.seconds = 0.0
-        self._failures = failures
+        self._counts = counts
         self._cache = cache
         self._host = host.blocks
         self._block_bytes = len(memory.export_blocks([0]))
@@ -125,7 +134,7 @@ class BlockPulls:
         try:
             pull = self._begin(offer, record.salt(weights), request.prompt + request.generated, weights)
         except TransferRefused as refused:
-            self._failures[refused.reason] += 1
+            self._counts.failures[refused.reason] += 1
             return []
         if pull is None:
             return []
@@ -225,16 +234,16 @@ class BlockPulls:
             return
         load, reader, direct = pull
         read = min(load.loading.usable, len(load.places))
-        self.seconds += load.loading.seconds
+        self._counts.seconds += load.loading.seconds
         if direct is not None:
             read = self._copy(load, direct)
         if read if direct is not None else self._chains.deliver(load, PEER):
-            self.pulls += 1
-            self.blocks += read
-            self.carriers[reader.carrier] += 1
-        self.passed_over.update(reader.passed_over)
+            self._counts.pulls += 1
+            self._counts.blocks += read
+            self._counts.carriers[reader.carrier] += 1
+        self._counts.passed_over.update(reader.passed_over)
         if read < len(load.places) or not load.loading.whole:
-            self._failures[reader.reason or SLOW] += 1
+            self._counts.failures[reader.reason or SLOW] += 1
 
     def _copy(self, load: ChainLoad, reader: DirectReader) -> int:
         """Copies blocks straight to the KV cache; returns how many it has now."""
@@ -256,12 +265,12 @@ class BlockPulls:
 
         used = skipped
         if wanted:
-            used += self._cache.take_in(load.salt, load.prompt, load.first + skipped, wanted, fill)
+            used += take_in(self._cache, load.salt, load.prompt, load.first + skipped, wanted, fill)
         if load.loading.finished:
             reader.close()  # else its thread does
         if used < usable and not reader.reason:
             reader.reason = GAP
-        self.seconds += time.perf_counter() - began
+        self._counts.seconds += time.perf_counter() - began
         return used
 
     def _compute_seconds(self, first: int, end: int, done: int) -> float:

@@ -88,6 +88,49 @@ class AdapterLease:
         return "".join(f"\0adapter {digest} {source.scale!r}" for digest, source in parts)
 
 
+class AdapterNames:
+    """Knows the adapters that requests may name."""
+
+    def __init__(self) -> None:
+        self._registered: dict[str, RegisteredAdapter] = {}
+        self._count = 0  # registrations so far
+
+    def __iter__(self) -> Iterator[RegisteredAdapter]:
+        """Yields them in the order of their registration."""
+        yield from self._registered.values()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._registered
+
+    def check(self, name: str, path: Path, scale: float, replace: bool) -> None:
+        """Raises AdapterError if an adapter cannot have this name."""
+        if not 0 < len(name) <= MAX_NAME:
+            raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} characters; got {len(name)}", param="name")
+        known = self._registered.get(name)
+        if known and not replace and (known.path, known.scale) != (path, scale):
+            raise AdapterError(
+                f"an adapter named {name!r} is registered already, from {known.path}: unregister it first, or take "
+                "another name",
+                param="name",
+            )
+
+    def find(self, name: str) -> RegisteredAdapter:
+        """Returns an adapter; raises AdapterNotFound for an unknown name."""
+        if name not in self._registered:
+            known = ", ".join(list(self._registered)[:8]) or "none"
+            raise AdapterNotFound(f"no adapter is registered as {name!r}; registered: {known}")
+        return self._registered[name]
+
+    def add(self, name: str, path: Path, scale: float, rank: int) -> None:
+        """Registers an adapter, unless it is registered already."""
+        if name not in self._registered:
+            self._count += 1
+            self._registered[name] = RegisteredAdapter(name, path, scale, rank, self._count)
+
+    def remove(self, name: str) -> RegisteredAdapter:
+        return self._registered.pop(name)
+
+
 class Adapters:
     """Registers adapters and moves them into slots: at most `most` of them, which take at most `memory` bytes."""
 
@@ -106,9 +149,8 @@ class Adapters:
         self._available = available
         self.most = most
         self._free = list(range(most - 1, -1, -1))
-        self._registered: dict[str, RegisteredAdapter] = {}
+        self._names = AdapterNames()
         self._digests: dict[int, str] = {}  # of registrations that were loaded once, by number
-        self._count = 0
         self._leases: OrderedDict[tuple[Source, ...], AdapterLease] = OrderedDict()  # the least recently used first
         self._draining: list[AdapterLease] = []  # that keep their slot for those who hold them, and get no new ones
         self._queue: deque[AdapterLease] = deque()  # without a slot yet, in order of arrival
@@ -125,7 +167,7 @@ class Adapters:
 
     def begin_registration(self, name: str, path: Path, scale: float, *, replace: bool = False) -> Reading[int]:
         """Begins to register an adapter while steps run: its files are checked in a thread."""
-        self._check_name(name, path, scale, replace)
+        self._names.check(name, path, scale, replace)
         reading = Reading(lambda: self._rank_at(path), AdapterError)
         self._reader.read(reading)
         return reading
@@ -133,32 +175,19 @@ class Adapters:
     def registered(self, name: str, path: Path, scale: float, rank: int, *, replace: bool = False) -> AdapterInfo:
         """Registers an adapter whose files were checked. With `replace` it takes the place of one of the same name,
         which requests that have begun keep."""
-        self._check_name(name, path, scale, replace)
-        if replace and name in self._registered:
+        self._names.check(name, path, scale, replace)
+        if replace and name in self._names:
             self.unregister(name)
-        if name not in self._registered:
-            self._count += 1
-            self._registered[name] = RegisteredAdapter(name, path, scale, rank, self._count)
-        return self._info(self._registered[name])
-
-    def _check_name(self, name: str, path: Path, scale: float, replace: bool) -> None:
-        if not 0 < len(name) <= MAX_NAME:
-            raise AdapterError(f"an adapter's name has 1 to {MAX_NAME} characters; got {len(name)}", param="name")
-        known = self._registered.get(name)
-        if known and not replace and (known.path, known.scale) != (path, scale):
-            raise AdapterError(
-                f"an adapter named {name!r} is registered already, from {known.path}: unregister it first, or take "
-                "another name",
-                param="name",
-            )
+        self._names.add(name, path, scale, rank)
+        return self._info(self._names.find(name))
 
     def _rank_at(self, path: Path) -> int:
         return read_adapter(path, self._base).rank
 
     def unregister(self, name: str) -> AdapterInfo:
         """Forgets an adapter; requests that have begun keep it. Raises AdapterNotFound for an unknown name."""
-        info = self._info(self._find(name))
-        number = self._registered.pop(name).number
+        info = self._info(self._names.find(name))
+        number = self._names.remove(name).number
         self._digests.pop(number, None)
         for key, lease in list(self._leases.items()):
             held = lease.holders or not lease.in_slot
@@ -168,13 +197,7 @@ class Adapters:
 
     def listed(self) -> tuple[AdapterInfo, ...]:
         """Returns all registered adapters, in the order of their registration."""
-        return tuple(map(self._info, self._registered.values()))
-
-    def _find(self, name: str) -> RegisteredAdapter:
-        if name not in self._registered:
-            known = ", ".join(list(self._registered)[:8]) or "none"
-            raise AdapterNotFound(f"no adapter is registered as {name!r}; registered: {known}")
-        return self._registered[name]
+        return tuple(map(self._info, self._names))
 
     def _info(self, known: RegisteredAdapter) -> AdapterInfo:
         loaded = any(
@@ -190,7 +213,9 @@ class Adapters:
     def hold(self, uses: Sequence[AdapterUse]) -> AdapterLease:
         """Returns a lease of the adapters together, which may have to wait for its slot; it must be released. Raises
         AdapterNotFound for an unknown name."""
-        sources = tuple(Source(known := self._find(use.name), known.scale * use.scale) for use in uses if use.scale)
+        sources = tuple(
+            Source(known := self._names.find(use.name), known.scale * use.scale) for use in uses if use.scale
+        )
         lease = self._leases.get(sources)
         if lease is None or lease.error:
             lease = self._leases[sources] = AdapterLease(sources, self._load)

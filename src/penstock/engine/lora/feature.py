@@ -6,14 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.backend.base import Backend
+from penstock.config import Config, Device, available_memory, parse_adapter
 from penstock.engine.feature import End, Feature
 from penstock.engine.lora.adapters import Adapters
 from penstock.engine.reading import Reading
 from penstock.engine.record import RequestRecord
 from penstock.engine.waiting import PATIENCE, Need
 from penstock.errors import NotSupported, PenstockError
+from penstock.model.adapters import AdapterBase
+from penstock.planning.memory_plan import adapter_memory
 from penstock.types import AdapterInfo, AdapterList, Event, Failed
 from penstock.types.messages import ListAdapters, RegisterAdapter, UnregisterAdapter
+
+SHARE = 8  # adapters may take one part in SHARE of the free memory
+SPARE = 1 << 29  # bytes of a GPU that are free in any case
 
 
 class NoAdapters(Feature):
@@ -105,3 +112,15 @@ class AdapterControl(NoAdapters):
             except PenstockError as error:
                 answers.append(Failed(message.id, error.code, error.message))
         return answers
+
+
+def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
+    """Returns the adapters that requests may name at first: those of the config."""
+    memory = config.adapter_memory or available_memory() // SHARE
+    if Device.parse(config.device).kind == "cuda":
+        memory = config.adapter_memory or max(adapter_memory(config), SPARE)
+    adapters = Adapters(backend.adapters, base, config.max_adapters, memory)
+    for text in config.adapter:
+        name, path, scale = parse_adapter(text)
+        adapters.register(name, Path(path).expanduser(), scale)
+    return adapters

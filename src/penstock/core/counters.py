@@ -10,7 +10,7 @@ from penstock.core.tenants import Tenants
 from penstock.types import Stats
 
 
-class Tally:
+class Counters:
     """Adds up tokens and preemptions."""
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ class Tally:
     def admit(self, seq: Sequence, now: float) -> None:
         """Counts the prompt of a sequence that starts for the first time."""
         seq.times.admitted = now
-        seq.cached = min(seq.computed, seq.prompt_len)
+        seq.times.cached = min(seq.computed, seq.prompt_len)
         self.prompt_tokens += seq.prompt_len
-        self.cached_tokens += seq.cached
+        self.cached_tokens += seq.times.cached
         self._reused.update(dict(seq.times.reused))
 
     def stats(self, cache: KvCache, steps: int, running: int, tenants: Tenants) -> Stats:
