@@ -196,7 +196,7 @@ GUARDS = (
     ),
     Guard(
         "KV of an adapter is its own",
-        "engine/record.py",
+        "engine/request_record.py",
         "self.request = self.request._replace(salt=self.request.salt + self.lease.salt)",
         "pass",
         "tests/engine/test_adapters.py",

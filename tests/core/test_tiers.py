@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.core import Scheduler, Sequence, SequenceParams, check, hashing
 from penstock.core.block_events import BlockEvents
-from penstock.core.blocks import BlockPool
+from penstock.core.free_blocks import BlockPool
 from penstock.core.incoming import attach
 from penstock.core.prefix import PrefixNode
 from penstock.core.tiers import CopyCosts

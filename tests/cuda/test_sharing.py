@@ -22,7 +22,7 @@ from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.sharing import CudaSharing, KvRows, device_name
 from penstock.engine.assemble import assemble
 from penstock.engine.kv_disk import loading
-from penstock.engine.kv_transfer.cuda_ipc import DeviceDesk
+from penstock.engine.kv_transfer.cuda_ipc import DeviceStagingArea
 from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions
 from penstock.engine.loop import advance
 from penstock.types import BlockOffer, Finished, Limits, Offered, Report, Request, SamplingParams, Tokens
@@ -178,23 +178,23 @@ class Host:
 
     def damage(self) -> None:
         """Changes one bit of what is offered, on the device."""
-        self._desk._room._staged[self._places()[-1], 5] ^= 1
+        self._area._room._staged[self._places()[-1], 5] ^= 1
         if DEVICE == "cuda":
             torch.cuda.synchronize()
 
     def rewrite(self) -> None:
-        place, staging = self._places()[-1], self._desk.leases.staging
+        place, staging = self._places()[-1], self._area.leases.staging
         staging.write(place, bytes(staging.read(place)))
 
     def refusals(self) -> dict[str, int]:
         return dict(self.engine.stats().peers.refusals)
 
     @property
-    def _desk(self) -> DeviceDesk:
+    def _area(self) -> DeviceStagingArea:
         return self.engine.find(PeerBlocks)._offers._near  # type: ignore[union-attr, return-value]
 
     def _places(self) -> list[int]:
-        [lease] = self._desk.leases._granted.values()
+        [lease] = self._area.leases._granted.values()
         return [block.places[0] for block in lease.blocks]
 
 

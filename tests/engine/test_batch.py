@@ -11,8 +11,8 @@ from penstock.backend.base import Batch
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.core import Sequence
 from penstock.engine.batch import Batcher
-from penstock.engine.record import RequestRecord
-from penstock.types import Grown, Limits, Request, Row, SamplingParams, StepPlan
+from penstock.engine.request_record import RequestRecord
+from penstock.types import Limits, Request, Row, SamplingParams, StepPlan, TableUpdate
 
 WINDOWS = (0, 5, 3)
 LIMITS = Limits(max_len=32, max_rows=4, step_tokens=16, block_size=4, num_blocks=40, vocab=1000, windows=WINDOWS)
@@ -29,8 +29,8 @@ def batch_of(*plans: StepPlan) -> Batch:
     return batcher.build(plans[-1], {1: Sequence(1, PROMPT, 4)}, {1: RequestRecord(request)})
 
 
-def grown(first: int, last: int) -> tuple[Grown, ...]:
-    return tuple(Grown(1, first, table[first:last], group) for group, table in enumerate(TABLES))
+def grown(first: int, last: int) -> tuple[TableUpdate, ...]:
+    return tuple(TableUpdate(1, first, table[first:last], group) for group, table in enumerate(TABLES))
 
 
 def test_a_table_for_each_group() -> None:

@@ -9,11 +9,11 @@ from penstock.backend.base import Batch, Ticket
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.core import check
 from penstock.engine.assemble import assemble
-from penstock.engine.block_feed import BlockFeed, NoBlockFeed
 from penstock.engine.engine import Engine
 from penstock.engine.grammars.constraints import Constraints
 from penstock.engine.loop import run
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
+from penstock.engine.router_feed import BlockFeed, NoBlockFeed
 from penstock.engine.waiting import Need, WaitingRoom
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.ipc import wire

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.backend.fake import FakeBackend
 from penstock.engine.assemble import assemble
 from penstock.engine.feature import End, Feature
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import Need
 from penstock.errors import InvalidRequest
 from penstock.types import Aborted, Failed, Finished, Limits, Request, SamplingParams, StepPlan, StepResult, Tokens

@@ -199,8 +199,8 @@ def test_a_state_that_changes_on_the_way_is_not_used(start: Start) -> None:
     first, second = start(states=4, host_states=2), start(states=4, host_states=2)
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    staging = first.engine.find(PeerBlocks)._offers._desk.leases.staging
-    [lease] = first.engine.find(PeerBlocks)._offers._desk.leases._granted.values()
+    staging = first.engine.find(PeerBlocks)._offers._area.leases.staging
+    [lease] = first.engine.find(PeerBlocks)._offers._area.leases._granted.values()
     part = lease.blocks[-1]
     assert part.of_state
     staging.write(part.places[0], bytes(staging.block_bytes))
@@ -310,7 +310,7 @@ def test_an_offer_is_used_once(start: Start) -> None:
 
 def last_place(replica: Replica) -> int:
     """Returns where the last block of the only offer is staged."""
-    [lease] = replica.engine.find(PeerBlocks)._offers._desk.leases._granted.values()
+    [lease] = replica.engine.find(PeerBlocks)._offers._area.leases._granted.values()
     return lease.blocks[-1].places[0]
 
 
@@ -321,7 +321,7 @@ def test_what_was_written_again_before_it_was_read_is_not_used(
     first, second = start(listen), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    staged, place = first.engine.find(PeerBlocks)._offers._desk.leases.staging, last_place(first)
+    staged, place = first.engine.find(PeerBlocks)._offers._area.leases.staging, last_place(first)
     staged.write(place, bytes(staged.block_bytes))
     assert second.answer(*PROMPT, pull=offer).cached == 36
     assert second.counts.failures == (("stale", 1),)
@@ -332,7 +332,7 @@ def test_what_is_written_again_while_it_is_read_is_not_used(start: Start, monkey
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
     staged, place, read = (
-        first.engine.find(PeerBlocks)._offers._desk.leases.staging,
+        first.engine.find(PeerBlocks)._offers._area.leases.staging,
         last_place(first),
         StagedBlocks.read,
     )
@@ -354,7 +354,7 @@ def test_what_is_written_again_while_it_is_copied_is_not_used(
     first, second = start(), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    leases, copy_in = first.engine.find(PeerBlocks)._offers._desk.leases, ArrayBlocks.copy_in
+    leases, copy_in = first.engine.find(PeerBlocks)._offers._area.leases, ArrayBlocks.copy_in
     place = leases._granted[offer.id].blocks[at].places[0]
 
     def rewritten(*args: Any) -> list[int]:
@@ -487,7 +487,7 @@ def test_damaged_blocks_are_computed(start: Start, listen: tuple[str, ...]) -> N
     first, second = start(listen), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    leases = first.engine.find(PeerBlocks)._offers._desk.leases
+    leases = first.engine.find(PeerBlocks)._offers._area.leases
     leases.staging.read(leases._granted[offer.id].blocks[4].places[0])[3] ^= 1
     assert second.answer(*PROMPT, pull=offer).cached == 16
     assert second.counts.failures == (("damaged", 1),)
@@ -497,7 +497,7 @@ def test_another_block_under_the_same_place_is_computed(start: Start) -> None:
     first, second = start(), start()
     first.answer(*PROMPT)
     offer = first.offer(*PROMPT)
-    leases = first.engine.find(PeerBlocks)._offers._desk.leases
+    leases = first.engine.find(PeerBlocks)._offers._area.leases
     lease = leases._granted[offer.id]
     swapped = [*lease.blocks[:2], lease.blocks[3], lease.blocks[2], *lease.blocks[4:]]
     leases._granted[offer.id] = lease._replace(blocks=swapped)
@@ -691,6 +691,6 @@ def test_a_state_that_finds_no_room_leaves_nothing_to_offer(free: int) -> None:
     """Its parts may take more places than all blocks of the chain: the search for a shorter chain never ended."""
     offers = BlockOffers.__new__(BlockOffers)
     offers._cache = SimpleNamespace(reusable=len, groups=1)  # type: ignore[assignment]
-    offers._desk = SimpleNamespace(state_parts=9)  # type: ignore[assignment]
+    offers._area = SimpleNamespace(state_parts=9)  # type: ignore[assignment]
     offers._wanted = lambda nodes, first, count: count  # type: ignore[method-assign]
     assert offers._that_fit([None] * 5, 0, free) == max(min(free - 9, 5), 0)  # type: ignore[list-item]

@@ -11,12 +11,12 @@ import pytest
 from penstock.backend.fake import FakeBackend, continuation
 from penstock.config import configure
 from penstock.engine.assemble import assemble
+from penstock.engine.background_reader import Reader, Reading
 from penstock.engine.build import open_engine
 from penstock.engine.control.weight_reader import ReadWeights, StoredTensor, check_same_tensors
 from penstock.engine.control.weight_updates import WeightUpdates
 from penstock.engine.engine import Engine
 from penstock.engine.loop import advance
-from penstock.engine.reading import Reader, Reading
 from penstock.errors import InvalidRequest, WeightsError
 from penstock.ipc import wire
 from penstock.llm.async_llm import AsyncLLM

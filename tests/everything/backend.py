@@ -16,8 +16,8 @@ from penstock.backend.base import Batch, Bitmasks
 from penstock.backend.fake import FakeBackend, FakeHead, FakeHeadProgram, FakeProgram, gathered, windowed
 from penstock.backend.sample import sample
 from penstock.backend.sampler_chain import chained_positions, with_chains
+from penstock.engine.background_reader import Reader, Reading
 from penstock.engine.control.weight_reader import ReadWeights
-from penstock.engine.reading import Reader, Reading
 from penstock.errors import OutOfMemory, StepFailed, WeightsError
 from penstock.types import StepResult
 

@@ -15,11 +15,11 @@ from unittest.mock import patch
 
 from penstock.backend.fake import FakeAdapter
 from penstock.core import loop_guard, sequence
+from penstock.engine.background_reader import Reader, Reading
 from penstock.engine.grammars import grammar
 from penstock.engine.kv_disk import loading, writing
 from penstock.engine.kv_transfer import pulls
 from penstock.engine.lora import adapters
-from penstock.engine.reading import Reader, Reading
 
 ADAPTER_BYTES = 100
 TICK = 1e-7  # seconds

@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 from penstock.core.memory_forecast import MemoryForecast
-from penstock.engine.block_feed import NoBlockFeed
 from penstock.engine.kv_transfer.peers import PeerBlocks
 from penstock.engine.loop import advance
+from penstock.engine.router_feed import NoBlockFeed
 from penstock.errors import EngineUnavailable, InvalidRequest, NotFinite, OutOfMemory, StepFailed, WaitTooLong
 from penstock.types import (
     Aborted,

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from penstock.core import hashing
+from penstock.core.free_blocks import Parent, Tail
 from penstock.core.kvcache import KvCache
 from penstock.core.prefix import Key, PrefixNode
-from penstock.core.tails import Parent, Tail
 from penstock.types import Limits
 
 

@@ -14,18 +14,16 @@ from itertools import islice
 
 from penstock.core import hashing
 from penstock.core.block_events import BlockWatcher, Watchers
-from penstock.core.blocks import BlockPool
+from penstock.core.free_blocks import BlockPool, Parent, Tail, Tails
 from penstock.core.host_states import HostStates
 from penstock.core.in_flight import BlocksInFlight
 from penstock.core.prefix import BlockTrie, Idle, PrefixNode
 from penstock.core.prefix_lookup import PrefixLookup
 from penstock.core.sequence import Sequence
-from penstock.core.sources import ReuseSources
 from penstock.core.state_saving import NoSaving, StateSaving
 from penstock.core.states import NoStates, SavedStates
-from penstock.core.tails import Parent, Tail, Tails
-from penstock.core.tiers import CopyCosts, HostTier
-from penstock.types import BlockCopy, Grown, Limits, Row, blocks_for
+from penstock.core.tiers import CopyCosts, HostTier, ReuseSources
+from penstock.types import BlockCopy, Limits, Row, TableUpdate, blocks_for
 
 
 class LayerGroups:
@@ -105,7 +103,7 @@ class KvCache:
         """Returns how many blocks a running sequence will still take for the tokens that it already has."""
         return self._layers.left_to_take(seq.end, seq.blocks.capacity // self.block_size, seq.blocks.window_starts)
 
-    def open(self, seq: Sequence, matched: list[PrefixNode], known: list[PrefixNode]) -> tuple[int, list[Grown]]:
+    def open(self, seq: Sequence, matched: list[PrefixNode], known: list[PrefixNode]) -> tuple[int, list[TableUpdate]]:
         """Starts a sequence on its matched prefix and puts the rest of its prompt in flight for those who come after.
         More blocks may be `known`, which it cannot begin with or which do not pay to be copied. Returns how many
         positions are computed already, and the entries of its block tables."""
@@ -128,22 +126,24 @@ class KvCache:
         blocks.prefix_ends = (len(known), (seq.prompt_len - 1) // self.block_size)
         self.in_flight.start(seq, len(matched))
         tables = zip(starts, blocks.tables, strict=True)
-        grown = [Grown(seq.id, at, tuple(table[at:]), group) for group, (at, table) in enumerate(tables) if table[at:]]
+        grown = [
+            TableUpdate(seq.id, at, tuple(table[at:]), group) for group, (at, table) in enumerate(tables) if table[at:]
+        ]
         return computed, grown
 
-    def grow(self, seq: Sequence, positions: int) -> list[Grown]:
+    def grow(self, seq: Sequence, positions: int) -> list[TableUpdate]:
         """Takes the blocks that `positions` positions need; the caller has made sure they are available."""
         blocks = seq.blocks
         missing = self.blocks_for(positions - blocks.capacity)
         grown = []
         for group, table in enumerate(blocks.tables):
             taken = tuple([self.take() for _ in range(missing)])
-            grown.append(Grown(seq.id, len(table), taken, group))
+            grown.append(TableUpdate(seq.id, len(table), taken, group))
             table.extend(taken)
         blocks.capacity += missing * self.block_size
         return grown
 
-    def advance(self, seq: Sequence, row: Row) -> list[Grown]:
+    def advance(self, seq: Sequence, row: Row) -> list[TableUpdate]:
         """Publishes every block that a committed row has filled and lets go of what lies behind the windows. Where
         another sequence had computed the same block, its block replaces ours: returns those entries."""
         self.watchers.announce_arrivals()
@@ -196,7 +196,7 @@ class KvCache:
         self.pool.give(block)
         self.watchers.freed(block)
 
-    def _publish(self, seq: Sequence) -> list[Grown]:
+    def _publish(self, seq: Sequence) -> list[TableUpdate]:
         blocks = seq.blocks
         replaced = []
         for index in range(len(blocks.nodes), seq.computed // self.block_size):
@@ -216,14 +216,14 @@ class KvCache:
                 replaced += self._replace(seq, index, mine, node)
         return replaced
 
-    def _replace(self, seq: Sequence, index: int, mine: list[int], node: PrefixNode) -> list[Grown]:
+    def _replace(self, seq: Sequence, index: int, mine: list[int], node: PrefixNode) -> list[TableUpdate]:
         """Frees a sequence's own blocks that a node already had."""
         replaced = []
         for group, (own, shared) in enumerate(zip(mine, node.blocks, strict=True)):
             if own != shared:
                 self.give(own)
                 seq.blocks.tables[group][index] = shared
-                replaced.append(Grown(seq.id, index, (shared,), group))
+                replaced.append(TableUpdate(seq.id, index, (shared,), group))
         return replaced
 
     def _let_go_behind(self, seq: Sequence) -> None:

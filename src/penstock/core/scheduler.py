@@ -19,18 +19,16 @@ from penstock.core.kvcache import KvCache
 from penstock.core.policy import Policy, Room, StandardPolicy, StepBudget
 from penstock.core.prefix import PrefixNode
 from penstock.core.recent import RecentStreams
-from penstock.core.refusal import refuse_impossible, refuse_unworkable
 from penstock.core.sequence import Sequence
 from penstock.core.tenants import PER_GENERATED, Tenants, Turns
 from penstock.core.tiers import CopyCosts
-from penstock.errors import InvalidRequest
+from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.types import (
     Aborted,
     BlockCopy,
     Event,
     Failed,
     Finished,
-    Grown,
     Limits,
     Report,
     Row,
@@ -38,6 +36,7 @@ from penstock.types import (
     Stats,
     StepPlan,
     StepResult,
+    TableUpdate,
     Tokens,
 )
 
@@ -59,7 +58,7 @@ class Scheduler:
         watchers: Iterable[BlockWatcher] = (),
         copy_costs: CopyCosts | None = None,
     ) -> None:
-        refuse_unworkable(limits)
+        limits.check()
         self.limits = limits
         self.policy = policy or StandardPolicy(limits)
         self.cache = KvCache(limits, chain, watchers, copy_costs)
@@ -72,7 +71,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._squeezed: Sequence | None = None  # was next in turn in the last plan and found too few blocks
-        self._grown: list[Grown] = []
+        self._grown: list[TableUpdate] = []
         self._dropped: list[int] = []
         self._counters = Counters()
 
@@ -82,12 +81,25 @@ class Scheduler:
         """Takes a sequence in, or refuses at once what could never be finished. An id is never used twice."""
         if seq.id in self.sequences:
             raise InvalidRequest(f"request id {seq.id} is already in use")
-        refuse_impossible(seq, self.limits)
+        self.check(seq)
         self._arrivals += 1
         seq.arrive(self._arrivals, self.now)
         seq.standing.rank = self.policy.rank(seq, self.cache.prefixes.held(seq))
         self.sequences[seq.id] = seq
         self.tenants.add(seq)
+
+    def check(self, seq: Sequence) -> None:
+        """Raises InvalidRequest for a sequence that could never be finished within the self.limits."""
+        if not seq.prompt_len:
+            raise InvalidRequest("the prompt is empty: at least one token is needed")
+        if seq.max_len > self.limits.max_len:
+            answer = seq.max_len - seq.prompt_len
+            raise ContextTooLong(
+                f"the prompt has {seq.prompt_len} tokens and {answer} more may follow, together {seq.max_len}; "
+                f"the context holds {self.limits.max_len}: shorten the prompt or lower max_tokens"
+            )
+        if min(seq.tokens) < 0 or max(seq.tokens) >= self.limits.vocab:
+            raise InvalidRequest(f"prompt token ids must be from 0 to {self.limits.vocab - 1}")
 
     def abort(self, id: int) -> list[Aborted]:
         """Ends a sequence wherever it stands; one that has already ended is left alone."""

@@ -9,7 +9,6 @@ from penstock.core import Policy, Scheduler, StandardPolicy, hashing
 from penstock.core.block_events import BlockEvents, BlockWatcher
 from penstock.core.step_cost import CostModel
 from penstock.core.tiers import CopyCosts
-from penstock.engine.block_feed import BlockFeed, NoBlockFeed
 from penstock.engine.control.pausing import Pausing
 from penstock.engine.control.sleeping import Sleeping
 from penstock.engine.control.weight_updates import WeightUpdates
@@ -23,6 +22,7 @@ from penstock.engine.kv_handover.kept_kv import KeptKv
 from penstock.engine.kv_transfer.peers import NO_TRANSFER, PeerBlocks, TransferOptions
 from penstock.engine.loaded_model import LoadedModel
 from penstock.engine.lora.feature import AdapterControl, NoAdapters
+from penstock.engine.router_feed import BlockFeed, NoBlockFeed
 from penstock.engine.samplers.mirostat import Mirostat
 from penstock.types import Limits
 

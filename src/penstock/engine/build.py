@@ -24,7 +24,7 @@ from penstock.engine.chain_hash import chain_hash
 from penstock.engine.control.weight_reader import WeightReader, open_update
 from penstock.engine.drafts.open import cost_model, load_draft, open_copying, open_drafting
 from penstock.engine.grammars.constraints import open_grammars
-from penstock.engine.kv_disk.open import open_store
+from penstock.engine.kv_disk.prefixes import open_store
 from penstock.engine.kv_handover.identity import kv_identity
 from penstock.engine.kv_handover.kept_kv import open_kv_file, open_ledger
 from penstock.engine.kv_reservation import described_cache, reserve_kv

@@ -15,9 +15,7 @@ from penstock.engine.feature import Feature
 from penstock.engine.flight_recorder import FlightRecorder, Memory
 from penstock.engine.host_blocks import HostMemory
 from penstock.engine.pipeline import StepPipeline
-from penstock.engine.record import RequestRecord
-from penstock.engine.refusals import check_ids
-from penstock.engine.resuming import Decided, append_decided
+from penstock.engine.request_record import Decided, RequestRecord, append_decided
 from penstock.engine.waiting import PATIENCE, Need, WaitingRoom
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.types import (
@@ -295,3 +293,14 @@ class Engine:
     def _release(self, record: RequestRecord, event: Finished | Aborted | Failed | None = None) -> None:
         for feature in self.features:
             feature.ended(record, event)
+
+
+def check_ids(request: Request, vocab: int) -> None:
+    """Raises InvalidRequest for token ids that have no logit."""
+    params = request.sampling
+    banned = (id for word in request.bad_words for id in word)
+    allowed = params.allowed_token_ids or ()
+    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", allowed), ("bad_words", banned)):
+        for id in ids:
+            if not 0 <= id < vocab:
+                raise InvalidRequest(f"{name}: token ids are from 0 to {vocab - 1}; got {id}", param=name)

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.backend.base import Ints
 from penstock.core import Sequence
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.samplers.sampler import wanted_positions
 from penstock.errors import DeviceLost, InvalidGrammar, InvalidRequest, NotFinite, StepFailed
 from penstock.types import BANNED, Failed, Row, StepPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import Need
 from penstock.types import Aborted, Event, Failed, Finished, StepPlan, StepResult, Tokens
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.engine.feature import Feature
-from penstock.engine.record import RequestRecord
-from penstock.engine.refusals import refuse_wrong_kind
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import Need
+from penstock.errors import InvalidRequest
 from penstock.model.classifier import ClassifierHead, DenseHead
+from penstock.types import Limits, Request
 
 
 class LoadedModel(Feature):
@@ -35,3 +36,11 @@ class LoadedModel(Feature):
 
     def hello(self) -> Mapping[str, Any]:
         return {"unknown_fields": self._unknown_fields}
+
+
+def refuse_wrong_kind(request: Request, limits: Limits, classifies: bool) -> None:
+    """Raises InvalidRequest for a request that asks for something else than the model makes."""
+    if not (limits.generates or request.pooling):
+        raise InvalidRequest("this model makes embeddings and no text: ask for an embedding", param="model")
+    if request.pooling == "classify" and not classifies:
+        raise InvalidRequest("this model has no classification head: ask for an embedding", param="model")

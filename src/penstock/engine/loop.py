@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.engine.block_feed import NoBlockFeed
 from penstock.engine.engine import Engine
+from penstock.engine.router_feed import NoBlockFeed
 from penstock.types import BlockEvent, Event, Stats
 from penstock.types.messages import Abort, Add, Close, Message
 

@@ -16,7 +16,7 @@ from penstock.engine.failures import lost_device, step_failure, without_answer
 from penstock.engine.feature import Feature
 from penstock.engine.flight_recorder import FlightRecorder
 from penstock.engine.host_blocks import HostMemory
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.errors import OutOfMemory
 from penstock.types import STEP_SIZES, Event, StepPlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 
 PATIENCE = 0.002  # seconds between two looks at the inbox, when all requests wait for something
 

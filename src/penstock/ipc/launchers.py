@@ -31,7 +31,7 @@ UNSEEN = -1024  # stands for the exit code of an engine whose fork parent has di
 PARENT_DIED = 255  # what multiprocessing says then
 HOST = (sys.executable, "-m", "penstock.ipc.host")
 WARM_UP_AFTER = 1.0  # seconds after the first engine was launched: it has its own imports behind it
-PRELOADED = ["penstock.ipc.fork_parent", "penstock.engine.preloaded", "penstock.ipc.host"]
+PRELOADED = ["penstock.ipc.fork_parent", "penstock.engine.fork_imports", "penstock.ipc.host"]
 
 
 class EngineChild(Protocol):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from penstock.engine.block_feed import NoBlockFeed
 from penstock.engine.engine import Engine
+from penstock.engine.router_feed import NoBlockFeed
 from penstock.ipc import shared_wire, wire
 from penstock.ipc.engine_folder import SCHEME
 from penstock.ipc.flight_requests import FlightRequests

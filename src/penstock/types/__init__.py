@@ -65,11 +65,11 @@ from penstock.types.stats import (
 )
 from penstock.types.step import (
     BlockCopy,
-    Grown,
     Row,
     RowResult,
     StepPlan,
     StepResult,
+    TableUpdate,
     TokenLogprob,
 )
 
@@ -104,7 +104,6 @@ __all__ = [
     "Failed",
     "Finished",
     "Grammar",
-    "Grown",
     "Hello",
     "Limits",
     "MemoryUse",
@@ -122,6 +121,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "StructuredOutputsParams",
+    "TableUpdate",
     "Thinking",
     "TokenLogprob",
     "Tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.errors import ConfigError
 from penstock.types.sampling import SamplingParams
 
 
@@ -94,6 +95,25 @@ class Limits(NamedTuple):
     host_places: int = 0  # blocks that host memory keeps when they leave the device; 0: they are forgotten
     host_states: int = 0  # saved states that host memory keeps when their places are needed
     memory: int = 0  # bytes that the weights and what is kept of sequences take, without adapters; 0: not known
+
+    def check(self) -> None:
+        """Raises ConfigError for limits under which some sequence could never be computed."""
+        if self.step_tokens < self.max_rows:
+            raise ConfigError(
+                f"a step of {self.step_tokens} tokens cannot serve {self.max_rows} rows: "
+                "raise step_tokens or lower max_rows"
+            )
+        if self.encoder and self.max_len > self.step_tokens:
+            raise ConfigError(
+                f"a step of {self.step_tokens} tokens cannot hold one sequence of {self.max_len}: "
+                "raise step_tokens or lower max_len"
+            )
+        chunk = self.max_len if self.encoder else 1
+        if blocks_for(self.max_len, self.windows, self.block_size, chunk) > self.num_blocks:
+            raise ConfigError(
+                f"{self.num_blocks} blocks cannot hold one sequence of {self.max_len} tokens: "
+                "give the KV cache more memory or lower max_len"
+            )
 
 
 PROMPT_PATIENCE = 4  # times as long as its prompt takes that a request lets shorter ones go first

@@ -19,7 +19,7 @@ class Row(NamedTuple):
     draft: tuple[int, ...] = ()
 
 
-class Grown(NamedTuple):
+class TableUpdate(NamedTuple):
     """Tells which blocks a sequence took in one layer group: they are written to its block table from entry `at`."""
 
     seq: int
@@ -41,7 +41,7 @@ class StepPlan(NamedTuple):
 
     step: int
     rows: tuple[Row, ...]
-    grown: tuple[Grown, ...] = ()
+    grown: tuple[TableUpdate, ...] = ()
     dropped: tuple[int, ...] = ()  # sequences that lost their block tables since the last plan
     copies: tuple[BlockCopy, ...] = ()  # in this order, before the step
     state_copies: tuple[BlockCopy, ...] = ()  # of saved recurrent states, likewise

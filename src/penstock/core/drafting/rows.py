@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from penstock.core.kvcache import KvCache
 from penstock.core.sequence import Sequence
-from penstock.types import Grown, Row
+from penstock.types import Row, TableUpdate
 
 
 class DraftRoom(NamedTuple):
@@ -40,7 +40,7 @@ class NoDraftRows:
         """Returns the sequences that have no row in this step: those `held` already, and more."""
         return held
 
-    def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[Grown]:
+    def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[TableUpdate]:
         """Gives rows of a step their drafts, while `running` sequences run; returns the blocks that they took."""
         return []
 
@@ -66,13 +66,13 @@ class DraftRows(NoDraftRows):
             return {*held, *drafting[(waiting + len(drafting) + 1) // 2 :]}
         return {*held, *drafting, *others} if waiting >= len(drafting) + len(others) else held
 
-    def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[Grown]:
+    def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[TableUpdate]:
         """Gives rows of a step their drafts, while so many sequences are running; returns the blocks that they took."""
         blocks = max(self._cache.available // self._cache.groups - running, 0)  # the running ones may need one each
         room = {at: most for at, row in enumerate(rows) if (most := self._room(row, sequences[row.seq], blocks)) > 0}
         if not room:
             return []
-        grown: list[Grown] = []
+        grown: list[TableUpdate] = []
         asked = []
         for at, most in room.items():
             row, seq = rows[at], sequences[rows[at].seq]
@@ -94,7 +94,7 @@ class DraftRows(NoDraftRows):
         positions = seq.blocks.capacity - end + blocks * self._cache.block_size
         return min(seq.max_len - end - 1, positions, self._cache.saving.draft_room(seq, row))
 
-    def _reserve(self, seq: Sequence, known: int, grown: list[Grown], count: int) -> bool:
+    def _reserve(self, seq: Sequence, known: int, grown: list[TableUpdate], count: int) -> bool:
         """Takes the blocks that a draft of `count` tokens needs behind the `known` ones; returns False, and takes none,
         if the rows before it have left too few."""
         end = known + count

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.core import Sequence as TokenSequence
-from penstock.core.refusal import refuse_impossible
 from penstock.engine.control.sleeping import Sleeping
 from penstock.engine.feature import Feature
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.errors import EngineUnavailable, PenstockError
 from penstock.types import PAUSE_ABORT, PAUSE_WAIT, Event, Failed, Finished
 from penstock.types.messages import AbortAll, Pause, Resume
@@ -35,7 +34,7 @@ class Pausing(Feature):
     def holds(self, record: RequestRecord, sequence: TokenSequence) -> bool:
         if not (self.engine.paused or self._draining) or record.request.id in self._draining:
             return False
-        refuse_impossible(sequence, self.engine.limits)
+        self.engine.scheduler.check(sequence)
         self._held[record.request.id] = record, self.engine.scheduler.now
         return True
 

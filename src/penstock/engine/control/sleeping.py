@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.backend.base import Sleeper
 from penstock.engine.feature import Feature
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import Need
 from penstock.errors import NotSupported, PenstockError
 from penstock.types import Event, Failed, MemoryUse

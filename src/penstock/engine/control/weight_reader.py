@@ -15,7 +15,7 @@ from penstock.backend.base import Backend, WeightUpdate
 from penstock.backend.quantize_at_load import quantized
 from penstock.backend.weight_exchange import PackedWeight
 from penstock.config import Config, available_memory
-from penstock.engine.reading import Reader, Reading
+from penstock.engine.background_reader import Reader, Reading
 from penstock.errors import PenstockError, WeightsError
 from penstock.model.classifier import ClassifierHead, DenseHead
 from penstock.model.heads import beside

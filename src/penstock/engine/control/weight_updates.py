@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.engine.background_reader import Reading
 from penstock.engine.control.sleeping import Sleeping
 from penstock.engine.control.weight_reader import MAX_VERSION, ReadWeights, WeightReader
 from penstock.engine.feature import Feature
 from penstock.engine.loaded_model import LoadedModel
-from penstock.engine.reading import Reading
 from penstock.engine.waiting import PATIENCE
 from penstock.errors import PenstockError, WeightsError
 from penstock.types import Event, Failed, WeightState

@@ -29,7 +29,7 @@ from penstock.core.prefix import PrefixNode
 from penstock.core.sequence import Sequence as TokenSequence
 from penstock.engine.batch import DraftRow, draft_batch
 from penstock.engine.drafts.drafting import common_prefix
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.samplers.sampler import Sampler
 from penstock.types import Limits, RowResult
 

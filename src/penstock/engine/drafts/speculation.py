@@ -14,7 +14,7 @@ from penstock.core.drafting.lengths import NOTHING, Proposal
 from penstock.core.drafting.rows import DraftRoom
 from penstock.engine.drafts.draft_model import DraftModel, DraftTask, ModelDrafts
 from penstock.engine.feature import End, Feature
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.types import DraftCounts, Request, Row, RowResult, StepPlan, StepResult, Tokens, add_drafts
 
 AHEAD = 8  # drafted tokens that are looked at to decide whether a row waits for them

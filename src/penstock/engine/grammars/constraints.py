@@ -9,12 +9,11 @@ from typing import Any
 from penstock.config import Config
 from penstock.engine.feature import End, Feature
 from penstock.engine.grammars.grammar import Constraint, Grammars
-from penstock.engine.record import RequestRecord
-from penstock.engine.refusals import refuse_logprobs
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import Need
-from penstock.errors import InvalidGrammar
+from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.model.load import load_text
-from penstock.types import Failed, Limits, Row, RowResult, StepPlan, StepResult
+from penstock.types import Failed, Limits, Request, Row, RowResult, StepPlan, StepResult
 
 
 class Constraints(Feature):
@@ -75,3 +74,13 @@ def open_grammars(config: Config, limits: Limits) -> Grammars:
     if config.grammars_wait:
         grammars.warm_up()
     return grammars
+
+
+def refuse_logprobs(request: Request) -> None:
+    """Raises InvalidRequest for logprobs with a thinking budget: what closes the thinking is not sampled."""
+    if request.sampling.logprobs is not None:
+        raise InvalidRequest(
+            "logprobs cannot be given with a thinking budget, because the tokens that end the thinking are not "
+            "sampled: send one of the two",
+            param="logprobs",
+        )

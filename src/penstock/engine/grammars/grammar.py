@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from penstock.backend.base import Ints
+from penstock.engine.grammars.lazy_triggers import PatternTrigger, TriggerWatch, compile_patterns
 from penstock.engine.grammars.thinking_budget import ThinkingBudget
-from penstock.engine.grammars.trigger import PatternTrigger, TriggerWatch, compile_patterns
 from penstock.errors import InvalidGrammar, InvalidRequest, Overloaded, PenstockError, UnsupportedModel
 from penstock.system.thread_stacks import large_stacks
 from penstock.text.grammar import gbnf, structural_tag

@@ -19,6 +19,12 @@ class RequestOnDisk:
 
     __slots__ = ("hashes", "key", "load", "salt")
 
+    def __init__(self, salt: str, hashes: list[bytes]) -> None:
+        self.salt = salt
+        self.hashes = hashes  # of the full blocks of its prompt
+        self.load: ChainLoad | None = None
+        self.key = b""  # the chain hash of the first block that is being read
+
 
 class DiskReads:
     """Reads a prompt that the `store` knows if that is faster than computing it. `whole`: blocks are of no use without

@@ -43,8 +43,8 @@ class CudaIpcListener(ShmListener):
         socket.send_fds(connection, [welcome_of(staging) + self._handle], [staging.file])
 
 
-class DeviceDesk:
-    """Stages blocks on the device: see Desk."""
+class DeviceStagingArea:
+    """Stages blocks on the device: see StagingArea."""
 
     def __init__(self, sharing: DeviceSharing, places: int, epoch: int) -> None:
         self._room = sharing.share(places)
@@ -66,10 +66,10 @@ class DeviceDesk:
         self._room.close()
 
 
-def open_desk(sharing: DeviceSharing, places: int, epoch: int) -> DeviceDesk | None:
+def open_staging_area(sharing: DeviceSharing, places: int, epoch: int) -> DeviceStagingArea | None:
     """Returns what offers blocks on the device; None, which is logged: it has no memory for that."""
     try:
-        return DeviceDesk(sharing, places, epoch)
+        return DeviceStagingArea(sharing, places, epoch)
     except OSError as error:
         log.warning("KV blocks are offered through host memory to engines on this device, too: %s", error)
         return None

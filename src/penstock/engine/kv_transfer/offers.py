@@ -25,7 +25,7 @@ from penstock.engine.host_blocks import HostMemory
 from penstock.engine.kv_disk.segment import block_crc, pack
 from penstock.engine.kv_transfer.carrier import Listener, StagedPart
 from penstock.engine.kv_transfer.cuda_ipc import SCHEME as CUDA_IPC
-from penstock.engine.kv_transfer.cuda_ipc import open_desk
+from penstock.engine.kv_transfer.cuda_ipc import open_staging_area
 from penstock.engine.kv_transfer.leases import LeasedBlock, Leases
 from penstock.engine.kv_transfer.nixl import SCHEME as NIXL
 from penstock.engine.kv_transfer.nixl import NixlListener
@@ -43,7 +43,7 @@ from penstock.types.messages import Offer
 SHARE = 8  # offers may take one part in so many of the free memory, and no more than the KV cache
 
 
-class Desk(Protocol):
+class StagingArea(Protocol):
     """Stages copies of blocks in some memory, and lets others read them there."""
 
     @property
@@ -61,8 +61,8 @@ class Desk(Protocol):
         """Offers nothing any more, and gives the memory back."""
 
 
-class HostDesk:
-    """Stages blocks in host memory, and recurrent states: see Desk."""
+class HostStagingArea:
+    """Stages blocks in host memory, and recurrent states: see StagingArea."""
 
     def __init__(self, memory: BlockMemory, host: HostMemory, leases: Leases, server: OfferServer) -> None:
         self.leases = leases
@@ -131,43 +131,43 @@ class BlockOffers:
         limits: Limits,
         chain: hashing.Chain,
         identity: bytes,
-        desk: HostDesk,
+        area: HostStagingArea,
         device: str = "",
-        open_near: Callable[[], Desk | None] = lambda: None,
+        open_near: Callable[[], StagingArea | None] = lambda: None,
     ) -> None:
         self._identity = identity
         self._offers = self._offered = 0
         self._cache = cache
         self._size = limits.block_size
         self._chain = chain
-        self._desk = desk
+        self._area = area
         self._device = device
-        self._open_near: Callable[[], Desk | None] = open_near
-        self._near: Desk | None = None
+        self._open_near: Callable[[], StagingArea | None] = open_near
+        self._near: StagingArea | None = None
 
     def offer(self, message: Offer) -> Offered:
         """Stages what there is of a prompt, from the first block that is wanted on; what finds no room is left out."""
         prompt, first, trie = message.prompt, max(message.first, 0), self._cache.trie
         chain = trie.match(message.salt, prompt, (len(prompt) - 1) // self._size)
-        desk = self._desk_for(message.device, chain)
-        desk.leases.expire()
-        nodes = chain[first : self._that_fit(chain, first, desk.leases.staging.free)]
+        area = self._area_for(message.device, chain)
+        area.leases.expire()
+        nodes = chain[first : self._that_fit(chain, first, area.leases.staging.free)]
         if not nodes:
             return Offered(message.id)
         hashes = self._chain(message.salt, prompt, self._size)
         before = hashes[first - 1] if first else hashing.root(message.salt)
-        blocks = self._stage(desk, nodes, hashes[first : first + len(nodes)], before)
-        parts = self._desk.stage_state(self._cache.states.where(nodes[-1]), blocks[-1])
-        id = desk.leases.grant([*blocks, *parts], message.seconds)
+        blocks = self._stage(area, nodes, hashes[first : first + len(nodes)], before)
+        parts = self._area.stage_state(self._cache.states.where(nodes[-1]), blocks[-1])
+        id = area.leases.grant([*blocks, *parts], message.seconds)
         self._offers += 1
         self._offered += len(blocks)
         present = [sum((place >= 0) << group for group, place in enumerate(block.places)) for block in blocks]
         present[-1] |= bool(parts) << self._cache.groups
         offer = BlockOffer(
             id,
-            desk.leases.epoch,
+            area.leases.epoch,
             self._identity,
-            desk.server.addresses,
+            area.server.addresses,
             first,
             tuple(block.hash for block in blocks),
             tuple(present),
@@ -177,13 +177,13 @@ class BlockOffers:
 
     def end(self, id: bytes) -> None:
         """Ends an offer. One that has ended is left alone."""
-        for desk in self._desks:
-            desk.leases.end(id)
+        for area in self._areas:
+            area.leases.end(id)
 
     def clear(self) -> None:
         """Ends all offers: what they keep is not to be read any more."""
-        for desk in self._desks:
-            desk.leases.clear()
+        for area in self._areas:
+            area.leases.clear()
 
     def release_device(self) -> None:
         """Ends the offers on the device, and gives their memory back until the next one."""
@@ -193,7 +193,7 @@ class BlockOffers:
 
     def count(self, counts: PeerCounts) -> PeerCounts:
         """Adds what was counted of offers to the counts of pulls."""
-        leases = [desk.leases for desk in self._desks]
+        leases = [area.leases for area in self._areas]
         return counts._replace(
             offers=self._offers,
             offered_blocks=self._offered,
@@ -204,29 +204,29 @@ class BlockOffers:
 
     def close(self) -> None:
         """Offers nothing any more."""
-        for desk in self._desks:
-            desk.close()
+        for area in self._areas:
+            area.close()
 
     @property
-    def _desks(self) -> list[Desk]:
-        return [self._desk] if self._near is None else [self._desk, self._near]
+    def _areas(self) -> list[StagingArea]:
+        return [self._area] if self._near is None else [self._area, self._near]
 
-    def _desk_for(self, device: str, chain: Sequence[PrefixNode]) -> Desk:
+    def _area_for(self, device: str, chain: Sequence[PrefixNode]) -> StagingArea:
         """Returns where blocks are staged for a reader on a device; empty: on any other."""
         if not device or device != self._device or not all(map(self._cache.trie.on_device, chain)):
-            return self._desk
+            return self._area
         if self._near is None:
             self._near = self._open_near()
             if self._near is None:
                 self._device = ""
-        return self._near or self._desk
+        return self._near or self._area
 
     def _that_fit(self, chain: list[PrefixNode], first: int, free: int) -> int:
         """Returns how many of the chain's blocks can be reused elsewhere and staged from `first` on in so many free
         places."""
         count = len(chain)
         while (count := self._cache.prefixes.reusable(chain[:count])) > first:
-            missing = self._wanted(chain[first:count], first, count) + self._desk.state_parts - free
+            missing = self._wanted(chain[first:count], first, count) + self._area.state_parts - free
             if missing <= 0:
                 break
             count = max(count + -missing // self._cache.groups, 0)  # below 0 the chain would be cut from its end
@@ -240,12 +240,12 @@ class BlockOffers:
         return sum(first + at >= start for start in self._starts(count) for at in range(len(nodes)))
 
     def _stage(
-        self, desk: Desk, nodes: Sequence[PrefixNode], hashes: Sequence[bytes], before: bytes
+        self, area: StagingArea, nodes: Sequence[PrefixNode], hashes: Sequence[bytes], before: bytes
     ) -> list[LeasedBlock]:
         first = nodes[0].depth
         starts = self._starts(first + len(nodes))
         needed = [[first + at >= start for start in starts] for at in range(len(nodes))]
-        taken = iter(desk.leases.staging.take(sum(map(sum, needed))))
+        taken = iter(area.leases.staging.take(sum(map(sum, needed))))
         places = [tuple(next(taken) if need else -1 for need in groups) for groups in needed]
         parts = [
             StagedPart(node, group, place, hash)
@@ -253,7 +253,7 @@ class BlockOffers:
             for group, place in enumerate(given)
             if place >= 0
         ]
-        copies = {-1: NOT_STAGED} | {copy.place: copy for copy in desk.copy(parts)}
+        copies = {-1: NOT_STAGED} | {copy.place: copy for copy in area.copy(parts)}
         parents = (before, *hashes)
         return [
             LeasedBlock(hash, parent, pack(node.tokens), tuple(copies[place] for place in given))
@@ -280,11 +280,11 @@ def open_offers(
     staging = StagedBlocks(max(places, 1), size)
     leases = Leases(staging, int.from_bytes(os.urandom(7), "little"))
     server = OfferServer(leases, [_listener(address, staging) for address in listen if address != CUDA_IPC])
-    desk = HostDesk(memory, host, leases, server)
+    area = HostStagingArea(memory, host, leases, server)
     if CUDA_IPC not in listen or sharing is None or limits.states:
-        return BlockOffers(cache, limits, chain, identity, desk)
-    open_near = partial(open_desk, sharing, limits.num_blocks, leases.epoch)
-    return BlockOffers(cache, limits, chain, identity, desk, sharing.name, open_near)
+        return BlockOffers(cache, limits, chain, identity, area)
+    open_near = partial(open_staging_area, sharing, limits.num_blocks, leases.epoch)
+    return BlockOffers(cache, limits, chain, identity, area, sharing.name, open_near)
 
 
 def state_parts_of(host: HostMemory, block_bytes: int) -> int:

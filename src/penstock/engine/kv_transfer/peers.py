@@ -15,7 +15,7 @@ from penstock.core.step_cost import PromptCost
 from penstock.engine.feature import End, Feature
 from penstock.engine.host_blocks import HostMemory
 from penstock.engine.kv_transfer.pulls import NO_ROOM, BlockPulls, PullCounts
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import Need
 from penstock.types import (
     Event,

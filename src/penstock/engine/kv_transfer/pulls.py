@@ -27,7 +27,7 @@ from penstock.engine.kv_disk.segment import pack
 from penstock.engine.kv_transfer.reader import OfferReader, WantedBlock
 from penstock.engine.kv_transfer.state_parts import names, part_targets
 from penstock.engine.kv_transfer.wire import TransferRefused
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import Need
 from penstock.types import BlockOffer, Limits, WeightState
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from penstock.backend.base import Backend
 from penstock.config import Config, Device, available_memory, parse_adapter
+from penstock.engine.background_reader import Reading
 from penstock.engine.feature import End, Feature
 from penstock.engine.lora.adapters import Adapters
-from penstock.engine.reading import Reading
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import PATIENCE, Need
 from penstock.errors import NotSupported, PenstockError
 from penstock.model.adapters import AdapterBase

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.feature import End, Feature
-from penstock.engine.record import RequestRecord
+from penstock.engine.request_record import RequestRecord
 from penstock.types import StepPlan, StepResult
 
 

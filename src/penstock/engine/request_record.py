@@ -1,8 +1,8 @@
-"""Holds what the engine knows of one request, from its arrival to its end."""
+"""Holds what the engine knows of one request, and resumes answers that another engine began."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core import Sequence, SequenceParams
 from penstock.engine.grammars.grammar import Constraint
@@ -14,6 +14,7 @@ from penstock.types import (
     Event,
     Failed,
     Finished,
+    Report,
     Request,
     SamplingParams,
     Tokens,
@@ -160,3 +161,33 @@ def _guarded_from(sampling: SamplingParams) -> int | None:
     """Returns how many tokens an answer has before a loop may end it; None: a loop never does."""
     guarded = sampling.loop_guard and sampling.temperature == 0.0 and not sampling.ignore_eos
     return sampling.min_tokens if guarded else None
+
+
+class Decided(NamedTuple):
+    """Holds what follows a resumed answer without a step: tokens, and whether and at which token it ends."""
+
+    tokens: tuple[int, ...] = ()
+    ended: bool = False
+    stop: int | None = None
+    loop: int = 0  # tokens of the phrase that it repeated, if the loop guard ends it
+
+    def events(self, record: RequestRecord) -> list[Event]:
+        """Returns the events that tell it of an answer that has ended."""
+        id, reason = record.request.id, "length" if self.stop is None else "stop"
+        told: list[Event] = [Tokens(id, self.tokens)] if self.tokens else []
+        return [*told, record.complete(Finished(id, reason, self.stop, report=Report(loop=self.loop)))]
+
+
+def append_decided(sequence: Sequence, owed: tuple[int, ...]) -> Decided:
+    """Appends to a resumed sequence the tokens that must follow, and returns what is decided of it. Its last token may
+    be the one that ends it, if the engine that generated it did not get to say so."""
+    if len(sequence.tokens) == sequence.prompt_len:
+        return Decided()
+    last = sequence.tokens[-1]
+    if last in sequence.params.stop_ids:
+        return Decided((), True, last)
+    if sequence.looped:
+        return Decided((), True, loop=sequence.times.loop)
+    tokens, stop = sequence.append(owed)
+    ended = stop is not None or len(sequence.tokens) >= sequence.max_len
+    return Decided(tokens, ended, stop, sequence.times.loop)
