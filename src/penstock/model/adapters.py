@@ -58,7 +58,7 @@ class AdapterBase:
 
     spec: ModelSpec
     gguf: bool  # tensors have GGUF row order
-    shapes: Mapping[str, tuple[int, ...]]  # by canonical name
+    shapes: Mapping[str, tuple[int, ...]]  # canonical name: matrix
     placements: Sequence[Placement]
     adaptable: frozenset[str]  # names of weights that products use
 
@@ -90,7 +90,7 @@ class LoraAdapter:
     """Describes an adapter whose files are opened and checked against its base, but not read yet."""
 
     path: Path
-    matrices: Mapping[str, LowRank]  # by canonical name
+    matrices: Mapping[str, LowRank]  # canonical name: matrix
 
     @property
     def rank(self) -> int:
@@ -150,7 +150,6 @@ def read_adapter(path: Path, base: AdapterBase) -> LoraAdapter:
 
 
 def read_peft(path: Path, base: AdapterBase) -> Iterator[LowRank]:
-    """Yields the matrices of a PEFT folder."""
     config = read_peft_config(read_json(path / PEFT_CONFIG, MAX_CONFIG))
     naming = family(base.spec.arch).HUGGING_FACE
     for module, (a, b) in pairs(read_safetensors(path / PEFT_TENSORS), PEFT_NAME).items():
@@ -187,7 +186,6 @@ def check_rank(module: str, rank: int, config: PeftConfig) -> None:
 
 
 def read_gguf_adapter(path: Path, base: AdapterBase) -> Iterator[LowRank]:
-    """Yields the matrices of a GGUF adapter."""
     file = read_gguf(path)
     metadata = ConfigReader(file.metadata, METADATA)
     kind = metadata.text("general.type", "model")
@@ -332,5 +330,4 @@ def scaled_b(matrix: LowRank, scale: float) -> Floats:
 
 
 def merged(tensor: Tensor, matrix: LowRank, scale: float) -> Floats:
-    """Returns the weight plus the adapter's update."""
     return dequantize(tensor) + scaled_b(matrix, scale) @ dequantize(matrix.a)

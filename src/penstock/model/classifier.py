@@ -156,7 +156,6 @@ def read_activation(config: ConfigReader, otherwise: str = "") -> str:
 
 
 def is_ranker(config: ConfigReader) -> bool:
-    """Returns True if GGUF metadata declare rank pooling."""
     return "pooling_type" in config and config.count("pooling_type", 0) == RANK
 
 

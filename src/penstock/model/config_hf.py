@@ -107,7 +107,6 @@ def read_text_part(
 
 
 def read_biases(config: ConfigReader) -> frozenset[str]:
-    """Reads which parts of a layer have a bias."""
     attention = ("q", "k", "v", "o") if config.flag("attention_bias", False) else ()
     return frozenset((*attention, *(("gate", "up", "down") if config.flag("mlp_bias", False) else ())))
 
@@ -190,7 +189,6 @@ def read_rope(
 
 
 def read_rotated(place: ConfigReader, head_dim: int, partial: bool) -> int:
-    """Reads the number of rotated dimensions per head."""
     rotated = int(head_dim * place.number("partial_rotary_factor", 1.0))
     if partial and "rotary_dim" in place:
         rotated = place.size("rotary_dim", most=head_dim)

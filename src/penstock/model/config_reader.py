@@ -36,7 +36,6 @@ class ConfigReader:
         return self._values.get(self._prefix + key) is not None
 
     def says_null(self, key: str) -> bool:
-        """Returns True if the key is present with null."""
         return self._prefix + key in self._values and key not in self
 
     def is_list(self, key: str) -> bool:
@@ -52,7 +51,6 @@ class ConfigReader:
         return value
 
     def size_in_each(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """Reads a positive integer, or a list with the same positive integer for each layer."""
         value = self._get(key, default)
         if type(value) is list and value and all(one == value[0] for one in value):
             value = value[0]
@@ -195,11 +193,9 @@ class ConfigReader:
         return list(self._values)
 
     def having(self, **values: Any) -> ConfigReader:
-        """Returns a reader with other values of these keys."""
         return self._derived({**self._values, **values})
 
     def with_value(self, key: str, value: Any) -> ConfigReader:
-        """Returns a reader with another value of a key, which may be prefixed in the file."""
         return self._derived({**self._values, self._prefix + key: value})
 
     def without(self, *keys: str) -> ConfigReader:
@@ -207,7 +203,6 @@ class ConfigReader:
         return self._derived(left)
 
     def with_defaults(self, values: Mapping[str, Any]) -> ConfigReader:
-        """Returns a reader with defaults for absent keys."""
         return self._derived({**values, **self._values})
 
     def _derived(self, values: Mapping[str, Any]) -> ConfigReader:

@@ -32,7 +32,6 @@ class Norm:
     bias: Weight | None = None
 
     def __call__(self, ops: Ops[V], x: V, residual: V | None = None) -> tuple[V, V]:
-        """Returns norm(x + residual) and the sum."""
         if self.bias is None:
             return ops.add_norm(x, residual, self.gain, self.eps)
         return ops.add_layer_norm(x, residual, self.gain, self.bias, self.eps)
@@ -118,7 +117,6 @@ class Block:
     post_norm: Norm | None
 
     def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V | None]:
-        """Takes and returns (x, residual), whose sum is the residual stream. The next norm adds them."""
         if self.pre_norm is None:
             return self._without_pre_norm(ops, x)
         x, residual = self.pre_norm(ops, x, residual)
@@ -259,7 +257,6 @@ def qk_norms(spec: ModelSpec, pack: Packer, layer: int) -> tuple[Weight, ...]:
 
 
 def alternating(groups: int, *sizes: int) -> list[list[tuple[int, int]]]:
-    """Returns the row spans of each kind, for rows in equal groups that each hold all kinds."""
     starts = [sum(sizes[:kind]) for kind in range(len(sizes))]
     return [
         [(group * sum(sizes) + start, group * sum(sizes) + start + size) for group in range(groups)]
@@ -268,7 +265,6 @@ def alternating(groups: int, *sizes: int) -> list[list[tuple[int, int]]]:
 
 
 def mlp_or_experts(spec: ModelSpec, pack: Packer, layer: int) -> Mlp | MoE:
-    """Builds a layer's experts if it has any, else its MLP."""
     name = f"layers.{layer}"
     if spec.experts is None or layer in spec.dense:
         return mlp(spec, pack, name, spec.hidden)

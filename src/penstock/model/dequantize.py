@@ -87,7 +87,6 @@ def dequantize(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def layout_of(format_name: str) -> np.dtype[np.void]:
-    """Returns the layout of a storage block. Formats defined only in formats/ arrive as float32."""
     if format_name in LAYOUTS or format_name not in FORMATS:
         return LAYOUTS.get(format_name, LAYOUTS["F32"])
     from penstock.model.gguf import iquants
@@ -150,7 +149,6 @@ def q8_0(blocks: Array) -> Array:
 
 
 def q2_k(blocks: Array) -> Array:
-    """Reads 16 groups of 16, each with a 4-bit scale and a 4-bit minimum."""
     scale = column(blocks, "d") * (blocks["scales"] & 15)
     minimum = column(blocks, "m") * (blocks["scales"] >> 4)
     q = bits(blocks["qs"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
@@ -178,7 +176,6 @@ def six_bit_pairs(scales: Array) -> tuple[Array, Array]:
 
 
 def scaled_groups(blocks: Array, q: Array) -> Array:
-    """Scales 8 groups of 32 with 6-bit scales and minima."""
     scale, minimum = six_bit_pairs(blocks["scales"])
     return (column(blocks, "d") * scale)[..., None] * q - (column(blocks, "m") * minimum)[..., None]
 
@@ -193,7 +190,6 @@ def q5_k(blocks: Array) -> Array:
 
 
 def q6_k(blocks: Array) -> Array:
-    """Reads 16 groups of 16, each with a signed byte as its scale."""
     low = bits(blocks["qs"].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
     high = bits(blocks["qh"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
     scale = column(blocks, "d") * blocks["scales"]

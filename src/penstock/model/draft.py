@@ -33,7 +33,6 @@ def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
 
 
 def _open(path: Path) -> Checkpoint:
-    """Opens a draft model or an EAGLE-3 head."""
     if path.is_dir() and (path / CONFIG).exists():
         values = read_json(path / CONFIG)
         if eagle.is_eagle(values):
@@ -48,7 +47,6 @@ def group_of(target: Checkpoint) -> int:
 
 
 def _problems(draft: Checkpoint, target: Checkpoint) -> Iterator[str]:
-    """Yields the reasons why a model cannot draft for a target."""
     for each in (draft, target):
         if each.spec.encoder:
             yield f"{each.name} is an encoder and generates no text"

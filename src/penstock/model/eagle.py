@@ -123,7 +123,6 @@ def file_name(name: str) -> str:
 
 
 def read_eagle(config: ConfigReader) -> tuple[ModelSpec, EagleSpec]:
-    """Reads the flattened config.json of a head."""
     config.require("num_hidden_layers", (1,))
     for key in ("fc_norm", "norm_before_fc", "norm_output", "use_aux_norm"):
         config.require(key, (False,), False)
@@ -171,7 +170,6 @@ def read_token_ids(tensor: Tensor | None, eagle: EagleSpec, vocab: int) -> tuple
 
 
 def problems(head: EagleHead, target: Checkpoint) -> Iterator[str]:
-    """Yields the reasons why a head cannot draft for a target."""
     eagle, spec = head.eagle, target.spec
     if spec.arch in UNOBSERVED:
         yield f"residual streams cannot be taken from models of the family {spec.arch} yet"
@@ -187,7 +185,6 @@ def problems(head: EagleHead, target: Checkpoint) -> Iterator[str]:
 
 
 def observed(target: Checkpoint, head: EagleHead) -> Checkpoint:
-    """Returns the target with the projection of residual streams that the head reads."""
     seen = ObservedSpec(head.eagle.layers_of(target.spec), head.spec.dim)
     tensors = {**target.tensors, "fuse": head.fuse}
     return replace(target, spec=replace(target.spec, observed=seen), tensors=tensors, head_files=tuple(head.files))

@@ -82,7 +82,6 @@ def head_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def is_head(draft: Checkpoint) -> bool:
-    """Returns True if the draft is a head, which reads the target's hidden states."""
     return draft.spec.arch == MTP or isinstance(draft, EagleHead)
 
 
@@ -94,7 +93,6 @@ def beside(target: Checkpoint, draft: Checkpoint | None) -> Checkpoint:
 
 
 def load_head(head: Checkpoint, model: PackedModel, backend: Packs) -> PackedModel:
-    """Builds a head from packed weights and its model's embeddings and output head."""
     pack = Packer(head.tensors, backend)
     ends = ends_of(model)
     made = eagle.build(head, pack, ends) if isinstance(head, EagleHead) else mtp.build(head.spec, pack, ends)

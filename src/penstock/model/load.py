@@ -53,7 +53,7 @@ class Checkpoint:
     """Describes a model whose files are open but not loaded: tensors are views of mapped files."""
 
     spec: ModelSpec
-    tensors: Mapping[str, Tensor]  # by canonical name
+    tensors: Mapping[str, Tensor]  # canonical name: tensor
     name: str
     path: Path
     metadata: Mapping[str, Any]  # GGUF metadata or config.json, with changes applied
@@ -64,12 +64,10 @@ class Checkpoint:
 
     @property
     def fp8(self) -> bool:
-        """Returns True if some weights are FP8."""
         return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
 
     @property
     def files(self) -> list[Path]:
-        """Returns the files of its tensors and its config."""
         if self.path.is_dir():
             files = sorted(file for file in self.path.iterdir() if file.suffix in (".json", ".safetensors"))
         else:
@@ -121,7 +119,6 @@ def load_text(path: Path, changes: Sequence[str] = ()) -> Text:
 
 
 def text_of(checkpoint: Checkpoint) -> Text:
-    """Loads a checkpoint's tokenizer and chat template."""
     from penstock.text import Text
 
     path = checkpoint.path
@@ -129,7 +126,6 @@ def text_of(checkpoint: Checkpoint) -> Text:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens a GGUF file, with all its shards."""
     file = read_shards(path)
     kind = family_of_gguf(ConfigReader(file.metadata, METADATA))
     config = ConfigReader(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
@@ -177,7 +173,6 @@ def open_folder(path: Path, changes: Sequence[str] = (), strict: bool = False) -
 
 
 def head_of(spec: ModelSpec, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor]) -> ClassifierHead | None:
-    """Builds the classification head of a Hugging Face folder, if any."""
     if spec.classifier is None:
         return None
     return token_head(spec, tensors) if spec.classifier.tokens else build_head(spec, head)
@@ -220,7 +215,6 @@ def with_value(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[
 
 
 def read_config(values: Mapping[str, Any]) -> ModelSpec:
-    """Reads the spec from a config.json."""
     return read_fields(ConfigReader(values, CONFIG))
 
 
@@ -242,7 +236,6 @@ def without_head(spec: ModelSpec) -> ModelSpec:
 
 
 def head_of_family(spec: ModelSpec) -> tuple[str, str]:
-    """Returns the pooling and the activation of a family's classification head."""
     if not spec.encoder:
         return "last", ""
     return "cls", "gelu" if spec.arch == "modernbert" else "tanh"

@@ -21,11 +21,9 @@ class PlacedPart(NamedTuple):
 
     @property
     def packed_rows(self) -> int:
-        """Returns the number of the packed weight's rows that the part takes."""
         return self.rows if self.spans is None else sum(last - first for first, last in self.spans)
 
     def take(self, values: Floats) -> Floats:
-        """Selects the part's rows."""
         if self.spans is None:
             return values
         return np.concatenate([values[first:last] for first, last in self.spans])

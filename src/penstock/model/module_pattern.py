@@ -61,7 +61,6 @@ class ModulePatterns:
         return matches
 
     def _whole_name(self, pattern: str) -> str:
-        """Returns a pattern for whole names. A leading ^ anchors it at the first character."""
         if not pattern.startswith("^"):
             return rf"(?:.*\.)?(?:{pattern})"
         bare = ESCAPED.sub("", pattern)

@@ -27,14 +27,12 @@ class Naming(NamedTuple):
     renamed: Mapping[str, Mapping[str, str]] = {}  # replacement `parts` for files that contain the given part
 
     def but(self, **parts: str) -> Naming:
-        """Returns a copy with other parts, given as canonical_name="name in the file"."""
         kept = {
             theirs: ours for theirs, ours in self.parts.items() if ours not in parts and theirs not in parts.values()
         }
         return self._replace(parts=kept | {theirs: ours for ours, theirs in parts.items()})
 
     def of_file(self, tensors: Mapping[str, Tensor]) -> Naming:
-        """Returns the variant for a file with these tensors."""
         if not self.renamed:
             return self
         found = {match[2].rpartition(".")[0] for name in tensors if (match := self.layer.fullmatch(name))}
@@ -124,7 +122,6 @@ EXPERTS = {  # names in the Hugging Face checkpoints of most MoE families
 
 
 def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) -> dict[str, Tensor]:
-    """Returns the model's tensors by canonical name, each with its role."""
     unused, naming = range(spec.layers, spec.layers + spec.unused_layers), naming.of_file(tensors)
     sharing = {layer for layer in range(spec.layers) if spec.attention(layer).shares_kv}
     found: dict[str, Tensor] = {}
@@ -147,7 +144,6 @@ def layer_of(name: str, naming: Naming) -> int:
 
 
 def identify(name: str, naming: Naming) -> Identity:
-    """Returns the canonical name and role of a file's tensor."""
     match = naming.layer.fullmatch(name)
     within = match[2] if match else name
     expert = EXPERT.search(within) if match else None

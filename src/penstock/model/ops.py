@@ -15,7 +15,7 @@ from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
 Weight = Any  # opaque result of a backend's packer
-Vectors = Mapping[str, Weight]  # by the names in a spec
+Vectors = Mapping[str, Weight]  # keys: names in a spec
 Precision = Literal["activation", "float32"]  # the backend's activation type, or float32
 
 
@@ -166,7 +166,7 @@ class Ops(Protocol[V]):
         """Returns `width` columns of x starting at `first`, times `gain` if given."""
 
     def concat(self, x: V, y: V) -> V:
-        """Concatenates columns: [T, n], [T, m] -> [T, n + m]."""
+        """Returns the columns of x followed by those in y: [T, n], [T, m] -> [T, n + m]."""
 
     def match_rms(self, x: V, like: V) -> V:
         """Returns x with each run of `like`'s width scaled to the root mean square of `like`'s row. The mean square in

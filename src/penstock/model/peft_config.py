@@ -66,7 +66,6 @@ class PeftConfig(NamedTuple):
         return int(self.ranks[module])
 
     def scale_of(self, module: str, rank: int) -> float:
-        """Returns the factor of B @ A for a module of this rank."""
         return self.alphas[module] / (math.sqrt(rank) if self.rslora else rank)
 
 

@@ -79,7 +79,6 @@ class OpNode:
         return self.attributes[PRODUCTS[self.op]] if self.op in PRODUCTS else None
 
     def having(self, **attributes: Any) -> OpNode:
-        """Returns a copy with more attributes."""
         return replace(self, attributes={**self.attributes, **attributes})
 
 
@@ -105,7 +104,6 @@ class Capabilities:
 
 
 def _line(node: OpNode, places: tuple[int, ...]) -> str:
-    """Formats a node with its buffers and plain attributes."""
     names = [f"b{place}" for place in places]
     taken, rest = names[: len(node.inputs)], names[len(node.inputs) :]
     given, scratch = rest[: len(node.outputs)], rest[len(node.outputs) :]
@@ -136,18 +134,15 @@ class Program:
 
     @property
     def attention_layers(self) -> dict[int, AttentionSpec]:
-        """Maps each layer of the KV cache to its attention."""
         attending = [node.attributes for node in self.nodes if node.op in ("attend", "attend_mla")]
         return {each["layer"]: each["spec"] for each in attending if not each["spec"].shares_kv}
 
     @property
     def recurrent_layers(self) -> dict[int, RecurrentSpec]:
-        """Maps each recurrent layer to its spec."""
         return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op in RECURRENT}
 
     @property
     def hidden_widths(self) -> dict[int, int]:
-        """Maps each kind of stored or loaded hidden states to its width."""
         rows = [((*n.inputs, *n.outputs)[0], n) for n in self.nodes if n.op in ("store_hidden", "load_hidden")]
         return {node.attributes["number"]: value.width for value, node in rows}
 

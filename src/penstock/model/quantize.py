@@ -38,7 +38,6 @@ def quantize(tensor: Tensor, format: Format) -> Tensor:
 
 
 def not_finite(tensor: Tensor) -> MalformedFile:
-    """Returns the error for values that no format can scale."""
     return MalformedFile(f"tensor {tensor.name!r} holds values above {LARGEST:.0f} or NaN, so it cannot be quantized")
 
 
@@ -46,7 +45,6 @@ def not_finite(tensor: Tensor) -> MalformedFile:
 
 
 def total(values: Array) -> Array:
-    """Sums over the first axis, in order."""
     return np.add.accumulate(values, axis=0)[-1]
 
 
@@ -138,8 +136,6 @@ def nibbles(name: str, code: Array, **factors: Array) -> Array:
 
 
 def scaled(name: str, most: int) -> Callable[[Array], Array]:
-    """Returns the encoder of a format with one scale per block."""
-
     def encode(values: Array) -> Array:
         x = values.T.copy()
         scale = half(fit_scale(x, np.ones_like(x), most))
@@ -149,8 +145,6 @@ def scaled(name: str, most: int) -> Callable[[Array], Array]:
 
 
 def ranged(name: str, top: int) -> Callable[[Array], Array]:
-    """Returns the encoder of a format with a scale and a minimum per block."""
-
     def encode(values: Array) -> Array:
         x = values.T.copy()
         scale, minimum = map(half, fit_range(x, np.ones_like(x), top, signed=True))
@@ -196,7 +190,6 @@ def k_blocks(values: Array, top: int) -> tuple[Array, dict[str, Array]]:
 
 
 def k_codes(x: Array, scale: Array, minimum: Array, top: int) -> Array:
-    """Returns the nearest codes for given scales and minima."""
     return nearest((x + minimum) * inverse(scale), 0, top)
 
 
@@ -254,7 +247,6 @@ def q6_k(values: Array) -> Array:
 
 
 def bf16(values: Array) -> Array:
-    """Rounds to the nearest BF16, ties to even."""
     words = values.view(np.uint32)
     return blocks_of("BF16", x=(words + 0x7FFF + (words >> 16 & 1) >> 16).astype(np.uint16)[:, 0])
 

@@ -59,7 +59,7 @@ PRECISION = {  # the only table, for `--quantize` on all devices and for `pensto
     Role.HEAD_PARAMETER: Precision.PLAIN,
 }
 FINER = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"), "Q6_K")
-NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for row lengths that are not multiples of 256
+NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # substitutes if the row length is not a multiple of 256
 
 Encode = Callable[[Tensor, Format], Tensor]
 

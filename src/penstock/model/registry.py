@@ -215,7 +215,6 @@ def family(name: str) -> FamilyModule:
 
 
 def family_of_hf(config: ConfigReader) -> FamilyModule:
-    """Returns the family of a Hugging Face config."""
     names = config.strings("architectures")
     if any("eagle3" in name.lower() for name in names):
         raise UnsupportedModel(

@@ -21,7 +21,6 @@ SUPPORTED = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FP8 | INT
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Returns the file's tensors by name."""
     data: NDArray[np.uint8] = np.frombuffer(map_file(path), np.uint8)
     size = int.from_bytes(data[:8].tobytes(), "little")
     if size > min(len(data) - 8, MAX_JSON):
@@ -32,7 +31,6 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def cut_tensor(name: str, entry: Any, data: NDArray[np.uint8]) -> Tensor:
-    """Returns a view of the bytes of a header entry."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
             pass

@@ -49,7 +49,6 @@ def with_sentence(spec: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def dense_of_folder(folder: Path, width: int) -> DenseHead | None:
-    """Reads the dense layers after pooling to this width, if any."""
     layers = []
     for kind, path in read_modules(folder) if (folder / MODULES).exists() else ():
         if kind == "Dense":
@@ -88,7 +87,6 @@ def split_dense(config: ConfigReader, tensors: Mapping[str, Tensor]) -> tuple[di
 
 
 def read_modules(folder: Path) -> list[tuple[str, str]]:
-    """Reads the type and folder of each module."""
     found = []
     for module in read_list(folder / MODULES):
         match module:
@@ -111,7 +109,6 @@ def read_pooling(config: ConfigReader) -> str:
 
 
 def read_token_score(folder: Path, path: str) -> ClassifierSpec:
-    """Reads the answer tokens of a generative reranker."""
     config = ConfigReader(read_json(folder / path / "config.json"), path)
     config.require("module_input_name", ("causal_logits",), "causal_logits")
     tokens = [config.count(key, 0) for key in ("true_token_id", "false_token_id") if key in config]

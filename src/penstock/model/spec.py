@@ -72,11 +72,10 @@ class AttentionSpec:
     v_norm: bool = False  # values are normed per head without a gain; requires per-head QK norm
     v_is_k: bool = False  # values use the key projection; they differ after norms and RoPE
     shares_kv: bool = False  # the layer has only queries and reads another layer's KV
-    index: IndexSpec | None = None  # with MLA: selects positions; None: all
+    index: IndexSpec | None = None  # selects positions (MLA only); None: all
 
     @property
     def scale(self) -> float:
-        """Returns the factor of scores."""
         return self.multiplier or float(self.head_dim**-0.5)
 
     @property
@@ -300,7 +299,6 @@ class ModelSpec:
 
     @property
     def hidden_values(self) -> int:
-        """Returns the stored values of hidden states per token."""
         if self.observed is not None:
             return self.observed.width
         return self.dim if self.stores_hidden else 0
@@ -324,7 +322,6 @@ class ModelSpec:
 
     @property
     def kv_writers(self) -> tuple[int, ...]:
-        """Returns the layers that write keys and values, in order."""
         return tuple(layer for layer in self.attention_layers if not self.attention(layer).shares_kv)
 
     @property
@@ -352,7 +349,6 @@ class ModelSpec:
         return same[-1]
 
     def state_layer(self, layer: int) -> int:
-        """Returns the number of recurrent layers before a layer, which is its state's index."""
         return sum(other < layer for other in self.recurrent)
 
     @property
@@ -381,11 +377,9 @@ class ModelSpec:
 
     @property
     def kv_group_layers(self) -> int:
-        """Returns the number of largest-size layers in a KV block."""
         return len(self.kv_planes)
 
     def kv_group_bytes(self, token: int) -> int:
-        """Returns a token's bytes in a KV block, given its bytes in all layers."""
         return token * sum(self.kv_planes) // max(sum(attn.kv_values for attn in self.cached_attention), 1)
 
     @property
@@ -394,7 +388,6 @@ class ModelSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of a sequence's recurrent state."""
         return 4 * self.recurrence.state_floats * len(self.recurrent) if self.recurrence else 0
 
     def attention(self, layer: int) -> AttentionSpec:
@@ -405,7 +398,6 @@ class ModelSpec:
 
     @property
     def longest(self) -> int:
-        """Returns the largest number of positions, with the long context."""
         return self.long.max_len if self.long else self.max_len
 
     def with_room_for(self, max_len: int) -> ModelSpec:
@@ -420,7 +412,6 @@ class ModelSpec:
         return replace(self, attn=layers[0], layer_attn=tuple(layers) if differ else ())
 
     def with_windows(self, sliding: Sequence[bool], window: int) -> ModelSpec:
-        """Returns a copy with a window in the sliding layers."""
         return self.with_attention([replace(self.attn, window=window if one else 0) for one in sliding])
 
 

@@ -25,7 +25,6 @@ VECTORS = (Role.CONV, Role.ROUTER_BIAS, Role.NORM, Role.SSM_NORM, Role.HEAD_PARA
 
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Splits fused tensors, keyed by canonical name, into one tensor per weight."""
     qkv = {"q": spec.attn.q_width, "k": spec.attn.kv_width, "v": spec.attn.kv_width}
     parts = {
         "qkv": qkv,
@@ -56,7 +55,6 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
 
 
 def joined_norms(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Joins per-head norms of queries and keys into one vector for all heads."""
     found = {name: tensor for name, tensor in tensors.items() if not HEAD_NORM.fullmatch(name)}
     heads = {"q_norm": spec.attn.heads, "k_norm": spec.attn.kv_heads}
     for joined in dict.fromkeys(match[1] for name in tensors if (match := HEAD_NORM.fullmatch(name))):
@@ -79,7 +77,6 @@ def matrices_of(stacked: Tensor) -> Iterator[Tensor]:
 
 
 def split_experts(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors, splitting those that stack all experts of a layer."""
     for name, tensor in tensors.items():
         if match := ALL_EXPERTS.fullmatch(name):
             for i, one in enumerate(each_expert(tensor, spec)):

@@ -134,7 +134,6 @@ class Tensor:
 
     @property
     def data(self) -> Bytes:
-        """Returns the flat bytes. If they are computed, each call makes a new copy."""
         return self.source(0, prod(self.shape[:-1])) if callable(self.source) else self.source
 
     @property
@@ -162,7 +161,6 @@ class Stack(NamedTuple):
 
 
 def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
-    """Returns rows of a matrix, or values of a vector, as a view."""
     _, *width = tensor.shape
     row_bytes = prod(width) // tensor.format.values * tensor.format.bytes
     source, scales = tensor.source, tensor.scales
@@ -173,7 +171,7 @@ def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
 
 
 def made_rows(make: Callable[[int, int], Bytes], first: int, last: int) -> Callable[[int, int], Bytes]:
-    """Narrows a `source` to some of its rows."""
+    """Returns a `source` that reads only some of the rows."""
     cut: Callable[[int, int], Bytes] | None = make.cut(first, last) if hasattr(make, "cut") else None
     return cut or (lambda start, end: make(first + start, first + end))
 
@@ -217,7 +215,6 @@ def rows_of_groups(tensor: Tensor, groups: int, first: int, last: int) -> Tensor
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """Converts a matrix stored as (in, out) to (out, in)."""
     if tensor.format.name not in PLAIN or len(tensor.shape) != 2:
         raise UnsupportedModel(
             f"tensor {tensor.name!r} of shape {tensor.shape} in {tensor.format.name} is stored transposed; only "

@@ -57,16 +57,13 @@ class Packer:
         return self._pack_computed(tensor, values)
 
     def joined(self, *parts: tuple[str, int]) -> Any:
-        """Packs one vector of concatenated parts (name, size)."""
         tensors = [self._take(name, (size,)) for name, size in parts]
         return self._pack_computed(tensors[0], np.concatenate([dequantize(tensor) for tensor in tensors]))
 
     def number(self, name: str) -> float:
-        """Returns the single value of a tensor."""
         return float(dequantize(self._take(name, (1,)))[0])
 
     def ones(self, size: int) -> Any:
-        """Packs a vector of ones, which is not in the checkpoint."""
         return self._backend.pack_vector(
             Tensor("ones", FORMATS["F32"], (size,), np.ones(size, np.float32).view(np.uint8), role=Role.NORM)
         )
@@ -84,7 +81,6 @@ class Packer:
         return packed
 
     def experts(self, layer: str, spec: ExpertSpec, width: int) -> Any:
-        """Packs all experts of a layer with their choice bias."""
         names = [f"{layer}.experts.{expert}" for expert in range(spec.count)]
         parts = ("gate", "up") if spec.gated else ("up",)
         up = [self._stack(*((f"{name}.{part}", spec.hidden) for part in parts), width=width) for name in names]
@@ -99,7 +95,6 @@ class Packer:
         return self._pack_values(table, values + dequantize(self._take_rows(plus, 1, width))[0] if plus else values)
 
     def repeated(self, name: str, count: int, width: int) -> Any:
-        """Packs a table that repeats the first row of the named one."""
         table = self._take_rows(name, 1, width)
         return self._pack_values(table, np.repeat(dequantize(table)[:1], count, axis=0))
 
