@@ -1,4 +1,4 @@
-"""`penstock fleet replay` sends a trace of requests to servers."""
+"""Implements `penstock fleet replay`, which sends a trace of requests to servers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def replay(
       penstock fleet replay --trace conversation.jsonl --url http://127.0.0.1:8000/v1 --limit 500
       penstock fleet replay --trace conversation.jsonl --url http://a:8000/v1 --url http://b:8000/v1 --scale 0.05 --json
 
-    Prompts are made up of the trace's block ids, so that they share prefixes as those of the trace do. Prints the time
-    to the first token (TTFT), the inter-token latency (ITL), reuse as the servers count it (cached_tokens) and goodput,
-    in the words of penstock fleet sim. The exit code is 1 if requests failed.
+    Prompts are generated from the trace's block ids, so they share the trace's prefixes. Prints the time to the first
+    token (TTFT), the inter-token latency (ITL), the servers' own counts of reused tokens (cached_tokens) and goodput,
+    named as in penstock fleet sim. The exit code is 1 if requests failed.
     """
     import asyncio
 

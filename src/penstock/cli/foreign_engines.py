@@ -32,8 +32,7 @@ class ForeignOptions(NamedTuple):
     ] = None
 
     def fallbacks(self, names: Sequence[str]) -> Fallbacks:
-        """Returns which models answer in place of others; raises ConfigError if one of them is not served, as far as
-        that is known without other engines."""
+        """Returns the fallback models; raises ConfigError if one is certainly not served."""
         from penstock.errors import ConfigError
         from penstock.server.models import parse_fallbacks
 
@@ -46,7 +45,7 @@ class ForeignOptions(NamedTuple):
         return fallbacks
 
     def models(self, aliases: Sequence[Alias]) -> ForeignModels | None:
-        """Returns the models of the engines; None: there are none. An alias without a model means the first one."""
+        """Returns the engines' models, if any. An alias without a model means the first one."""
         if not self.engines:
             return None
         from penstock.fleet.foreign.engine import parse_engine

@@ -1,4 +1,4 @@
-"""`penstock keys` adds, lists and removes API keys."""
+"""Implements `penstock keys`, which adds, lists and removes API keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KeyModels = Annotated[
 
 
 class KeyShareOptions(NamedTuple):
-    """Declares what a key may claim of a busy engine."""
+    """Declares a key's share of a busy engine."""
 
     weight: Annotated[
         float, Option(minimum=0.001, maximum=1000, help="Share of a busy engine: twice the weight, twice the work.")
@@ -50,7 +50,6 @@ class KeyShareOptions(NamedTuple):
     ] = None
 
     def fields(self) -> dict[str, Any]:
-        """Returns the options that differ from their defaults, as fields of the key file."""
         given = {"weight": self.weight, "priority": self.priority}
         targets = {"ttft_target_ms": self.ttft_target, "itl_target_ms": self.itl_target}
         defaults = {"weight": 1.0, "priority": 0}
@@ -75,12 +74,10 @@ def add(
     *,
     share: Annotated[KeyShareOptions, OptionGroup()],
 ) -> None:
-    """Create an API key and print it. The file keeps only its hash, so it cannot be shown again.
+    """Create an API key and print it. The file stores only its hash, so it cannot be shown again.
 
-    penstock keys add alice
-    penstock keys add ci --expires 30d --requests 60 --tokens 20000 --concurrent 4
-    penstock keys add app --weight 3 --priority -1 --ttft-target 500
-    penstock serve --keys ~/.config/penstock/keys.json
+    penstock keys add alice penstock keys add ci --expires 30d --requests 60 --tokens 20000 --concurrent 4 penstock keys
+    add app --weight 3 --priority -1 --ttft-target 500 penstock serve --keys ~/.config/penstock/keys.json
 
     A running server accepts the key at once.
     """
@@ -158,7 +155,6 @@ def _path(file: str) -> Path:
 
 
 def _expiry(text: str, now: datetime) -> datetime:
-    """Returns the time that a text such as "30d" or "2027-01-31" means."""
     if ahead := re.fullmatch(r"(\d{1,5})([hd])", text):
         return now + timedelta(hours=int(ahead[1]) * (24 if ahead[2] == "d" else 1))
     try:
@@ -180,7 +176,6 @@ def _fields(key: Key) -> dict[str, Any]:
 
 
 def _limits(key: Key) -> str:
-    """Describes what a key may do."""
     counts = {
         "requests per minute": key.requests_per_minute,
         "tokens per minute": key.tokens_per_minute,

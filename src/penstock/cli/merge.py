@@ -1,4 +1,4 @@
-"""`penstock merge` writes a model with an adapter merged into its weights."""
+"""Implements `penstock merge`, which writes a model with an adapter merged into its weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def merge(
       penstock merge ./Llama-3.2-1B-Instruct ./my-adapter ./merged
       penstock merge model.gguf adapter.gguf merged.gguf --scale 0.5
 
-    Plain weights keep their formats. Quantized ones that the adapter changes become Q8_0, because fewer bits would lose
-    what was merged; `penstock quantize --again` makes them smaller.
+    Plain weights keep their formats. Quantized weights that the adapter changes become Q8_0, because fewer bits would
+    lose the update; `penstock quantize --again` makes them smaller.
     """
     path, target = obtain(model), Path(out).expanduser()
     check_target(path, target, force)

@@ -1,4 +1,4 @@
-"""`penstock serve` runs the HTTP server."""
+"""Implements `penstock serve`, the HTTP server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
     from penstock.service_levels import Profile, ServiceTerms
 
-SHARE_OF_MEMORY = 0.8  # of what is free, for models
+SHARE_OF_MEMORY = 0.8  # of the free memory, for models
 
 
 class ListenOptions(NamedTuple):
@@ -77,14 +77,12 @@ class PoolOptions(NamedTuple):
     ] = 0
 
     def budget(self) -> Budget:
-        """Returns how much all models may take."""
         from penstock.config import available_memory
         from penstock.server.models.ledger import Budget
 
         return Budget(self.memory or int(available_memory() * SHARE_OF_MEMORY), self.max_loaded)
 
     def keep_alive(self) -> float:
-        """Returns how many seconds a model stays loaded that nobody uses."""
         return self.idle_unload or float("inf")
 
 
@@ -106,7 +104,6 @@ class StorageOptions(NamedTuple):
     ] = False
 
     def space(self) -> Space:
-        """Returns what the server may store, and where."""
         from penstock.server import Space
 
         folder = Path(self.data).expanduser().absolute() if self.data else None
@@ -156,8 +153,7 @@ class AccessOptions(NamedTuple):
     ignore_unknown_fields: Annotated[bool, Option(help="The default, kept for older scripts: see --strict.")] = False
 
     def rules(self, host: str, terms: ServiceTerms) -> Rules:
-        """Returns who may send what to the server, which listens at `host`, and by which terms its engines are
-        shared."""
+        """Returns the access rules and terms of a server that listens at `host`."""
         from penstock.server.access.guard import Rules
 
         if self.strict and self.ignore_unknown_fields:
@@ -226,7 +222,7 @@ class ShareOptions(NamedTuple):
     ] = False
 
     def find_profile(self) -> Profile:
-        """Returns the settings that the option names; raises if there are none."""
+        """Returns the named profile; raises if it does not exist."""
         from penstock.service_levels import PROFILES
 
         if (self.profile or "default") not in PROFILES:
@@ -234,7 +230,6 @@ class ShareOptions(NamedTuple):
         return PROFILES[self.profile or "default"]
 
     def terms(self) -> ServiceTerms:
-        """Returns by which rules the engines are shared."""
         from penstock.service_levels import ServiceTerms, Targets
 
         profile = self.find_profile()
@@ -244,7 +239,7 @@ class ShareOptions(NamedTuple):
         return ServiceTerms(*terms, self.share_prefixes, self.kv_disk_salted)
 
     def engine(self, given: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the engine's options that the profile sets and `given` leaves open."""
+        """Returns the profile's engine options that are not `given`."""
         budget = self.find_profile().prefill_budget
         if not budget or given.get("prefill_budget"):
             return {}
@@ -275,13 +270,12 @@ class TemplateOptions(NamedTuple):
     ] = ""
 
     def sampling(self) -> dict[str, Any]:
-        """Returns the sampling defaults that the option names."""
         from penstock.text.sampling_defaults import defaults_in_option
 
         return defaults_in_option(self.override_generation_config)
 
     def source(self) -> str:
-        """Returns the chat template that the options name; empty: the model's own."""
+        """Returns the chat template of the options; "": the model's own."""
         from penstock.errors import ConfigError
         from penstock.text.named_templates import template_in, template_text
 
@@ -312,8 +306,7 @@ class SpeculativeOptions(NamedTuple):
     model_draft: Annotated[str, Option(short="-md", help="The same as --draft, as llama.cpp calls it.")] = ""
 
     def options(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the values of --speculation and --draft that hold, if others say them; `given` are the options of the
-        engine."""
+        """Returns the effective --speculation and --draft where they have aliases; `given` are the engine's options."""
         from penstock.config import DEFAULTS, log_to_stderr
         from penstock.config.speculative import speculation_in_json
 
@@ -351,7 +344,6 @@ class TelemetryOptions(NamedTuple):
     ] = ""
 
     def traces(self) -> Traces | None:
-        """Returns where traces are sent; None: nowhere."""
         from penstock.errors import ConfigError
 
         if not self.otlp:
@@ -366,7 +358,7 @@ class TelemetryOptions(NamedTuple):
         return traces_to(self.otlp)
 
     def metric_sets(self) -> tuple[str, ...]:
-        """Returns the engines whose metric names are exported; raises if one is not known."""
+        """Returns the engines whose metric names are exported; raises for unknown ones."""
         from penstock.server.telemetry.compat_metrics import SETS
 
         names = tuple(name.strip() for name in self.metrics_compat.split(",") if name.strip() not in ("", "none"))
@@ -407,19 +399,20 @@ def serve(
     server: Annotated[ServerOptions, OptionGroup()],
     engine: options.EngineSettings,
 ) -> None:
-    """Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
+    r"""Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
 
       penstock serve
       penstock serve smollm2 ./model.gguf --port 9000 --max-len 4096
       penstock serve --host 0.0.0.0 --keys ~/.config/penstock/keys.json
-      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
         -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
 
-    One model is loaded at once. Of several, each is loaded when it is first asked for, and those that were not used for
-    the longest time make room.
+    A single model is loaded at once. Of several, each is loaded on its first request, and the least recently used make
+    room.
 
     Quantized weights stay quantized. On a GPU these are Q4_0 to Q8_0 and Q4_K to Q6_K of GGUF files and FP8 (e4m3);
-    other formats become bf16 there, and FP8 becomes bf16 on a CPU: the log says so. --quantize quantizes plain weights.
+    other formats become bf16 there, and FP8 becomes bf16 on a CPU, which the log reports. --quantize quantizes plain
+    weights.
     """
     run_server(models, server, engine)
 
@@ -427,8 +420,7 @@ def serve(
 def run_server(
     models: Sequence[str], given: ServerOptions, engine: dict[str, Any], make_client: MakeClient | None = None
 ) -> None:
-    """Serves models until interrupted. `make_client` returns what computes a model; by default, that is an engine
-    process."""
+    """Serves models until interrupted. `make_client` makes a model's client; the default starts an engine process."""
     listen, pool, storage, access, share, template, telemetry, lora, speculative, usage, foreign = given
     traces = telemetry.traces()
     finder = ModelFinder(models, pool.models_dir, listen.name, others=bool(foreign.engines), engine=engine)
@@ -460,14 +452,14 @@ def run_server(
 
 
 def _data_name(found: list[FoundModel]) -> str:
-    """Returns the name of the folder for uploaded files: the model's, or that of all servers with several models."""
+    """Returns the name of the uploads folder: the model's, or a shared one for servers with several models."""
     if not found:
         return "gateway"
     return found[0].name if len(found) == 1 else "models"
 
 
 def _aliases(given: list[str], names: list[str], *, others: bool = False) -> tuple[Alias, ...]:
-    """Returns the aliases; raises if one is not for a model that is served. `others`: other engines may have it."""
+    """Parses the aliases; raises if one names a model that is not served. `others`: other engines may have it."""
     from penstock.server.models import Alias
 
     aliases = []

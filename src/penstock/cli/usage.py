@@ -1,4 +1,4 @@
-"""`penstock usage` shows what API keys have used, and what it cost."""
+"""Implements `penstock usage`, which shows tokens used by API keys, and their cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class UsageOptions(NamedTuple):
     ] = None
 
     def record(self) -> UsageRecord | None:
-        """Returns where usage is recorded; None: nowhere."""
         from penstock.server.usage import UsageRecord, parse_price
 
         prices = dict(parse_price(each) for each in self.price or ())
@@ -52,13 +51,11 @@ def usage(
     file: Annotated[str, Option(help="File of the record. By default, usage.sqlite in PENSTOCK_HOME.")] = "",
     json: options.Json = False,
 ) -> None:
-    """Show the tokens that API keys have used, by model, and what they cost.
+    """Show the tokens that API keys have used, by model, and their cost.
 
-    penstock usage
-    penstock usage --key alice --since 30d --json
-    penstock usage --since 2027-01-01 --days
+    penstock usage penstock usage --key alice --since 30d --json penstock usage --since 2027-01-01 --days
 
-    Servers write the record every 2 seconds. Costs are by the prices that a server was started with (--price).
+    Servers write the record every 2 seconds. Costs use the prices that a server was started with (--price).
     """
     from penstock.server.usage import by_key_and_model, read_usage
 
@@ -77,7 +74,6 @@ def _path(file: str) -> Path:
 
 
 def _day(text: str) -> date:
-    """Returns the day that a text such as "7d" or "2027-01-31" means."""
     if ago := re.fullmatch(r"(\d{1,5})d", text):
         return datetime.now(UTC).date() - timedelta(days=int(ago[1]))
     try:

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share. Options of the engine are declared in `penstock.config`."""
+"""Declares arguments and options that several commands share. `penstock.config` declares the engine's options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from penstock.llm import LLM
     from penstock.types import SamplingParams
 
-DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too slow to import for --help
+DEFAULT_MODEL = "smollm2"  # the same as in penstock.store, which is too slow to import for --help
 
 ModelRef = Annotated[
     str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[:quantization] or pypi:package/file.")
 ]
 EngineSettings = Annotated[dict[str, Any], EngineOptions(tuple(OPTIONS))]
-OneSequenceSettings = Annotated[  # for commands that run one sequence at a time
+OneSequenceSettings = Annotated[  # commands that run one sequence at a time
     dict[str, Any], EngineOptions(tuple(name for name in OPTIONS if name not in ("max_rows", "prefill_budget")))
 ]
-ScoringSettings = Annotated[  # for commands that compute logits without a scheduler
+ScoringSettings = Annotated[  # commands that compute logits without a scheduler
     dict[str, Any], EngineOptions(("device", "threads", "quantize", "kv", "block_size", "config", "strict_config"))
 ]
 ExportSettings = Annotated[dict[str, Any], EngineOptions(("threads", "config", "strict_config"))]
@@ -29,7 +29,7 @@ Json = Annotated[bool, Option(help="Print JSON.")]
 
 
 class AnswerOptions(NamedTuple):
-    """Declares the options of commands that answer."""
+    """Declares the options of commands that generate answers."""
 
     max_tokens: Annotated[
         int | None, Option(minimum=1, help="Most tokens of the answer. By default it may fill the context.")
@@ -82,5 +82,4 @@ class AnswerOptions(NamedTuple):
     system: Annotated[str, Option(help="System message to begin with.")] = ""
 
     def sampling(self, llm: LLM) -> SamplingParams:
-        """Returns how to answer: as the options that were given say, else as the model's own defaults do."""
         return llm.sampling_params(**{name: getattr(self, name) for name in self._fields if name != "system"})
