@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
     from penstock.service_levels import Profile, ServiceTerms
 
-SHARE_OF_MEMORY = 0.8  # of the free memory, for models
+SHARE_OF_MEMORY = 0.8  # models' share of the free memory
 
 
 class ListenOptions(NamedTuple):

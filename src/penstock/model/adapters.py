@@ -97,7 +97,6 @@ class LoraAdapter:
         return max(matrix.rank for matrix in self.matrices.values())
 
     def digest(self) -> str:
-        """Returns a hash of everything that affects the adapter's output."""
         state = blake2b(digest_size=16)
         for name in sorted(self.matrices):
             matrix = self.matrices[name]
@@ -245,7 +244,6 @@ def check_pair(module: str, a: Tensor, b: Tensor) -> None:
 
 
 def placed(identity: names.Identity, matrix: LowRank, base: AdapterBase, *, in_gguf: bool) -> Iterator[LowRank]:
-    """Yields the matrices of each weight in a fused tensor, with rows in the base's order."""
     refuse_role(identity, base)
     for name, b in split_fused({matrix.name: matrix.b.with_role(identity.role)}, base.spec).items():
         one = matrix._replace(name=name, b=in_order(name, b, base, in_gguf))
@@ -277,7 +275,6 @@ def refuse_role(identity: names.Identity, base: AdapterBase) -> None:
 
 
 def in_order(name: str, b: Tensor, base: AdapterBase, in_gguf: bool) -> Tensor:
-    """Returns B with rows in the base's order, converting between GGUF and Hugging Face."""
     if base.gguf == in_gguf:
         return b
     arch, part = base.spec.arch, name.rpartition(".")[2]

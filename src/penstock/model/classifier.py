@@ -180,7 +180,6 @@ def with_ranker(config: ConfigReader, spec: ModelSpec, head: Mapping[str, Tensor
 
 
 def split_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Splits tensors into the model's, by file name, and the head's, by our names."""
     rest: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

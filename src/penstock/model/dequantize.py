@@ -214,7 +214,6 @@ def mxfp4(blocks: Array) -> Array:
 
 
 def nvfp4(blocks: Array) -> Array:
-    """Reads 4 groups of 16, each with an unsigned scale of 4 exponent bits and 3 mantissa bits."""
     exponent, mantissa = blocks["scales"] >> 3 & 15, blocks["scales"] & 7
     significand = np.where(exponent > 0, 8 + mantissa, 2 * mantissa).astype(np.float32)
     scale = np.ldexp(np.where(blocks["scales"] == 0x7F, 0, significand), exponent.astype(np.int32) - 11)

@@ -107,7 +107,6 @@ def ends_of(model: PackedModel) -> Ends:
 
 
 def stored_in_folder(target: Checkpoint, naming: Naming) -> dict[str, Tensor]:
-    """Returns a Hugging Face head's tensors under the names of a first layer."""
     files = read_safetensors_shards(target.path)
     mine = {name: files[name] for name, _ in in_first_layer(files, naming, target.spec.layers)}
     weights = weights_of(mine, ConfigReader(target.metadata, CONFIG), target.path)
@@ -117,7 +116,6 @@ def stored_in_folder(target: Checkpoint, naming: Naming) -> dict[str, Tensor]:
 
 
 def stored_in_file(target: Checkpoint, naming: Naming) -> dict[str, Tensor]:
-    """Returns a GGUF head's tensors under the names of a first layer."""
     tensors = read_shards(target.path).tensors
     found = in_first_layer(tensors, naming, target.spec.layers)
     return {f"blk.0.{part}": tensors[name] for name, part in found}

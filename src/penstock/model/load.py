@@ -179,7 +179,6 @@ def head_of(spec: ModelSpec, tensors: Mapping[str, Tensor], head: Mapping[str, T
 
 
 def with_known_reranker(spec: ModelSpec, path: Path) -> ModelSpec:
-    """Adds Qwen3-Reranker's answer tokens to the spec if the model card names that model."""
     from penstock.text.pairs import is_qwen3_reranker
 
     if spec.classifier or spec.arch != "qwen3" or not is_qwen3_reranker(path):
@@ -190,7 +189,6 @@ def with_known_reranker(spec: ModelSpec, path: Path) -> ModelSpec:
 
 
 def unknown_line(unknown: Sequence[str]) -> str:
-    """Returns a log line that lists unrecognized fields of config.json."""
     return f"{CONFIG} has fields that this engine does not know: {', '.join(unknown)}"
 
 

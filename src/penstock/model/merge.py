@@ -104,7 +104,6 @@ def parts_of(name: str, tensor: Tensor, merge: Merge) -> dict[str, Tensor]:
 
 
 def joined(name: str, tensor: Tensor, parts: Mapping[str, Tensor], merge: Merge) -> Tensor:
-    """Returns a file's tensor with all updates, in F32 and in the file's row order."""
     identity = names.identify(name, merge.naming)
     if "grouped_qkv" in identity.part:
         raise AdapterError(f"tensor {name!r} holds q, k and v head by head: merging into it is not supported")

@@ -102,7 +102,6 @@ def is_bare(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def within_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adds the outer model's prefix to the tensor names of a bare decoder."""
     return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
 

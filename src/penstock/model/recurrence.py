@@ -75,7 +75,6 @@ class DeltaSpec:
 
     @property
     def pairs_width(self) -> int:
-        """Returns the key-to-key products per token within its chunk, over all heads."""
         return CHUNK * self.v_heads if self.chunked else 0
 
     @property

@@ -19,7 +19,6 @@ def plain(base: float, dims: int) -> Freqs:
 
 
 def divided(freqs: Freqs, factors: Freqs) -> Freqs:
-    """Divides each frequency by its own factor, as in GGUF's rope_freqs tensor."""
     return tuple(freq / factor for freq, factor in zip(freqs, factors, strict=True))
 
 

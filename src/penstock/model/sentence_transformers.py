@@ -75,7 +75,6 @@ def read_dense(folder: Path, width: int) -> tuple[Affine, str]:
 
 
 def split_dense(config: ConfigReader, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], DenseHead | None]:
-    """Separates the dense layers after pooling from the tensors of a GGUF file."""
     found = {name: tensors[f"{name}.weight"] for name in DENSE if f"{name}.weight" in tensors}
     for name, tensor in found.items():
         rows, width = tensor.shape if len(tensor.shape) == 2 else (0, 0)

@@ -98,7 +98,6 @@ class AttentionSpec:
 
     @property
     def kv_values(self) -> int:
-        """Returns the KV values per token in a layer of the cache, including the index key."""
         return (self.kv_width if self.v_dim else 2 * self.kv_width) + self.index_dim
 
     @property

@@ -53,7 +53,6 @@ def read_folder(config: ConfigReader, arch: str, *, interleaved: bool) -> ModelS
 
 
 def read_file(config: ConfigReader, tensors: Mapping[str, Tensor], arch: str, *, interleaved: bool) -> ModelSpec:
-    """Reads GGUF metadata. `interleaved` describes the index's RoPE."""
     spec = replace(deepseek2.read_gguf(config.without(*KEYS), tensors), arch=arch)
     return with_index(config, spec, KEYS, interleaved)
 

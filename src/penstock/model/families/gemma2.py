@@ -50,7 +50,6 @@ def capped(spec: ModelSpec, scores: float, logits: float) -> ModelSpec:
 
 
 def read_rest(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads the config fields that all Gemmas share. Their norm gains are stored minus one."""
     for key in ("head_dim", "num_key_value_heads"):
         config.size(key)  # required: the default differs from other families
     config.require("hidden_activation", ("gelu_pytorch_tanh",))

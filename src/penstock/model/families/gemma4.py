@@ -247,9 +247,6 @@ def read_attention(
 
 
 def read_far_sizes(config: ConfigReader, sliding: Sequence[bool], kv_heads: int) -> tuple[int, int]:
-    """Reads the head sizes of full-attention layers. Transformers 5 lists them per layer. Without the default
-    `kv_heads`, all layers have the same number of KV heads.
-    """
     sizes = config.size("global_head_dim", GLOBAL_HEAD_DIM, most=rope.MAX_DIMS), kv_heads
     if "num_global_key_value_heads" in config:
         count = config.size("num_global_key_value_heads")

@@ -46,7 +46,6 @@ def each(layers: int, offset: int, frequency: int) -> list[str]:
 
 
 def with_sharing(config: ConfigReader, spec: ModelSpec, key: str, kinds: Sequence[str]) -> ModelSpec:
-    """Returns the spec with full layers, and layers that reuse the last full layer's selection."""
     if len(kinds) != spec.layers or not {"full", "shared"}.issuperset(kinds) or kinds[0] != "full":
         raise config.unsupported(key, list(kinds), ("full or shared for each layer, full for the first",))
     index = spec.attn.index

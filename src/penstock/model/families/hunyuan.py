@@ -57,7 +57,6 @@ def normed(spec: ModelSpec) -> ModelSpec:
 
 
 def attention(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Attention:
-    """Builds a layer's attention with gainless norms, and the product of their gains as a query gain."""
     plain = replace(spec, attn=replace(spec.attn, qk_norm="", q_gain=False))
     q, k = (f"layers.{layer}.{which}_norm" for which in "qk")
     size = spec.attn.head_dim

@@ -61,7 +61,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def every(config: ConfigReader, name: str, period: int, offset: int, layers: int) -> Sequence[bool]:
-    """Reads a periodic choice of layers; `period` and `offset` are defaults."""
     each = config.size(f"{name}_period", period)
     first = config.count(f"{name}_offset", offset, most=each - 1)
     return [layer % each == first for layer in range(layers)]

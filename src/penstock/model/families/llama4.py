@@ -110,7 +110,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def near_of(spec: ModelSpec, *, normed: bool, chunk: int) -> AttentionSpec:
-    """Returns the attention of layers with RoPE. A chunk at least as long as the context is dropped."""
     norm: QkNorm = "unit" if normed else ""
     rope = replace(spec.attn.rope, interleaved=True)
     return replace(spec.attn, rope=rope, qk_norm=norm, chunk=chunk if chunk < spec.max_len else 0)

@@ -40,7 +40,6 @@ LINEAR, FULL = ("linear_attention", "mamba"), ("full_attention", "attention")  #
 
 
 def within(module: str) -> dict[str, str]:
-    """Returns the Hugging Face names of a Mamba2 layer's tensors within a module."""
     return {ours: f"{module}.{theirs}" for ours, theirs in HUGGING_FACE_PARTS.items()}
 
 
@@ -137,7 +136,6 @@ def read_kinds(config: ConfigReader, layers: int) -> frozenset[int]:
 
 
 def read_gguf(config: ConfigReader, eps: float) -> Mamba2Spec:
-    """Reads the sizes from GGUF metadata. Such files norm each group separately."""
     heads, inner, groups = (
         config.size("ssm.time_step_rank"),
         config.size("ssm.inner_size"),

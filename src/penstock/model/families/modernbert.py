@@ -81,7 +81,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_thetas(config: ConfigReader) -> tuple[float, float]:
-    """Reads the RoPE bases of full-attention and of windowed layers."""
     both = config.table("rope_parameters")
     both.refuse_others(("full_attention", "sliding_attention"))
     found = []

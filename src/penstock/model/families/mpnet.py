@@ -46,7 +46,6 @@ FIRST_POSITION = 2  # first used row of the position table
 
 
 def build(spec: ModelSpec, pack: Packer) -> bert.Bert:
-    """Builds an encoder whose layers share the relative position bias."""
     heads = spec.attn.heads
     biases = pack.computed("distance_bias", BUCKETS * heads, lambda table: by_distance(table.reshape(BUCKETS, heads)))
     plain = replace(spec, attn=replace(spec.attn, distance_bias=0))

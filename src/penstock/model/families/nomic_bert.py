@@ -70,7 +70,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_first(config: ConfigReader) -> ModelSpec:
-    """Reads the published folders' config, which uses GPT-2's keys."""
     config.ignore(*NOT_COMPUTED)
     for key, value in COMPUTED.items():
         config.require(key, (value,))
@@ -81,7 +80,6 @@ def read_first(config: ConfigReader) -> ModelSpec:
 
 
 def read_sizes(config: ConfigReader, keys: tuple[str, ...], max_len: int) -> ModelSpec:
-    """Reads an encoder's width, heads, layers, hidden width and epsilon from these keys."""
     width, heads, layers, hidden, eps = keys
     dim = config.size(width)
     return ModelSpec(

@@ -31,7 +31,6 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each 4 bits of a word, lowest 
 
 
 def scheme(group_of: Callable[[str], int]) -> Scheme:
-    """Returns the scheme; `group_of` gives the group size of a module (0: all columns)."""
     return ModuleScheme(
         lambda module, tensors: weight(module, tensors, group_of(module)),
         marker="qweight",

@@ -28,7 +28,6 @@ def e4m3() -> Floats:
 
 
 def e5m2() -> Floats:
-    """Returns the values of e5m2, whose highest exponent means infinity or NaN."""
     values = table(5, 2)
     values[[0x7C, 0xFC]] = np.inf, -np.inf
     values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan

@@ -72,7 +72,6 @@ class GptqPacking(NamedTuple):
 
 
 def scheme(packing_of: Callable[[str], GptqPacking]) -> Scheme:
-    """Returns the scheme; `packing_of` gives the packing of a module."""
     return ModuleScheme(
         lambda module, tensors: weight(module, tensors, packing_of(module)),
         marker="qweight",
@@ -130,7 +129,6 @@ def check_places(module: str, places: Array | None, width: int, group: int, grou
 
 
 def group_size(module: str, said: int, width: int, groups: int) -> int:
-    """Returns the config's group size or, if absent, the one implied by the scales' shape."""
     for size in (said or width, width // groups):
         if size and -(-width // size) == groups:
             return size

@@ -42,7 +42,6 @@ def weight(config: ConfigReader, module: str, tensors: ModuleTensors) -> Tensor:
 
 
 def floats(own: MlxModule, words: Tensor, scales: Tensor) -> Tensor:
-    """Returns a float weight, whose codes are bytes within words, two per byte for 4 bits."""
     rows, each = matrix_shape(words)
     integers(words, "U32")
     integers(scales, "U8")

@@ -25,7 +25,6 @@ def read(config: ConfigReader) -> Scheme:
 
 
 def with_dots(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Inserts a dot before "blocks" and "scales", as in other formats' names."""
     return {KIND.sub(r".\1", name): tensor for name, tensor in tensors.items()}
 
 

@@ -97,7 +97,6 @@ def export(
 
 
 def from_gguf(path: Path, to: Format, encode: Encode, again: bool) -> Export:
-    """Plans a copy of a GGUF file with the same metadata except the format key."""
     file = read_shards(path)
     naming = family_of_gguf(ConfigReader(file.metadata, METADATA)).GGUF
     keys = {key: file.metadata.stored(key) for key in file.metadata if not key.startswith(DROPPED)}
@@ -174,7 +173,6 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
 
 
 def file_tensors(checkpoint: Checkpoint) -> dict[str, FileTensor]:
-    """Returns the file's tensors by canonical name, fusing weights where the family does."""
     spec = checkpoint.spec
     naming = family(spec.arch).GGUF
     theirs = {ours: name for name, ours in (*naming.top.items(), *naming.parts.items())}
@@ -222,7 +220,6 @@ def file_name(name: str, theirs: Mapping[str, str], arch: str) -> str:
 
 
 def interleaved(name: str, part: FileTensor, spec: ModelSpec) -> FileTensor:
-    """Returns q or k with rows in the order of interleaved RoPE pairs."""
     if split_name(name)[1] not in ("q", "k"):
         return part
     rotated = max(2 * len(attn.rope.inv_freq) for attn in (spec.attn, *spec.layer_attn))
@@ -256,7 +253,6 @@ def pieces(part: FileTensor, format: Format, encode: Encode) -> Iterator[NDArray
 
 
 def plus(tensor: Tensor, offset: float) -> Tensor:
-    """Returns the tensor with `offset` added to every value."""
     if not offset:
         return tensor
     values = dequantize(tensor) + np.float32(offset)

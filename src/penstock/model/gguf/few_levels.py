@@ -22,7 +22,6 @@ BITS = {"Q1_0": 1, "Q2_0": 2}
 
 
 def as_q4_0(tensor: Tensor) -> Tensor:
-    """Returns the tensor as Q4_0, or as float32 if a damaged file's scales are not finite."""
     name, run, size = tensor.format
     *outer, width = tensor.shape
     rows, bits = prod(outer), BITS[name]

@@ -100,7 +100,6 @@ def iq1_s(blocks: Array) -> tuple[Array, Array, Array]:
 
 
 def iq1_m(blocks: Array) -> tuple[Array, Array, Array]:
-    """Splits IQ1_M, whose d consists of the scales' high nibbles."""
     scales = blocks["scales"]
     d = (fields(scales, (12,), 15)[..., 0] << np.array([0, 4, 8, 12], np.uint16)).sum(-1, dtype=np.uint16)
     qh = fields(blocks["qh"], (0, 4), 15).reshape(-1, 32).astype(np.uint16)

@@ -135,7 +135,6 @@ class Cursor:
 
 
 def string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
-    """Returns the start of each string of an array, and the end of the last: [count + 1]."""
     heads = short_string_heads(data, at, count)
     return step_by_step(data, at, count) if heads is None else heads
 

@@ -49,7 +49,6 @@ def encoded(value: Any) -> bytes:
 
 
 def items(values: list[Any]) -> bytes:
-    """Encodes an array: item kind, length, items."""
     if not values or isinstance(values[0], str):
         return U32.pack(STRING) + U64.pack(len(values)) + b"".join(map(text, values))
     kind = ITEM_KINDS[type(values[0])]
