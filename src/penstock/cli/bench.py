@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 ServerUrl = Annotated[str, Option(help="Server to measure instead of MODEL, such as http://127.0.0.1:8000/v1.")]
-ServerModel = Annotated[str, Option(help="Model of the server. By default, the first that it lists.", name="--model")]
-Concurrency = Annotated[str, Option(help="Concurrent clients; several levels with commas between.")]
+ServerModel = Annotated[str, Option(help="Model of the server. Default: the first listed.", name="--model")]
+Concurrency = Annotated[str, Option(help="Concurrent clients; several levels are separated by commas.")]
 InputLength = Annotated[int, Option(minimum=1, help="Tokens of each prompt.")]
 OutputLength = Annotated[int, Option(minimum=1, help="Tokens of each answer.")]
-Requests = Annotated[int, Option(minimum=0, help="Requests at each level of concurrency. 0: four for each client.")]
-SharedPrefix = Annotated[int, Option(minimum=0, help="Leading tokens that all prompts have in common.")]
+Requests = Annotated[int, Option(minimum=0, help="Requests at each level of concurrency. 0: four per client.")]
+SharedPrefix = Annotated[int, Option(minimum=0, help="Leading tokens shared by all prompts.")]
 
 
 def bench(

@@ -16,7 +16,7 @@ def config(
     of: Annotated[
         list[str], Argument(metavar="COMMAND", help="The command whose options are shown, such as serve or keys add.")
     ] = ["serve"],  # noqa: B006 - it is never changed
-    set_only: Annotated[bool, Option(name="--set", help="Show only what a variable or a file sets.")] = False,
+    set_only: Annotated[bool, Option(name="--set", help="Show only options set by a variable or a file.")] = False,
     json: options.Json = False,
 ) -> None:
     """Show the options in force, and where each comes from.

@@ -46,8 +46,8 @@ class Finding:
 
 def doctor(
     measure: Annotated[bool, Option(help="Measure the speed of this machine again.")] = False,
-    tune: Annotated[bool, Option(help="Measure and keep the best tilings of kernels on this GPU.")] = False,
-    kv_disk: Annotated[str, Option(help="Say what lies in this folder of --kv-disk.")] = "",
+    tune: Annotated[bool, Option(help="Measure and save the best kernel tilings for this GPU.")] = False,
+    kv_disk: Annotated[str, Option(help="Describe the contents of this --kv-disk folder.")] = "",
     json: options.Json = False,
 ) -> None:
     """Check this machine and measure its speed. The exit code is 1 if something is broken.

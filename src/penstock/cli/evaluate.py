@@ -23,17 +23,16 @@ class TextOptions(NamedTuple):
     text: Annotated[
         str,
         Option(
-            help="File with the text to predict. By default, a short text of the package, on which the engine measures "
-            "a quantized KV cache at load."
+            help="File with the text to predict. Default: a short built-in text, the one that measures a quantized KV "
+            "cache at load."
         ),
     ] = ""
-    context: Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")] = 512
+    context: Annotated[int, Option(minimum=8, help="Tokens in a window; only the second half is scored.")] = 512
     tokens: Annotated[
         int,
         Option(
             minimum=0,
-            help="Most tokens of the text to use. 0: 8192 of a file and 1024 without one, or one window if that is "
-            "longer.",
+            help="Maximum tokens of the text. 0: 8192 with a file, else 1024, or one window if that is longer.",
         ),
     ] = 0
     json: options.Json = False

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 FleetName = Annotated[
-    str, Option(help="Name of the fleet (its model's), or the path of its run file. Needed if several run.")
+    str, Option(help="Name of the fleet (its model's), or the path of its run file. Required if several run.")
 ]
 
 
@@ -36,7 +36,7 @@ def status(json: options.Json = False, *, fleet: FleetName = "") -> None:
 
 
 def drain(
-    replica: Annotated[str, Argument(metavar="REPLICA", help="Name of the replica, as penstock fleet status has it.")],
+    replica: Annotated[str, Argument(metavar="REPLICA", help="Name of the replica, as in penstock fleet status.")],
     *,
     fleet: FleetName = "",
 ) -> None:

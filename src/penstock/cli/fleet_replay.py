@@ -17,16 +17,14 @@ if TYPE_CHECKING:
 def replay(
     trace: TraceFile = "",
     url: Annotated[
-        list[str] | None, Option(help="Server such as http://127.0.0.1:8000/v1. Several take requests in turn.")
+        list[str] | None, Option(help="Server such as http://127.0.0.1:8000/v1. Several receive requests in turn.")
     ] = None,
-    model: Annotated[str, Option(help="Model of the servers. By default, the first that each lists.")] = "",
+    model: Annotated[str, Option(help="Model of the servers. Default: the first that each lists.")] = "",
     speed: Speed = 1.0,
     limit: Limit = 0,
     scale: Scale = 1.0,
-    concurrency: Annotated[int, Option(minimum=1, maximum=10_000, help="Most requests at once.")] = 256,
-    seed: Annotated[
-        int, Option(help="Seed of the prompts. Servers that saw a seed before have its prompts cached.")
-    ] = 0,
+    concurrency: Annotated[int, Option(minimum=1, maximum=10_000, help="Maximum concurrent requests.")] = 256,
+    seed: Annotated[int, Option(help="Seed of the prompts. Servers have the prompts of an earlier seed cached.")] = 0,
     api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="API key of the servers.")] = "",
     json: options.Json = False,
 ) -> None:

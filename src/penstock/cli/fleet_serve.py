@@ -27,16 +27,14 @@ class ReplicaOptions(NamedTuple):
 
     replicas: Annotated[
         str,
-        Option(
-            help="Engines of each model. MIN:MAX: as many as the load needs to meet the targets, within these bounds."
-        ),
+        Option(help="Engines of each model. MIN:MAX: follow the load to meet the targets, within these bounds."),
     ] = "3"
     ground: Annotated[str, Option(help="Where engines run: local (this machine) or ray (a Ray cluster).")] = "local"
     ray: Annotated[
         str,
         Option(
-            help="Address of the Ray cluster, for --ground ray, such as auto or 10.0.0.1:6379. Empty: one is started "
-            "on this machine.",
+            help="Address of the Ray cluster, for --ground ray, such as auto or 10.0.0.1:6379. Empty: start one on "
+            "this machine.",
             env="PENSTOCK_RAY",
         ),
     ] = ""
@@ -45,12 +43,12 @@ class ReplicaOptions(NamedTuple):
         Option(
             minimum=0,
             maximum=60_000,
-            help="Target for the time between two tokens, in milliseconds, as --itl-target. In addition, while prompts "
+            help="Target for the inter-token latency in milliseconds, as --itl-target. In addition, while prompts "
             "would pile up, some engines compute prompts for the others. 0: each engine computes its own.",
         ),
     ] = 0.0
     roles: Annotated[
-        str, Option(help="prefill=N: with --itl, N engines of each model compute long prompts at all times.")
+        str, Option(help="prefill=N: with --itl, N engines of each model always compute long prompts.")
     ] = ""
 
 
@@ -96,7 +94,7 @@ def gateway(
         str,
         Argument(
             metavar="FLEET",
-            help="Name of the fleet (its model's), or the path of its run file. Needed if several run.",
+            help="Name of the fleet (its model's), or the path of its run file. Required if several run.",
         ),
     ] = "",
     *,

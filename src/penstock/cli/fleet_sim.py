@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 PICTURE = "fleet-sim.svg"  # default of --plot
 TraceFile = Annotated[
-    str, Option(help="File of requests: Mooncake's or Dynamo's JSON lines, or Azure's CSV; .gz is read too.")
+    str, Option(help="File of requests: Mooncake's or Dynamo's JSON lines, or Azure's CSV, optionally with .gz.")
 ]
-Speed = Annotated[float, Option(minimum=0.001, help="How many times as fast requests arrive.")]
-Limit = Annotated[int, Option(minimum=0, help="Use only this many requests, from the beginning of the trace. 0: all.")]
-Scale = Annotated[float, Option(minimum=0.0001, help="Multiply the lengths of prompts and answers by this.")]
+Speed = Annotated[float, Option(minimum=0.001, help="Factor of the requests' arrival rate.")]
+Limit = Annotated[int, Option(minimum=0, help="Use only this many requests from the beginning of the trace. 0: all.")]
+Scale = Annotated[float, Option(minimum=0.0001, help="Factor of the lengths of prompts and answers.")]
 Plot = Annotated[
     str,
     Option(help=f"Write an SVG picture of the times to the first token to this file, or to {PICTURE}.", bare=PICTURE),
@@ -31,17 +31,17 @@ def sim(
     trace: TraceFile = "",
     replicas: Annotated[int, Option(minimum=1, maximum=10_000, help="Replicas of the engine.")] = 8,
     policy: Annotated[
-        str, Option(help="How requests are routed: kv, round-robin, least-loaded, dynamo, or all of these in turn.")
+        str, Option(help="Routing policy: kv, round-robin, least-loaded, dynamo, or all of these in turn.")
     ] = "all",
     speed: Speed = 1.0,
     limit: Limit = 0,
     scale: Scale = 1.0,
     ram: Annotated[
-        float, Option(minimum=0, help="Blocks in a replica's RAM tier, as a multiple of those on its device.")
+        float, Option(minimum=0, help="Blocks in a replica's RAM tier, as a multiple of its device blocks.")
     ] = 0.0,
-    pull: Annotated[bool, Option(help="With kv: blocks may come from another replica when that is cheaper.")] = False,
+    pull: Annotated[bool, Option(help="With kv: pull blocks from another replica if that is cheaper.")] = False,
     model: Annotated[
-        str, Option(help="Model whose speed on this machine the replicas have. By default, Dynamo's mock engine's.")
+        str, Option(help="Model whose speed on this machine the replicas have. Default: Dynamo's mock engine.")
     ] = "",
     plot: Plot = "",
     json: options.Json = False,

@@ -17,17 +17,17 @@ class ForeignOptions(NamedTuple):
         list[str] | None,
         Option(
             name="--engine",
-            help="Engine of another kind whose models are served, too: vLLM, SGLang, llama.cpp, Ollama or any server "
+            help="Engine of another kind whose models are also served: vLLM, SGLang, llama.cpp, Ollama or any server "
             "with OpenAI's API, such as http://host:8000,weight=2,priority=1,key-env=KEY. May be repeated. Without a "
-            "MODEL nothing else is served.",
+            "MODEL, nothing else is served.",
         ),
     ] = None
 
     fallback: Annotated[
         list[str] | None,
         Option(
-            help="Models that answer in place of one when no engine can answer for it, such as big=small,tiny, in this "
-            "order. Either may be another engine's or this server's own. May be repeated.",
+            help="Fallback models, in order, for when no engine can answer for a model, such as big=small,tiny. Both "
+            "may belong to this server or to another engine. May be repeated.",
         ),
     ] = None
 

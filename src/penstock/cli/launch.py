@@ -97,9 +97,11 @@ PROGRAMS = {
 
 ProgramName = Annotated[str, Argument(metavar="PROGRAM", help=f"One of {', '.join(PROGRAMS)}.")]
 Arguments = Annotated[list[str], Rest(metavar="ARGUMENT ...", help="Arguments for the program.")]
-ModelOption = Annotated[str, Option(help="Model to serve, if no server runs.")]
-Url = Annotated[str, Option(help="Server to use. By default, the one on port 8000, or else one that is started.")]
-PrintOnly = Annotated[bool, Option(name="--print", help="Print the environment and the command; start nothing.")]
+ModelOption = Annotated[str, Option(help="Model to serve if no server runs.")]
+Url = Annotated[str, Option(help="Server to use. Default: the one on port 8000, or else a new one.")]
+PrintOnly = Annotated[
+    bool, Option(name="--print", help="Print the environment and the command without starting anything.")
+]
 
 
 def launch(

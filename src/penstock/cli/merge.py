@@ -13,9 +13,9 @@ from penstock.cli.terminal import note, obtain
 def merge(
     model: options.ModelRef,
     adapter: Annotated[str, Argument(metavar="ADAPTER", help="A PEFT folder or a GGUF file.")],
-    out: Annotated[str, Argument(metavar="OUT", help="File or folder to write: of the same kind as MODEL.")],
-    scale: Annotated[float, Option(help="What the adapter's update is multiplied by.")] = 1.0,
-    force: Annotated[bool, Option(help="Overwrite OUT if it is a file that exists.")] = False,
+    out: Annotated[str, Argument(metavar="OUT", help="File or folder to write, of the same kind as MODEL.")],
+    scale: Annotated[float, Option(help="Factor of the adapter's update.")] = 1.0,
+    force: Annotated[bool, Option(help="Overwrite OUT if it is an existing file.")] = False,
 ) -> None:
     """Write a model with an adapter (LoRA) merged into its weights.
 

@@ -27,7 +27,7 @@ StoredRef = Annotated[
 def pull(
     ref: StoredRef,
     force: Annotated[
-        bool, Option(help="Download plain weights even if the memory of this machine is too small for them.")
+        bool, Option(help="Download plain weights even if this machine's memory is too small for them.")
     ] = False,
 ) -> None:
     """Download a model and print its path.
@@ -47,7 +47,7 @@ def pull(
 
 def list_(
     known: Annotated[
-        bool, Option(name="--all", help="List all names that can be pulled, and whether they fit.")
+        bool, Option(name="--all", help="List all models that can be pulled, and whether they fit.")
     ] = False,
     json: options.Json = False,
 ) -> None:

@@ -20,7 +20,7 @@ REMARKS = 32  # characters before a line's remarks
 
 def plan(
     model: options.ModelRef = options.DEFAULT_MODEL,
-    prompt: Annotated[int, Option(minimum=1, help="Tokens of the prompts to plan for.")] = 512,
+    prompt: Annotated[int, Option(minimum=1, help="Prompt length in tokens.")] = 512,
     json: options.Json = False,
     *,
     engine: options.EngineSettings,

@@ -25,10 +25,10 @@ def quantize(
     to: Annotated[
         str, Option(help="Format: q8_0, q6_k, q5_k, q4_k, q5_1, q5_0, q4_1, q4_0, or plain f32, bf16, f16.")
     ] = "q4_k",
-    again: Annotated[bool, Option(help="Quantize weights that are quantized already, too. Errors add up.")] = False,
+    again: Annotated[bool, Option(help="Also quantize weights that are already quantized. Errors add up.")] = False,
     force: Annotated[bool, Option(help="Overwrite OUT.gguf if it exists.")] = False,
     report: Annotated[
-        str, Option(help="Text file on which to measure the loss of quality, as `penstock eval kl` does.")
+        str, Option(help="Text file on which to measure the loss of quality, as in `penstock eval kl`.")
     ] = "",
     json: options.Json = False,
     *,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def replay(
-    bundle: Annotated[str, Argument(metavar="BUNDLE", help="File that the server has named when its engine died.")],
+    bundle: Annotated[str, Argument(metavar="BUNDLE", help="File that the server named when its engine died.")],
     seconds: Annotated[int, Option(minimum=1, help="Seconds after which the requests are ended.")] = 60,
 ) -> None:
     """Repeat an engine's work before its death.

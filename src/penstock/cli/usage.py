@@ -21,15 +21,15 @@ class UsageOptions(NamedTuple):
     usage: Annotated[
         str,
         Option(
-            help="File in which tokens and cost are recorded by API key, model and day (see penstock usage). By "
-            "default, usage.sqlite in PENSTOCK_HOME. off: nothing is recorded."
+            help="File that records tokens and cost by API key, model and day (see penstock usage). Default: "
+            "usage.sqlite in PENSTOCK_HOME. off: nothing is recorded."
         ),
     ] = ""
     price: Annotated[
         list[str] | None,
         Option(
-            help="Price of a model's tokens, such as 'smollm2=0.1,0.4': MODEL=IN,OUT or MODEL=IN,OUT,CACHED, each for "
-            "a million tokens. May be repeated."
+            help="Price of a model's tokens, such as 'smollm2=0.1,0.4': MODEL=IN,OUT or MODEL=IN,OUT,CACHED, per "
+            "million tokens. May be repeated."
         ),
     ] = None
 
@@ -46,9 +46,9 @@ class UsageOptions(NamedTuple):
 
 def usage(
     key: Annotated[str | None, Option(help="Only this key. '': requests without a key.")] = None,
-    since: Annotated[str, Option(help="Only from this day on: 7d, or a date such as 2027-01-31 (UTC).")] = "",
-    days: Annotated[bool, Option(help="List every day, not all days together.")] = False,
-    file: Annotated[str, Option(help="File of the record. By default, usage.sqlite in PENSTOCK_HOME.")] = "",
+    since: Annotated[str, Option(help="Only since this day: 7d, or a date such as 2027-01-31 (UTC).")] = "",
+    days: Annotated[bool, Option(help="List each day instead of the total.")] = False,
+    file: Annotated[str, Option(help="File of the record. Default: usage.sqlite in PENSTOCK_HOME.")] = "",
     json: options.Json = False,
 ) -> None:
     """Show the tokens that API keys have used, by model, and their cost.

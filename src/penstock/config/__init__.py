@@ -160,79 +160,79 @@ class Config:
     offers: tuple[str, ...] = ()  # endpoints that offer KV blocks to other engines: shm, tcp:HOST:PORT
     listen: str = ""  # address for several clients; ipc://*: in the folder of the engine's socket
     secret: str = ""  # required from joining clients
-    device: str = option(
-        "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
-    )
-    threads: int = option(0, "CPU threads to compute with. 0: one for every core that this process may use.")
+    device: str = option("auto", "Device: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow).")
+    threads: int = option(0, "CPU threads for computation. 0: one per core available to this process.")
     max_len: int = option(
         0,
-        "Most tokens of one sequence, prompt and answer together. 0: the model's context length. In a server of "
-        "several models, those with a shorter context have that.",
+        "Maximum tokens of one sequence, prompt and answer together. 0: the model's context length. In a server of "
+        "several models, a shorter context takes precedence.",
     )
     max_rows: int = option(
-        0, "Most sequences computed in one step; further requests wait.", defaults=DeviceDefaults(64, 256, 256)
+        0, "Maximum sequences computed in one step; further requests wait.", defaults=DeviceDefaults(64, 256, 256)
     )
     step_tokens: int = option(
         0,
-        "Most tokens computed in one step, of prompts and answers together.",
+        "Maximum tokens computed in one step, of prompts and answers together.",
         defaults=DeviceDefaults(512, 2048, 2048),
         older=("max_tokens",),
     )
     prefill_budget: int = option(
         0,
-        "Most tokens computed in one step while up to 64 sequences decode; every 64 more add half as much again, and a "
-        "prompt of more than 16 such steps takes larger ones. Steps compute fewer if that takes longer than the usual "
-        "ITL target (see --itl-target), unless this is as much as step_tokens. A lower value shortens the time between "
-        "two tokens, a higher one the time to the first token.",
+        "Maximum tokens computed in one step while up to 64 sequences decode; each further 64 add half as much, and "
+        "prompts of more than 16 such steps take larger ones. Steps shrink to meet the default ITL target (see "
+        "--itl-target), unless this equals step_tokens. A lower value shortens the inter-token latency, a higher one "
+        "the time to first token.",
         # 640 tokens with FP8 weights take no longer than 384 with 16-bit ones
         defaults=DeviceDefaults(192, 384, 640),
         older=("mixed_tokens",),
     )
     quantize: str = option(
-        "", "Format that plain weights (f32, f16, bf16) are quantized to at load: q8_0, q4_k, int4 or, on a GPU, fp8."
+        "", "Format to which plain weights (f32, f16, bf16) are quantized at load: q8_0, q4_k, int4 or, on a GPU, fp8."
     )
     kv: str = option(
         "auto",
-        "Format of the KV cache: auto (f16, on a GPU bf16), int8, int4, f32 (CPU only) or fp8 (GPU only). Two with a "
-        "colon are the formats of keys and of values: int8:int4. int8 and fp8 take half the memory of auto, and int8 "
-        "is the more precise of the two; int4 takes a little more than a quarter, and costs far less for values than "
-        "for keys.",
+        "Format of the KV cache: auto (f16, on a GPU bf16), int8, int4, f32 (CPU only) or fp8 (GPU only). int8:int4 "
+        "sets the formats of keys and values separately. int8 and fp8 take half the memory of auto, and int8 is more "
+        "precise than fp8; int4 takes little more than a quarter, and loses far less precision on values than on "
+        "keys.",
         read=read_kv,
     )
     kv_loss: str = option(
         "0.05",
-        "Most that a KV cache of fewer than 16 bits may cost, as mean KL divergence in nats from predictions with 16 "
-        "bits. It is measured at load, once for a model, on a short text; beyond this bound the model is refused. any: "
-        "nothing is refused.",
+        "Maximum loss of a KV cache with fewer than 16 bits, as mean KL divergence in nats from 16-bit predictions. "
+        "It is measured at the first load of a model, on a short text; beyond this bound the model is refused. any: "
+        "no bound.",
         read=read_kv_loss,
     )
     kv_memory: int = option(
         0,
-        "Bytes for the KV cache, such as 8G. 0: a quarter of the free memory; on a GPU all that the weights leave.",
+        "Bytes for the KV cache, such as 8G. 0: a quarter of the free memory; on a GPU, all memory that the weights "
+        "leave.",
         in_bytes=True,
     )
     kv_ram: str = option(
         AUTO,
-        "Bytes of host memory, such as 8G, for KV blocks that have left the cache; they are copied back where that is "
-        "faster than computing them again. 0: none. auto: as many as the cache has, and at most an eighth of the free "
-        "memory; on a GPU without --kv-disk none.",
+        "Bytes of host memory, such as 8G, for evicted KV blocks; they are copied back where that is faster than "
+        "recomputing them. 0: none. auto: as much as the cache, up to an eighth of the free memory; on a GPU without "
+        "--kv-disk, none.",
         read=read_kv_ram,
     )
     kv_disk: str = option(
         "",
-        "Folder for the KV of prompts, so that what was computed before a restart is not computed again. Empty: none. "
-        "Prompts can be read from these files by whoever may read the folder.",
+        "Folder that keeps the KV of prompts across restarts. Empty: none. Anyone who can read the folder can read "
+        "the prompts.",
     )
     kv_disk_bytes: int = option(
         16 << 30,
-        "Most bytes in the folder of --kv-disk, of all models together. The least recently used go first.",
+        "Maximum bytes in the folder of --kv-disk, for all models together. The least recently used files are deleted "
+        "first.",
         minimum=1 << 20,
         in_bytes=True,
     )
     block_size: int = option(
         16,
-        "Tokens in one block of the KV cache. Prefixes are shared in whole blocks, so smaller blocks share more and "
-        "cost more bookkeeping. Multiples of 16 are fastest.",
+        "Tokens per block of the KV cache. Prefixes are shared in whole blocks, so smaller blocks share more at a "
+        "higher overhead. Multiples of 16 are fastest.",
         minimum=1,
         maximum=1024,
     )
@@ -241,42 +241,42 @@ class Config:
     )
     adapter: tuple[str, ...] = option(
         (),
-        "NAME=PATH[:SCALE] of an adapter (LoRA) that requests may name: a PEFT folder or a GGUF file. May be repeated. "
-        "A server of several models gives it to the first, and MODEL/NAME=PATH[:SCALE] to that one.",
+        "NAME=PATH[:SCALE] of a LoRA adapter for requests: a PEFT folder or a GGUF file. May be repeated. In a server "
+        "of several models it belongs to the first, and MODEL/NAME=PATH[:SCALE] to the named one.",
     )
     max_adapters: int = option(
-        32, "Most adapters that are in memory at once; further ones take turns.", minimum=1, maximum=1024
+        32, "Maximum adapters in memory at once; further ones take turns.", minimum=1, maximum=1024
     )
     adapter_memory: int = option(0, "Bytes for adapters in memory. 0: an eighth of the free memory.", in_bytes=True)
     packed_cache: int = option(
         16 << 30,
-        "Most bytes on disk for packed weights, of all models together. With them a model is loaded sooner the next "
-        "time. The least recently used go first. 0: none are kept.",
+        "Maximum bytes on disk for packed weights, for all models together. They make later loads faster. The least "
+        "recently used are deleted first. 0: none are kept.",
         in_bytes=True,
     )
-    strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
+    strict_config: bool = option(False, "Refuse a config.json with unknown fields.")
     post_mortem: str = option(
         "shapes",
-        "What a file in PENSTOCK_HOME says about the requests of an engine that has died: shapes (how long they were), "
-        "tokens (all of them) or off (there is none). The last 8 are kept.",
+        "Contents of the bundle in PENSTOCK_HOME about the requests of a dead engine: shapes (their lengths), tokens "
+        "(all of them) or off (no bundle). The last 8 bundles are kept.",
         read=lambda value: read_post_mortem(value),
     )
     speculation: str = option(
         AUTO,
-        "Tokens that a step may draft for one answer (speculative decoding): auto (as many as pay, often none), off, "
-        "or a number for at most so many. Answers stay the same.",
+        "Maximum drafted tokens per step and answer (speculative decoding): auto (as many as pay off, often none), "
+        "off, or a number. Answers stay the same.",
         read=read_speculation,
     )
     draft: str = option(
         "",
-        "What drafts (speculative decoding): a small model with the vocabulary of the model itself, named as that is, "
-        "or an EAGLE-3 head of it, or mtp for the head in the model's own checkpoint that predicts further "
-        "tokens. Answers stay the same. A server of several models gives it to the first.",
+        "Source of drafts (speculative decoding): a small model with the same vocabulary, by name, or an EAGLE-3 head "
+        "for the model, or mtp for the multi-token prediction head in the model's own checkpoint. Answers stay the "
+        "same. In a server of several models it belongs to the first.",
     )
     deterministic: bool = option(
         False,
-        "Compute an answer alike whatever is computed beside it and however its prompt is divided into steps (batch "
-        "invariance). On a CPU that is so in any case; on a GPU it takes slower kernels.",
+        "Compute an answer independently of other requests and of how its prompt is divided into steps (batch "
+        "invariance). CPUs always do so; on a GPU it needs slower kernels.",
     )
 
     @property
