@@ -139,7 +139,7 @@ def launch(
 
 
 def _find(url: str) -> AgentServer | None:
-    """Describes the server at an address; None if there is no server."""
+    """Describes the server at an address; None without a server."""
     import urllib.error  # slow to import, and --help does not need it
 
     try:

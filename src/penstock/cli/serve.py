@@ -262,7 +262,7 @@ class TemplateOptions(NamedTuple):
     override_generation_config: Annotated[
         str,
         Option(
-            help="Sampling for requests that set none, in place of the model's own, as JSON: "
+            help="Default sampling, which overrides the model's own, as JSON: "
             """'{"temperature": 0.8, "top_k": 40, "seed": 42, "max_tokens": 256}'."""
         ),
     ] = ""

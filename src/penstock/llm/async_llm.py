@@ -64,7 +64,7 @@ class AsyncLLM:
         return cls(engine_args.model, **engine_args.options)
 
     async def start(self) -> None:
-        """Starts the engine and loads the tokenizer, or raises their error. A second call has no effect."""
+        """Starts the engine and loads the tokenizer, or raises their error. It may be called twice."""
         await self._started()
 
     async def generate(
@@ -155,7 +155,7 @@ class AsyncLLM:
         self._closing = asyncio.get_running_loop().create_task(self.close())
 
     async def close(self) -> None:
-        """Ends the engine process; active requests fail. A second call has no effect."""
+        """Ends the engine process; active requests fail. It may be called twice."""
         await self._client.close()
 
     async def __aenter__(self) -> Self:

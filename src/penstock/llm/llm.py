@@ -99,7 +99,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues one prompt or a list: texts, lists of token ids, or dictionaries with `prompt` or
         `prompt_token_ids`. Without `sampling_params`, the model's own defaults apply. `lora_request` names the adapters
-        of all prompts, or lists those of each. `targets` are latency targets.
+        of all prompts, or is a list with one entry per prompt. `targets` are latency targets.
         """
         given = prompt_list(prompts)
         params = params_list(sampling_params, len(given))
@@ -241,7 +241,7 @@ class LLM:
         self._maker.check_answers()
 
     def close(self) -> None:
-        """Frees the model. Waiting calls of other threads fail. A second call has no effect."""
+        """Frees the model. Waiting calls of other threads fail. It may be called twice."""
         self._engine.close()
 
     def __enter__(self) -> Self:

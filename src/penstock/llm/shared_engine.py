@@ -88,7 +88,7 @@ class SharedEngine:
                 self.inner.send(Abort(choice.request.id))
 
     def close(self) -> None:
-        """Frees the engine after the current step. A second call has no effect."""
+        """Frees the engine after the current step. It may be called twice."""
         with self._turn:
             while self._stepping:
                 self._turn.wait()

@@ -122,7 +122,7 @@ ACTS: dict[str, Callable[[Floats], Floats]] = {"tanh": np.tanh, "gelu": _gelu}
 
 
 def read_labels(config: ConfigReader, pooling: str, act: str) -> ClassifierSpec:
-    """Reads the labels from a config.json. `pooling` and `act` are those of the family's head."""
+    """Reads the labels from a config.json. `pooling` and `act` describe the family's head."""
     names = config.table("id2label")
     count = config.size("num_labels", len(names.names()) or 2, most=2**16)
     labels = tuple(names.text(str(at), f"LABEL_{at}") for at in range(count))

@@ -288,7 +288,7 @@ class ModelSpec:
     segments: int = 1  # token types in a text pair; 0: no table
     parallel: bool = False  # attention and MLP both read the layer's input and add to it
     embed_dim: int = 0  # width of the embeddings, which are projected to and from `dim`; 0: `dim`
-    norm_last: bool = False  # each part's output is added to its input before the norm, and there is no final norm
+    norm_last: bool = False  # each part's output is added to its input before the norm, without a final norm
     generates: bool = True  # the checkpoint has an output head or ties it to its embeddings
     layer_hidden: tuple[int, ...] = ()  # MLP widths per layer, if they differ; `hidden` is the widest
     per_layer: PerLayerSpec | None = None

@@ -30,7 +30,7 @@ BITS = {  # approximate bits per weight, including mixed formats and scales
 }
 FOUR_BITS = ("Q4_K_M", "MXFP4", "Q4_K_S", "Q4_0", "IQ4_XS", "IQ4_NL", "Q4_1")
 FEWER_BITS = ("Q3_K_L", "Q3_K_M", "IQ3_M", "Q3_K_S", "Q2_K", "IQ2_M")  # if four bits do not fit
-MORE_BITS = ("Q5_K_M", "Q5_0", "Q5_K_S", "Q6_K", "Q8_0", "BF16", "F16", "F32")  # if the repository has no others
+MORE_BITS = ("Q5_K_M", "Q5_0", "Q5_K_S", "Q6_K", "Q8_0", "BF16", "F16", "F32")  # if the repository has only these
 SMALL = 10**9  # bytes; a model whose Q8_0 is smaller loses more by four bits than it saves
 
 OVERHEAD = 1.1  # memory of weights, as a multiple of the file size, at most

@@ -18,7 +18,7 @@ def embedding_request(
     id: int, prompt: Sequence[int], context: int, pooling: str = "mean", *, param: str, advice: str = "shorten it"
 ) -> Request:
     """Makes an embedding request. `context` limits its tokens, `param` is the prompt's field for errors, and `advice`
-    tells clients how to fix a long prompt.
+    explains how to fix a long prompt.
     """
     if pooling not in POOLINGS:
         raise InvalidRequest(f"pooling must be mean, last or cls; got {pooling!r}", param="pooling")

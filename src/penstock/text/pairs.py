@@ -159,7 +159,7 @@ def check_scores(limits: Limits) -> None:
 
 
 def check_labels(limits: Limits) -> None:
-    """Raises InvalidRequest if a model has no labels."""
+    """Raises InvalidRequest for a model without labels."""
     if not limits.labels:
         raise InvalidRequest("this model cannot classify: it has no classification head", param="model")
 

@@ -69,7 +69,7 @@ class AnswerOptions(NamedTuple):
         float | None,
         Option(
             minimum=0,
-            help="Penalty on tokens that already occurred: above 1 discourages repetition, 1 has no effect. Default: "
+            help="Penalty on tokens that already occurred: above 1 discourages repetition, 1 disables it. Default: "
             "the model's own.",
         ),
     ] = None

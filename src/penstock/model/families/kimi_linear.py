@@ -175,7 +175,7 @@ def read_experts(config: ConfigReader) -> ExpertSpec:
 
 
 def read_delta(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads the delta nets. Published configs have a table for them; those of transformers do not."""
+    """Reads the delta nets. Published configs have a table for them; transformers' do not."""
     table = config.table("linear_attn_config")
     heads = table.size("num_heads", config.size("linear_num_heads", 32))
     dim = table.size("head_dim", config.size("linear_head_dim", 128))

@@ -26,7 +26,7 @@ build = gpt2.build_with_layer_norms
 def read_hf(config: ConfigReader) -> ModelSpec:
     config.text("hidden_act"), config.number("layer_norm_eps")  # required: the defaults differ from other families
     config.require("qk_layernorm", (False,), False)
-    config.require(config_hf.TIED, (False,), False)  # a tied head has no bias
+    config.require(config_hf.TIED, (False,), False)  # a tied head cannot have a bias
     share = {ROTATED_SHARE: config.number(ROTATED_SHARE, 0.5)}
     spec = config_hf.read_decoder(
         config,

@@ -1,4 +1,4 @@
-"""Reads AutoRound: GPTQ or AWQ tensors, as `packing_format` says, with optional sizes per module."""
+"""Reads AutoRound: GPTQ or AWQ tensors, selected by `packing_format`, with optional sizes per module."""
 
 from __future__ import annotations
 

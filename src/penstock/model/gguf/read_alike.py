@@ -24,7 +24,7 @@ ALL_BIASED = (
 )  # it reads biases of all products
 RENORMALIZED = ("qwen3moe", "qwen3next", "lfm2")  # it always renormalizes expert scores
 NEVER_RENORMALIZED = ("qwen2moe", "olmoe")  # it never renormalizes expert scores
-EACH_KV = ("dots1", "olmoe")  # it requires as many KV heads as heads
+EACH_KV = ("dots1", "olmoe")  # it requires kv_heads == heads
 SQUARE = ("glm", "qwen2")  # it requires heads * head_dim == width
 UNTIED = ("minimaxm2", "olmo2", "olmoe", "stablelm", "gptneox")  # it requires an output head
 LITE_LAYERS = (26, 27)  # layer counts of DeepSeek models without low-rank queries
