@@ -24,7 +24,7 @@ def list_catalogue(json: bool) -> None:
         return
     _print(known)
     note(
-        f"Sizes are about right. A name without a tag is its first line ({', '.join(ALIASES)} alone is a file that pip "
+        f"Sizes are approximate. A name without a tag is its first line ({', '.join(ALIASES)} alone is a file that pip "
         f"fetches). {readable_size(memory)} of memory are free."
     )
 

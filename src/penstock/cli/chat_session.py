@@ -26,8 +26,8 @@ HELP = {
     "/set NAME VALUE": "change the sampling, such as /set temperature 0.2; without a name, show it",
     "/retry": "answer the last message again",
     "/undo": "take the last message and its answer back",
-    "/save FILE": "write the conversation to a file; /load FILE goes on with it",
-    "/model MODEL": "go on with another model; without a name, say which one answers",
+    "/save FILE": "write the conversation to a file; /load FILE continues it",
+    "/model MODEL": "continue with another model; without a name, show the current one",
     "/exit": "exit, as does Ctrl-D",
 }
 KEYS = 'Ctrl-C stops an answer. A line that ends in \\ continues on the next, and so does all between two lines of """.'
@@ -122,7 +122,7 @@ class ChatSession:
 
     def _undo(self) -> None:
         if (taken := self._take_back()) is None:
-            return note("there is no message to take back")
+            return note("there is no message to remove")
         note(f"taken back: {taken if len(taken) <= SHOWN else taken[:SHOWN] + '...'!r}")
 
     def _take_back(self) -> str | None:
@@ -160,7 +160,7 @@ class ChatSession:
         except (ValueError, KeyError, TypeError):
             return note(f"error: {path} holds no conversation that /save has written")
         self.system, self.messages = str(saved.get("system", "")), messages
-        note(f"the conversation goes on with {len(messages)} messages of {saved.get('model', 'another model')}")
+        note(f"the conversation continues with {len(messages)} messages of {saved.get('model', 'another model')}")
 
     def _change_model(self, model: str) -> None:
         """Continues with another model and the same options. If it fails to start, the previous one stays."""

@@ -209,7 +209,7 @@ def _kv_on_disk(folder: str) -> tuple[str, str]:
     from penstock.engine.kv_disk.summary import described
 
     if not folder:
-        return "ok", "a server with --kv-disk DIR keeps prompts there; --kv-disk DIR shows here what it has"
+        return "ok", "a server with --kv-disk DIR keeps prompts there; penstock doctor --kv-disk DIR shows its contents"
     return "ok", described(folder, Config(model="").kv_disk_bytes)
 
 
@@ -260,7 +260,7 @@ NEXT_STEPS = Finding(
     "",
     (
         Advice('penstock run "Why is the sky blue?"', "try it"),
-        Advice("penstock plan smollm2", "see what fits and how fast it will be"),
+        Advice("penstock plan smollm2", "forecast fit and speed"),
         Advice("penstock serve --profile chat", "serve it to people"),
     ),
 )

@@ -167,7 +167,7 @@ def _print(told: FleetStatus) -> None:
     print_table(table)
     if told.scale is not None and told.scale.most > told.scale.least:
         bounds = f"{told.scale.least} to {told.scale.most}"
-        print(f"{_count(told)} of {bounds}: {told.scale.reason or 'nothing is known of the load yet'}")
+        print(f"{_count(told)} of {bounds}: {told.scale.reason or 'the load is not known yet'}")
 
 
 def _fields(member: MemberStatus) -> tuple[Any, int, int, int, int]:

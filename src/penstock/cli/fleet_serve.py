@@ -130,7 +130,7 @@ def prefill_replicas(fleet: ReplicaOptions) -> int:
         most = least - 1
         raise UsageError(f"--roles takes prefill=N, with N from 1 to {most} of --replicas; got {fleet.roles!r}")
     if not fleet.itl:
-        raise UsageError("--roles needs --itl, which says which prompts are long: give both")
+        raise UsageError("--roles needs --itl, which defines long prompts: give both")
     return int(count)
 
 

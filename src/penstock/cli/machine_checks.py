@@ -191,4 +191,6 @@ def load() -> CheckResult:
     if minute < BUSY * cores:
         return CheckResult(OK, detail)
     slow = f"{detail}: answers take longer while others compute"
-    return CheckResult(NOTE, slow, (Advice("top", "see what else runs"),), "fewer other programs on this machine")
+    return CheckResult(
+        NOTE, slow, (Advice("top", "list other busy processes"),), "fewer other programs on this machine"
+    )

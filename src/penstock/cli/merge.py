@@ -53,7 +53,7 @@ def check_target(path: Path, target: Path, force: bool) -> None:
     if path.is_dir() and target.exists():
         raise UsageError(f"{target} exists: name a folder that does not")
     if not path.is_dir() and (target.suffix != ".gguf" or target.is_dir()):
-        raise UsageError(f"{path.name} is a GGUF file, so what is written must end in .gguf; got {target}")
+        raise UsageError(f"{path.name} is a GGUF file, so the output must end in .gguf; got {target}")
     if not path.is_dir() and target.exists() and not force:
         raise UsageError(f"{target} exists; --force overwrites it")
     if not target.absolute().parent.is_dir():

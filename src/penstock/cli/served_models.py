@@ -104,7 +104,7 @@ class ModelFinder:
         except PenstockError as error:
             import logging  # slow to import, and --help does not need it
 
-            logging.getLogger(__name__).warning("the server goes on with the models that it has: %s", error)
+            logging.getLogger(__name__).warning("the server keeps its current models: %s", error)
             return None
         last, self.found = self.found, list(found.values())
         return None if last == self.found else self.found

@@ -34,7 +34,7 @@ def note_ending(output: RequestOutput) -> None:
     if output.outputs[0].stop_reason == "repetition":
         note(
             f"(the answer repeated itself and was ended after {count} tokens; "
-            "--temperature 0.7 avoids it, --no-loop-guard lets it go on)"
+            "--temperature 0.7 avoids it, --no-loop-guard disables this)"
         )
     elif output.finish_reason == "length":
         note(f"(the answer was cut off after {count} tokens)")

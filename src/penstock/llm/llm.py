@@ -392,7 +392,8 @@ def text_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list
     ones, others = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
     if len(ones) not in (1, len(others)):
         raise InvalidRequest(
-            f"data_1 has {len(ones)} texts and data_2 {len(others)}: give one, or as many", param="data_1"
+            f"data_1 has {len(ones)} texts and data_2 {len(others)}: give one text, or as many as data_2",
+            param="data_1",
         )
     return list(zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True))
 

@@ -221,7 +221,9 @@ def pairs(tensors: Mapping[str, Tensor], pattern: re.Pattern[str]) -> dict[str, 
         found.setdefault(match[1], {})[match[2].lower()] = tensor
     for module, both in found.items():
         if both.keys() != {"a", "b"}:
-            raise AdapterError(f"{module!r} has a matrix {next(iter(both)).upper()} alone; the file may be truncated")
+            raise AdapterError(
+                f"{module!r} has a matrix {next(iter(both)).upper()} without its pair; the file may be truncated"
+            )
     return {module: (both["a"], both["b"]) for module, both in found.items()}
 
 

@@ -58,7 +58,7 @@ def merge_gguf(path: Path, merge: Merge, encode: Encode) -> Export:
             were.add(format.name)
             format = FORMATS["Q8_0"]
         pending.append(pending_tensor(FileTensor(name, (tensor,)), format, encode))
-    line = f"merged weights are Q8_0 now, and were {', '.join(sorted(were))}: fewer bits would lose what was merged"
+    line = f"merged weights are Q8_0 now, and were {', '.join(sorted(were))}: fewer bits would lose the update"
     return Export(keys, tuple(pending), (line,) if were else ())
 
 

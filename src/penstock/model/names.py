@@ -150,7 +150,7 @@ def identify(name: str, naming: Naming) -> Identity:
         within = f"{within[: expert.start()]}*{within[expert.end() :]}"
     part = look_up(within, naming.parts if match else naming.top)
     if part is None:
-        raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine has no use for")
+        raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine does not use")
     ours = part.replace("*", expert[0]) if expert else part
     return Identity(f"layers.{match[1]}.{ours}" if match else ours, part, role_of(part))
 

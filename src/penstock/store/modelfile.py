@@ -55,9 +55,9 @@ def read_modelfile(text: str) -> Modelfile:
 
 def _take(made: Modelfile, word: str, value: str, number: int) -> None:
     if word not in INSTRUCTIONS:
-        raise _wrong(number, f"{word} is no instruction; there are {', '.join(INSTRUCTIONS)}")
+        raise _wrong(number, f"{word} is not an instruction; use one of {', '.join(INSTRUCTIONS)}")
     if not value:
-        raise _wrong(number, f"{word} says nothing")
+        raise _wrong(number, f"{word} is empty")
     match word:
         case "FROM":
             made.base = value

@@ -69,7 +69,7 @@ def make_request(
     if wanted is not None and wanted > room:
         raise ContextTooLong(
             f"max_tokens is {wanted} and {param} has {len(prompt)} tokens, together {len(prompt) + wanted}; "
-            f"the context holds {context}: send a max_tokens of at most {room}",
+            f"the context holds {context}: lower max_tokens to at most {room}",
             param="max_tokens",
             prompt_tokens=len(prompt),
             context=context,

@@ -60,7 +60,7 @@ def read_trace(path: Path) -> Trace:
         return _azure(lines) if lines[0].startswith(AZURE_COLUMNS) else _json_lines(lines)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InvalidRequest(
-            f"{path} is no trace of Mooncake, Dynamo or Azure: {type(error).__name__} {error}. A line of Mooncake's "
+            f"{path} is not a trace of Mooncake, Dynamo or Azure: {type(error).__name__} {error}. A line of Mooncake's "
             "has timestamp, input_length, output_length and hash_ids"
         ) from error
 

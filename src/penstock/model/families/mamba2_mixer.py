@@ -142,7 +142,7 @@ def read_gguf(config: ConfigReader, eps: float) -> Mamba2Spec:
         config.size("ssm.group_count"),
     )
     if inner % heads:
-        raise MalformedFile(f"ssm.inner_size = {inner} in the GGUF metadata is no multiple of {heads} heads")
+        raise MalformedFile(f"ssm.inner_size = {inner} in the GGUF metadata is not a multiple of {heads} heads")
     return Mamba2Spec(
         heads=heads,
         head_dim=inner // heads,

@@ -49,7 +49,7 @@ class Fp8Scheme(NamedTuple):
 def scales_of(weight: Tensor | None, scale: Tensor, block: tuple[int, ...] | None) -> Scales:
     """Returns a matrix's scales: one for all, per row, or per block, by their shape."""
     if weight is None or weight.format.name not in FP8 or len(weight.shape) != 2:
-        raise MalformedFile(f"tensor {scale.name!r} holds scales, but there is no FP8 matrix that it belongs to")
+        raise MalformedFile(f"tensor {scale.name!r} holds scales, but its FP8 matrix is missing")
     rows, columns = weight.shape
     values = dequantize(scale)
     if values.size == 1:

@@ -132,7 +132,7 @@ def group_size(module: str, said: int, width: int, groups: int) -> int:
     for size in (said or width, width // groups):
         if size and -(-width // size) == groups:
             return size
-    raise MalformedFile(f"{module}.scales has {groups} groups; a row of {width} columns cannot be divided into so many")
+    raise MalformedFile(f"{module}.scales has {groups} groups; a row of {width} columns does not divide evenly")
 
 
 def read(config: ConfigReader) -> Scheme:

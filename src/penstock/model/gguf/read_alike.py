@@ -47,10 +47,7 @@ def unsaid_attention(spec: ModelSpec) -> Iterator[str]:
             "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
         )
     if spec.arch in EACH_KV and attn.kv_heads != attn.heads:
-        yield (
-            f"num_key_value_heads = {attn.kv_heads}: llama.cpp expects as many as there are heads, which are "
-            f"{attn.heads}"
-        )
+        yield (f"num_key_value_heads = {attn.kv_heads}: llama.cpp expects {attn.heads}, the number of heads")
     if spec.arch in SQUARE and attn.q_width != spec.dim:
         yield f"head_dim = {attn.head_dim}: llama.cpp expects the width, {spec.dim}, over {attn.heads} heads"
     rotated = 2 * len(attn.rope.inv_freq)

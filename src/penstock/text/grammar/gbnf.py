@@ -172,7 +172,7 @@ class _Translation:
             digits = found[1] or found[2] or found[3]
             characters.append((int(digits, 16) if digits else self._escaped(found[4], symbol.at), True))
             if characters[-1][0] > 0x10FFFF or 0xD800 <= characters[-1][0] < 0xE000:
-                self._fail(f"the escape {found[0]!r} is no character", symbol.at)
+                self._fail(f"the escape {found[0]!r} is not a character", symbol.at)
             at = found.end()
         return characters
 
