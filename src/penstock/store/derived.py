@@ -62,7 +62,7 @@ def check_name(name: str) -> None:
     scheme = name.partition(":")[0]
     if len(name) > MAX_NAME or not _NAME.fullmatch(name) or scheme in ("hf", "pypi") or name in ALIASES:
         raise InvalidRequest(
-            f"{name[:MAX_NAME]!r} is not allowed as the name of a new model: use at most {MAX_NAME} letters, digits and "
+            f"{name[:MAX_NAME]!r} is not allowed as the name of a new model: use up to {MAX_NAME} letters, digits and "
             ". _ - with / between parts and : before a tag, and no name of a model that can be fetched",
             param="model",
         )
