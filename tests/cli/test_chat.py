@@ -55,7 +55,7 @@ def test_messages_are_taken_back_saved_and_loaded(penstock: Penstock, reciter: P
     ]
     answers, told = talk(penstock, reciter, *lines, f"/save {file}")
     assert answers == [RECITED] * 4
-    assert "there is no message to take back" in told
+    assert "there is no message to remove" in told
     saved = json.loads(file.read_text())["messages"]
     assert [each["content"] for each in saved if each["role"] != "assistant"] == ["Be kind.", "One", "Three"]
 
@@ -102,7 +102,7 @@ def test_a_conversation_that_begins_with_an_answer_has_no_message_to_take_back(
     file = tmp_path / "talk.json"
     file.write_text(json.dumps({"messages": [{"role": "assistant", "content": "Hello"}]}))
     _, told = talk(penstock, reciter, f"/load {file}", "/undo", "/retry")
-    assert "there is no message to take back" in told
+    assert "there is no message to remove" in told
     assert "there is no message to answer again" in told
 
 

@@ -62,7 +62,7 @@ def test_commands_can_be_copied_on_a_narrow_terminal(penstock: Penstock, monkeyp
     assert [line for line in findings.splitlines() if len(line) > 60 and len(line[24:].split()) > 1] == []
     lines = commands.splitlines()
     assert [line for line in lines if len(line) > 60] == []
-    assert lines[4:6] == ["  penstock plan smollm2", "    # see what fits and how fast it will be"]
+    assert lines[4:6] == ["  penstock plan smollm2", "    # forecast fit and speed"]
 
 
 def test_a_port_that_is_taken_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

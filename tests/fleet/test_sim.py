@@ -196,7 +196,7 @@ def test_traces_of_three_kinds_are_read(tmp_path: Path) -> None:
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace").write_text(text)
-    with pytest.raises(InvalidRequest, match=r"has no requests|is no trace of Mooncake, Dynamo or Azure"):
+    with pytest.raises(InvalidRequest, match=r"has no requests|is not a trace of Mooncake, Dynamo or Azure"):
         read_trace(tmp_path / "trace")
 
 

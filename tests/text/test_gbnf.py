@@ -121,7 +121,7 @@ def test_special_tokens_are_read_where_they_are_spelled(tokenizer: Any) -> None:
         ("root ::= []", "empty"),
         ("root ::= [z-a]", "the range 'z' to 'a' is empty"),
         (r'root ::= "\q"', "the escape '.q' is unknown"),
-        (r'root ::= "\uD800"', "is no character"),
+        (r'root ::= "\uD800"', "is not a character"),
         ('root ::= "a"{5000}', "more than 2000 times"),
         ('root ::= "a"{3,2}', "has no number of times"),
         ('root ::= "a"\nroot ::= "b"', r"'root' is defined twice \(line 2, column 1\)"),

@@ -1,4 +1,4 @@
-"""The `penstock` command. Each subcommand imports what it needs when it runs, so that `--help` is fast."""
+"""Holds the `penstock` command. Each subcommand imports its dependencies when it runs, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line of this process. It imports the rest of the command, so that Ctrl-C meanwhile is no error
-    either."""
+    """Runs the command line of this process. Imports the rest late, so that Ctrl-C during the import exits cleanly."""
     _open_closed_streams()
     try:
         from penstock.cli.app import app
     except KeyboardInterrupt:
-        sys.exit(130)  # as app does
+        sys.exit(130)  # the same as in app
     app()
 
 
 def _open_closed_streams() -> None:
-    """Opens the null device in place of each standard stream that is closed, as a daemon's may be. Without it, the next
-    socket or file takes the stream's number, and what other processes print goes there."""
+    """Replaces closed standard streams, as a daemon may have, by the null device. Otherwise the next socket or file
+    would take the stream's number and receive other processes' output.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)

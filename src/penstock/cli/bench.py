@@ -1,4 +1,4 @@
-"""`penstock bench` measures the speed of an engine or a server under load."""
+"""Implements `penstock bench`, which measures an engine or a server under load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 ServerUrl = Annotated[str, Option(help="Server to measure instead of MODEL, such as http://127.0.0.1:8000/v1.")]
-ServerModel = Annotated[str, Option(help="Model of the server. By default, the first that it lists.", name="--model")]
-Concurrency = Annotated[str, Option(help="Concurrent clients; several levels with commas between.")]
+ServerModel = Annotated[str, Option(help="Model of the server. Default: the first listed.", name="--model")]
+Concurrency = Annotated[str, Option(help="Concurrent clients; several levels are separated by commas.")]
 InputLength = Annotated[int, Option(minimum=1, help="Tokens of each prompt.")]
 OutputLength = Annotated[int, Option(minimum=1, help="Tokens of each answer.")]
-Requests = Annotated[int, Option(minimum=0, help="Requests at each level of concurrency. 0: four for each client.")]
-SharedPrefix = Annotated[int, Option(minimum=0, help="Leading tokens that all prompts have in common.")]
+Requests = Annotated[int, Option(minimum=0, help="Requests at each level of concurrency. 0: four per client.")]
+SharedPrefix = Annotated[int, Option(minimum=0, help="Leading tokens shared by all prompts.")]
 
 
 def bench(
@@ -46,9 +46,9 @@ def bench(
       penstock bench --url http://127.0.0.1:8000/v1 --concurrency 8 --shared-prefix 256 --json
 
     Prints tokens per second, the time to the first token (TTFT) and the inter-token latency (ITL: the time between two
-    pieces of one answer); where tokens were drafted, also how many, and which share was accepted. Each client sends its
-    next request as soon as it is answered (closed loop). MODEL runs in an engine process without a server. With --url,
-    tokens are those that the server counts.
+    pieces of one answer); with speculative decoding, also the number of drafted tokens and the share accepted. Each
+    client sends its next request when the previous one is answered (closed loop). MODEL runs in an engine process
+    without a server. With --url, tokens are the server's own counts.
     """
     levels = _levels(concurrency)
     if shared_prefix > input_len:
@@ -120,7 +120,6 @@ async def _measure(target: Target, workloads: list[Workload]) -> list[Result]:
 
 
 def _levels(text: str) -> list[int]:
-    """Reads levels of concurrency, such as "1,8,32"."""
     levels = [int(level) if level.strip().isdecimal() else 0 for level in text.split(",")]
     if not all(1 <= level <= 10_000 for level in levels):
         raise UsageError(f"--concurrency takes numbers from 1 to 10000, separated by commas; got {text!r}")
@@ -149,7 +148,6 @@ def _readable(figure: float) -> str:
 
 
 def _report_errors(results: list[Result]) -> None:
-    """Prints the first error and exits with 1, if there were errors."""
     failed = sum(result.errors for result in results)
     if failed:
         first = next(result.first_error for result in results if result.errors)

@@ -1,4 +1,4 @@
-"""`penstock list --all` shows the names that can be pulled, and which of them fit on this machine."""
+"""Implements `penstock list --all`, which lists the models that can be pulled, and which fit this machine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from penstock.cli.terminal import line_width, note, print_json, print_table, rea
 if TYPE_CHECKING:
     from penstock.store import CatalogueModel
 
-WIDE = 80  # columns of a terminal that shows quantizations, too
+WIDE = 80  # columns of a terminal that also shows quantizations
 
 
 def list_catalogue(json: bool) -> None:
-    """Prints every model of the catalogue: a table, or JSON."""
     from penstock.config import available_memory
     from penstock.store import ALIASES, CATALOGUE, entries
 
@@ -25,13 +24,12 @@ def list_catalogue(json: bool) -> None:
         return
     _print(known)
     note(
-        f"Sizes are about right. A name without a tag is its first line ({', '.join(ALIASES)} alone is a file that pip "
+        f"Sizes are approximate. A name without a tag is its first line ({', '.join(ALIASES)} alone is a file that pip "
         f"fetches). {readable_size(memory)} of memory are free."
     )
 
 
 def _facts(model: CatalogueModel, memory: int) -> dict[str, Any]:
-    """Returns what the catalogue says about a model, and how it fits here."""
     from penstock.store import fit
 
     default = model.default(memory)
@@ -41,7 +39,7 @@ def _facts(model: CatalogueModel, memory: int) -> dict[str, Any]:
         "source": f"hf:{model.repo}",
         "architecture": model.arch,
         "parameters": round(model.parameters * 1e9),
-        "quantization": default,  # what is pulled if none is named
+        "quantization": default,  # the default of a pull
         "size": model.sizes[default],
         "here": fit(model.sizes[default], memory),
         "quantizations": {name: {"size": size, "here": fit(size, memory)} for name, size in model.sizes.items()},

@@ -1,4 +1,4 @@
-"""`penstock chat` runs a conversation in the terminal."""
+"""Implements `penstock chat`, a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def chat(
 
 
 def _talk(session: ChatSession) -> None:
-    """Reads lines and answers them until the user exits."""
     while True:
         try:
             line = _read_line()
@@ -63,7 +62,7 @@ def _talk(session: ChatSession) -> None:
 
 
 def _read_line() -> str:
-    """Reads a message: a line, lines that end in a backslash, or all between two lines of three quotes."""
+    """Reads a message: one line, lines that end in a backslash, or everything between two lines of three quotes."""
     first, following = ("> ", "… ") if sys.stdin.isatty() else ("", "")
     line = input(first)
     if line.strip() == QUOTES:
@@ -77,15 +76,16 @@ def _read_line() -> str:
 
 
 def _edit_lines() -> None:
-    """Enables line editing and the history of earlier conversations, if readline is installed. Lines that are pasted
-    together are one message: Python switches that off."""
+    """Enables line editing and the history of earlier conversations, if readline is installed. A multi-line paste is
+    one message, although Python disables that.
+    """
     try:
         import readline
     except ImportError:
         return
     from penstock.store import home
 
-    if "libedit" not in (readline.__doc__ or ""):  # it has no such variable
+    if "libedit" not in (readline.__doc__ or ""):  # libedit lacks the variable
         readline.parse_and_bind("set enable-bracketed-paste on")
     file = home() / "chat_history"
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Holds a conversation in the terminal, and the commands that change it."""
+"""Holds a conversation in the terminal, and its commands."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ HELP = {
     "/set NAME VALUE": "change the sampling, such as /set temperature 0.2; without a name, show it",
     "/retry": "answer the last message again",
     "/undo": "take the last message and its answer back",
-    "/save FILE": "write the conversation to a file; /load FILE goes on with it",
-    "/model MODEL": "go on with another model; without a name, say which one answers",
+    "/save FILE": "write the conversation to a file; /load FILE continues it",
+    "/model MODEL": "continue with another model; without a name, show the current one",
     "/exit": "exit, as does Ctrl-D",
 }
 KEYS = 'Ctrl-C stops an answer. A line that ends in \\ continues on the next, and so does all between two lines of """.'
 SETTABLE = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty")
-SHOWN = 40  # characters of a message that is taken back
+SHOWN = 40  # characters of a removed message
 Message = dict[str, str]
 
 
 @dataclass
 class ChatSession:
-    """Holds the messages so far and the model that answers them. `options` are what the command line and /set say: they
-    hold for every model of the conversation. `open` starts the engine of another model."""
+    """Holds the messages and their model. `options` come from the command line and /set, and apply to every model of
+    the conversation. `open` starts another model's engine.
+    """
 
     model: str
     llm: LLM
@@ -53,12 +54,10 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Starts anew, with the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answer(self, text: str) -> None:
-        """Prints the answer as it comes. Ctrl-C stops it and keeps what has come. A message that is refused is
-        dropped."""
+        """Prints the answer as it arrives. Ctrl-C stops it and keeps the text so far. A refused message is dropped."""
         try:
             self._answer(text)
         except InvalidRequest as error:
@@ -73,7 +72,7 @@ class ChatSession:
         self.messages += [question, {"role": "assistant", "content": stream.completion.text}]
 
     def run(self, line: str) -> None:
-        """Runs a command; raises EOFError for the one that ends the conversation."""
+        """Runs a command; raises EOFError to end the conversation."""
         name, _, rest = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: _show_help(),
@@ -117,24 +116,25 @@ class ChatSession:
             note(f"{each} {getattr(self.params, each)}")
 
     def _change(self, **values: Any) -> None:
-        """Changes the sampling; raises InvalidRequest, and changes nothing, if a value is not allowed."""
+        """Changes the sampling; raises InvalidRequest, without a change, if a value is not allowed."""
         options = self.options._replace(**values)
         self.options, self.params = options, options.sampling(self.llm)
 
     def _undo(self) -> None:
         if (taken := self._take_back()) is None:
-            return note("there is no message to take back")
+            return note("there is no message to remove")
         note(f"taken back: {taken if len(taken) <= SHOWN else taken[:SHOWN] + '...'!r}")
 
     def _take_back(self) -> str | None:
         """Removes the last message and its answer; returns the message, or None if there is none."""
-        if [each["role"] for each in self.messages[-2:]] != ["user", "assistant"]:  # one may have been loaded
+        # a loaded conversation may end otherwise
+        if [each["role"] for each in self.messages[-2:]] != ["user", "assistant"]:
             return None
         asked, self.messages = self.messages[-2]["content"], self.messages[:-2]
         return asked
 
     def _retry(self) -> None:
-        """Answers the last message again. With a seed of its own it takes the next one, or nothing would change."""
+        """Regenerates the last answer. A fixed seed is incremented, because the same seed would repeat the answer."""
         if (asked := self._take_back()) is None:
             return note("there is no message to answer again")
         if self.params.temperature == 0.0:
@@ -160,10 +160,10 @@ class ChatSession:
         except (ValueError, KeyError, TypeError):
             return note(f"error: {path} holds no conversation that /save has written")
         self.system, self.messages = str(saved.get("system", "")), messages
-        note(f"the conversation goes on with {len(messages)} messages of {saved.get('model', 'another model')}")
+        note(f"the conversation continues with {len(messages)} messages of {saved.get('model', 'another model')}")
 
     def _change_model(self, model: str) -> None:
-        """Goes on with another model and the same options. If it cannot be started, the one before stays."""
+        """Continues with another model and the same options. If it fails to start, the previous one stays."""
         if not model:
             return note(self.model)
         try:

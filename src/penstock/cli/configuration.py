@@ -1,4 +1,4 @@
-"""`penstock config` shows what is set, and where."""
+"""Implements `penstock config`, which shows options and their sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def config(
     of: Annotated[
         list[str], Argument(metavar="COMMAND", help="The command whose options are shown, such as serve or keys add.")
     ] = ["serve"],  # noqa: B006 - it is never changed
-    set_only: Annotated[bool, Option(name="--set", help="Show only what a variable or a file sets.")] = False,
+    set_only: Annotated[bool, Option(name="--set", help="Show only options set by a variable or a file.")] = False,
     json: options.Json = False,
 ) -> None:
     """Show the options in force, and where each comes from.
@@ -25,10 +25,10 @@ def config(
       penstock config run --set
       PENSTOCK_PORT=9000 penstock config serve --json
 
-    A flag counts before a variable PENSTOCK_NAME, and that before penstock.toml: the file that PENSTOCK_CONFIG names,
-    else the one in this folder, else penstock/penstock.toml in the user's configuration folder. In the file, a key
-    before the first [table] is for every command with such an option, and one below [serve] or [keys.add] for that
-    command.
+    A flag takes precedence over a variable PENSTOCK_NAME, and the variable over penstock.toml: the file named by
+    PENSTOCK_CONFIG, else the one in this folder, else penstock/penstock.toml in the user's configuration folder. In the
+    file, a key before the first [table] applies to all commands with that option, and one below [serve] or [keys.add]
+    to that command.
     """
     name = " ".join(of)
     if name not in COMMANDS:
@@ -46,7 +46,6 @@ def config(
 
 
 def unknown_variables() -> list[str]:
-    """Returns the variables that look like options and are none."""
     known = set()
     for option in (each for name in COMMANDS for each in declarations(command(name)) if _is_option(each)):
         assert isinstance(option.annotation, Option)

@@ -1,4 +1,4 @@
-"""`penstock create` and `penstock cp` give models further names, with settings of their own."""
+"""Implements `penstock create` and `penstock cp`, which give models further names with settings of their own."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def create(
     *,
     file: Annotated[str, Option(help="The Modelfile.", short="-f")] = "Modelfile",
 ) -> None:
-    """Make a model of another one: with a system prompt, a template, parameters or adapters of its own.
+    """Derive a model from another: with a system prompt, a template, parameters or adapters of its own.
 
       penstock create pirate -f Modelfile
       penstock run pirate "Where is the treasure?"
 
-    A Modelfile has lines that begin with FROM (needed), SYSTEM, TEMPLATE, PARAMETER, MESSAGE, ADAPTER and LICENSE, as
-    Ollama's have. FROM names a model or a file. Nothing is copied.
+    A Modelfile has lines that begin with FROM (required), SYSTEM, TEMPLATE, PARAMETER, MESSAGE, ADAPTER and LICENSE, as
+    in Ollama. FROM names a model or a file. Nothing is copied.
     """
     from penstock.errors import ModelNotFound
     from penstock.store import read_modelfile, save_derived
@@ -65,7 +65,7 @@ def cp(source: Annotated[str, Argument(metavar="MODEL", help="A model of the sto
 
 
 def _check(made: Modelfile) -> None:
-    """Raises for parameters and a template that chats of the model could not be answered with."""
+    """Raises for unsupported parameters and templates."""
     from penstock.errors import ConfigError, InvalidRequest
     from penstock.server.generation.modelfile import check_options
     from penstock.server.request_context import RequestContext
@@ -83,7 +83,7 @@ def _check(made: Modelfile) -> None:
 
 
 def _root(ref: str, modelfile: Path | None) -> DerivedModel:
-    """Returns what a new model begins as: the derived model of that name, or an unchanged model or file."""
+    """Returns the base of a new model: the derived model of that name, or an unchanged model or file."""
     from penstock.errors import ModelNotFound
     from penstock.store import DerivedModel, find, find_derived
 
@@ -99,7 +99,7 @@ def _root(ref: str, modelfile: Path | None) -> DerivedModel:
 
 
 def _adapter(path: Path) -> str:
-    """Returns an adapter's path; raises if nothing is there. Whether it fits is known when the model is loaded."""
+    """Returns an adapter's path; raises if it does not exist. Loading the model checks whether it fits."""
     from penstock.errors import AdapterNotFound
     from penstock.model.adapters import missing_text, tensors_of
 
@@ -109,6 +109,5 @@ def _adapter(path: Path) -> str:
 
 
 def _beside(modelfile: Path | None, ref: str) -> Path:
-    """Returns a path, which is relative to the Modelfile that names it."""
     path = Path(ref).expanduser()
     return path.absolute() if modelfile is None else (modelfile.absolute().parent / path).resolve()

@@ -1,4 +1,4 @@
-"""`penstock doctor` checks this machine and measures its speed."""
+"""Implements `penstock doctor`, which checks this machine and measures its speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, PenstockError
 
 Check = Callable[[], CheckResult | tuple[str, str]]
 KernelNeeds = dict[str, tuple[str, ...]]
-X86_KERNELS: KernelNeeds = {  # and what a CPU must report to run them, the fastest first
+X86_KERNELS: KernelNeeds = {  # kernels and the CPU features they require, fastest first
     "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512_bf16"),
     "avx512vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
     "avx2": ("avx2", "fma", "f16c"),
@@ -41,28 +41,25 @@ class Finding:
     state: str  # "ok", "note" or "bad"
     detail: str
     advice: tuple[Advice, ...] = ()  # commands to type
-    faster: str = ""  # what would make answers faster
+    faster: str = ""  # how to speed up answers
 
 
 def doctor(
     measure: Annotated[bool, Option(help="Measure the speed of this machine again.")] = False,
-    tune: Annotated[bool, Option(help="Measure and keep the best tilings of kernels on this GPU.")] = False,
-    kv_disk: Annotated[str, Option(help="Say what lies in this folder of --kv-disk.")] = "",
+    tune: Annotated[bool, Option(help="Measure and save the best kernel tilings for this GPU.")] = False,
+    kv_disk: Annotated[str, Option(help="Describe the contents of this --kv-disk folder.")] = "",
     json: options.Json = False,
 ) -> None:
     """Check this machine and measure its speed. The exit code is 1 if something is broken.
 
-    penstock doctor
-    penstock doctor --measure
-    penstock doctor --tune
-    penstock doctor --kv-disk DIR
-    penstock doctor --json
+    penstock doctor penstock doctor --measure penstock doctor --tune penstock doctor --kv-disk DIR penstock doctor
+    --json
 
-    The speed is measured once, which takes about 20 seconds, and kept for penstock plan, unless other processes use the
-    machine meanwhile. The last lines are commands to type next.
+    The speed is measured once, in about 20 seconds, and saved for penstock plan, unless other processes are busy
+    meanwhile. The last lines are commands to type next.
 
-    --tune is for GPUs other than the H100 and H200, whose tilings are known. It takes some minutes and wants the GPU
-    to itself. The tilings are kept in the store's folder, for this GPU and these versions of Penstock and Triton.
+    --tune is for GPUs other than the H100 and H200, whose tilings are built in. It takes some minutes of exclusive use
+    of the GPU. The tilings are saved in the store's folder, for this GPU and these versions of Penstock and Triton.
     """
     if tune:
         _tune_kernels()
@@ -78,7 +75,7 @@ def doctor(
 
 
 def _print(findings: list[Finding]) -> None:
-    """Prints the lines of each finding, and then the commands to type. On a terminal, long lines are wrapped."""
+    """Prints the lines of each finding, then the commands to type. On a terminal, long lines are wrapped."""
     for finding in (finding for finding in findings if finding.detail):
         before = f"{finding.state:<6}{finding.check:<18}"
         for line in finding.detail.split("\n"):
@@ -90,7 +87,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _print_commands(advice: dict[str, str]) -> None:
-    """Prints commands that can be copied whole, each with its reason: beside it, or below it if a line is too short."""
+    """Prints commands that can be copied whole, each with its reason on the same line or, if too long, below it."""
     longest = max(map(len, advice))
     fits = all(longest + len(why) + 6 <= line_width() for why in advice.values())
     for command, why in advice.items():
@@ -102,14 +99,13 @@ def _print_commands(advice: dict[str, str]) -> None:
 
 
 def _what_is_faster(findings: list[Finding]) -> Finding:
-    """Returns what would make answers faster, by what the checks found."""
     found = [finding.faster for finding in findings if finding.faster]
     always = "weights of four bits (a Q4_K_M file, or --quantize q4_k), if there are more now"
     return Finding("faster with", "ok", "; ".join([*found, always]))
 
 
 def _run_check(check: Check) -> Finding:
-    """Runs a check, which returns a state and a detail. An error is a finding too."""
+    """Runs a check, which returns a state and a detail. An error is also a finding."""
     function = check.func if isinstance(check, partial) else check
     name = function.__name__.strip("_").replace("_", " ")
     try:
@@ -171,7 +167,6 @@ def _native_backend() -> CheckResult | tuple[str, str]:
 
 
 def _chosen_kernels(chosen: str, kernels: KernelNeeds, flags: set[str]) -> str:
-    """Returns which kernels were chosen, and what the CPU reports and lacks that decided it."""
     if not flags:
         return f"uses {chosen}"
     needs = " ".join(kernels.get(chosen, ()))
@@ -214,7 +209,7 @@ def _kv_on_disk(folder: str) -> tuple[str, str]:
     from penstock.engine.kv_disk.summary import described
 
     if not folder:
-        return "ok", "a server with --kv-disk DIR keeps prompts there; --kv-disk DIR shows here what it has"
+        return "ok", "a server with --kv-disk DIR keeps prompts there; penstock doctor --kv-disk DIR shows its contents"
     return "ok", described(folder, Config(model="").kv_disk_bytes)
 
 
@@ -249,7 +244,7 @@ def _speed(again: bool) -> tuple[str, str]:
 
 
 def _tune_kernels() -> None:
-    """Measures the tilings of the first GPU; raises ConfigError where there is none."""
+    """Measures the tilings of the first GPU; raises ConfigError without a GPU."""
     from penstock.backend import has_cuda
 
     if not has_cuda():
@@ -265,7 +260,7 @@ NEXT_STEPS = Finding(
     "",
     (
         Advice('penstock run "Why is the sky blue?"', "try it"),
-        Advice("penstock plan smollm2", "see what fits and how fast it will be"),
+        Advice("penstock plan smollm2", "forecast fit and speed"),
         Advice("penstock serve --profile chat", "serve it to people"),
     ),
 )

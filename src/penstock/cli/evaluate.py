@@ -1,4 +1,4 @@
-"""`penstock eval` measures perplexity, and the KL divergence between two models."""
+"""Implements `penstock eval`, which measures perplexity, and the KL divergence between two models."""
 
 from __future__ import annotations
 
@@ -18,34 +18,32 @@ if TYPE_CHECKING:
 
 
 class TextOptions(NamedTuple):
-    """Declares the options that say what is predicted."""
+    """Declares the options of the evaluated text."""
 
     text: Annotated[
         str,
         Option(
-            help="File with the text to predict. By default, a short text of the package, on which the engine measures "
-            "a quantized KV cache at load."
+            help="File with the text to predict. Default: a short built-in text, the one that measures a quantized KV "
+            "cache at load."
         ),
     ] = ""
-    context: Annotated[int, Option(minimum=8, help="Tokens in a window; those of its second half are predicted.")] = 512
+    context: Annotated[int, Option(minimum=8, help="Tokens in a window; only the second half is scored.")] = 512
     tokens: Annotated[
         int,
         Option(
             minimum=0,
-            help="Most tokens of the text to use. 0: 8192 of a file and 1024 without one, or one window if that is "
-            "longer.",
+            help="Maximum tokens of the text. 0: 8192 with a file, else 1024, or one window if that is longer.",
         ),
     ] = 0
     json: options.Json = False
 
     def words(self) -> str:
-        """Returns the text to predict."""
         from penstock.planning.evaluation import built_in_text
 
         return read_text(self.text) if self.text else built_in_text()
 
     def most_tokens(self) -> int:
-        """Returns how many tokens of the text are used at most; 0: as many as of any file."""
+        """Returns the token limit; 0: the default for files."""
         from penstock.planning.evaluation import GUARD_TOKENS
 
         return self.tokens or (0 if self.text else max(GUARD_TOKENS, self.context))
@@ -95,8 +93,8 @@ def kl(
       penstock eval kl ./folder --kv int8 --against ./folder --text book.txt
       penstock eval kl ./folder --kv int4 --against ./folder
 
-    --quantize and a --kv of fewer than 16 bits apply to MODEL only: the reference runs with the weights in its files
-    and with a KV cache that is not quantized (--kv auto).
+    --quantize and a --kv of fewer than 16 bits apply only to MODEL: the reference runs with the weights in its files
+    and an unquantized KV cache (--kv auto).
     """
     words = given.words()
     if not against:
@@ -113,12 +111,11 @@ def kl(
 
 
 def diverge(config: Config, against: Path, words: str, context: int = 512, tokens: int = 0) -> Divergence:
-    """Returns the KL divergence of a config's model from the model `against`. Neither the weights of the latter nor its
-    KV cache are quantized at load."""
+    """Returns the KL divergence of a config's model from the model `against`, which is not quantized at load."""
     from penstock.planning.evaluation import Scorer, measure_divergence, windows_of
 
     model, reference_config = Path(config.model), unquantized(config, against)
-    if model.is_dir() != against.is_dir():  # --config is about the folder of the two
+    if model.is_dir() != against.is_dir():  # --config applies to the folder
         config = config if model.is_dir() else replace(config, config=())
         reference_config = reference_config if against.is_dir() else replace(reference_config, config=())
     windows = windows_of(model, words, context, tokens, config.config)
@@ -138,13 +135,12 @@ def diverge(config: Config, against: Path, words: str, context: int = 512, token
 
 
 def unquantized(config: Config, model: Path) -> Config:
-    """Returns the config of a reference model: as that of the evaluated one, but nothing is quantized at load."""
+    """Returns the reference model's config: the evaluated one's without quantization at load."""
     kv = "auto" if is_kv_quantized(config.kv) else config.kv
     return replace(config, model=str(model), quantize="", kv=kv)
 
 
 def print_divergence(found: Divergence) -> None:
-    """Prints the measured divergence as a table."""
     rows = {
         "mean KL": f"{found.mean:.5f} ± {found.error:.5f} nats, {found.predictions:,} predictions",
         "median": f"{found.median:.5f}; p90 {found.p90:.4f}, p99 {found.p99:.4f}, maximum {found.most:.3f}",
@@ -160,7 +156,6 @@ def with_error(found: Perplexity) -> str:
 
 
 def read_text(file: str) -> str:
-    """Returns the text of a file."""
     try:
         return Path(file).expanduser().read_text("utf-8")
     except UnicodeError as error:

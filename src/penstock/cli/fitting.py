@@ -1,4 +1,4 @@
-"""Plans models before they are downloaded, for the options that a command was given."""
+"""Plans models before they are downloaded, with the options of a command."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from penstock.planning.memory_plan import MemoryPlan
     from penstock.store import PlannedFit
 
-CONTEXT = 4096  # tokens that a conversation should have room for, if the model can have as many
+CONTEXT = 4096  # tokens of context to plan for, if the model supports them
 
 
 class MemoryAdvisor:
-    """Plans a model as `penstock plan` does, with the device that the options of the engine mean."""
+    """Plans a model as `penstock plan`, for the device in the engine's options."""
 
     def __init__(self, engine: Mapping[str, Any], force: bool = False) -> None:
-        self._engine = {name: value for name, value in engine.items() if name != "draft"}  # which may not be here yet
+        # draft may not be downloaded yet
+        self._engine = {name: value for name, value in engine.items() if name != "draft"}
         self.force = force
 
     def tell(self, text: str) -> None:
@@ -35,7 +36,7 @@ class MemoryAdvisor:
 
 
 def plan_in_child(path: Path, engine: Mapping[str, Any]) -> PlannedFit | None:
-    """Plans in a process of its own: what looks at a GPU keeps memory there until it ends, and a server goes on."""
+    """Plans in a separate process, because examining a GPU holds memory there until the process ends."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -44,7 +45,7 @@ def plan_in_child(path: Path, engine: Mapping[str, Any]) -> PlannedFit | None:
 
 
 def plan_fit(path: Path, engine: Mapping[str, Any]) -> PlannedFit | None:
-    """Returns how a model fits with these options of the engine; None if that cannot be said."""
+    """Returns the fit of a model with these engine options; None if unknown."""
     from penstock.config import configure
     from penstock.model.load import open_checkpoint
     from penstock.planning.forecast import make_forecasts
@@ -54,7 +55,7 @@ def plan_fit(path: Path, engine: Mapping[str, Any]) -> PlannedFit | None:
         config = configure(path, engine)
         checkpoint = open_checkpoint(path, config.config, config.strict_config, config.max_len)
         forecasts = list(make_forecasts(config, checkpoint, 1, lambda *_: None))
-    except PenstockError:  # what is wrong with it is told when it is loaded
+    except PenstockError:  # loading the model will report the problem
         return None
     enough = min(CONTEXT, config.max_len or CONTEXT, checkpoint.spec.max_len)
     found = [forecast for forecast in forecasts if forecast.memory]
@@ -72,7 +73,6 @@ def _context(forecast: Forecast) -> int:
 
 
 def _summary(memory: MemoryPlan) -> str:
-    """Returns what a model takes and what there is, in a line."""
     has = memory.footprint
     takes = f"weights {readable_size(has.weights)}, workspace {readable_size(has.workspace)}"
     cache = f"KV for a context of {memory.limits.max_len:,} tokens"
@@ -80,8 +80,7 @@ def _summary(memory: MemoryPlan) -> str:
 
 
 def with_stored_quantize(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options of the engine with the --quantize that the model needs to fit, if it was fetched with one and
-    none is given."""
+    """Adds the --quantize that the model was fetched with, if it needs it to fit and the options have none."""
     from penstock.store import entries
 
     found = next((entry for entry in entries() if entry.path == path and entry.quantize), None)

@@ -1,4 +1,4 @@
-"""`penstock fleet status`, `drain`, `scale` and `upgrade` show and change a fleet that runs on this machine."""
+"""Implements `penstock fleet status`, `drain`, `scale` and `upgrade` for a fleet on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 FleetName = Annotated[
-    str, Option(help="Name of the fleet (its model's), or the path of its run file. Needed if several run.")
+    str, Option(help="Name of the fleet (its model's), or the path of its run file. Required if several run.")
 ]
 
 
@@ -36,15 +36,15 @@ def status(json: options.Json = False, *, fleet: FleetName = "") -> None:
 
 
 def drain(
-    replica: Annotated[str, Argument(metavar="REPLICA", help="Name of the replica, as penstock fleet status has it.")],
+    replica: Annotated[str, Argument(metavar="REPLICA", help="Name of the replica, as in penstock fleet status.")],
     *,
     fleet: FleetName = "",
 ) -> None:
-    """Take a replica out of a fleet once its answers have ended. The fleet has one replica less then.
+    """Take a replica out of a fleet once its answers have ended. The fleet then has one replica fewer.
 
       penstock fleet drain smollm2-1
 
-    Answers that take longer than --drain-seconds of penstock fleet serve go on at another replica.
+    Answers that take longer than --drain-seconds of penstock fleet serve continue on another replica.
     """
     from penstock.fleet.steward_wire import DrainReplica
 
@@ -59,13 +59,12 @@ def scale(
     *,
     fleet: FleetName = "",
 ) -> None:
-    """Change how many replicas a fleet has. Those that are too many end once their answers have.
+    """Change the number of replicas of a fleet. Surplus replicas end once their answers have.
 
       penstock fleet scale 5
       penstock fleet scale 2:8
 
-    With one number the fleet has so many, whatever its load is. With two it has as many as the load needs to meet the
-    targets, from the first to the second.
+    One number sets a fixed size. A range lets the fleet follow its load to meet the targets.
     """
     from penstock.fleet.steward_wire import ScaleFleet
 
@@ -76,13 +75,12 @@ def scale(
 
 
 def upgrade(*, fleet: FleetName = "", engine: options.EngineSettings) -> None:
-    """Replace every replica by a new one, one after the other: by the version of Penstock that is installed now, and
-    with the options of engines that are given here.
+    """Replace every replica, one at a time, by one with the installed version of Penstock and the given engine options.
 
       penstock fleet upgrade
       penstock fleet upgrade --kv int8 --max-rows 32
 
-    An old replica is drained when the one that replaces it is ready. If that cannot start, nothing is changed.
+    An old replica is drained when its replacement is ready. If the replacement fails to start, nothing changes.
     """
     from dataclasses import replace
 
@@ -115,7 +113,7 @@ def _ask(spec: FleetSpec, command: Command) -> FleetStatus:
 
 
 def _wait(spec: FleetSpec, told: FleetStatus, done: Callable[[FleetStatus], bool]) -> FleetStatus:
-    """Returns the fleet's status once it is `done`; shows on the way what changes."""
+    """Waits until the fleet is `done`, printing changes; returns its status."""
     import time
 
     from penstock.fleet.steward_wire import AskStatus
@@ -169,7 +167,7 @@ def _print(told: FleetStatus) -> None:
     print_table(table)
     if told.scale is not None and told.scale.most > told.scale.least:
         bounds = f"{told.scale.least} to {told.scale.most}"
-        print(f"{_count(told)} of {bounds}: {told.scale.reason or 'nothing is known of the load yet'}")
+        print(f"{_count(told)} of {bounds}: {told.scale.reason or 'the load is not known yet'}")
 
 
 def _fields(member: MemberStatus) -> tuple[Any, int, int, int, int]:

@@ -1,4 +1,4 @@
-"""`penstock fleet replay` sends a trace of requests to servers."""
+"""Implements `penstock fleet replay`, which sends a trace of requests to servers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ if TYPE_CHECKING:
 def replay(
     trace: TraceFile = "",
     url: Annotated[
-        list[str] | None, Option(help="Server such as http://127.0.0.1:8000/v1. Several take requests in turn.")
+        list[str] | None, Option(help="Server such as http://127.0.0.1:8000/v1. Several receive requests in turn.")
     ] = None,
-    model: Annotated[str, Option(help="Model of the servers. By default, the first that each lists.")] = "",
+    model: Annotated[str, Option(help="Model of the servers. Default: the first that each lists.")] = "",
     speed: Speed = 1.0,
     limit: Limit = 0,
     scale: Scale = 1.0,
-    concurrency: Annotated[int, Option(minimum=1, maximum=10_000, help="Most requests at once.")] = 256,
-    seed: Annotated[
-        int, Option(help="Seed of the prompts. Servers that saw a seed before have its prompts cached.")
-    ] = 0,
+    concurrency: Annotated[int, Option(minimum=1, maximum=10_000, help="Maximum concurrent requests.")] = 256,
+    seed: Annotated[int, Option(help="Seed of the prompts. Servers have the prompts of an earlier seed cached.")] = 0,
     api_key: Annotated[str, Option(env="OPENAI_API_KEY", help="API key of the servers.")] = "",
     json: options.Json = False,
 ) -> None:
@@ -35,9 +33,9 @@ def replay(
       penstock fleet replay --trace conversation.jsonl --url http://127.0.0.1:8000/v1 --limit 500
       penstock fleet replay --trace conversation.jsonl --url http://a:8000/v1 --url http://b:8000/v1 --scale 0.05 --json
 
-    Prompts are made up of the trace's block ids, so that they share prefixes as those of the trace do. Prints the time
-    to the first token (TTFT), the inter-token latency (ITL), reuse as the servers count it (cached_tokens) and goodput,
-    in the words of penstock fleet sim. The exit code is 1 if requests failed.
+    Prompts are generated from the trace's block ids, so they share the trace's prefixes. Prints the time to the first
+    token (TTFT), the inter-token latency (ITL), the servers' own counts of reused tokens (cached_tokens) and goodput,
+    named as in penstock fleet sim. The exit code is 1 if requests failed.
     """
     import asyncio
 

@@ -1,4 +1,4 @@
-"""`penstock fleet serve` and `gateway` run the HTTP server in front of several engines."""
+"""Implements `penstock fleet serve` and `gateway`, the HTTP server in front of several engines."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ class ReplicaOptions(NamedTuple):
 
     replicas: Annotated[
         str,
-        Option(
-            help="Engines of each model. MIN:MAX: as many as the load needs to meet the targets, within these bounds."
-        ),
+        Option(help="Engines of each model. MIN:MAX: follow the load to meet the targets, within these bounds."),
     ] = "3"
     ground: Annotated[str, Option(help="Where engines run: local (this machine) or ray (a Ray cluster).")] = "local"
     ray: Annotated[
         str,
         Option(
-            help="Address of the Ray cluster, for --ground ray, such as auto or 10.0.0.1:6379. Empty: one is started "
-            "on this machine.",
+            help="Address of the Ray cluster, for --ground ray, such as auto or 10.0.0.1:6379. Empty: start one on "
+            "this machine.",
             env="PENSTOCK_RAY",
         ),
     ] = ""
@@ -45,12 +43,12 @@ class ReplicaOptions(NamedTuple):
         Option(
             minimum=0,
             maximum=60_000,
-            help="Target for the time between two tokens, in milliseconds, as --itl-target. In addition, while prompts "
+            help="Target for the inter-token latency in milliseconds, as --itl-target. In addition, while prompts "
             "would pile up, some engines compute prompts for the others. 0: each engine computes its own.",
         ),
     ] = 0.0
     roles: Annotated[
-        str, Option(help="prefill=N: with --itl, N engines of each model compute long prompts at all times.")
+        str, Option(help="prefill=N: with --itl, N engines of each model always compute long prompts.")
     ] = ""
 
 
@@ -68,10 +66,10 @@ def serve(
       penstock fleet serve smollm2 --replicas 1:4 --ttft-target 1000
       penstock fleet serve smollm2 --replicas 8 --ground ray --ray auto
 
-    Every option of penstock serve holds here. A request goes to the engine that is likely to answer it first, by what
-    each has cached and has to do; when an engine dies, another goes on with its answers. On this machine, engines
-    share the processors and the memory unless --threads and --kv-memory say how much each has. On GPUs, each has some
-    host memory to read the blocks of others into unless --kv-ram says how much.
+    All options of penstock serve apply. A request goes to the engine that will probably answer it first, given its
+    cached prefixes and its load; when an engine dies, another continues its answers. On this machine, engines share the
+    processors and the memory unless --threads and --kv-memory set each engine's part. On GPUs, each has some host
+    memory for blocks read from others unless --kv-ram sets it.
     """
     if not hasattr(os, "fork"):
         raise UsageError("a fleet forks its engines, which this system cannot: use penstock serve, or WSL on Windows")
@@ -96,22 +94,22 @@ def gateway(
         str,
         Argument(
             metavar="FLEET",
-            help="Name of the fleet (its model's), or the path of its run file. Needed if several run.",
+            help="Name of the fleet (its model's), or the path of its run file. Required if several run.",
         ),
     ] = "",
     *,
     server: Annotated[ServerOptions, OptionGroup()],
 ) -> None:
-    """Serve a fleet that runs already through one more gateway, or in place of one that has died.
+    """Serve a running fleet through an additional gateway, or replace one that has died.
 
       penstock fleet gateway
       penstock fleet gateway smollm2 --port 8001
       penstock fleet gateway ./smollm2.fleet.json
 
-    Options of penstock serve about engines, --itl and --roles are those that the fleet was started with, and so are
-    targets of latency where none is stated here. The fleet ends when its last gateway is told to stop, or when it has
-    had none for 60 seconds. A fleet on Ray may have gateways on other machines that have the model's files at the same
-    path: copy the run file there, which is in the folder run of PENSTOCK_HOME.
+    Engine options, --itl and --roles are those the fleet was started with, and so are latency targets unless given
+    here. The fleet ends when its last gateway is stopped, or after 60 seconds without a gateway. A fleet on Ray may
+    have gateways on other machines that have the model's files at the same path: copy the run file there, which is in
+    the folder run of PENSTOCK_HOME.
     """
     from penstock.config import OPTIONS
     from penstock.fleet.run_file import find_fleet
@@ -123,8 +121,7 @@ def gateway(
 
 
 def prefill_replicas(fleet: ReplicaOptions) -> int:
-    """Returns how many engines of each model compute long prompts at all times; raises UsageError for roles that cannot
-    be."""
+    """Returns the number of dedicated prefill engines per model; raises UsageError for invalid roles."""
     if not fleet.roles:
         return 0
     role, _, count = fleet.roles.partition("=")
@@ -133,12 +130,12 @@ def prefill_replicas(fleet: ReplicaOptions) -> int:
         most = least - 1
         raise UsageError(f"--roles takes prefill=N, with N from 1 to {most} of --replicas; got {fleet.roles!r}")
     if not fleet.itl:
-        raise UsageError("--roles needs --itl, which says which prompts are long: give both")
+        raise UsageError("--roles needs --itl, which defines long prompts: give both")
     return int(count)
 
 
 def replica_range(option: str, text: str) -> tuple[int, int]:
-    """Returns the fewest and the most replicas that an option allows: N, or MIN:MAX."""
+    """Parses a number of replicas, N or MIN:MAX, to the fewest and the most."""
     least, colon, most = text.partition(":")
     numbers = [least, most] if colon else [least, least]
     if not all(each.isascii() and each.isdigit() for each in numbers):
@@ -150,21 +147,18 @@ def replica_range(option: str, text: str) -> tuple[int, int]:
 
 
 def with_target(server: ServerOptions, itl: float) -> ServerOptions:
-    """Returns the options of a server whose engines know a target for the time between two tokens, in milliseconds, if
-    there is no other."""
     if not itl or server.share.itl_target:
         return server
     return server._replace(share=server.share._replace(itl_target=max(round(itl), 1)))
 
 
 def with_targets(server: ServerOptions, targets: Targets) -> ServerOptions:
-    """Returns the options of a server with these targets, in seconds, where it states none."""
     ttft, itl = (round(1000 * (target or 0)) for target in server.share.terms().targets.over(targets))
     return server._replace(share=server.share._replace(ttft_target=ttft, itl_target=itl))
 
 
 class FleetClients:
-    """Makes the client of each model: one that starts a fleet of its own."""
+    """Makes each model's client, which starts a fleet of its own."""
 
     def __init__(self, fleet: ReplicaOptions, drain_seconds: float, targets: Targets) -> None:
         self._fleet = fleet
@@ -173,7 +167,7 @@ class FleetClients:
         self._begun: tuple[str, StewardProcess] | None = None
 
     def begin(self) -> None:
-        """Starts the processes of the first fleet, which import what they need while this one does."""
+        """Starts the first fleet's processes, whose imports overlap with this process's."""
         import subprocess
         import sys
 
@@ -217,7 +211,7 @@ class FleetClients:
 
 
 class AttachedClients:
-    """Makes the client of a fleet that runs already."""
+    """Makes the client of a running fleet."""
 
     def __init__(self, spec: FleetSpec) -> None:
         self._spec = spec
@@ -229,8 +223,7 @@ class AttachedClients:
 
 
 def connect(spec: FleetSpec, link: StewardLink) -> FleetClient:
-    """Returns the client of a fleet whose steward hears of the client's load, and says how many replicas there are to
-    be."""
+    """Connects to a running fleet; its steward receives the client's load and sends the number of replicas."""
     from penstock.fleet.client import FleetClient
 
     client = FleetClient(link, split=spec.split, scale=lambda: link.scale)
@@ -239,21 +232,19 @@ def connect(spec: FleetSpec, link: StewardLink) -> FleetClient:
 
 
 def run_folder() -> Path:
-    """Returns the folder of the run files."""
     from penstock.store import home
 
     return home() / "run"
 
 
 def make_folder() -> str:
-    """Returns a new folder for the sockets of a fleet. Its path is short, as those of sockets must be."""
+    """Makes a folder for a fleet's sockets, whose paths must be short."""
     import tempfile
 
     return tempfile.mkdtemp(prefix="penstock-fleet-")
 
 
 def check_ray() -> None:
-    """Raises if Ray is not installed."""
     from importlib.util import find_spec
 
     from penstock.errors import ConfigError
@@ -263,7 +254,6 @@ def check_ray() -> None:
 
 
 def check_is_new(name: str) -> None:
-    """Raises if a fleet of this name runs already."""
     from penstock.errors import ConfigError
     from penstock.fleet.run_file import FleetNotFound, find_fleet
     from penstock.fleet.steward_link import is_running
@@ -280,8 +270,9 @@ def check_is_new(name: str) -> None:
 
 
 def shares_of(replicas: int, engine: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options by which the engines of a fleet share this machine, where no option says it. GPUs are not
-    shared: what an engine has of one is for --device and --kv-memory to say."""
+    """Returns engine options that divide this machine, where none are given. GPUs are not divided; --device and
+    --kv-memory do that.
+    """
     from penstock.config import available_memory
     from penstock.fleet.machine_share import cpu_share, gpu_share
 

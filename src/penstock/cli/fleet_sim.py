@@ -1,4 +1,4 @@
-"""`penstock fleet sim` simulates a fleet of replicas under a trace of requests."""
+"""Implements `penstock fleet sim`, which simulates a fleet under a trace of requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from penstock.tools.sim.simulation import FleetReport
     from penstock.tools.traces import Trace
 
-PICTURE = "fleet-sim.svg"  # what --plot writes by default
+PICTURE = "fleet-sim.svg"  # default of --plot
 TraceFile = Annotated[
-    str, Option(help="File of requests: Mooncake's or Dynamo's JSON lines, or Azure's CSV; .gz is read too.")
+    str, Option(help="File of requests: Mooncake's or Dynamo's JSON lines, or Azure's CSV, optionally with .gz.")
 ]
-Speed = Annotated[float, Option(minimum=0.001, help="How many times as fast requests arrive.")]
-Limit = Annotated[int, Option(minimum=0, help="Use only this many requests, from the beginning of the trace. 0: all.")]
-Scale = Annotated[float, Option(minimum=0.0001, help="Multiply the lengths of prompts and answers by this.")]
+Speed = Annotated[float, Option(minimum=0.001, help="Factor of the requests' arrival rate.")]
+Limit = Annotated[int, Option(minimum=0, help="Use only this many requests from the beginning of the trace. 0: all.")]
+Scale = Annotated[float, Option(minimum=0.0001, help="Factor of the lengths of prompts and answers.")]
 Plot = Annotated[
     str,
     Option(help=f"Write an SVG picture of the times to the first token to this file, or to {PICTURE}.", bare=PICTURE),
@@ -31,17 +31,17 @@ def sim(
     trace: TraceFile = "",
     replicas: Annotated[int, Option(minimum=1, maximum=10_000, help="Replicas of the engine.")] = 8,
     policy: Annotated[
-        str, Option(help="How requests are routed: kv, round-robin, least-loaded, dynamo, or all of these in turn.")
+        str, Option(help="Routing policy: kv, round-robin, least-loaded, dynamo, or all of these in turn.")
     ] = "all",
     speed: Speed = 1.0,
     limit: Limit = 0,
     scale: Scale = 1.0,
     ram: Annotated[
-        float, Option(minimum=0, help="Blocks in a replica's RAM tier, as a multiple of those on its device.")
+        float, Option(minimum=0, help="Blocks in a replica's RAM tier, as a multiple of its device blocks.")
     ] = 0.0,
-    pull: Annotated[bool, Option(help="With kv: blocks may come from another replica when that is cheaper.")] = False,
+    pull: Annotated[bool, Option(help="With kv: pull blocks from another replica if that is cheaper.")] = False,
     model: Annotated[
-        str, Option(help="Model whose speed on this machine the replicas have. By default, Dynamo's mock engine's.")
+        str, Option(help="Model whose speed on this machine the replicas have. Default: Dynamo's mock engine.")
     ] = "",
     plot: Plot = "",
     json: options.Json = False,
@@ -56,9 +56,9 @@ def sim(
       penstock fleet sim --trace conversation.jsonl --scale 0.05 --replicas 3 --model smollm2
 
     By default the engines are the mock engines of Dynamo's simulator: steps of up to 8,192 prompt tokens, 262,144
-    tokens of KV cache, and its published polynomials for the time of a step. With --model they have the limits that the
-    engine's options give that model, and the speed that penstock plan expects of it on this machine. Goodput counts the
-    requests per second whose first token came within 2 s, and whose others came within 50 ms each.
+    tokens of KV cache, and its published polynomials for the time of a step. With --model, they have the limits of the
+    engine options and the speed that penstock plan expects on this machine. Goodput counts the requests per second with
+    a time to first token of at most 2 s and inter-token latencies of at most 50 ms.
     """
     from penstock.fleet.route import RoutingWeights
     from penstock.tools.sim.policies import NAMES
@@ -87,7 +87,6 @@ def sim(
 
 
 def open_trace(path: str, speed: float, limit: int, scale: float) -> Trace:
-    """Reads the trace that a command is about."""
     from penstock.tools.traces import Trace, read_trace
 
     if not path:
@@ -97,16 +96,17 @@ def open_trace(path: str, speed: float, limit: int, scale: float) -> Trace:
 
 
 class PlannedReplica(NamedTuple):
-    """Says what one replica is expected to be."""
+    """Describes the expected limits and speed of one replica."""
 
     timing: EngineTiming
-    cache: int = 0  # bytes of its KV cache; 0: not known
-    tier: float = 0.0  # blocks in host memory for each in the KV cache
+    cache: int = 0  # bytes of its KV cache; 0: unknown
+    tier: float = 0.0  # blocks in host memory per block in the KV cache
 
 
 def planned_replica(model: str, engine: dict[str, Any], trace: Trace) -> PlannedReplica:
-    """Returns what a replica of a model with these options is on this machine, for the trace's requests. Without a
-    model it is Dynamo's mock engine."""
+    """Describes a replica of a model with these options on this machine, for the trace's requests. Without a model, it
+    is Dynamo's mock engine.
+    """
     from penstock.fleet.timing import EngineTiming
 
     if not model:

@@ -18,23 +18,22 @@ class ForeignOptions(NamedTuple):
         list[str] | None,
         Option(
             name="--engine",
-            help="Engine of another kind whose models are served, too: vLLM, SGLang, llama.cpp, Ollama or any server "
+            help="Engine of another kind whose models are also served: vLLM, SGLang, llama.cpp, Ollama or any server "
             "with OpenAI's API, such as http://host:8000,weight=2,priority=1,key-env=KEY. May be repeated. Without a "
-            "MODEL nothing else is served.",
+            "MODEL, nothing else is served.",
         ),
     ] = None
 
     fallback: Annotated[
         list[str] | None,
         Option(
-            help="Models that answer in place of one when no engine can answer for it, such as big=small,tiny, in this "
-            "order. Either may be another engine's or this server's own. May be repeated.",
+            help="Fallback models, in order, for when no engine can answer for a model, such as big=small,tiny. Both "
+            "may belong to this server or to another engine. May be repeated.",
         ),
     ] = None
 
     def fallbacks(self, names: Sequence[str]) -> Fallbacks:
-        """Returns which models answer in place of others; raises ConfigError if one of them is not served, as far as
-        that is known without other engines."""
+        """Returns the fallback models; raises ConfigError if one is certainly not served."""
         from penstock.errors import ConfigError
         from penstock.server.models.fallbacks import parse_fallbacks
 
@@ -47,7 +46,7 @@ class ForeignOptions(NamedTuple):
         return fallbacks
 
     def models(self, aliases: Sequence[Alias]) -> ForeignModels | None:
-        """Returns the models of the engines; None: there are none. An alias without a model means the first one."""
+        """Returns the engines' models, if any. An alias without a model means the first one."""
         if not self.engines:
             return None
         from penstock.fleet.foreign.engine import parse_engine

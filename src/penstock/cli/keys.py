@@ -1,4 +1,4 @@
-"""`penstock keys` adds, lists and removes API keys."""
+"""Implements `penstock keys`, which adds, lists and removes API keys."""
 
 from __future__ import annotations
 
@@ -19,38 +19,35 @@ if TYPE_CHECKING:
 KeyName = Annotated[str, Argument(metavar="NAME", help="Name of the key: up to 64 letters, digits and . _ @ + -")]
 KeyFile = Annotated[
     str,
-    Option(
-        help="File of keys. By default, penstock/keys.json in the user's configuration folder.", env="PENSTOCK_KEYS"
-    ),
+    Option(help="File of keys. Default: penstock/keys.json in the user's configuration folder.", env="PENSTOCK_KEYS"),
 ]
 KeyModels = Annotated[
-    list[str] | None, Option(name="--model", help="Model that the key may use. May be repeated. By default, all.")
+    list[str] | None, Option(name="--model", help="Model that the key may use. May be repeated. Default: all.")
 ]
 
 
 class KeyShareOptions(NamedTuple):
-    """Declares what a key may claim of a busy engine."""
+    """Declares a key's share of a busy engine."""
 
     weight: Annotated[
-        float, Option(minimum=0.001, maximum=1000, help="Share of a busy engine: twice the weight, twice the work.")
+        float, Option(minimum=0.001, maximum=1000, help="Share of a busy engine: twice the weight gets twice the work.")
     ] = 1.0
     priority: Annotated[
         int,
         Option(
             maximum=0,
-            help="Lowest priority number that its requests may ask for; lower ones are served first, whatever the "
+            help="Lowest priority number that its requests may have; lower numbers are served first, regardless of "
             "shares.",
         ),
     ] = 0
     ttft_target: Annotated[
-        int | None, Option(minimum=1, help="Target for the time to the first token of its requests, in milliseconds.")
+        int | None, Option(minimum=1, help="Target for the time to first token of its requests, in milliseconds.")
     ] = None
     itl_target: Annotated[
-        int | None, Option(minimum=1, help="Target for the time between two tokens of its requests, in milliseconds.")
+        int | None, Option(minimum=1, help="Target for the inter-token latency of its requests, in milliseconds.")
     ] = None
 
     def fields(self) -> dict[str, Any]:
-        """Returns the options that differ from their defaults, as fields of the key file."""
         given = {"weight": self.weight, "priority": self.priority}
         targets = {"ttft_target_ms": self.ttft_target, "itl_target_ms": self.itl_target}
         defaults = {"weight": 1.0, "priority": 0}
@@ -59,28 +56,24 @@ class KeyShareOptions(NamedTuple):
 
 def add(
     name: KeyName,
-    expires: Annotated[str, Option(help="When the key expires: 12h, 30d, or a date such as 2027-01-31 (UTC).")] = "",
+    expires: Annotated[str, Option(help="Expiry: 12h, 30d, or a date such as 2027-01-31 (UTC).")] = "",
     requests: Annotated[
-        int | None, Option(minimum=1, help="Most requests per minute; GET requests do not count.")
+        int | None, Option(minimum=1, help="Maximum requests per minute; GET requests do not count.")
     ] = None,
-    tokens: Annotated[int | None, Option(minimum=1, help="Most tokens per minute, of prompts and answers.")] = None,
-    concurrent: Annotated[int | None, Option(minimum=1, help="Most concurrent requests.")] = None,
+    tokens: Annotated[int | None, Option(minimum=1, help="Maximum tokens per minute, in prompts and answers.")] = None,
+    concurrent: Annotated[int | None, Option(minimum=1, help="Maximum concurrent requests.")] = None,
     models: KeyModels = None,
     admin: Annotated[bool, Option(help="The key may also pull, create and delete models.")] = False,
-    monitor: Annotated[
-        bool, Option(help="The key may also read /metrics, which is about all keys and models.")
-    ] = False,
+    monitor: Annotated[bool, Option(help="The key may also read /metrics, which covers all keys and models.")] = False,
     file: KeyFile = "",
     json: options.Json = False,
     *,
     share: Annotated[KeyShareOptions, OptionGroup()],
 ) -> None:
-    """Create an API key and print it. The file keeps only its hash, so it cannot be shown again.
+    """Create an API key and print it. The file stores only its hash, so it cannot be shown again.
 
-    penstock keys add alice
-    penstock keys add ci --expires 30d --requests 60 --tokens 20000 --concurrent 4
-    penstock keys add app --weight 3 --priority -1 --ttft-target 500
-    penstock serve --keys ~/.config/penstock/keys.json
+    penstock keys add alice penstock keys add ci --expires 30d --requests 60 --tokens 20000 --concurrent 4 penstock keys
+    add app --weight 3 --priority -1 --ttft-target 500 penstock serve --keys ~/.config/penstock/keys.json
 
     A running server accepts the key at once.
     """
@@ -158,7 +151,6 @@ def _path(file: str) -> Path:
 
 
 def _expiry(text: str, now: datetime) -> datetime:
-    """Returns the time that a text such as "30d" or "2027-01-31" means."""
     if ahead := re.fullmatch(r"(\d{1,5})([hd])", text):
         return now + timedelta(hours=int(ahead[1]) * (24 if ahead[2] == "d" else 1))
     try:
@@ -180,7 +172,6 @@ def _fields(key: Key) -> dict[str, Any]:
 
 
 def _limits(key: Key) -> str:
-    """Describes what a key may do."""
     counts = {
         "requests per minute": key.requests_per_minute,
         "tokens per minute": key.tokens_per_minute,

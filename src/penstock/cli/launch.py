@@ -1,4 +1,4 @@
-"""`penstock launch` starts a program that uses an LLM, such as a coding agent, with this engine as its server."""
+"""Implements `penstock launch`, which starts a coding agent or similar program with Penstock as its server."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from penstock.cli.terminal import note
 from penstock.config import DEFAULTS
 from penstock.errors import ConfigError
 
-DEFAULT_URL = "http://127.0.0.1:8000"  # of `penstock serve`
-KEY = "PENSTOCK_API_KEY"  # the environment variable with the key for a server that needs one
-NO_KEY = "penstock"  # what programs send that insist on a key, to a server that needs none
+DEFAULT_URL = "http://127.0.0.1:8000"  # default of `penstock serve`
+KEY = "PENSTOCK_API_KEY"  # environment variable with the key of a server
+NO_KEY = "penstock"  # sent by programs that insist on a key
 STARTING_SECONDS = 600.0  # a large model takes minutes to load
 LOOKING_SECONDS = 5.0
 
 
 class AgentServer(NamedTuple):
-    """Describes the server that a program is to use."""
+    """Describes the server for a program."""
 
     url: str
     model: str
@@ -39,7 +39,7 @@ class AgentServer(NamedTuple):
 
 
 class AgentStart(NamedTuple):
-    """Says how a program is started: with these arguments before the user's, and these environment variables."""
+    """Describes a program's start: arguments before the user's, and environment variables."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -97,9 +97,11 @@ PROGRAMS = {
 
 ProgramName = Annotated[str, Argument(metavar="PROGRAM", help=f"One of {', '.join(PROGRAMS)}.")]
 Arguments = Annotated[list[str], Rest(metavar="ARGUMENT ...", help="Arguments for the program.")]
-ModelOption = Annotated[str, Option(help="Model to serve, if no server runs.")]
-Url = Annotated[str, Option(help="Server to use. By default, the one on port 8000, or else one that is started.")]
-PrintOnly = Annotated[bool, Option(name="--print", help="Print the environment and the command; start nothing.")]
+ModelOption = Annotated[str, Option(help="Model to serve if no server runs.")]
+Url = Annotated[str, Option(help="Server to use. Default: the one on port 8000, or else a new one.")]
+PrintOnly = Annotated[
+    bool, Option(name="--print", help="Print the environment and the command without starting anything.")
+]
 
 
 def launch(
@@ -137,7 +139,7 @@ def launch(
 
 
 def _find(url: str) -> AgentServer | None:
-    """Returns what a server at this address serves; None if there is no server."""
+    """Describes the server at an address; None without a server."""
     import urllib.error  # slow to import, and --help does not need it
 
     try:
@@ -163,11 +165,10 @@ def _get(url: str, path: str) -> Any:
         return json.load(answer)
 
 
-# -- starting the program -------------------------------------------------------------------------------------------
+# ---- starting the program ----
 
 
 def _replace_process(program: AgentProgram, launch: AgentStart, arguments: list[str], print_only: bool) -> None:
-    """Becomes the program; or prints how to start it."""
     command = [program.command, *launch.arguments, *arguments]
     if print_only:
         lines = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
@@ -177,7 +178,6 @@ def _replace_process(program: AgentProgram, launch: AgentStart, arguments: list[
 
 
 def _run(program: AgentProgram, launch: AgentStart, arguments: list[str]) -> int:
-    """Runs the program and returns its exit code. An interrupt is the program's own business."""
     command = [program.command, *launch.arguments, *arguments]
     process = subprocess.Popen(command, env=os.environ | launch.environment)
     while True:
@@ -187,12 +187,12 @@ def _run(program: AgentProgram, launch: AgentStart, arguments: list[str]) -> int
             continue
 
 
-# -- starting a server ----------------------------------------------------------------------------------------------
+# ---- starting a server ----
 
 
 @contextmanager
 def _serving(model: str, engine: dict[str, Any]) -> Iterator[AgentServer]:
-    """Runs a server on a free port. It keeps its output from the terminal, which the program needs."""
+    """Runs a server on a free port. Its output goes to a log, because the program uses the terminal."""
     flags = [flag for name, value in engine.items() if value != DEFAULTS[name] for flag in _flags(name, value)]
     command = [sys.executable, "-m", "penstock", "serve", model, "--port", "0", *flags]
     note(f"starting {shlex.join(['penstock', *command[3:]])}")
@@ -209,7 +209,6 @@ def _serving(model: str, engine: dict[str, Any]) -> Iterator[AgentServer]:
 
 
 def _flags(name: str, value: Any) -> list[str]:
-    """Returns an engine option as it is written on the command line: once for each value of a list."""
     flag = f"--{name.replace('_', '-')}"
     if value is True:
         return [flag]
@@ -218,7 +217,6 @@ def _flags(name: str, value: Any) -> list[str]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Returns the server's address once it has printed that it serves."""
     deadline = time.monotonic() + STARTING_SECONDS
     while time.monotonic() < deadline:
         ended = process.poll() is not None

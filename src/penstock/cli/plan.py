@@ -1,4 +1,4 @@
-"""`penstock plan` forecasts whether a model fits and how fast it is."""
+"""Implements `penstock plan`, which forecasts whether a model fits and how fast it is."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.cli.terminal import obtain, print_filled, print_json, print_table,
 if TYPE_CHECKING:
     from penstock.planning.forecast import Forecast, Speed
 
-REMARKS = 32  # characters before the remarks of a line
+REMARKS = 32  # characters before a line's remarks
 
 
 def plan(
     model: options.ModelRef = options.DEFAULT_MODEL,
-    prompt: Annotated[int, Option(minimum=1, help="Tokens of the prompts to plan for.")] = 512,
+    prompt: Annotated[int, Option(minimum=1, help="Prompt length in tokens.")] = 512,
     json: options.Json = False,
     *,
     engine: options.EngineSettings,
@@ -31,8 +31,8 @@ def plan(
       penstock plan ./Llama-3.1-8B-Instruct --quantize fp8 --max-len 8192 --prompt 2000
       penstock plan ./model.gguf --adapter pirate=./pirate --json
 
-    Speeds follow from what this machine was measured to do (see penstock doctor); expect them within 25 % while nothing
-    else runs. The exit code is 1 if the model does not fit; the error says what is missing and what helps.
+    Speeds are computed from measurements of this machine (see penstock doctor); expect them within 25 % on an otherwise
+    idle machine. The exit code is 1 if the model does not fit; the error names the shortage and ways to fix it.
     """
     path = obtain(model, MemoryAdvisor(engine))
 
@@ -77,12 +77,11 @@ def _to_json(forecast: Forecast) -> dict[str, Any]:
     fields = {**memory.footprint._asdict(), "cache": memory.cache, "kv_ram": memory.kv_ram}
     fields |= {"adapters": memory.adapters}
     fields |= {**memory.limits._asdict(), "notes": memory.notes}
-    busy = forecast.profile.busy if forecast.profile else None  # the share of others while the speed was measured
+    busy = forecast.profile.busy if forecast.profile else None  # share of other processes during the measurement
     return {"fits": True} | fields | {"speed": speed and speed._asdict(), "machine_busy": busy}
 
 
 def _print_lines(lines: Iterable[str]) -> None:
-    """Prints lines of a table, whose remarks go on below where they begin."""
     for line in lines:
         print_filled(line, after=2 if line.startswith("  note:") else REMARKS)
 
@@ -103,7 +102,6 @@ def _speed_lines(speed: Speed | None) -> list[str]:
 
 
 def _print_table(forecasts: Sequence[Forecast]) -> None:
-    """Prints one row for each way to quantize the weights."""
     from rich.table import Column, Table
 
     right = [Column(name, justify="right") for name in ("weights", "context", "sequences", "first token", "tok/s")]

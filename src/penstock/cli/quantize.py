@@ -1,4 +1,4 @@
-"""`penstock quantize` writes a model as a quantized GGUF file."""
+"""Implements `penstock quantize`, which writes a model as a quantized GGUF file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def quantize(
     to: Annotated[
         str, Option(help="Format: q8_0, q6_k, q5_k, q4_k, q5_1, q5_0, q4_1, q4_0, or plain f32, bf16, f16.")
     ] = "q4_k",
-    again: Annotated[bool, Option(help="Quantize weights that are quantized already, too. Errors add up.")] = False,
+    again: Annotated[bool, Option(help="Also quantize weights that are already quantized. Errors add up.")] = False,
     force: Annotated[bool, Option(help="Overwrite OUT.gguf if it exists.")] = False,
     report: Annotated[
-        str, Option(help="Text file on which to measure the loss of quality, as `penstock eval kl` does.")
+        str, Option(help="Text file on which to measure the loss of quality, as in `penstock eval kl`.")
     ] = "",
     json: options.Json = False,
     *,
@@ -40,8 +40,9 @@ def quantize(
       penstock quantize ./folder model.q8_0.gguf --to q8_0 --report book.txt
       penstock quantize model.bf16.gguf model.q6_k.gguf --to q6_k --json
 
-    MODEL is a Hugging Face folder or a GGUF file. The new file has the tokenizer and the chat template; llama.cpp reads
-    it too. Embeddings and the output head get more bits than the rest; norms and biases are not quantized.
+    MODEL is a Hugging Face folder or a GGUF file. The new file includes the tokenizer and the chat template, and
+    llama.cpp can read it. Embeddings and the output head get more bits than the rest; norms and biases are not
+    quantized.
     """
     text = read_text(report) if report else ""
     target = _target(out, force)
@@ -64,7 +65,7 @@ def quantize(
 
 
 def _target(out: str, force: bool) -> Path:
-    """Returns the path to write to; raises UsageError if that cannot be."""
+    """Returns the output path; raises UsageError if it is not usable."""
     target = Path(out).expanduser()
     if target.suffix != ".gguf":
         raise UsageError(f"the name of the file to write must end in .gguf; got {out}")
@@ -95,7 +96,6 @@ def _export(path: Path, to: str, again: bool, engine: dict[str, Any]) -> Export:
 
 
 def write_export(target: Path, exported: Export) -> None:
-    """Writes a planned GGUF file, and shows how far it has come."""
     from penstock.model.gguf.writer import write_gguf
 
     bar, done = DownloadBar(), 0

@@ -1,4 +1,4 @@
-"""`penstock replay` runs again what an engine was doing when it died."""
+"""Implements `penstock replay`, which repeats an engine's work before its death."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def replay(
-    bundle: Annotated[str, Argument(metavar="BUNDLE", help="File that the server has named when its engine died.")],
+    bundle: Annotated[str, Argument(metavar="BUNDLE", help="File that the server named when its engine died.")],
     seconds: Annotated[int, Option(minimum=1, help="Seconds after which the requests are ended.")] = 60,
 ) -> None:
-    """Run again what an engine was doing when it died.
+    """Repeat an engine's work before its death.
 
       penstock replay ~/.cache/penstock/post-mortem/20261116-101500-1.json
 
-    The engine gets the bundle's config and requests. A bundle has the requests' shapes and made-up tokens, unless the
+    The engine gets the bundle's config and requests. A bundle has the requests' lengths with made-up tokens, unless the
     server ran with --post-mortem tokens. The exit code is 1 if the engine dies again.
     """
     import asyncio
@@ -44,7 +44,6 @@ def replay(
 
 
 async def _run(config: Config, requests: list[Request], seconds: int) -> str:
-    """Returns how the engine died; empty: it did not."""
     import asyncio
 
     from penstock.ipc.client import EngineState

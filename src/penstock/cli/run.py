@@ -1,4 +1,4 @@
-"""`penstock run` answers one prompt."""
+"""Implements `penstock run`, which answers one prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.llm import CompletionStream
     from penstock.llm.outputs import RequestOutput
 
-PIPE_SECONDS = 3.0  # that a pipe has to bring something before the prompt is answered without it
+PIPE_SECONDS = 3.0  # wait for input from a pipe before the prompt is answered without it
 
 
 def run(
@@ -27,11 +27,12 @@ def run(
         list[str],
         Argument(
             metavar="[MODEL] PROMPT",
-            help="The model and the prompt. - reads the prompt from stdin. A model alone starts a conversation, or "
-            "reads the prompt from stdin if that is not a terminal. With a prompt, what is piped in comes before it.",
+            help="The model and the prompt. - reads the prompt from stdin. A model without a prompt starts a "
+            "conversation or, if stdin is not a terminal, reads the prompt from it. Piped input precedes a given "
+            "prompt.",
         ),
     ],
-    raw: Annotated[bool, Option(help="Continue the prompt as a text, without the chat template.")] = False,
+    raw: Annotated[bool, Option(help="Continue the prompt as plain text, without the chat template.")] = False,
     json: options.Json = False,
     *,
     answer: Annotated[options.AnswerOptions, OptionGroup()],
@@ -71,7 +72,7 @@ def run(
 
 
 def _converse(model: str, answer: options.AnswerOptions, engine: dict[str, Any], one_answer: bool) -> None:
-    """Starts a conversation. `one_answer`: an option was given that is for one answer only."""
+    """Starts a conversation. `one_answer`: a given option only applies to single answers."""
     from penstock.cli.chat import chat
 
     if one_answer:
@@ -85,7 +86,6 @@ def _messages(system: str, text: str) -> list[dict[str, str]]:
 
 
 def _facts(output: RequestOutput) -> dict[str, Any]:
-    """Returns what --json prints about an answer."""
     return {
         "text": output.text,
         "tokens": output.tokens,
@@ -104,7 +104,7 @@ def _print_stream(stream: CompletionStream) -> None:
 
 
 def _split(words: list[str]) -> tuple[str, str | None]:
-    """Returns the model and the prompt; None if only a model is named."""
+    """Splits the words into model and prompt; None if only a model is named."""
     if len(words) > 2:
         raise UsageError(f"takes a model and a prompt; got {len(words)} words: put the prompt in quotes")
     if len(words) == 2:
@@ -124,7 +124,6 @@ def _split(words: list[str]) -> tuple[str, str | None]:
 
 
 def _read(prompt: str) -> str:
-    """Returns the prompt's text, from stdin if it is -."""
     text = _decoded(sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape"))
     if not text.strip():
         raise InvalidRequest("the prompt is empty: give some text", param="prompt")
@@ -132,12 +131,13 @@ def _read(prompt: str) -> str:
 
 
 def _piped() -> str:
-    """Returns what a pipe or a file on stdin has, for a prompt that is given too. A file that somebody has read from is
-    a script's or a loop's. A pipe that stays open is given up: whoever started this may have left it open."""
+    """Returns the contents of a pipe or file on stdin, to extend a given prompt. A partly read file belongs to a script
+    or a loop. An idle open pipe is ignored after a timeout, because the parent process may have left it open.
+    """
     try:
         stdin = sys.stdin.fileno()
         mode = os.fstat(stdin).st_mode
-    except (OSError, ValueError, AttributeError):  # there is none
+    except (OSError, ValueError, AttributeError):  # no stdin
         return ""
     if stat.S_ISREG(mode):
         fresh = os.lseek(stdin, 0, os.SEEK_CUR) == 0

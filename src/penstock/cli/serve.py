@@ -1,4 +1,4 @@
-"""`penstock serve` runs the HTTP server."""
+"""Implements `penstock serve`, the HTTP server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
     from penstock.service_levels import Profile, ServiceTerms
 
-SHARE_OF_MEMORY = 0.8  # of what is free, for models
+SHARE_OF_MEMORY = 0.8  # models' share of the free memory
 
 
 class ListenOptions(NamedTuple):
@@ -33,80 +33,78 @@ class ListenOptions(NamedTuple):
         float,
         Option(
             minimum=0,
-            help="Seconds that answers in flight have to end when the server is told to stop. Then they end with an "
-            "error.",
+            help="Seconds for active answers to finish when the server is stopped. Then they end with an error.",
         ),
     ] = 30
     resume_seconds: Annotated[
         float,
         Option(
             minimum=0,
-            help="Seconds that a stream goes on, and is kept, without a client that reads it, if its request has the "
-            "header x-penstock-resume. 0: no stream is kept.",
+            help="Seconds to continue and keep a stream without a reading client, if its request has the header "
+            "x-penstock-resume. 0: streams are not kept.",
         ),
     ] = 60
-    name: Annotated[str, Option(help="Name of the first model for clients. By default, the name given here.")] = ""
+    name: Annotated[str, Option(help="The first model's name for clients. Default: its name on the command line.")] = ""
     alias: Annotated[
         list[str] | None,
         Option(
-            help="Further name of a model, such as 'gpt-4o=smollm2' or '*=smollm2': NAME may have wildcards. May be "
-            "repeated. Without --strict, claude*, gpt-*, chatgpt*, codex*, o[0-9]*, tgi, dummy and default are names "
-            "of the first model anyway.",
+            help="Alias of a model, such as 'gpt-4o=smollm2' or '*=smollm2'. May have wildcards and be repeated. "
+            "Without --strict, claude*, gpt-*, chatgpt*, codex*, o[0-9]*, tgi, dummy and default are always aliases "
+            "of the first model.",
         ),
     ] = None
 
 
 class PoolOptions(NamedTuple):
-    models_dir: Annotated[str, Option(help="Folder whose GGUF files and model folders are served, too.")] = ""
+    models_dir: Annotated[str, Option(help="Folder whose GGUF files and model folders are also served.")] = ""
     memory: Annotated[
         int,
         Option(
             minimum=0,
-            help="Most bytes of all loaded models together. 0: four fifths of what is free now.",
+            help="Maximum bytes of all loaded models together. 0: four fifths of the memory that is free now.",
             in_bytes=True,
         ),
     ] = 0
-    max_loaded: Annotated[int, Option(minimum=0, help="Most models loaded at once. 0: as many as fit.")] = 0
+    max_loaded: Annotated[int, Option(minimum=0, help="Maximum number of loaded models. 0: limited by memory.")] = 0
     idle_unload: Annotated[
         float,
         Option(
             minimum=0,
-            help="Seconds after which a model that nobody uses is unloaded, unless a request's keep_alive says "
-            "otherwise. 0: it stays while there is room.",
+            help="Seconds after which an idle model is unloaded, unless a request's keep_alive differs. 0: it stays "
+            "while there is room.",
         ),
     ] = 0
 
     def budget(self) -> Budget:
-        """Returns how much all models may take."""
         from penstock.config import available_memory
         from penstock.server.models.ledger import Budget
 
         return Budget(self.memory or int(available_memory() * SHARE_OF_MEMORY), self.max_loaded)
 
     def keep_alive(self) -> float:
-        """Returns how many seconds a model stays loaded that nobody uses."""
         return self.idle_unload or float("inf")
 
 
 class StorageOptions(NamedTuple):
-    data: Annotated[
-        str, Option(help="Folder for uploaded files and batches. By default, data/NAME in PENSTOCK_HOME.")
-    ] = ""
-    max_file: Annotated[int, Option(minimum=1, help="Most bytes of one uploaded file.", in_bytes=True)] = 200 << 20
-    max_files: Annotated[int, Option(minimum=1, help="Most files kept: uploads and results of batches.")] = 10_000
+    data: Annotated[str, Option(help="Folder for uploaded files and batches. Default: data/NAME in PENSTOCK_HOME.")] = (
+        ""
+    )
+    max_file: Annotated[int, Option(minimum=1, help="Maximum bytes of one uploaded file.", in_bytes=True)] = 200 << 20
+    max_files: Annotated[int, Option(minimum=1, help="Maximum number of files: uploads and results of batches.")] = (
+        10_000
+    )
     max_data: Annotated[
-        int, Option(minimum=1, help="Most bytes of all files together; further uploads are refused.", in_bytes=True)
+        int, Option(minimum=1, help="Maximum bytes of all files together; further uploads are refused.", in_bytes=True)
     ] = 10 << 30
     keep_answers: Annotated[
         bool,
         Option(
-            help="Keep the responses and chats that clients store on disk too, in the folder of --data, so that they "
-            "outlive the server. By default they are in memory alone."
+            help="Also keep stored responses and chats on disk, in the folder of --data, so that they survive a "
+            "restart. By default they are only in memory."
         ),
     ] = False
 
     def space(self) -> Space:
-        """Returns what the server may store, and where."""
         from penstock.server import Space
 
         folder = Path(self.data).expanduser().absolute() if self.data else None
@@ -128,15 +126,13 @@ class AccessOptions(NamedTuple):
     allowed_host: Annotated[
         list[str] | None,
         Option(
-            help="Further name in the Host header of requests that a server without keys accepts, beside addresses, "
-            "localhost, --host, the machine's name and names without a dot. May be repeated. '*': any."
+            help="Additional Host header that a server without keys accepts, besides addresses, localhost, --host, "
+            "the machine's name and names without a dot. May be repeated. '*': any."
         ),
     ] = None
     max_waiting: Annotated[
         int | None,
-        Option(
-            minimum=0, help="Most requests that may wait; further ones are refused (503). By default, 16 for each row."
-        ),
+        Option(minimum=0, help="Maximum waiting requests; further ones are refused (503). Default: 16 per row."),
     ] = None
     allowed_path: Annotated[
         list[str] | None,
@@ -153,11 +149,10 @@ class AccessOptions(NamedTuple):
             "and listed in the answer."
         ),
     ] = False
-    ignore_unknown_fields: Annotated[bool, Option(help="The default, kept for older scripts: see --strict.")] = False
+    ignore_unknown_fields: Annotated[bool, Option(help="The default; kept for older scripts (see --strict).")] = False
 
     def rules(self, host: str, terms: ServiceTerms) -> Rules:
-        """Returns who may send what to the server, which listens at `host`, and by which terms its engines are
-        shared."""
+        """Returns the access rules and terms of a server that listens at `host`."""
         from penstock.server.access.guard import Rules
 
         if self.strict and self.ignore_unknown_fields:
@@ -182,51 +177,50 @@ class ShareOptions(NamedTuple):
         int,
         Option(
             minimum=0,
-            help="Target for the time to the first token, in milliseconds. Requests that would miss it by the "
-            "forecast, because others wait before them, are refused (429). 0: as the profile has it.",
+            help="Target for the time to first token, in milliseconds. Requests that are forecast to miss it while "
+            "they wait are refused (429). 0: the profile's.",
         ),
     ] = 0
     itl_target: Annotated[
         int,
         Option(
             minimum=0,
-            help="Target for the time between two tokens, in milliseconds. Steps compute only as much of new prompts "
-            "as that allows. 0: as the profile has it or, without a profile, 100 ms or as long as 12 steps that only "
-            "answer, if that is more.",
+            help="Target for the inter-token latency, in milliseconds; it limits the prompt tokens of a step. 0: the "
+            "profile's or, without a profile, 100 ms or 12 decode steps if that is longer.",
         ),
     ] = 0
     max_wait: Annotated[
         float | None,
         Option(
             minimum=0,
-            help="Most seconds that a request without a TTFT target may be expected to wait; others are refused (429). "
-            "0: no limit. By default as the profile has it, which without a profile is 60.",
+            help="Maximum forecast wait in seconds for a request without a TTFT target; others are refused (429). 0: "
+            "no limit. Default: the profile's or, without a profile, 60.",
         ),
     ] = None
     tenant_header: Annotated[
         str,
         Option(
-            help="Header in which a trusted proxy names whose request it is, such as x-tenant. Tenants, or API keys, "
+            help="Header in which a trusted proxy names a request's tenant, such as x-tenant. Tenants, or API keys, "
             "share the engine fairly."
         ),
     ] = ""
     share_prefixes: Annotated[
         bool,
         Option(
-            help="Let API keys and tenants reuse one another's cached prompts. The time of an answer then tells "
-            "whether another has sent the same prompt."
+            help="Let API keys and tenants reuse one another's cached prompts. Response times then reveal whether "
+            "another tenant has sent the same prompt."
         ),
     ] = False
     kv_disk_salted: Annotated[
         bool,
         Option(
-            help="With --kv-disk, keep the prompts of requests with a cache_salt on disk too, for requests with the "
+            help="With --kv-disk, also keep the prompts of requests with a cache_salt on disk, for requests with the "
             "same salt."
         ),
     ] = False
 
     def find_profile(self) -> Profile:
-        """Returns the settings that the option names; raises if there are none."""
+        """Returns the named profile; raises if it does not exist."""
         from penstock.service_levels import PROFILES
 
         if (self.profile or "default") not in PROFILES:
@@ -234,7 +228,6 @@ class ShareOptions(NamedTuple):
         return PROFILES[self.profile or "default"]
 
     def terms(self) -> ServiceTerms:
-        """Returns by which rules the engines are shared."""
         from penstock.service_levels import ServiceTerms, Targets
 
         profile = self.find_profile()
@@ -244,7 +237,7 @@ class ShareOptions(NamedTuple):
         return ServiceTerms(*terms, self.share_prefixes, self.kv_disk_salted)
 
     def engine(self, given: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the engine's options that the profile sets and `given` leaves open."""
+        """Returns the profile's engine options that are not `given`."""
         budget = self.find_profile().prefill_budget
         if not budget or given.get("prefill_budget"):
             return {}
@@ -255,33 +248,32 @@ class TemplateOptions(NamedTuple):
     chat_template: Annotated[
         str,
         Option(
-            help="Chat template in place of the model's own: Jinja text, a file, or a name such as chatml or llama3."
+            help="Chat template that overrides the model's: Jinja text, a file, or a name such as chatml or llama3."
         ),
     ] = ""
     chat_template_file: Annotated[str, Option(help="File with the chat template, in Jinja.")] = ""
     trust_request_chat_template: Annotated[
         bool,
         Option(
-            help="Render chat templates that come in requests (vLLM's chat_template). They are programs, which run in "
-            "a process with limits."
+            help="Render chat templates in requests (vLLM's chat_template). They are programs, which run in a process "
+            "with limits."
         ),
     ] = False
     override_generation_config: Annotated[
         str,
         Option(
-            help="Sampling for requests that set none, in place of the model's own, as JSON: "
+            help="Default sampling, which overrides the model's own, as JSON: "
             """'{"temperature": 0.8, "top_k": 40, "seed": 42, "max_tokens": 256}'."""
         ),
     ] = ""
 
     def sampling(self) -> dict[str, Any]:
-        """Returns the sampling defaults that the option names."""
         from penstock.text.sampling_defaults import defaults_in_option
 
         return defaults_in_option(self.override_generation_config)
 
     def source(self) -> str:
-        """Returns the chat template that the options name; empty: the model's own."""
+        """Returns the chat template of the options; "": the model's own."""
         from penstock.errors import ConfigError
         from penstock.text.named_templates import template_in, template_text
 
@@ -295,9 +287,9 @@ class TemplateOptions(NamedTuple):
 class LoraOptions(NamedTuple):
     lora_modules: Annotated[
         list[str] | None,
-        Option(help="The same as --adapter, by vLLM's name: NAME=PATH, or JSON with name and path. May be repeated."),
+        Option(help="The same as --adapter under vLLM's name: NAME=PATH, or JSON with name and path. May be repeated."),
     ] = None
-    enable_lora: Annotated[bool, Option(help="Has no effect: adapters are always enabled.")] = False
+    enable_lora: Annotated[bool, Option(help="No effect: adapters are always enabled.")] = False
 
 
 class SpeculativeOptions(NamedTuple):
@@ -309,11 +301,10 @@ class SpeculativeOptions(NamedTuple):
         ),
     ] = ""
 
-    model_draft: Annotated[str, Option(short="-md", help="The same as --draft, as llama.cpp calls it.")] = ""
+    model_draft: Annotated[str, Option(short="-md", help="The same as --draft under llama.cpp's name.")] = ""
 
     def options(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the values of --speculation and --draft that hold, if others say them; `given` are the options of the
-        engine."""
+        """Returns the effective --speculation and --draft where they have aliases; `given` are the engine's options."""
         from penstock.config import DEFAULTS, log_to_stderr
         from penstock.config.speculative import speculation_in_json
 
@@ -327,19 +318,19 @@ class SpeculativeOptions(NamedTuple):
 
 
 class TelemetryOptions(NamedTuple):
-    log_level: Annotated[
-        str, Option(help="What is logged to stderr: debug, info (every request), warning or error.")
-    ] = "info"
-    log_format: Annotated[str, Option(help="Form of the log: text, or json for one object per line.")] = "text"
+    log_level: Annotated[str, Option(help="Log level on stderr: debug, info (every request), warning or error.")] = (
+        "info"
+    )
+    log_format: Annotated[str, Option(help="Log format: text, or json with one object per line.")] = "text"
     log_prompts: Annotated[
         bool,
-        Option(help="Log the body of every request too, with the prompt in it. Without it, no prompt is ever logged."),
+        Option(help="Also log the body of every request, including its prompt. Otherwise prompts are never logged."),
     ] = False
     metrics_compat: Annotated[
         str,
         Option(
-            help="Other engines whose metric names /metrics has beside Penstock's own: any of vllm, llamacpp, sglang, "
-            "tgi, nv (Triton) and dynamo, with commas between them, or none."
+            help="Other engines whose metric names /metrics has in addition to Penstock's own: any of vllm, llamacpp, "
+            "sglang, tgi, nv (Triton) and dynamo, separated by commas, or none."
         ),
     ] = "vllm,llamacpp"
     otlp: Annotated[
@@ -351,7 +342,6 @@ class TelemetryOptions(NamedTuple):
     ] = ""
 
     def traces(self) -> Traces | None:
-        """Returns where traces are sent; None: nowhere."""
         from penstock.errors import ConfigError
 
         if not self.otlp:
@@ -366,7 +356,7 @@ class TelemetryOptions(NamedTuple):
         return traces_to(self.otlp)
 
     def metric_sets(self) -> tuple[str, ...]:
-        """Returns the engines whose metric names are exported; raises if one is not known."""
+        """Returns the engines whose metric names are exported; raises for unknown ones."""
         from penstock.server.telemetry.compat_metrics import metric_sets
 
         known = metric_sets()
@@ -396,8 +386,8 @@ ModelRefs = Annotated[
     list[str],
     Argument(
         metavar="MODEL",
-        help="Names, paths, hf:owner/repo[/file or :quantization] or pypi:package/file. Without any, every "
-        "model in the store.",
+        help="Names, paths, hf:owner/repo[/file or :quantization] or pypi:package/file. Default: all models in the "
+        "store.",
     ),
 ]
 
@@ -408,19 +398,20 @@ def serve(
     server: Annotated[ServerOptions, OptionGroup()],
     engine: options.EngineSettings,
 ) -> None:
-    """Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
+    r"""Serve models over HTTP: OpenAI's, Anthropic's and Ollama's APIs on one port.
 
       penstock serve
       penstock serve smollm2 ./model.gguf --port 9000 --max-len 4096
       penstock serve --host 0.0.0.0 --keys ~/.config/penstock/keys.json
-      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+      curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \
         -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
 
-    One model is loaded at once. Of several, each is loaded when it is first asked for, and those that were not used for
-    the longest time make room.
+    A single model is loaded at once. Of several, each is loaded on its first request, and the least recently used make
+    room.
 
     Quantized weights stay quantized. On a GPU these are Q4_0 to Q8_0 and Q4_K to Q6_K of GGUF files and FP8 (e4m3);
-    other formats become bf16 there, and FP8 becomes bf16 on a CPU: the log says so. --quantize quantizes plain weights.
+    other formats become bf16 there, and FP8 becomes bf16 on a CPU, which the log reports. --quantize quantizes plain
+    weights.
     """
     run_server(models, server, engine)
 
@@ -428,8 +419,7 @@ def serve(
 def run_server(
     models: Sequence[str], given: ServerOptions, engine: dict[str, Any], make_client: MakeClient | None = None
 ) -> None:
-    """Serves models until interrupted. `make_client` returns what computes a model; by default, that is an engine
-    process."""
+    """Serves models until interrupted. `make_client` makes a model's client; the default starts an engine process."""
     listen, pool, storage, access, share, template, telemetry, lora, speculative, usage, foreign = given
     traces = telemetry.traces()
     finder = ModelFinder(models, pool.models_dir, listen.name, others=bool(foreign.engines), engine=engine)
@@ -461,14 +451,14 @@ def run_server(
 
 
 def _data_name(found: list[FoundModel]) -> str:
-    """Returns the name of the folder for uploaded files: the model's, or that of all servers with several models."""
+    """Returns the name of the uploads folder: the model's, or a shared one for servers with several models."""
     if not found:
         return "gateway"
     return found[0].name if len(found) == 1 else "models"
 
 
 def _aliases(given: list[str], names: list[str], *, others: bool = False) -> tuple[Alias, ...]:
-    """Returns the aliases; raises if one is not for a model that is served. `others`: other engines may have it."""
+    """Parses the aliases; raises if one names a model that is not served. `others`: other engines may have it."""
     from penstock.server.models.pool import Alias
 
     aliases = []

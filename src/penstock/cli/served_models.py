@@ -1,4 +1,4 @@
-"""Finds the models that `penstock serve` serves, and says how each is loaded."""
+"""Finds the models that `penstock serve` serves, and how each is loaded."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
     from penstock.text import Text
 
 MakeClient: TypeAlias = "Callable[[Config], EngineClient]"
-OVERHEAD = 1.1  # times the size of the files that weights take in memory, at most
-LIKELY_LOADED = 4  # models at once, where no option limits them
-SETTLED_NS = 2 * 10**9  # after its last change, a folder that changes again is sure to have a new time
+OVERHEAD = 1.1  # memory of weights, as a multiple of the file size, at most
+LIKELY_LOADED = 4  # expected number of loaded models without a limit
+SETTLED_NS = 2 * 10**9  # a folder unchanged for this long gets a new timestamp at its next change
 
 
 class FoundModel(NamedTuple):
-    """Says what a model is called, what it was asked for as, and where its files are."""
+    """Describes a model: its name, its reference, and its path."""
 
     name: str
     ref: str
     path: Path
-    fixed: bool = False  # it was named, and is served to the server's end
+    fixed: bool = False  # named on the command line, and served until the server ends
 
 
 class MemoryShares(NamedTuple):
-    """Gives the options of an engine about memory that no option of the user sets; 0 and auto: as the engine
-    decides."""
+    """Holds engine options about memory that the user did not set; 0 and auto: the engine decides."""
 
     kv_memory: int
     adapter_memory: int
@@ -48,16 +47,17 @@ class MemoryShares(NamedTuple):
 
 
 class TextChanges(NamedTuple):
-    """Says what replaces a model's own template and sampling."""
+    """Holds replacements of a model's own template and sampling."""
 
     template: str
     sampling: dict[str, Any]
 
 
 class ModelFinder:
-    """Finds the models that the words on the command line mean: those named, those of a folder, else all of the store,
-    else the default one. Models that are named are fetched first. One that is derived from another of them is left out:
-    the other answers to its name."""
+    """Finds the models on the command line: those named, those in a folder, else all in the store, else the default
+    one. Named models are downloaded first. A model derived from another named one is left out: the base answers to its
+    name.
+    """
 
     def __init__(
         self,
@@ -68,8 +68,9 @@ class ModelFinder:
         others: bool = False,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
-        """Finds the models that there are at first. `name` is what the first of them is called. `others`: other engines
-        have models, too, so that there may be none here. What is fetched fits with the options of the `engine`."""
+        """Finds the initial models. `name` names the first. `others`: other engines have models, so none may be found
+        here. Downloads are chosen to fit with the options of the `engine`.
+        """
         from penstock.errors import ConfigError
 
         self._named = [obtained(ref, engine or {}) for ref in refs]
@@ -87,12 +88,10 @@ class ModelFinder:
 
     @property
     def changes(self) -> bool:
-        """Returns whether models may come and go: those that are named stay the same."""
         return self._whole_store or self._folder is not None
 
     def find_again(self) -> list[FoundModel] | None:
-        """Returns the models that there are now; None if they are the same as the last time. Of two with the same name
-        the first one counts."""
+        """Returns the current models; None if unchanged. Of two with the same name, the first counts."""
         from penstock.errors import PenstockError
 
         before, self._stamps = self._stamps, self._now()
@@ -103,9 +102,9 @@ class ModelFinder:
             for each in map(self._renamed, self._all()):
                 found.setdefault(each.name, each)
         except PenstockError as error:
-            import logging  # slow: --help does not need it
+            import logging  # slow to import, and --help does not need it
 
-            logging.getLogger(__name__).warning("the server goes on with the models that it has: %s", error)
+            logging.getLogger(__name__).warning("the server keeps its current models: %s", error)
             return None
         last, self.found = self.found, list(found.values())
         return None if last == self.found else self.found
@@ -121,8 +120,9 @@ class ModelFinder:
         return found._replace(name=self._own_names.get(found.path, found.name))
 
     def _now(self) -> frozenset[tuple[str, int]] | None:
-        """Returns when each folder was changed in which models come and go. None: it was so lately that a folder may
-        change again without a new time."""
+        """Returns the modification times of the watched folders; None if one is too recent to detect further
+        changes.
+        """
         from penstock.store import record_folders
 
         folders = list(record_folders()) if self._whole_store else []
@@ -134,7 +134,6 @@ class ModelFinder:
 
 
 def in_store() -> list[FoundModel]:
-    """Returns all models of the store, and those derived from files beside it."""
     from penstock.store import derived_entry, derived_models, entries
 
     own = filter(None, (derived_entry(derived) for derived in derived_models()))
@@ -154,7 +153,7 @@ def obtained(ref: str, engine: Mapping[str, Any]) -> FoundModel:
 
 
 def in_folder(folder: Path) -> list[FoundModel]:
-    """Returns the models in a folder: GGUF files, of split ones the first, and folders with a config.json."""
+    """Returns the models in a folder: GGUF files, the first of split ones, and folders with a config.json."""
     from penstock.errors import ModelNotFound
     from penstock.store.paths import gguf_models
 
@@ -162,15 +161,14 @@ def in_folder(folder: Path) -> list[FoundModel]:
         raise ModelNotFound(f"--models-dir {folder} is not a folder")
     try:
         files = [folder / name for name in gguf_models(os.listdir(folder))]
-    except OSError as error:  # it may have gone, or been closed to others, while a server runs
+    except OSError as error:  # it may have been removed or made private while the server runs
         raise ModelNotFound(f"--models-dir {folder} cannot be read: {error.strerror}") from error
     found = (*files, *(path.parent for path in sorted(folder.glob("*/config.json"))))
     return [FoundModel(path.stem if path.is_file() else path.name, str(path), path) for path in found]
 
 
 class ModelSources:
-    """Says how each model of a server is loaded. Models that are found later are loaded as those of a server with
-    several models."""
+    """Describes how a server's models are loaded. Later models are loaded as on a server with several."""
 
     def __init__(
         self,
@@ -181,8 +179,9 @@ class ModelSources:
         budget: Budget,
         make_client: MakeClient | None = None,
     ) -> None:
-        """Takes the options of all engines, the adapters as the command line names them, and the memory of all models
-        together. `make_client` returns what computes a model; by default, that is an engine process."""
+        """Takes the options of all engines, the adapters as on the command line, and the memory of all models together.
+        `make_client` makes a model's client; the default starts an engine process.
+        """
         self._finder = finder
         self._engine = engine
         self._adapters = adapters_by_model(adapters, [each.name for each in finder.found])
@@ -196,14 +195,13 @@ class ModelSources:
         self._shares = shares(max(len(finder.found), LIKELY_LOADED))
 
     def find_again(self) -> list[ModelSource] | None:
-        """Returns the sources of the models that there are now; None if they are the same as the last time."""
+        """Returns the sources of the current models; None if unchanged."""
         found = self._finder.find_again()
         if found is None:
             return None
         return [self._make(each, self._client_maker(several=True, warm=False), self._shares) for each in found]
 
     def _client_maker(self, *, several: bool, warm: bool) -> MakeClient:
-        """Returns what makes the client of a model, of which the server has one or several."""
         if self._make_client is not None:
             return self._make_client
         from penstock.ipc.spawn import ProcessClient
@@ -222,15 +220,15 @@ class ModelSources:
 
 
 def launcher_of_one() -> Launcher:
-    """Returns what starts the engine process of the only model."""
     from penstock.ipc.launchers import SpawnLauncher, SpawnThenForkLauncher
 
     return SpawnThenForkLauncher() if hasattr(os, "fork") else SpawnLauncher()
 
 
 def launcher_of_several(warm: bool) -> Launcher:
-    """Returns what starts engine processes of models that are loaded again and again: they are forked, where
-    the system can. The process that they are forked from starts now if it is to be `warm`, else with the first."""
+    """Returns the launcher for models that are loaded repeatedly: their engines are forked, if the system can. The
+    parent process starts now if `warm`, else with the first engine.
+    """
     from penstock.ipc.launchers import ForkLauncher, SpawnLauncher
 
     if not hasattr(os, "fork"):
@@ -242,10 +240,10 @@ def launcher_of_several(warm: bool) -> Launcher:
 
 
 def model_shares(budget: Budget, models: int, disk: bool = False) -> MemoryShares:
-    """Returns what each of several models has for its KV cache and its adapters, where no option says how much; 0: one
-    model takes what it wants. Half of the budget is for caches and an eighth for adapters, of as many models as are
-    likely to be loaded at once. Blocks that leave their caches are not kept, unless they come from `disk` and need room
-    on their way."""
+    """Divides the memory among several models' KV caches and adapters, where no option does; 0: the model decides. Half
+    of the budget is for caches and an eighth for adapters, divided by the expected number of loaded models. Evicted
+    blocks are not kept in memory, unless they pass through it to and from `disk`.
+    """
     from penstock.config import AUTO
 
     if models == 1:
@@ -263,7 +261,7 @@ def source_of(
     *,
     several: bool,
 ) -> ModelSource:
-    """Returns how a model is loaded; `several`: its options are those of other models, too."""
+    """Describes how a model is loaded; `several`: it shares its options with other models."""
     from penstock.config import AUTO, configure, parse_adapter
     from penstock.server.models.source import ModelSource
     from penstock.store import with_local_draft
@@ -281,14 +279,14 @@ def source_of(
 
 
 def _check_files(config: Config) -> None:
-    """Raises what an engine would say of a model's files before it reads weights."""
+    """Raises the errors that an engine would find in a model's files before reading weights."""
     from penstock.model.load import open_checkpoint
 
     open_checkpoint(Path(config.model), config.config, config.strict_config, config.max_len)
 
 
 def _expected(config: Config) -> int:
-    """Returns the bytes that a model is expected to take: all that counts in the ledger is added up here."""
+    """Returns the expected bytes of a model: the sum of the ledger's entries."""
     from penstock.config import AUTO
     from penstock.planning.memory_plan import adapter_memory
     from penstock.store import size_of
@@ -299,8 +297,9 @@ def _expected(config: Config) -> int:
 
 
 def adapters_by_model(given: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the adapters of each model, as its engine takes them: MODEL/NAME=PATH is for that model, NAME=PATH for
-    the first. Raises if a name is used twice."""
+    """Returns each model's adapters in the engine's notation: MODEL/NAME=PATH is for that model, NAME=PATH for the
+    first. Raises if a name is used twice.
+    """
     from penstock.config import parse_adapter
     from penstock.errors import ConfigError
 
@@ -318,7 +317,6 @@ def adapters_by_model(given: Sequence[str], names: Sequence[str]) -> dict[str, t
 
 
 def _derived(found: FoundModel) -> DerivedModel | None:
-    """Returns the settings of a model that is derived, by the name that it is served by."""
     from penstock.store import find_derived
 
     derived = find_derived(found.ref)
@@ -326,20 +324,20 @@ def _derived(found: FoundModel) -> DerivedModel | None:
 
 
 def _load_text(found: FoundModel, fields: Sequence[str], changes: TextChanges) -> Text:
-    """Loads the tokenizer, the chat template and the sampling defaults. The options replace the model's own. Warns
-    about a model that comes without a template."""
+    """Loads the tokenizer, the chat template and the sampling defaults. Options override the model's own. Warns about a
+    missing template.
+    """
     from penstock.model.load import load_text
 
     text = load_text(found.path, fields).with_sampling(changes.sampling)
     if changes.template:
         return _isolated(text.with_template_text(changes.template))
-    if text.template is None and not text.tokenizer.closing:  # an encoder has tokens that close a text, and no chats
+    if text.template is None and not text.tokenizer.closing:  # an encoder has closing tokens and needs no template
         note(f"{found.name} has no chat template: chats are rendered as ChatML (see --chat-template)")
     return _isolated(text)
 
 
 def _isolated(text: Text) -> Text:
-    """Returns the same with its templates in a process of their own, which is started if they need it."""
     from penstock.templates.process import RenderProcess
 
     process = RenderProcess()
@@ -350,7 +348,6 @@ def _isolated(text: Text) -> Text:
 
 
 def short_name(model: str, path: Path) -> str:
-    """Returns the name that the model is served by."""
     from penstock.store import find
 
     entry = find(model)

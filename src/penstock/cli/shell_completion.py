@@ -1,4 +1,4 @@
-"""`penstock completion` prints what a shell needs to complete commands, options and models."""
+"""Implements `penstock completion`, which prints a shell's completion script."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def completion(
 
 
 def words_after(before: list[str]) -> list[str]:
-    """Returns the words that may follow: commands at first, then the options of the command and the models."""
+    """Returns the possible next words: first commands, then the command's options and models."""
     name = next((" ".join(before[:count]) for count in (2, 1) if " ".join(before[:count]) in COMMANDS), "")
     if not name:
         return list(dict.fromkeys(_next_word(command, before) for command in COMMANDS if _begins(command, before)))
@@ -82,7 +82,7 @@ def _is_model(declared: Declared) -> bool:
 
 
 def _models() -> list[str]:
-    """Returns the names of models: of those in the store, then of those that can be pulled."""
+    """Returns the names of models: in the store, then in the catalogue."""
     from penstock.store import ALIASES, CATALOGUE, stored_names
 
     return list(dict.fromkeys([*stored_names(), *ALIASES, *(model.full_name for model in CATALOGUE)]))

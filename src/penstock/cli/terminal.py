@@ -1,4 +1,4 @@
-"""Output to the terminal. stdout is for answers; everything else goes to stderr."""
+"""Prints to the terminal. stdout is for answers; everything else goes to stderr."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ if TYPE_CHECKING:
     from penstock.store import Advisor
 
 IN_PIPES = 10_000  # columns
-MIN_WIDTH = 50  # characters of a line, however narrow the terminal is
-LINES = 24  # of a terminal: Rich ignores the width of a dumb one without them
+MIN_WIDTH = 50  # characters per line, even in a narrower terminal
+LINES = 24  # Rich ignores the width of a dumb terminal without lines
 
 
 def note(text: str) -> None:
-    """Prints a line to stderr."""
     print_to_stderr(text)
 
 
 def note_ending(output: RequestOutput) -> None:
-    """Says so if an answer was cut off."""
     count = len(output.tokens)
     if output.outputs[0].stop_reason == "repetition":
         note(
             f"(the answer repeated itself and was ended after {count} tokens; "
-            "--temperature 0.7 avoids it, --no-loop-guard lets it go on)"
+            "--temperature 0.7 avoids it, --no-loop-guard disables this)"
         )
     elif output.finish_reason == "length":
         note(f"(the answer was cut off after {count} tokens)")
@@ -47,13 +45,10 @@ def print_json(value: Any) -> None:
 
 
 def line_width() -> int:
-    """Returns how many characters a line on stdout may have. In a pipe lines are as long as they are, for programs that
-    read lines."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else IN_PIPES
 
 
 def print_table(table: Table) -> None:
-    """Prints a table of plain text to stdout."""
     from rich.console import Console
 
     for column in table.columns:
@@ -62,14 +57,15 @@ def print_table(table: Table) -> None:
 
 
 def print_piece(piece: str) -> None:
-    """Prints a piece of an answer to stdout at once: on a terminal without control characters, else as it is."""
+    """Prints a piece of an answer to stdout: on a terminal without control characters, else unchanged."""
     sys.stdout.write(stripped(piece) if sys.stdout.isatty() else piece)
     sys.stdout.flush()
 
 
 def print_filled(text: str, first: str = "", after: int | None = None) -> None:
-    """Prints a text in lines that fit, without breaking words: they may be paths. The first line begins with `first`,
-    the others with as many blanks, or with `after` of them."""
+    """Wraps a text without breaking words, which may be paths. The first line begins with `first`, the others with
+    `after` blanks, by default its length.
+    """
     from textwrap import TextWrapper
 
     indent = " " * (len(first) if after is None else after)
@@ -78,7 +74,7 @@ def print_filled(text: str, first: str = "", after: int | None = None) -> None:
 
 
 def readable_size(size: float) -> str:
-    """Returns a number of bytes in the unit that suits it, such as "98.4 MB"."""
+    """Formats a number of bytes in a suitable unit, such as "98.4 MB"."""
     if size < 1000:
         return f"{size:.0f} B"
     power = min(int(log10(size)) // 3, 4)
@@ -86,7 +82,7 @@ def readable_size(size: float) -> str:
 
 
 class DownloadBar:
-    """Shows the progress of a download on stderr: a bar on a terminal, else one line for each stage."""
+    """Shows the progress of a download on stderr: a bar on a terminal, else a line per stage."""
 
     def __init__(self) -> None:
         self.what = ""
@@ -118,8 +114,9 @@ class DownloadBar:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keeps a terminal from showing what is typed: it would stand in the middle of what is drawn there. Whoever reads
-    from the terminal next gets it."""
+    """Disables the terminal's echo, so that typed text does not disturb the drawing. The next reader still
+    receives it.
+    """
     if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
         yield
         return
@@ -149,8 +146,7 @@ def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def obtain(ref: str, advisor: Advisor | None = None) -> Path:
-    """Returns a model's local path. Downloads the model first if needed, and says where it is stored. `advisor` plans
-    which files fit."""
+    """Returns a model's local path, downloading it first if needed. `advisor` plans which files fit."""
     from penstock.store import fetch, size_of
 
     bar = DownloadBar()

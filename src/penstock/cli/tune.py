@@ -1,4 +1,4 @@
-"""`penstock tune` finds a fleet's configuration for a trace and targets."""
+"""Implements `penstock tune`, which finds a fleet's configuration for a trace and targets."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from penstock.tools.sim.simulation import FleetOptions
     from penstock.tools.tune import TunedFleet
 
-BYTES = "BYTES"  # stands for a number that is not known
+BYTES = "BYTES"  # placeholder of an unknown number
 
 
 def tune(
     model: Annotated[
-        str, Argument(metavar="MODEL", help="Model whose speed on this machine counts. Empty: Dynamo's mock engine's.")
+        str, Argument(metavar="MODEL", help="Model whose speed on this machine is used. Empty: Dynamo's mock engine.")
     ] = "",
     trace: TraceFile = "",
-    ttft: Annotated[float, Option(minimum=1, help="Milliseconds in which the first token has to come.")] = 2000.0,
+    ttft: Annotated[float, Option(minimum=1, help="Target for the time to first token, in milliseconds.")] = 2000.0,
     itl: Annotated[
-        float, Option(minimum=0.1, help="Milliseconds that each further token may take, on average.")
+        float, Option(minimum=0.1, help="Target for an answer's mean inter-token latency, in milliseconds.")
     ] = 50.0,
-    most: Annotated[int, Option(minimum=1, maximum=1000, help="Most replicas.")] = 64,
+    most: Annotated[int, Option(minimum=1, maximum=1000, help="Maximum number of replicas.")] = 64,
     speed: Speed = 1.0,
     limit: Limit = 3000,
     scale: Scale = 1.0,
@@ -38,10 +38,10 @@ def tune(
       penstock tune --trace conversation.jsonl --ttft 2000 --itl 50
       penstock tune smollm2 --trace conversation.jsonl --scale 0.05 --ttft 3000 --itl 80 --json
 
-    Tries numbers of replicas, rows, prefill budgets and a RAM tier. The smallest and plainest fleet in which 95 % of
-    the requests meet both targets is printed, with the figures to expect and the command that starts it. Each replica
-    is taken to have a machine like this one, or a GPU, to itself. The exit code is 1 if no fleet does; the nearest one
-    is printed then. A split of prefill and decode is not tried.
+    Tries numbers of replicas, rows, prefill budgets and a RAM tier. Prints the smallest and plainest fleet in which 95
+    % of the requests meet both targets, with the expected figures and the command that starts it. Each replica is
+    assumed to have a machine like this one, or a GPU, to itself. If no fleet meets the targets, prints the nearest and
+    exits with 1. A split of prefill and decode is not tried.
     """
     from penstock.fleet.scale import ServiceTargets
     from penstock.tools.tune import plain_fleet, tune
@@ -77,8 +77,7 @@ def _described(fleet: TunedFleet) -> str:
 
 
 def kv_ram(fleet: TunedFleet, plain: FleetOptions, replica: PlannedReplica) -> int | str | None:
-    """Returns what --kv-ram of such a fleet is: a number of bytes, or BYTES if it is not known. None: what an engine
-    has without that option."""
+    """Returns such a fleet's --kv-ram: a number of bytes, BYTES if unknown, or None for the engine's default."""
     tier = fleet.options.host_factor
     if tier == plain.host_factor:
         return None
@@ -86,21 +85,19 @@ def kv_ram(fleet: TunedFleet, plain: FleetOptions, replica: PlannedReplica) -> i
 
 
 def stated(engine: dict[str, Any]) -> dict[str, Any]:
-    """Returns the engine's options that are not the defaults."""
     from penstock.config import DEFAULTS
 
     return {name: value for name, value in engine.items() if value is not None and value != DEFAULTS[name]}
 
 
 def command(model: str, replicas: int, engine: dict[str, Any]) -> str:
-    """Returns the command that starts a fleet with these options of the engine."""
     import shlex
 
     words = ["penstock", "fleet", "serve", model or "MODEL", "--replicas", str(replicas)]
     for name, value in engine.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            words.append(flag)  # all of them are off by default
+            words.append(flag)  # all such flags are off by default
         else:
             words += [
                 word for each in (value if isinstance(value, list | tuple) else [value]) for word in (flag, str(each))

@@ -1,4 +1,4 @@
-"""`penstock usage` shows what API keys have used, and what it cost."""
+"""Implements `penstock usage`, which shows tokens used by API keys, and their cost."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ class UsageOptions(NamedTuple):
     usage: Annotated[
         str,
         Option(
-            help="File in which tokens and cost are recorded by API key, model and day (see penstock usage). By "
-            "default, usage.sqlite in PENSTOCK_HOME. off: nothing is recorded."
+            help="File that records tokens and cost by API key, model and day (see penstock usage). Default: "
+            "usage.sqlite in PENSTOCK_HOME. off: nothing is recorded."
         ),
     ] = ""
     price: Annotated[
         list[str] | None,
         Option(
-            help="Price of a model's tokens, such as 'smollm2=0.1,0.4': MODEL=IN,OUT or MODEL=IN,OUT,CACHED, each for "
-            "a million tokens. May be repeated."
+            help="Price of a model's tokens, such as 'smollm2=0.1,0.4': MODEL=IN,OUT or MODEL=IN,OUT,CACHED, per "
+            "million tokens. May be repeated."
         ),
     ] = None
 
     def record(self) -> UsageRecord | None:
-        """Returns where usage is recorded; None: nowhere."""
         from penstock.server.access.usage import UsageRecord, parse_price
 
         prices = dict(parse_price(each) for each in self.price or ())
@@ -47,18 +46,18 @@ class UsageOptions(NamedTuple):
 
 def usage(
     key: Annotated[str | None, Option(help="Only this key. '': requests without a key.")] = None,
-    since: Annotated[str, Option(help="Only from this day on: 7d, or a date such as 2027-01-31 (UTC).")] = "",
-    days: Annotated[bool, Option(help="List every day, not all days together.")] = False,
-    file: Annotated[str, Option(help="File of the record. By default, usage.sqlite in PENSTOCK_HOME.")] = "",
+    since: Annotated[str, Option(help="Only since this day: 7d, or a date such as 2027-01-31 (UTC).")] = "",
+    days: Annotated[bool, Option(help="List each day instead of the total.")] = False,
+    file: Annotated[str, Option(help="File of the record. Default: usage.sqlite in PENSTOCK_HOME.")] = "",
     json: options.Json = False,
 ) -> None:
-    """Show the tokens that API keys have used, by model, and what they cost.
+    """Show the tokens that API keys have used, by model, and their cost.
 
     penstock usage
     penstock usage --key alice --since 30d --json
     penstock usage --since 2027-01-01 --days
 
-    Servers write the record every 2 seconds. Costs are by the prices that a server was started with (--price).
+    Servers write the record every 2 seconds. Costs use the prices that a server was started with (--price).
     """
     from penstock.server.access.usage import by_key_and_model, read_usage
 
@@ -77,7 +76,6 @@ def _path(file: str) -> Path:
 
 
 def _day(text: str) -> date:
-    """Returns the day that a text such as "7d" or "2027-01-31" means."""
     if ago := re.fullmatch(r"(\d{1,5})d", text):
         return datetime.now(UTC).date() - timedelta(days=int(ago[1]))
     try:

@@ -1,4 +1,4 @@
-"""The one configuration of every tier: what a user may set, said once.
+"""Defines the configuration that all tiers share.
 
 Each option of the engine is one field of `Config`. Its name is the keyword of `LLM` and, with dashes, the flag of the
 command line. Flags, `--help` and docs/cli.md are generated from these declarations.
@@ -21,27 +21,27 @@ from penstock.config.kv_formats import read_kv, read_kv_loss
 from penstock.errors import ConfigError
 from penstock.system.printing import escaped_json, print_to_stderr
 
-DEVICES = ("auto", "cpu", "cuda", "ref")  # kinds; of several GPUs, cuda:N is the one with that index
-QUANTIZATIONS = {  # what plain weights can become at load, by device; each takes less memory
+DEVICES = ("auto", "cpu", "cuda", "ref")  # kinds; cuda:N is the GPU with that index
+QUANTIZATIONS = {  # formats of plain weights quantized at load, by device, in descending size
     "cpu": ("q8_0", "q4_k", "int4"),
     "cuda": ("q8_0", "q4_k", "fp8", "int4"),
 }
-AUTO, OFF = "auto", "off"  # values of options
-LOG_FORMAT = "PENSTOCK_LOG_FORMAT"  # the variable that tells the processes of a server how it logs
-SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
-MTP = "mtp"  # the value of draft that means a head of the model itself
+AUTO, OFF = "auto", "off"  # option values
+LOG_FORMAT = "PENSTOCK_LOG_FORMAT"  # the server's log format, inherited by its processes
+SHAPES, TOKENS = "shapes", "tokens"  # request contents in a post-mortem bundle
+MTP = "mtp"  # the value of draft for a head in the model's own checkpoint
 T = TypeVar("T")
 
 
 class Device(NamedTuple):
-    """Names what computes: a kind of device and, of GPUs, which one."""
+    """Names a device: its kind and, for GPUs, its index."""
 
     kind: str  # one of DEVICES
     index: int = 0  # type: ignore[assignment]  # a device is no one's list: tuple.index is not missed
 
     @classmethod
     def parse(cls, text: str) -> Device:
-        """Reads what `--device` takes; raises ConfigError for anything else."""
+        """Parses `--device`; raises ConfigError if invalid."""
         kind, colon, index = text.partition(":")
         if kind not in DEVICES or (colon and not (kind == "cuda" and index.isascii() and index.isdigit())):
             raise ConfigError(f"unknown device {text!r}: use one of {', '.join(DEVICES)}, or cuda:N for GPU number N")
@@ -52,14 +52,13 @@ class Device(NamedTuple):
 
 
 class DeviceDefaults(NamedTuple):
-    """Gives the values that stand in for 0 on each kind of device."""
+    """Holds the defaults that 0 stands for, by device."""
 
     cpu: int
     cuda: int
-    cuda_fp8: int  # on a GPU, for a model with FP8 weights
+    cuda_fp8: int  # on a GPU, for models with FP8 weights
 
     def of(self, device: Device, fp8_weights: bool = False) -> int:
-        """Returns the value for a device."""
         if device.kind != "cuda":
             return self.cpu
         return self.cuda_fp8 if fp8_weights else self.cuda
@@ -75,19 +74,19 @@ class ConfigOption(NamedTuple):
     help: str
     minimum: int = 0
     maximum: int | None = None
-    defaults: DeviceDefaults | None = None  # what 0 stands for
-    older: tuple[str, ...] = ()  # names that the option had before; they are still read
-    in_bytes: bool = False  # its number is of bytes, and may be a text with a unit
-    read: Callable[[Any], Any] | None = None  # reads its values, if they are more than numbers or texts
+    defaults: DeviceDefaults | None = None  # the defaults that 0 stands for
+    older: tuple[str, ...] = ()  # former names, still accepted
+    in_bytes: bool = False  # a number of bytes, or text with a unit
+    read: Callable[[Any], Any] | None = None  # parses values that are not plain numbers or texts
 
     @property
     def text(self) -> str:
-        """Returns the help text with the values that 0 stands for."""
         return f"{self.help} {self.defaults}" if self.defaults else self.help
 
     def check(self, name: str, value: Any, kind: type) -> Any:
-        """Returns the value as a `kind` (int, bool, str, or tuple of texts); raises ConfigError if it is not one or is
-        out of range."""
+        """Returns the value as a `kind` (int, bool, str, or tuple of texts); raises ConfigError if it is not one or out
+        of range.
+        """
         if self.read is not None:
             return self.read(value)
         if kind is tuple:
@@ -118,15 +117,13 @@ def option(default: T, help: str, **described: Any) -> T:
 
 
 def read_post_mortem(value: Any) -> str:
-    """Returns what `--post-mortem` takes; raises ConfigError for anything else."""
     if value not in (SHAPES, TOKENS, OFF):
         raise ConfigError(f"post_mortem is one of {SHAPES}, {TOKENS} and {OFF}; got {value!r}")
     return str(value)
 
 
 def read_speculation(value: Any) -> str:
-    """Returns what `--speculation` takes as text: auto, off, or a number above 0; raises ConfigError for anything
-    else."""
+    """Normalizes a value of `--speculation`: auto, off, or a positive integer; raises ConfigError if invalid."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if text in (AUTO, OFF):
         return text
@@ -136,7 +133,7 @@ def read_speculation(value: Any) -> str:
 
 
 def read_kv_ram(value: Any) -> str:
-    """Returns what `--kv-ram` takes as text: auto, or a number of bytes; raises ConfigError for anything else."""
+    """Normalizes a value of `--kv-ram`: auto, or a number of bytes; raises ConfigError if invalid."""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     try:
         return AUTO if text == AUTO else str(read_bytes(text))
@@ -145,97 +142,97 @@ def read_kv_ram(value: Any) -> str:
 
 
 def draft_limit(speculation: str) -> int | None:
-    """Returns the most tokens that a step may draft for one answer, by what `read_speculation` returned; 0: none;
-    None: as many as pay."""
+    """Returns the most drafted tokens per step and answer from `read_speculation`'s result; None: no fixed limit."""
     return None if speculation == AUTO else 0 if speculation == OFF else int(speculation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Says which model to run and how. Users' values come through `configure`, which checks them."""
+    """Defines the model and how it runs. Users' values come through `configure`, which checks them."""
 
     model: str  # a GGUF file or a Hugging Face folder
-    name: str = ""  # what clients call it; empty: from the file
-    max_len_for_all: bool = False  # max_len is for several models: one with a shorter context has that
-    yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
+    name: str = ""  # clients' name for the model; empty: from the file
+    max_len_for_all: bool = False  # max_len is shared by several models, and a shorter context takes precedence
+    yielding: bool = False  # loads weights at low priority on a CPU
     grammars_wait: bool = False  # requests with grammars wait for this engine
-    kv_file: str = ""  # that a CPU's KV cache lies in, in memory, so that the next engine finds it
-    standby: bool = False  # it loads the model and waits: another engine has the KV cache until that is lost
-    offers: tuple[str, ...] = ()  # where it offers KV blocks to other engines: shm, tcp:HOST:PORT
-    listen: str = ""  # the address at which several clients may join; ipc://*: in the folder of the engine's socket
-    secret: str = ""  # that clients who join have to know
-    device: str = option(
-        "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
-    )
-    threads: int = option(0, "CPU threads to compute with. 0: one for every core that this process may use.")
+    kv_file: str = ""  # memory file of a CPU's KV cache, which the next engine inherits
+    standby: bool = False  # loads the model and waits to take over another engine's KV cache
+    offers: tuple[str, ...] = ()  # endpoints that offer KV blocks to other engines: shm, tcp:HOST:PORT
+    listen: str = ""  # address for several clients; ipc://*: in the folder of the engine's socket
+    secret: str = ""  # required from joining clients
+    device: str = option("auto", "Device: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow).")
+    threads: int = option(0, "CPU threads for computation. 0: one per core available to this process.")
     max_len: int = option(
         0,
-        "Most tokens of one sequence, prompt and answer together. 0: the model's context length. In a server of "
-        "several models, those with a shorter context have that.",
+        "Maximum tokens of one sequence, prompt and answer together. 0: the model's context length. In a server of "
+        "several models, a shorter context takes precedence.",
     )
     max_rows: int = option(
-        0, "Most sequences computed in one step; further requests wait.", defaults=DeviceDefaults(64, 256, 256)
+        0, "Maximum sequences computed in one step; further requests wait.", defaults=DeviceDefaults(64, 256, 256)
     )
     step_tokens: int = option(
         0,
-        "Most tokens computed in one step, of prompts and answers together.",
+        "Maximum tokens computed in one step, of prompts and answers together.",
         defaults=DeviceDefaults(512, 2048, 2048),
         older=("max_tokens",),
     )
     prefill_budget: int = option(
         0,
-        "Most tokens computed in one step while up to 64 sequences decode; every 64 more add half as much again, and a "
-        "prompt of more than 16 such steps takes larger ones. Steps compute fewer if that takes longer than the usual "
-        "ITL target (see --itl-target), unless this is as much as step_tokens. A lower value shortens the time between "
-        "two tokens, a higher one the time to the first token.",
-        defaults=DeviceDefaults(192, 384, 640),  # 640 FP8 tokens take no longer than 384 with weights of 16 bits
+        "Maximum tokens computed in one step while up to 64 sequences decode; each further 64 add half as much, and "
+        "prompts of more than 16 such steps take larger ones. Steps shrink to meet the default ITL target (see "
+        "--itl-target), unless this equals step_tokens. A lower value shortens the inter-token latency, a higher one "
+        "the time to first token.",
+        # 640 tokens with FP8 weights take no longer than 384 with 16-bit ones
+        defaults=DeviceDefaults(192, 384, 640),
         older=("mixed_tokens",),
     )
     quantize: str = option(
-        "", "Format that plain weights (f32, f16, bf16) are quantized to at load: q8_0, q4_k, int4 or, on a GPU, fp8."
+        "", "Format to which plain weights (f32, f16, bf16) are quantized at load: q8_0, q4_k, int4 or, on a GPU, fp8."
     )
     kv: str = option(
         "auto",
-        "Format of the KV cache: auto (f16, on a GPU bf16), int8, int4, f32 (CPU only) or fp8 (GPU only). Two with a "
-        "colon are the formats of keys and of values: int8:int4. int8 and fp8 take half the memory of auto, and int8 "
-        "is the more precise of the two; int4 takes a little more than a quarter, and costs far less for values than "
-        "for keys.",
+        "Format of the KV cache: auto (f16, on a GPU bf16), int8, int4, f32 (CPU only) or fp8 (GPU only). int8:int4 "
+        "sets the formats of keys and values separately. int8 and fp8 take half the memory of auto, and int8 is more "
+        "precise than fp8; int4 takes little more than a quarter, and loses far less precision on values than on "
+        "keys.",
         read=read_kv,
     )
     kv_loss: str = option(
         "0.05",
-        "Most that a KV cache of fewer than 16 bits may cost, as mean KL divergence in nats from predictions with 16 "
-        "bits. It is measured at load, once for a model, on a short text; beyond this bound the model is refused. any: "
-        "nothing is refused.",
+        "Maximum loss of a KV cache with fewer than 16 bits, as mean KL divergence in nats from 16-bit predictions. "
+        "It is measured at the first load of a model, on a short text; beyond this bound the model is refused. any: "
+        "no bound.",
         read=read_kv_loss,
     )
     kv_memory: int = option(
         0,
-        "Bytes for the KV cache, such as 8G. 0: a quarter of the free memory; on a GPU all that the weights leave.",
+        "Bytes for the KV cache, such as 8G. 0: a quarter of the free memory; on a GPU, all memory that the weights "
+        "leave.",
         in_bytes=True,
     )
     kv_ram: str = option(
         AUTO,
-        "Bytes of host memory, such as 8G, for KV blocks that have left the cache; they are copied back where that is "
-        "faster than computing them again. 0: none. auto: as many as the cache has, and at most an eighth of the free "
-        "memory; on a GPU without --kv-disk none.",
+        "Bytes of host memory, such as 8G, for evicted KV blocks; they are copied back where that is faster than "
+        "recomputing them. 0: none. auto: as much as the cache, up to an eighth of the free memory; on a GPU without "
+        "--kv-disk, none.",
         read=read_kv_ram,
     )
     kv_disk: str = option(
         "",
-        "Folder for the KV of prompts, so that what was computed before a restart is not computed again. Empty: none. "
-        "Prompts can be read from these files by whoever may read the folder.",
+        "Folder that keeps the KV of prompts across restarts. Empty: none. Anyone who can read the folder can read "
+        "the prompts.",
     )
     kv_disk_bytes: int = option(
         16 << 30,
-        "Most bytes in the folder of --kv-disk, of all models together. The least recently used go first.",
+        "Maximum bytes in the folder of --kv-disk, for all models together. The least recently used files are deleted "
+        "first.",
         minimum=1 << 20,
         in_bytes=True,
     )
     block_size: int = option(
         16,
-        "Tokens in one block of the KV cache. Prefixes are shared in whole blocks, so smaller blocks share more and "
-        "cost more bookkeeping. Multiples of 16 are fastest.",
+        "Tokens per block of the KV cache. Prefixes are shared in whole blocks, so smaller blocks share more at a "
+        "higher overhead. Multiples of 16 are fastest.",
         minimum=1,
         maximum=1024,
     )
@@ -244,52 +241,52 @@ class Config:
     )
     adapter: tuple[str, ...] = option(
         (),
-        "NAME=PATH[:SCALE] of an adapter (LoRA) that requests may name: a PEFT folder or a GGUF file. May be repeated. "
-        "A server of several models gives it to the first, and MODEL/NAME=PATH[:SCALE] to that one.",
+        "NAME=PATH[:SCALE] of a LoRA adapter for requests: a PEFT folder or a GGUF file. May be repeated. In a server "
+        "of several models it belongs to the first, and MODEL/NAME=PATH[:SCALE] to the named one.",
     )
     max_adapters: int = option(
-        32, "Most adapters that are in memory at once; further ones take turns.", minimum=1, maximum=1024
+        32, "Maximum adapters in memory at once; further ones take turns.", minimum=1, maximum=1024
     )
     adapter_memory: int = option(0, "Bytes for adapters in memory. 0: an eighth of the free memory.", in_bytes=True)
     packed_cache: int = option(
         16 << 30,
-        "Most bytes on disk for packed weights, of all models together. With them a model is loaded sooner the next "
-        "time. The least recently used go first. 0: none are kept.",
+        "Maximum bytes on disk for packed weights, for all models together. They make later loads faster. The least "
+        "recently used are deleted first. 0: none are kept.",
         in_bytes=True,
     )
-    strict_config: bool = option(False, "Refuse a config.json with fields that nothing is known of.")
+    strict_config: bool = option(False, "Refuse a config.json with unknown fields.")
     post_mortem: str = option(
         "shapes",
-        "What a file in PENSTOCK_HOME says about the requests of an engine that has died: shapes (how long they were), "
-        "tokens (all of them) or off (there is none). The last 8 are kept.",
+        "Contents of the bundle in PENSTOCK_HOME about the requests of a dead engine: shapes (their lengths), tokens "
+        "(all of them) or off (no bundle). The last 8 bundles are kept.",
         read=lambda value: read_post_mortem(value),
     )
     speculation: str = option(
         AUTO,
-        "Tokens that a step may draft for one answer (speculative decoding): auto (as many as pay, often none), off, "
-        "or a number for at most so many. Answers stay the same.",
+        "Maximum drafted tokens per step and answer (speculative decoding): auto (as many as pay off, often none), "
+        "off, or a number. Answers stay the same.",
         read=read_speculation,
     )
     draft: str = option(
         "",
-        "What drafts (speculative decoding): a small model with the vocabulary of the model itself, named as that is, "
-        "or an EAGLE-3 head of it, or mtp for the head in the model's own checkpoint that predicts further "
-        "tokens. Answers stay the same. A server of several models gives it to the first.",
+        "Source of drafts (speculative decoding): a small model with the same vocabulary, by name, or an EAGLE-3 head "
+        "for the model, or mtp for the multi-token prediction head in the model's own checkpoint. Answers stay the "
+        "same. In a server of several models it belongs to the first.",
     )
     deterministic: bool = option(
         False,
-        "Compute an answer alike whatever is computed beside it and however its prompt is divided into steps (batch "
-        "invariance). On a CPU that is so in any case; on a GPU it takes slower kernels.",
+        "Compute an answer independently of other requests and of how its prompt is divided into steps (batch "
+        "invariance). CPUs always do so; on a GPU it needs slower kernels.",
     )
 
     @property
     def draft_model(self) -> str:
-        """Returns the model that drafts; empty: there is none, or a head of the model itself drafts."""
+        """Returns the draft model; "" if there is none, or if a head of the model drafts."""
         return "" if self.draft == MTP else self.draft
 
 
 class AdapterOption(NamedTuple):
-    """Is what `--adapter` says."""
+    """Holds a parsed `--adapter`."""
 
     name: str
     path: str
@@ -297,7 +294,7 @@ class AdapterOption(NamedTuple):
 
 
 def parse_adapter(text: str) -> AdapterOption:
-    """Reads NAME=PATH[:SCALE], or vLLM's JSON form {"name": ..., "path": ...}."""
+    """Parses NAME=PATH[:SCALE], or vLLM's JSON form {"name": ..., "path": ...}."""
     if text.startswith("{"):
         return _adapter_in_json(text)
     name, equals, place = text.partition("=")
@@ -306,12 +303,12 @@ def parse_adapter(text: str) -> AdapterOption:
     path, colon, tail = place.rpartition(":")
     try:
         return AdapterOption(name, path, float(tail)) if colon and path else AdapterOption(name, place)
-    except ValueError:  # a colon of the path itself
+    except ValueError:  # the colon is part of the path
         return AdapterOption(name, place)
 
 
 def _adapter_in_json(text: str) -> AdapterOption:
-    """Reads vLLM's JSON form of an adapter; `base_model_name` has no effect."""
+    """Parses vLLM's JSON form of an adapter; `base_model_name` has no effect."""
     try:
         match json.loads(text):
             case {"name": str(name), "path": str(path)} if name and path:
@@ -329,7 +326,6 @@ _NEWER = {older: name for name, described in OPTIONS.items() for older in descri
 
 
 def log_to_stderr(line: str, level: str = "info") -> None:
-    """Writes a line to stderr: as it is, or as JSON where the server that this process belongs to logs so."""
     if os.environ.get(LOG_FORMAT) == "json":
         seconds = time.time()
         when = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{int(seconds * 1000) % 1000:03}Z"
@@ -341,8 +337,9 @@ def log_to_stderr(line: str, level: str = "info") -> None:
 def configure(
     model: str | Path, settings: Mapping[str, Any], *, name: str = "", log: Callable[[str], None] = log_to_stderr
 ) -> Config:
-    """Returns the config of a model with the options that a user set. Options by an older name are read too, and `log`
-    gets a line about each. Raises ConfigError for unknown options and for values that cannot be."""
+    """Returns the config of a model with a user's options. Options under former names are accepted, and `log` gets a
+    line about each. Raises ConfigError for unknown options and invalid values.
+    """
     unknown = sorted(settings.keys() - OPTIONS.keys() - _NEWER.keys())
     if unknown:
         raise ConfigError(f"unknown options: {', '.join(unknown)}; there are {', '.join(sorted(OPTIONS))}")
@@ -364,7 +361,7 @@ def configure(
 
 
 def available_memory() -> int:
-    """Returns the bytes that this process can take without making others swap, within its control group."""
+    """Returns the bytes that this process can use without causing swapping, within its control group."""
     return _granted(_system_memory())
 
 
@@ -376,12 +373,11 @@ def _system_memory() -> int:
 
 
 def _granted(most: int) -> int:
-    """Returns how many of these bytes the control group may take: that of a container may be limited."""
+    """Limits a number of bytes to the control group's memory, as set for containers."""
     return min([most, *(int(limit) for limit in _lines("/sys/fs/cgroup/memory.max") if limit.isdigit())])
 
 
 def _windows_memory() -> tuple[int, int]:
-    """Returns the bytes of memory that Windows has, and how many of them are available."""
     import ctypes
 
     status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its length and the load in the first, then total, available
@@ -390,7 +386,7 @@ def _windows_memory() -> tuple[int, int]:
 
 
 def total_memory() -> int:
-    """Returns the bytes of memory that this machine has for the control group of this process."""
+    """Returns the memory of this machine, within the process's control group."""
     if sys.platform == "win32":
         return _windows_memory()[0]
     return _granted(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -406,12 +402,10 @@ def home() -> Path:
 
 
 def packed_home() -> Path:
-    """Returns the folder of all packed weights."""
     return home() / "packed"
 
 
 def packed_folder(model: Path) -> Path:
-    """Returns the folder of the packed weights of a model file or folder, whether it exists or not."""
     from hashlib import blake2b
 
     path = model.resolve()
@@ -431,7 +425,6 @@ def available_threads() -> int:
 
 
 def _lines(path: str) -> list[str]:
-    """Returns the lines of a system file; none on systems without it."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:

@@ -1,19 +1,20 @@
-"""Numbers of bytes as people write them: with a unit."""
+"""Parses and formats numbers of bytes with units."""
 
 from __future__ import annotations
 
 import re
 
-EXAMPLES = "500M or 8G"  # that a message about a wrong number gives
+EXAMPLES = "500M or 8G"  # shown in error messages
 _PREFIXES = ("", "K", "M", "G", "T")
 _WHOLE = r"[0-9]+"
-_FRACTION = r"[0-9]{1,9}\.[0-9]+(?= ?[kKMGT])"  # there is no half a byte
+_FRACTION = r"[0-9]{1,9}\.[0-9]+(?= ?[kKMGT])"  # a fraction needs a unit
 _SIZE = re.compile(rf"({_WHOLE}|{_FRACTION}) ?([kKMGT]?)(iB|B)?")
 
 
 def read_bytes(text: str) -> int:
-    """Reads a number of bytes that may have a unit: 8G and 8GiB are 8 * 1024**3, 8GB is 8 * 1000**3. Raises ValueError
-    for anything else."""
+    """Parses a number of bytes with an optional unit: 8G and 8GiB are 8 * 1024**3, 8GB is 8 * 1000**3. Raises
+    ValueError if invalid.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a number of bytes")
@@ -23,7 +24,7 @@ def read_bytes(text: str) -> int:
 
 
 def written_bytes(count: int) -> str:
-    """Returns a number of bytes as `read_bytes` reads it, in the largest unit of which it is a multiple."""
+    """Formats a number of bytes for `read_bytes`, in the largest unit that divides it."""
     power = 0
     while count and count % 1024 == 0 and power + 1 < len(_PREFIXES):
         count, power = count // 1024, power + 1

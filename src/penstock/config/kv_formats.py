@@ -1,4 +1,4 @@
-"""Reads what `--kv` takes, the format of a KV cache or those of its keys and of its values, and what it may cost."""
+"""Parses `--kv`, the format of a KV cache or of its keys and values, and `--kv-loss`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from penstock.errors import ConfigError
 
 QUANTIZED_KV = ("int8", "fp8", "int4")  # formats with fewer than 16 bits
-ANY = "any"  # the value of kv_loss that refuses nothing
+ANY = "any"  # the value of kv_loss without a limit
 
 
 def read_kv(value: Any) -> str:
-    """Returns what `--kv` takes: a format, or those of keys and values with a colon between them. A device knows which
-    there are. Raises ConfigError for anything else."""
+    """Checks a value of `--kv`: a format, or those of keys and values separated by a colon. Devices define the formats.
+    Raises ConfigError if invalid.
+    """
     parts = value.split(":") if isinstance(value, str) else []
     if len(parts) not in (1, 2) or not all(parts):
         raise ConfigError(f"kv is one format, or two, KEYS:VALUES, as in int8:int4; got {value!r}")
@@ -21,7 +22,7 @@ def read_kv(value: Any) -> str:
 
 
 def read_kv_loss(value: Any) -> str:
-    """Returns what `--kv-loss` takes as text: any, or a number of nats; raises ConfigError for anything else."""
+    """Normalizes a value of `--kv-loss`: any, or a number of nats; raises ConfigError if invalid."""
     text = value if isinstance(value, str) else repr(value)
     try:
         if text == ANY or (not isinstance(value, bool) and 0 <= float(text) < inf):
@@ -32,11 +33,10 @@ def read_kv_loss(value: Any) -> str:
 
 
 def kv_parts(kv: str) -> tuple[str, str]:
-    """Returns the formats of keys and values, given what `read_kv` returned."""
+    """Splits `read_kv`'s result into the formats of keys and values."""
     keys, _, values = kv.partition(":")
     return keys, values or keys
 
 
 def is_kv_quantized(kv: str) -> bool:
-    """Returns True if keys or values of a cache have fewer than 16 bits."""
     return not set(kv_parts(kv)).isdisjoint(QUANTIZED_KV)

@@ -9,11 +9,11 @@ from typing import Any
 from penstock.errors import ConfigError
 
 DRAFT_MODEL = "draft_model"
-NAMING_MODELS = (DRAFT_MODEL, "eagle3")  # methods that name a model or a head, which says itself what it is
-MTP = "mtp"  # what --draft calls the head in the model's own checkpoint
+NAMING_MODELS = (DRAFT_MODEL, "eagle3")  # methods with a model or head, whose files define its kind
+MTP = "mtp"  # --draft's value for the head in the model's own checkpoint
 MTP_METHODS = (MTP, "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
-DRAFT_FREE = ("ngram", "ngram_gpu", "suffix")  # methods that look up drafts in texts, which is done here in one way
-NO_EFFECT = (  # how matches are found and how many tokens pay is decided here in each step
+DRAFT_FREE = ("ngram", "ngram_gpu", "suffix")  # methods that look up drafts in texts; Penstock has one
+NO_EFFECT = (  # the engine makes these choices in each step
     "disable_by_batch_size",
     "draft_sample_method",
     "draft_tensor_parallel_size",
@@ -32,7 +32,7 @@ NAME = "speculative_config"
 
 
 def speculation_in_json(text: str, warn: Callable[[str], None]) -> dict[str, str]:
-    """Returns the engine options that a config in JSON means; see `speculation_in`."""
+    """Parses a JSON config; see `speculation_in`."""
     try:
         given = json.loads(text)
     except ValueError as error:
@@ -41,9 +41,9 @@ def speculation_in_json(text: str, warn: Callable[[str], None]) -> dict[str, str
 
 
 def speculation_in(given: Any, warn: Callable[[str], None]) -> dict[str, str]:
-    """Returns the engine options that a config means: `speculation` and, if it names a draft model or a head, `draft`.
-    `warn` gets a line about its fields that have no effect. Raises ConfigError for methods and fields that are not
-    known."""
+    """Returns the engine options of a config: `speculation` and, for a draft model or head, `draft`. `warn` gets a line
+    about ignored fields. Raises ConfigError for unknown methods and fields.
+    """
     if not isinstance(given, Mapping):
         raise ConfigError(f'{NAME} is an object such as {{"method": "ngram"}}; got {given!r:.200}')
     if unknown := sorted(map(str, given.keys() - set(KNOWN))):
@@ -59,8 +59,9 @@ def speculation_in(given: Any, warn: Callable[[str], None]) -> dict[str, str]:
 
 
 def _draft_model(stated: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the option that says what drafts; empty if drafts are looked up in texts. vLLM also takes the method as
-    the model's name. Raises ConfigError for all other methods."""
+    """Returns the draft option, empty for lookup methods. vLLM also accepts the method as the model's name. Raises
+    ConfigError for all other methods.
+    """
     model = str(stated.get("model", "")).strip("[]")
     method = stated.get("method", model if model in (*DRAFT_FREE, *MTP_METHODS) else DRAFT_MODEL if model else None)
     if method in DRAFT_FREE and model in ("", *DRAFT_FREE):

@@ -1,4 +1,4 @@
-"""Penstock in a script: `LLM` for blocking calls and `AsyncLLM` for asyncio, both in the shape of vLLM's.
+"""Runs models in scripts: `LLM` for blocking calls and `AsyncLLM` for asyncio, both shaped like vLLM's.
 
 with LLM("smollm2") as llm:
     for output in llm.generate(["The sky is blue because"], SamplingParams(max_tokens=40)):

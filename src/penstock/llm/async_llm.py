@@ -1,4 +1,4 @@
-"""Runs one model in a process of its own, for the coroutines of one event loop."""
+"""Runs one model in a separate process, for the coroutines of one event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AsyncEngineArgs:
 
 
 class RunningRequest(NamedTuple):
-    """Holds a request that is being answered, the tasks that read its answers, and the event that announces news."""
+    """Holds an active request, the tasks that read its answers, and the event that signals new output."""
 
     pending: PendingOutput
     tasks: list[asyncio.Task[None]]
@@ -44,7 +44,7 @@ class RunningRequest(NamedTuple):
 
 
 class AsyncLLM:
-    """Runs one model, with the options of `LLM`. The engine process starts with the first request, or with `start`."""
+    """Runs one model, with the options of `LLM`. The engine process starts with the first request or with `start`."""
 
     def __init__(self, model: str | Path = DEFAULT, **options: Any) -> None:
         self._options = read_options(options)
@@ -60,11 +60,11 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
-        """Returns the engine that the arguments describe."""
+        """Builds an engine from these arguments."""
         return cls(engine_args.model, **engine_args.options)
 
     async def start(self) -> None:
-        """Starts the engine and loads the tokenizer; raises what keeps them from it. Starting twice changes nothing."""
+        """Starts the engine and loads the tokenizer, or raises their error. It may be called twice."""
         await self._started()
 
     async def generate(
@@ -76,9 +76,10 @@ class AsyncLLM:
         lora_request: LoraLike = None,
         targets: Targets = NO_TARGETS,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the answer as it grows: all of it so far each time, or what `sampling_params.output_kind` asks for.
-        Leaving the generator early, or cancelling its task, aborts the request. `lora_request` names its adapters,
-        `targets` say how soon tokens are to come."""
+        """Yields the growing answer: the whole answer so far, or as `sampling_params.output_kind` requests. Leaving the
+        generator early, or cancelling its task, aborts the request. `lora_request` names its adapters; `targets` are
+        latency targets.
+        """
         make = await self._started()
         uses = await self._uses(lora_request)
         pending = make.generation(make.prompt(prompt), sampling_params, request_id or "", uses, targets)
@@ -87,7 +88,6 @@ class AsyncLLM:
                 yield output
 
     async def _uses(self, lora_request: LoraLike) -> list[AdapterUse]:
-        """Returns the adapters of a prompt. Those that come with a path are registered."""
         given = several(lora_request)
         for one in given:
             if isinstance(one, LoRARequest) and one.lora_path:
@@ -112,7 +112,7 @@ class AsyncLLM:
         )
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request: its last output has the finish reason abort. One that has ended is left alone."""
+        """Aborts a request: its last output has the finish reason abort. A finished request is unaffected."""
         running = self._running.get(request_id)
         if running is None:
             return
@@ -123,8 +123,9 @@ class AsyncLLM:
         running.news.set()
 
     async def pause_generation(self, mode: str = PAUSE_KEEP) -> None:
-        """Stops the engine between two steps: new requests wait. Mode "keep" leaves running ones as they are, "wait"
-        waits for their ends, and "abort" ends them with what they have."""
+        """Pauses the engine between two steps; new requests wait. Mode "keep" freezes running ones, "wait" completes
+        them first, and "abort" ends them with their output so far.
+        """
         if mode not in PAUSE_MODES:
             raise InvalidRequest(f"mode is one of {', '.join(PAUSE_MODES)}; got {mode!r}", param="mode")
         await self._started()
@@ -136,12 +137,12 @@ class AsyncLLM:
         await self._client.ask(Resume())
 
     async def is_paused(self) -> bool:
-        """Returns whether there is a pause."""
+        """Returns True while the engine is paused."""
         await self._started()
         return (await self._client.ask(DescribeWeights())).paused
 
     async def update_weights(self, path: str | Path, version: str = "", *, recompute: bool = True) -> str:
-        """Puts other weights in place of the loaded ones, and returns their version: see `LLM.update_weights`."""
+        """Replaces the model's weights and returns their version: see `LLM.update_weights`."""
         await self._started()
         return (await self._client.ask(UpdateWeights(str(path), version, recompute))).version
 
@@ -150,11 +151,11 @@ class AsyncLLM:
         return ModelTokenizer((await self._started()).text)
 
     def shutdown(self) -> None:
-        """Begins to end the engine process, from a coroutine that does not wait for it."""
+        """Starts to shut down the engine process without waiting for it."""
         self._closing = asyncio.get_running_loop().create_task(self.close())
 
     async def close(self) -> None:
-        """Ends the engine process; requests that are being answered fail. Closing twice changes nothing."""
+        """Ends the engine process; active requests fail. It may be called twice."""
         await self._client.close()
 
     async def __aenter__(self) -> Self:
@@ -168,7 +169,7 @@ class AsyncLLM:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         make = await asyncio.shield(self._starting)
-        await self._client.start()  # raises if the engine is closed, or was given up
+        await self._client.start()  # raises if the engine is closed or has failed for good
         return make
 
     async def _start(self) -> RequestMaker:
@@ -204,7 +205,7 @@ class AsyncLLM:
             await asyncio.wait(tasks)
 
     async def _collect(self, choice: PendingChoice, news: asyncio.Event) -> None:
-        """Reads one answer to its end. Leaving before that aborts its request."""
+        """Reads one answer to its end. Cancellation aborts its request."""
         try:
             async with aclosing(self._client.submit(choice.request)) as steps:
                 async for events in steps:
@@ -212,6 +213,6 @@ class AsyncLLM:
                     news.set()
                     if choice.finish_reason:
                         return
-        except Exception as error:  # also one that nobody expects: who waits for the answer would wait for ever
+        except Exception as error:  # even an unexpected error must reach the caller, who would otherwise wait forever
             choice.fail(error)
             news.set()

@@ -16,18 +16,18 @@ from penstock.types import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Says how to search with beams."""
+    """Sets the parameters of a beam search."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     length_penalty: float = 1.0
-    temperature: float = 0.0  # without effect: nothing is sampled
+    temperature: float = 0.0  # no effect: nothing is sampled
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """Holds one continuation, its prompt included."""
+    """Holds one continuation, including its prompt."""
 
     tokens: list[int]
     text: str
@@ -38,13 +38,13 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """Holds the continuations of one prompt, the best first."""
+    """Holds the continuations of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 class PromptSearch(NamedTuple):
-    """Holds the search for one prompt, and the request that its beams are made of."""
+    """Holds the search for one prompt, and the template of its beams' requests."""
 
     request: Request
     search: BeamSearch
@@ -53,8 +53,9 @@ class PromptSearch(NamedTuple):
 def search_beams(
     make: RequestMaker, engine: SharedEngine, prompts: Sequence[Any], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
-    """Returns the continuations of every prompt. The beams of all prompts are computed together, one token in each
-    round; the prefix cache has the tokens before it."""
+    """Returns the continuations of every prompt. The beams of all prompts advance together by one token per round; the
+    prefix cache has the earlier tokens.
+    """
     searches = [_begin(make, prompt, params) for prompt in prompts]
     while running := [each for each in searches if not each.search.done]:
         asked = [[_next_token(make, each, beam) for beam in each.search.running] for each in running]
@@ -80,7 +81,6 @@ def _begin(make: RequestMaker, prompt: Any, params: BeamSearchParams) -> PromptS
 
 
 def _next_token(make: RequestMaker, search: PromptSearch, beam: Beam) -> PendingChoice:
-    """Returns the request for the likeliest next tokens of a beam."""
     request = search.request._replace(
         id=make.next_id(),
         prompt=(*search.request.prompt, *beam.tokens),

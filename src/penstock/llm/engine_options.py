@@ -1,4 +1,4 @@
-"""Reads the options of `LLM`: those of the engine (`penstock.config`), and vLLM's for scripts that pass them."""
+"""Reads the options of `LLM`: the engine's (`penstock.config`), and vLLM's for compatibility."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENAMED = {
 KV_FORMATS = {"fp8_e4m3": "fp8", "bfloat16": "auto", "float16": "auto", "half": "auto"}
 ANY: tuple[object, ...] = ()
 
-# vLLM's options that have no effect here, with the values that need none: other values are listed in a warning.
+# vLLM's options without effect, with their harmless values: others are listed in a warning.
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "convert": ANY,
     "data_parallel_size": (1,),
@@ -38,10 +38,10 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "task": ANY,
     "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto",),
-    "trust_remote_code": ANY,  # no code of a model is ever run
+    "trust_remote_code": ANY,  # code in models is never run
     "dtype": ("auto",),
     "enable_expert_parallel": (False,),
-    "enable_lora": ANY,  # adapters are always enabled, and may have any rank
+    "enable_lora": ANY,  # adapters are always enabled, with any rank
     "max_cpu_loras": ANY,
     "max_lora_rank": ANY,
 }
@@ -60,17 +60,18 @@ IGNORED = """
 
 
 class LLMOptions(NamedTuple):
-    """Holds what the options of `LLM` mean."""
+    """Holds the parsed options of `LLM`."""
 
-    engine: dict[str, Any]  # for `configure`
-    seed: int | None = None  # from which requests get theirs
-    sampling: Mapping[str, Any] = {}  # defaults in place of the model's
-    targets: Targets = NO_TARGETS  # of requests that state none
+    engine: dict[str, Any]  # arguments of `configure`
+    seed: int | None = None  # source of the requests' seeds
+    sampling: Mapping[str, Any] = {}  # override the model's defaults
+    targets: Targets = NO_TARGETS  # default targets of requests
 
 
 def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_stderr) -> LLMOptions:
-    """Translates vLLM's options, where None stands for the default; `warn` gets one line about those that are
-    ignored. Options that neither vLLM nor the engine knows are left to `configure`, which refuses them."""
+    """Translates vLLM's options, where None means the default; `warn` gets one line about ignored ones. Unknown options
+    are left to `configure`, which refuses them.
+    """
     engine: dict[str, Any] = {}
     ignored = []
     options = {name: value for name, value in given.items() if value is not None}
@@ -96,13 +97,12 @@ def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_
 
 
 def adapter_text(name: str, place: Any) -> str:
-    """Returns an entry of `adapters`, {name: path} or {name: (path, scale)}, as the engine's option has it."""
+    """Converts an entry of `adapters`, {name: path} or {name: (path, scale)}, to the engine's notation."""
     path, scale = place if isinstance(place, tuple) else (place, 1.0)
     return f"{name}={path}:{scale!r}"
 
 
 def check_targets(given: Any) -> Targets:
-    """Returns the targets that a caller in Python has given; raises InvalidRequest if they are none."""
     if isinstance(given, Targets):
         times = [time for time in given if time is not None]
         if all(isinstance(time, int | float) and 0 < time < inf for time in times):

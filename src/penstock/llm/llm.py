@@ -64,9 +64,10 @@ Conversation = Sequence[MessageDict]
 
 
 class LLM:
-    """Runs one model. Keyword arguments are the engine's options (`penstock.config`) or vLLM's names for them; those
-    of vLLM's that have no meaning here are listed in a warning. `targets` are those of calls that state none. Threads
-    may share it: their requests are computed together."""
+    """Runs one model. Keyword arguments are the engine's options (`penstock.config`) or vLLM's names for them; vLLM
+    options without effect are listed in a warning. `targets` are the default latency targets. Threads may share an
+    instance: their requests are batched together.
+    """
 
     def __init__(self, model: str | Path = DEFAULT, **options: Any) -> None:
         read = read_options(options)
@@ -97,9 +98,10 @@ class LLM:
         lora_request: LoraArgument = None,
         targets: Targets = NO_TARGETS,
     ) -> list[RequestOutput]:
-        """Continues each prompt: a text, a list of token ids, or a dictionary with `prompt` or `prompt_token_ids`; one
-        of them, or a list of any. Without `sampling_params`, the model's own defaults apply. `lora_request` names the
-        adapters of all prompts, or is a list with those of each. `targets` say how soon tokens are to come."""
+        """Continues one prompt or a list: texts, lists of token ids, or dictionaries with `prompt` or
+        `prompt_token_ids`. Without `sampling_params`, the model's own defaults apply. `lora_request` names the adapters
+        of all prompts, or is a list with one entry per prompt. `targets` are latency targets.
+        """
         given = prompt_list(prompts)
         params = params_list(sampling_params, len(given))
         adapters = self._uses(lora_request, len(given))
@@ -125,8 +127,9 @@ class LLM:
         lora_request: LoraArgument = None,
         targets: Targets = NO_TARGETS,
     ) -> list[RequestOutput]:
-        """Returns the assistant's next message in each conversation: one list of messages, or a list of such lists.
-        `tools` and `chat_template_kwargs` go to the chat template. `targets` say how soon tokens are to come."""
+        """Returns the assistant's next message in one conversation (a list of messages) or in each of several. `tools`
+        and `chat_template_kwargs` go to the chat template. `targets` are latency targets.
+        """
         given = conversation_list(messages)
         params = params_list(sampling_params, len(given))
         adapters = self._uses(lora_request, len(given))
@@ -149,7 +152,7 @@ class LLM:
         lora_request: LoraLike = None,
         targets: Targets = NO_TARGETS,
     ) -> CompletionStream:
-        """Does what `generate` does, or `chat` when given messages, and returns the text as it comes."""
+        """Streams one answer as text: like `generate` or, for messages, like `chat`."""
         make = self._maker
         is_chat = not isinstance(prompt, str | Mapping) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         read = make.chat_prompt(prompt, ChatOptions()) if is_chat else make.prompt(prompt)  # type: ignore[arg-type]
@@ -172,9 +175,10 @@ class LLM:
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Returns the embedding of each prompt, as `.outputs.embedding` (a list) and `.outputs.vector` (an array).
 
-        An embedding is made of the hidden states after the last norm, pooled and scaled to a length of 1. `pooling` is
-        "mean" (of all tokens), "last" (token) or "cls" (the first token); None takes the model's own. `dimensions`
-        keeps that many leading values."""
+        An embedding is the pooled final hidden states, normalized to length 1. `pooling` is "mean" (of all tokens),
+        "last" (token) or "cls" (the first token); None selects the model's own. `dimensions` keeps only the leading
+        values.
+        """
         check_dimensions(dimensions, self._maker.limits.dim)
         pending = self._pool(prompts, pooling, truncate_prompt_tokens, use_tqdm, lora_request)
         return [_pooled(each, EmbeddingOutput(embedding(each.choices[0].pooled, dimensions))) for each in pending]
@@ -182,15 +186,16 @@ class LLM:
     def encode(
         self, prompts: Prompts, *, use_tqdm: ShowProgress = True, pooling: str | None = None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Returns the pooled hidden states of each prompt as `.outputs.data`: an embedding before it is scaled."""
+        """Returns the pooled hidden states of each prompt as `.outputs.data`: an embedding before normalization."""
         pending = self._pool(prompts, pooling, None, use_tqdm)
         return [_pooled(each, PoolingOutput(state_of(each.choices[0].pooled))) for each in pending]
 
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: ShowProgress = True
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Returns how well each text of `data_2` fits the text of `data_1`, or the one at the same place, as
-        `.outputs.score`. A reranker scores each pair; an embedding model gives the cosine of two embeddings."""
+        """Scores each text of `data_2` against the single text of `data_1`, or against the one at the same index, as
+        `.outputs.score`. A reranker scores each pair; an embedding model returns the cosine of two embeddings.
+        """
         make, pairs = self._maker, text_pairs(data_1, data_2)
         check_scores(make.limits)
         if not make.limits.labels:
@@ -204,7 +209,7 @@ class LLM:
     def classify(
         self, prompts: Prompts, *, use_tqdm: ShowProgress = True
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """Returns the score of each label that the model classifies a prompt into, as `.outputs.probs`."""
+        """Classifies each prompt; returns the score of each label as `.outputs.probs`."""
         make = self._maker
         check_labels(make.limits)
         read = [make.prompt(each, make.text.encode_whole) for each in prompt_list(prompts)]
@@ -212,7 +217,7 @@ class LLM:
         return [_pooled(each, ClassificationOutput(probs)) for each, probs in self._classify(pending, use_tqdm)]
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """Returns the likeliest continuations of each prompt that beams find, the best first."""
+        """Returns the likeliest continuations of each prompt by beam search, best first."""
         return search_beams(self._maker, self._engine, prompt_list(prompts), params)
 
     def reset_prefix_cache(self) -> bool:
@@ -225,19 +230,19 @@ class LLM:
         return ModelTokenizer(self._maker.text)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Returns the sampling that applies where a call gives none: the model's own."""
+        """Returns the model's default sampling."""
         return self._maker.text.sampling()
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """Returns the sampling with what is given and not None, and the model's own for the rest."""
+        """Returns the model's default sampling, overridden by arguments that are not None."""
         return self._maker.text.sampling(**given)
 
     def check_answers(self) -> None:
-        """Raises InvalidRequest if the model makes embeddings only."""
+        """Raises InvalidRequest if the model only makes embeddings."""
         self._maker.check_answers()
 
     def close(self) -> None:
-        """Frees the model. Calls that other threads wait for fail. Closing twice changes nothing."""
+        """Frees the model. Waiting calls of other threads fail. It may be called twice."""
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -247,7 +252,6 @@ class LLM:
         self.close()
 
     def _uses(self, lora_request: LoraArgument, count: int) -> list[tuple[AdapterUse, ...]]:
-        """Returns the adapters of each of `count` prompts. Those that come with a path are registered."""
         given = lora_list(lora_request, count)
         for one in dict.fromkeys(one for several in given for one in several):
             if isinstance(one, LoRARequest) and one.lora_path and self._adapters.get(one.lora_name) != one.lora_path:
@@ -255,21 +259,22 @@ class LLM:
         return [(*self._own, *map(use_of, several)) for several in given]
 
     def register_adapter(self, name: str, path: str | Path, scale: float = 1.0) -> AdapterInfo:
-        """Lets calls name an adapter (LoRA): a PEFT folder or a GGUF file. Raises AdapterError if it does not fit the
-        model or another has the name."""
+        """Registers a LoRA adapter under a name: a PEFT folder or a GGUF file. Raises AdapterError if it does not fit
+        the model or the name is taken.
+        """
         registered = self._engine.ask(RegisterAdapter(name, str(path), scale, id=self._maker.next_id()))
         self._adapters[name] = str(path)
         return registered.adapters[0]
 
     def unregister_adapter(self, name: str) -> AdapterInfo:
-        """Forgets an adapter; raises AdapterNotFound if there is none by that name."""
+        """Removes an adapter; raises AdapterNotFound for an unknown name."""
         forgotten = self._engine.ask(UnregisterAdapter(name, id=self._maker.next_id()))
         self._adapters.pop(name, None)
         return forgotten.adapters[0]
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """Returns the names of the adapters that calls may name."""
+        """Returns the names of the registered adapters."""
         return tuple(self._adapters)
 
     def list_adapters(self) -> tuple[AdapterInfo, ...]:
@@ -277,9 +282,10 @@ class LLM:
         return self._engine.ask(ListAdapters(id=self._maker.next_id())).adapters
 
     def update_weights(self, path: str | Path, version: str = "", *, recompute: bool = True) -> str:
-        """Puts the weights of a folder or GGUF file, of the same model, in place of the loaded ones; returns their
-        version, which is the number of the update if none is given. Answers that other threads wait for go on: their
-        KV is computed again, unless `recompute` is False. Raises WeightsError if the weights do not fit."""
+        """Replaces the weights with a folder's or GGUF file's for the same model; returns their version, by default the
+        number of the update. Answers of other threads continue: their KV is recomputed unless `recompute` is False.
+        Raises WeightsError if the weights do not fit.
+        """
         return self._engine.ask(UpdateWeights(str(path), version, recompute, id=self._maker.next_id())).version
 
     def _pool(
@@ -301,14 +307,14 @@ class LLM:
     def _classify(
         self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress
     ) -> list[tuple[PendingOutput, list[float]]]:
-        """Runs requests for the logits of labels; returns each with its scores."""
         self._complete(pending, use_tqdm)
         activation = self._maker.limits.activation
         return [(each, scores(state_of(each.choices[0].pooled), activation)) for each in pending]
 
     def _complete(self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress) -> None:
-        """Runs requests to their end; the first failure ends all of them. Choices announce their ends: to look at
-        thousands of prompts after every step would take longer than the step."""
+        """Runs requests to their end; the first failure ends all of them. Choices signal their ends, because checking
+        thousands of prompts after every step would take longer than the step.
+        """
         ends: deque[PendingOutput] = deque()
         unfinished = {each.id: len(each.choices) for each in pending}
         for each in pending:
@@ -322,7 +328,7 @@ class LLM:
                 self._engine.advance()
                 while ends:
                     each = ends.popleft()
-                    each.ended()  # raises the error that ended it, if one did
+                    each.ended()  # raises the choice's error, if any
                     unfinished[each.id] -= 1
                     if not unfinished[each.id]:
                         del unfinished[each.id]
@@ -331,9 +337,9 @@ class LLM:
     def _pieces(self, pending: PendingOutput) -> Generator[str]:
         (choice,) = pending.choices
         try:
-            yield ""  # started: from here on, dropping the generator aborts the request even if nothing was read
+            yield ""  # starts the generator, so that dropping it aborts the request even if nothing was read
             while True:
-                ended = choice.ended()  # before the text is taken: another thread may add the last of it now
+                ended = choice.ended()  # read before the text, because another thread may add the last text now
                 if text := choice.take_text():
                     yield text
                 elif ended:
@@ -345,7 +351,7 @@ class LLM:
 
 
 class CompletionStream(Iterator[str]):
-    """Yields the text of one answer as it comes. Dropping or closing it early aborts the request."""
+    """Yields the text of one answer as it is generated. Dropping or closing it early aborts the request."""
 
     def __init__(self, pending: PendingOutput, pieces: Generator[str]) -> None:
         self._pending = pending
@@ -366,13 +372,11 @@ class CompletionStream(Iterator[str]):
 
     @property
     def completion(self) -> RequestOutput:
-        """Returns the answer so far; all of it once the stream has ended."""
+        """Returns the answer so far; the whole answer once the stream has ended."""
         return self._pending.output()
 
 
 def as_derived(text: Text, model: str, sampling: Mapping[str, Any]) -> Text:
-    """Returns the text side of a model with these defaults for sampling and, if it is derived from another, what its
-    Modelfile says."""
     derived = find_derived(model)
     if derived is None:
         return text.with_sampling(sampling)
@@ -386,11 +390,11 @@ def _pooled(pending: PendingOutput, output: T) -> PoolingRequestOutput[T]:
 
 
 def text_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the pairs to score: one text with each of several, or the texts at the same places."""
     ones, others = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
     if len(ones) not in (1, len(others)):
         raise InvalidRequest(
-            f"data_1 has {len(ones)} texts and data_2 {len(others)}: give one, or as many", param="data_1"
+            f"data_1 has {len(ones)} texts and data_2 {len(others)}: give one text, or as many as data_2",
+            param="data_1",
         )
     return list(zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True))
 
@@ -398,13 +402,12 @@ def text_pairs(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list
 def cosine_score(
     one: PoolingRequestOutput[EmbeddingOutput], other: PoolingRequestOutput[EmbeddingOutput]
 ) -> PoolingRequestOutput[ScoringOutput]:
-    """Returns the cosine of two embeddings as the score of the second."""
     output = ScoringOutput(cosine(one.outputs.vector, other.outputs.vector))
     return PoolingRequestOutput(other.request_id, output, [*one.prompt_token_ids, *other.prompt_token_ids])
 
 
 def _start(work: Callable[[], T]) -> Callable[[], T]:
-    """Starts the work in a thread. Returns a function that waits for its result, or raises what it raised."""
+    """Starts the work in a thread. Returns a function that waits for its result or raises its error."""
     results: list[T] = []
     failures: list[Exception] = []
 

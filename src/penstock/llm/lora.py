@@ -1,4 +1,4 @@
-"""Says which adapters (LoRA) the prompts of a call are computed with, in the shape of vLLM's."""
+"""Reads the LoRA adapters of a call's prompts, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from penstock.types import AdapterUse
 
 
 class LoRARequest(NamedTuple):
-    """Names an adapter and where it is. Without a path it must be registered already."""
+    """Names an adapter and its path. Without a path it must be registered already."""
 
     lora_name: str
-    lora_int_id: int = 0  # has no effect: an adapter is known by its name
+    lora_int_id: int = 0  # no effect: adapters are identified by name
     lora_path: str = ""
     scale: float = 1.0
 
 
-OneLora = LoRARequest | AdapterUse | str  # a text is the name of a registered adapter
-LoraLike = OneLora | tuple[OneLora, ...] | None  # those of a tuple add up
+OneLora = LoRARequest | AdapterUse | str  # a string names a registered adapter
+LoraLike = OneLora | tuple[OneLora, ...] | None  # several adapters of one prompt add up
 LoraArgument = LoraLike | Sequence[LoraLike]
 
 
 def lora_list(given: LoraArgument, count: int) -> list[tuple[OneLora, ...]]:
-    """Returns the adapters of each of `count` prompts, given as those for all or as a list with those for each."""
     if not isinstance(given, list):
         return [several(given)] * count  # type: ignore[arg-type]
     if len(given) != count:
@@ -38,7 +37,6 @@ def lora_list(given: LoraArgument, count: int) -> list[tuple[OneLora, ...]]:
 
 
 def several(given: LoraLike) -> tuple[OneLora, ...]:
-    """Returns the adapters of one prompt: none, one or several."""
     if given is None:
         return ()
     one = isinstance(given, LoRARequest | AdapterUse | str)
@@ -46,7 +44,6 @@ def several(given: LoraLike) -> tuple[OneLora, ...]:
 
 
 def use_of(one: OneLora) -> AdapterUse:
-    """Returns how a request names an adapter, with the types that an engine reads."""
     use = AdapterUse(one.lora_name, one.scale) if isinstance(one, LoRARequest) else one
     try:
         name, scale = (use, 1.0) if isinstance(use, str) else use
@@ -59,7 +56,7 @@ def use_of(one: OneLora) -> AdapterUse:
 
 
 def modelfile_adapters(model: str) -> dict[str, str]:
-    """Returns the adapters that a derived model is always computed with: by name, the option that registers each."""
+    """Returns the registration options of a derived model's adapters, by name."""
     derived = find_derived(model)
     paths = [] if derived is None else derived.adapters
     names = [f"Modelfile's adapter {number}" for number in range(1, len(paths) + 1)]

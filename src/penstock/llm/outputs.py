@@ -13,53 +13,54 @@ T = TypeVar("T")
 
 
 class RequestOutputKind(IntEnum):
-    """Says what each output of `AsyncLLM.generate` holds."""
+    """Selects the content of each output of `AsyncLLM.generate`."""
 
     CUMULATIVE = 0  # the answer so far
-    DELTA = 1  # what is new since the last one
-    FINAL_ONLY = 2  # nothing before the whole answer
+    DELTA = 1  # new since the last output
+    FINAL_ONLY = 2  # only the whole answer, at the end
 
 
 class Logprob(NamedTuple):
     """Gives a token's logarithmic probability."""
 
     logprob: float
-    rank: int | None = None  # 1: the most likely token; None: beyond the alternatives that were asked for
+    rank: int | None = None  # 1: the most likely token; None: beyond the requested alternatives
     decoded_token: str | None = None
 
 
-PositionLogprobs = dict[int, Logprob]  # by token id
+PositionLogprobs = dict[int, Logprob]  # token id: logprob
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """Holds one answer to a prompt."""
 
-    index: int  # among the prompt's choices
+    index: int  # index of the choice
     text: str
-    token_ids: list[int]  # the one that ended it included
+    token_ids: list[int]  # includes the token that ended the answer
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None  # stop, length or abort; None while it goes on
-    stop_reason: int | str | None = None  # the stop token or stop string, or "repetition"; None: the model itself
-    weights: tuple[WeightSpan, ...] = ()  # that computed it, once it has ended; empty if a stop string ended it
+    finish_reason: str | None = None  # stop, length or abort; None while running
+    stop_reason: int | str | None = None  # the stop token or stop string, or "repetition"; None: the model's own end
+    # weight versions that computed the answer, once it has ended; empty after a stop string
+    weights: tuple[WeightSpan, ...] = ()
 
     def finished(self) -> bool:
-        """Returns whether the answer has ended."""
+        """Returns True if the answer has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Holds a prompt and its answers. `text`, `tokens` and `finish_reason` are those of the first answer."""
+    """Holds a prompt and its answers. `text`, `tokens` and `finish_reason` are the first answer's."""
 
     request_id: str
-    prompt: str | None  # None for a prompt that was given as token ids
+    prompt: str | None  # None if the prompt was token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
-    prompt_logprobs: list[PositionLogprobs | None] | None = None  # the first token has none
-    num_cached_tokens: int = 0  # prompt tokens whose KV was reused
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # None for the first token
+    num_cached_tokens: int = 0  # prompt tokens with reused KV
 
     @property
     def text(self) -> str:
@@ -76,7 +77,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[T]):
-    """Holds a prompt and what the model made of it in place of an answer."""
+    """Holds a prompt and its embedding, classification, score or pooled states."""
 
     request_id: str
     outputs: T
@@ -86,14 +87,14 @@ class PoolingRequestOutput(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """Holds the pooled hidden states of a prompt, as they left the last norm."""
+    """Holds the pooled final hidden states of a prompt."""
 
     data: Vector
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """Holds an embedding, scaled to a length of 1."""
+    """Holds an embedding, normalized to length 1."""
 
     vector: Vector
 
@@ -120,6 +121,6 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """Holds how well two texts go together."""
+    """Holds the score of a text pair."""
 
     score: float

@@ -1,4 +1,4 @@
-"""Collects the events of requests until they are outputs."""
+"""Collects the events of requests into outputs."""
 
 from __future__ import annotations
 
@@ -11,49 +11,45 @@ from penstock.types import Event, Request, SamplingParams, TokenLogprob
 
 
 class PendingChoice:
-    """Collects the events of one request of the engine. One thread may add events while another reads."""
+    """Collects the events of one engine request. One thread may add events while another reads."""
 
     def __init__(self, request: Request, text: TextStream) -> None:
         self.request = request
-        self.finish_reason = ""  # empty while it goes on
+        self.finish_reason = ""  # empty while running
         self.deltas: list[Delta] = []
         self.on_end: Callable[[], object] = lambda: None
         self._failure: Exception | None = None
         self._text = text
-        self._taken = 0  # deltas whose text was taken
+        self._taken = 0  # deltas with taken text
 
     def add(self, events: Sequence[Event]) -> None:
-        """Adds this request's events of one step."""
         try:
             delta = read_step(self._text, events)
-        except Exception as error:  # of this request alone: the step has events of others
+        except Exception as error:  # affects only this request: the step has events of others
             self.fail(error)
         else:
             self.deltas.append(delta)
             self.finish_reason = delta.finish or ""
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with an error."""
         self._failure, self.finish_reason = error, "failed"
 
     def ended(self) -> bool:
-        """Returns whether the request has ended; raises the error that ended it, if one did."""
+        """Returns True if the request has ended; raises its error, if any."""
         if self._failure is not None:
             raise self._failure
         return bool(self.finish_reason)
 
     @property
     def pooled(self) -> bytes:
-        """Returns the pooled hidden state, once the request has ended."""
         return self.deltas[-1].pooled
 
     @property
     def likelihood(self) -> float:
-        """Returns the sum of the answer's log-probabilities, if these were asked for."""
+        """Returns the sum of the answer's log-probabilities, if requested."""
         return sum(entry.logprob for delta in self.deltas for entry in delta.logprobs)
 
     def take_text(self) -> str:
-        """Returns the text that came since the last call."""
         new = self.deltas[self._taken :]
         self._taken += len(new)
         return "".join(delta.text for delta in new)
@@ -61,7 +57,7 @@ class PendingChoice:
 
 @dataclass(slots=True)
 class PendingOutput:
-    """Holds one prompt and the choices that are generated for it."""
+    """Holds one prompt and its choices."""
 
     id: str
     prompt: str | None
@@ -70,13 +66,14 @@ class PendingOutput:
     choices: list[PendingChoice]
 
     def ended(self) -> bool:
-        """Returns whether all choices have ended; raises the error that ended one, if one did."""
-        ended = [choice.ended() for choice in self.choices]  # of all of them, since any may have failed
+        """Returns True if all choices have ended; raises the first error, if any."""
+        ended = [choice.ended() for choice in self.choices]  # evaluated for all, since any may have failed
         return all(ended)
 
     def output(self, since: Sequence[int] | None = None) -> RequestOutput:
-        """Returns what came so far; raises the error that ended a choice, if one did. `since` has the number of each
-        choice's deltas that were returned before and are left out."""
+        """Returns the output so far; raises a choice's error, if any. `since` has the number of already returned deltas
+        of each choice, which are left out.
+        """
         finished = self.ended()
         first = self.choices[0]
         scores = [score for delta in first.deltas for score in delta.scores]
@@ -94,7 +91,7 @@ class PendingOutput:
         )
 
     def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-        """Returns the n most likely of the choices, if more were generated."""
+        """Returns the n most likely choices, if more were generated."""
         if len(outputs) <= self.params.n:
             return outputs
         order = sorted(range(len(outputs)), key=lambda at: -self.choices[at].likelihood)
@@ -121,7 +118,6 @@ class PendingOutput:
         return REPETITION if last.loop else last.stop
 
     def _logprobs(self, entry: TokenLogprob) -> PositionLogprobs:
-        """Returns the log-probabilities at one position: of the token that stands there, and of the alternatives."""
         found = {entry.token: Logprob(entry.logprob, None, self.tokenizer.token_text(entry.token))}
         for rank, (token, logprob) in enumerate(entry.top, 1):
             found[token] = Logprob(logprob, rank, self.tokenizer.token_text(token))

@@ -1,4 +1,4 @@
-"""Shows how many prompts of a call are done."""
+"""Shows the number of completed prompts of a call."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-ShowProgress = bool | Callable[..., Any]  # a callable makes a bar as tqdm does
+ShowProgress = bool | Callable[..., Any]  # a callable makes a bar like tqdm
 
 
 @contextmanager
 def progress_bar(wanted: ShowProgress, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function that counts so many more prompts as done, and shows the count on stderr: where it was not
-    turned off and, unless the caller brings the bar, stderr is a terminal."""
+    """Yields a function that adds completed prompts, and shows the count on stderr, unless it is turned off or stderr
+    is not a terminal. A callable `wanted` makes the bar itself.
+    """
     if not wanted or not total:
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""Makes the engine's requests of what users pass to `LLM` and `AsyncLLM`."""
+"""Makes engine requests from the arguments of `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 
 class Prompt(NamedTuple):
-    """Holds a prompt's tokens, and its text if it was given as one."""
+    """Holds a prompt's tokens, and its text if given as text."""
 
     tokens: list[int]
     text: str | None = None
-    continuing: bool = True  # the answer continues a text, so a leading space belongs to it
+    continuing: bool = True  # the answer continues a text, and keeps its leading space
 
 
 class ChatOptions(NamedTuple):
-    """Says how a chat becomes a prompt."""
+    """Selects how a chat becomes a prompt."""
 
-    template: str | None = None  # in place of the model's own
+    template: str | None = None  # overrides the model's own
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
-    variables: Mapping[str, Any] = {}  # of the template
+    variables: Mapping[str, Any] = {}  # template variables
 
 
 class RequestMaker:
-    """Makes requests for one model. `next_id` numbers them; with a `seed`, requests without one of their own get
-    theirs from it, in the order in which they are made. `targets` are those of requests that state none."""
+    """Makes requests for one model. `next_id` numbers them; with a `seed`, it determines the seeds of requests without
+    one, in order of creation. `targets` are the defaults of requests.
+    """
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class RequestMaker:
         self._new_seed = new_seed if seed is None else partial(random.Random(seed).getrandbits, 63)
 
     def prompt(self, given: Any, encode: Callable[[str], list[int]] | None = None) -> Prompt:
-        """Reads a text, a list of token ids, or a dictionary that has one of them as vLLM's prompts do."""
+        """Reads a text, a list of token ids, or one of vLLM's prompt dictionaries."""
         if isinstance(given, Mapping):
             given = given.get("prompt_token_ids", given.get("prompt"))
         try:
@@ -84,13 +85,12 @@ class RequestMaker:
             ) from error
 
     def _checked(self, tokens: list[int]) -> list[int]:
-        """Returns token ids that a user gave; raises InvalidRequest if the vocabulary lacks one."""
+        """Checks a user's token ids; raises InvalidRequest for one outside the vocabulary."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.limits.vocab:
             raise InvalidRequest(f"prompt token ids must be from 0 to {self.limits.vocab - 1}", param="prompt")
         return tokens
 
     def chat_prompt(self, messages: Sequence[MessageDict], options: ChatOptions) -> Prompt:
-        """Renders a conversation with the chat template."""
         self.check_answers()
         check_messages(messages)
         text = self.text
@@ -119,8 +119,9 @@ class RequestMaker:
         adapters: Sequence[AdapterUse] = (),
         targets: Targets = NO_TARGETS,
     ) -> PendingOutput:
-        """Returns the choices to generate for a prompt, each with its own seed. As in vLLM, an answer ends where the
-        context does, whatever its max_tokens."""
+        """Makes the choices of a prompt, each with its own seed. As in vLLM, an answer ends at the context's end, even
+        before max_tokens.
+        """
         self.check_answers()
         params = self.text.sampling() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -148,7 +149,6 @@ class RequestMaker:
     def pooling(
         self, given: Any, pooling: str | None, truncate: int | None = None, adapters: Sequence[AdapterUse] = ()
     ) -> PendingOutput:
-        """Returns the request for the pooled hidden states of a prompt."""
         kind, prompt = pooling_of(pooling, self.limits), self.prompt(given, self.text.encode_whole)
         tokens = prompt.tokens[:truncate]
         request = embedding_request(self.next_id(), tokens, self.limits.max_len, kind, param="prompt")
@@ -157,20 +157,18 @@ class RequestMaker:
         return PendingOutput(str(request.id), prompt.text, request.sampling, self.text.tokenizer, [choice])
 
     def classification(self, tokens: list[int], text: str | None = None) -> PendingOutput:
-        """Returns the request for the logits of a prompt's labels."""
         request = classify_request(self.next_id(), tokens, self.limits, "prompt")
         choice = PendingChoice(request, TextStream(self.text.tokenizer))
         return PendingOutput(str(request.id), text, request.sampling, self.text.tokenizer, [choice])
 
     def pair_prompts(self) -> PairPrompts:
-        """Returns what encodes pairs of texts for this model."""
         template = self.text.pair_template
         if template is None and self.limits.generates:
             raise InvalidRequest("this reranker comes without a template for pairs: it cannot score", param="model")
         return PairPrompts(self.text.tokenizer, template, self.limits)
 
     def check_answers(self) -> None:
-        """Raises InvalidRequest if the model makes embeddings only."""
+        """Raises InvalidRequest if the model only makes embeddings."""
         check_answers(self.limits)
 
     def _stream(self, params: SamplingParams, *, continuing: bool) -> TextStream:
@@ -185,7 +183,6 @@ class RequestMaker:
 
 
 def prompt_list(prompts: Any) -> Sequence[Any]:
-    """Returns the prompts of an argument that may be one prompt or several."""
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
         return [prompts]
     one = len(prompts) > 0 and not isinstance(prompts[0], str | Mapping | Sequence)
@@ -193,13 +190,11 @@ def prompt_list(prompts: Any) -> Sequence[Any]:
 
 
 def conversation_list(messages: Any) -> Sequence[Sequence[MessageDict]]:
-    """Returns the conversations of an argument that may be one conversation or several."""
     several = isinstance(messages, Sequence) and messages and isinstance(messages[0], Sequence)
     return messages if several and not isinstance(messages[0], str) else [messages]
 
 
 def check_messages(messages: Any) -> None:
-    """Raises InvalidRequest for what is no conversation."""
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise InvalidRequest(
             f'a conversation is a list of messages such as {{"role": "user", "content": "Hello"}}; '
@@ -209,7 +204,6 @@ def check_messages(messages: Any) -> None:
 
 
 def params_list(params: Any, count: int) -> Sequence[SamplingParams | None]:
-    """Returns the sampling of each of `count` prompts, given as one for all or as one for each."""
     if not isinstance(params, list | tuple):
         return [params] * count
     if len(params) != count:
@@ -221,7 +215,6 @@ def params_list(params: Any, count: int) -> Sequence[SamplingParams | None]:
 
 
 def with_plain_content(message: MessageDict) -> MessageDict:
-    """Returns a message whose content is a text, which clients may also send in parts."""
     content = message.get("content")
     if not isinstance(content, list):
         return {"content": None, **message}

@@ -1,4 +1,4 @@
-"""Lets the threads of a process share one engine that has no thread of its own."""
+"""Shares one engine without a thread of its own among the threads of a process."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from penstock.types.messages import Abort, Add, Answer, Control
 
 
 class SharedEngine:
-    """Runs requests of any thread together. A thread that waits for its answer runs the next step for all of them, or
-    waits for the step that another thread runs."""
+    """Runs requests of all threads together. A thread that waits for its answer runs the next step for all of them, or
+    waits for another thread's step.
+    """
 
     def __init__(self, engine: InProcessEngine) -> None:
         self.inner = engine
         self.pending: dict[int, PendingChoice] = {}
-        self._answers: dict[int, Event | None] = {}  # to control messages, by their ids
+        self._answers: dict[int, Event | None] = {}  # answers to control messages, by id
         self._turn = threading.Condition()
         self._stepping = False
         self._closed = False
         self._lost: DeviceLost | None = None  # why no step can follow
 
     def submit(self, choices: Iterable[PendingChoice]) -> None:
-        """Sends requests to the engine; the next step takes them up."""
+        """Sends requests to the engine, which starts them at the next step."""
         for choice in choices:
             self._check_open()
             self.pending[choice.request.id] = choice
@@ -37,7 +38,7 @@ class SharedEngine:
 
     @contextmanager
     def running(self, choices: Sequence[PendingChoice]) -> Iterator[None]:
-        """Sends requests to the engine, and aborts what is left of them at the end of the block."""
+        """Sends requests to the engine; aborts unfinished ones at the end of the block."""
         try:
             self.submit(choices)
             yield
@@ -45,7 +46,7 @@ class SharedEngine:
             self.abandon(choices)
 
     def advance(self) -> None:
-        """Returns after one step, of this thread or of another."""
+        """Returns after one step, run by this thread or another."""
         mine = False
         try:
             with self._turn:
@@ -66,7 +67,7 @@ class SharedEngine:
                     self._turn.notify_all()
 
     def ask(self, message: Control[Answer]) -> Answer:
-        """Sends a control message and returns its answer; raises the error that it was answered with."""
+        """Sends a control message and returns its answer or raises its error."""
         self._check_open()
         self._answers[message.id] = None
         self.inner.send(message)
@@ -81,14 +82,13 @@ class SharedEngine:
         return event
 
     def abandon(self, choices: Iterable[PendingChoice]) -> None:
-        """Aborts those that have not ended."""
         for choice in choices:
             if self.pending.pop(choice.request.id, None):
                 choice.finish_reason = "abort"
                 self.inner.send(Abort(choice.request.id))
 
     def close(self) -> None:
-        """Frees the engine once the step that runs has ended. Closing twice changes nothing."""
+        """Frees the engine after the current step. It may be called twice."""
         with self._turn:
             while self._stepping:
                 self._turn.wait()
@@ -97,7 +97,7 @@ class SharedEngine:
                 try:
                     self.inner.close()
                 except RuntimeError:
-                    if self._lost is None:  # else nothing can be given back, to no harm
+                    if self._lost is None:  # otherwise the device's resources are already lost
                         raise
 
     def _check_open(self) -> None:
@@ -113,14 +113,14 @@ class SharedEngine:
             if choice := self.pending.get(id):
                 choice.add(events)
                 if choice.finish_reason:
-                    self.pending.pop(id, None)  # its own thread may have left it meanwhile
-                    self.inner.send(Abort(id))  # after a stop string the engine would go on
+                    self.pending.pop(id, None)  # its own thread may have removed it
+                    self.inner.send(Abort(id))  # after a stop string the engine would continue
                     choice.on_end()
 
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Delays Ctrl-C to the end of the block: an engine that was left in the middle of a step could not go on."""
+    """Delays Ctrl-C to the end of the block, because an engine cannot continue after a partial step."""
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
         yield

@@ -1,4 +1,4 @@
-"""Gives scripts a model's tokenizer with the methods of Hugging Face's that they use most."""
+"""Offers a model's tokenizer with the most common methods of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class ModelTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Returns the lowest of the tokens that end an answer."""
         return min(self._tokenizer.eos_ids, default=None)
 
     @property
@@ -36,13 +35,12 @@ class ModelTokenizer:
         return {"input_ids": self.encode(text)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of a text; with `add_special_tokens`, as the model expects them."""
+        """Encodes a text; `add_special_tokens` adds those that the model expects."""
         if add_special_tokens:
             return self._text.encode_whole(text)
         return self._tokenizer.encode(text, special=True)
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Returns the text of tokens."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         return self._tokenizer.decode(ids, special=not skip_special_tokens)
 
@@ -54,6 +52,6 @@ class ModelTokenizer:
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str | list[int]:
-        """Returns the prompt of a chat, as token ids or as text; `variables` go to the template."""
+        """Renders a chat as token ids or text; `variables` go to the template."""
         rendered = self._text.render_chat(conversation, add_generation_prompt=add_generation_prompt, **variables)
         return self._text.encode_prompt(rendered) if tokenize else rendered

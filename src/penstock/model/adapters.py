@@ -1,8 +1,7 @@
-"""Reads adapters (LoRA): PEFT folders and GGUF files. Whatever an adapter holds that would not be computed is an error.
+"""Reads LoRA adapters from PEFT folders and GGUF files. A tensor that Penstock would not apply is an error.
 
-An adapter changes a weight W [out, in] to W + scale * B @ A, where A is [rank, in] and B is [out, rank]. Its tensors
-are found by the names that the model's family has for its own (names.py), so a fused tensor of a file is split here as
-it is in a checkpoint.
+An adapter changes a weight W [out, in] to W + scale * B @ A, where A is [rank, in] and B is [out, rank]. Tensors are
+mapped to weights by the naming tables of the model's family (names.py), so fused tensors are split as in a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ PEFT_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.
 GGUF_NAME = re.compile(r"(.+)\.lora_([ab])")
 MAX_CONFIG = 1 << 20  # bytes of adapter_config.json
 METADATA = "the adapter's GGUF metadata"
-REFUSED_TENSORS = {  # by a part of their names
+REFUSED_TENSORS = {  # part of a tensor name: why it is refused
     "lora_magnitude_vector": "it belongs to DoRA, which is not supported: merge the adapter into its model",
     "lora_embedding_": "adapters of embeddings are not supported: train one without them",
     "lora_B.bias": "a bias of an adapter (lora_bias) is not supported",
     "base_layer.": "it is a weight of the base model itself: save the adapter with save_embedding_layers=False",
     "modules_to_save": "whole modules (modules_to_save) are not supported: train the adapter without them",
 }
-IN_ORDER = ("q", "k", "v", "o", "gate", "up", "down")  # parts that are in order where others are not (REORDER)
-# Families whose GGUF files have the rows of q and k in another order than Hugging Face folders, and those with
-# interleaved pairs in both.
+IN_ORDER = ("q", "k", "v", "o", "gate", "up", "down")  # parts without an entry in REORDER
+# Families whose GGUF files order the rows of q and k differently from Hugging Face folders; in the second set, RoPE
+# pairs are interleaved in both.
 REORDERED_PAIRS = frozenset(("llama", "mixtral", "granite", "granitehybrid", "granitemoe", "minicpm", "smollm3"))
 SAME_PAIRS = frozenset(("cohere", "cohere2", "deepseek2", "ernie45", "glm", "glm4", "llama4"))
 
@@ -58,14 +57,13 @@ class AdapterBase:
     """Describes the model that adapters change."""
 
     spec: ModelSpec
-    gguf: bool  # its tensors are in the order that GGUF files have
-    shapes: Mapping[str, tuple[int, ...]]  # of all its tensors, by canonical name
+    gguf: bool  # tensors have GGUF row order
+    shapes: Mapping[str, tuple[int, ...]]  # canonical name: matrix
     placements: Sequence[Placement]
-    adaptable: frozenset[str]  # the names of tensors that are parts of products
+    adaptable: frozenset[str]  # names of weights that products use
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, placements: Sequence[Placement]) -> AdapterBase:
-        """Describes a checkpoint whose weights are packed."""
         shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
         roles = {name: tensor.role for name, tensor in checkpoint.tensors.items()}
         placed = {part.name for placement in placements for part in placement.parts}
@@ -92,15 +90,13 @@ class LoraAdapter:
     """Describes an adapter whose files are opened and checked against its base, but not read yet."""
 
     path: Path
-    matrices: Mapping[str, LowRank]  # by canonical name
+    matrices: Mapping[str, LowRank]  # canonical name: matrix
 
     @property
     def rank(self) -> int:
-        """Returns the highest rank of its matrices."""
         return max(matrix.rank for matrix in self.matrices.values())
 
     def digest(self) -> str:
-        """Returns a hash of all that changes what the adapter computes."""
         state = blake2b(digest_size=16)
         for name in sorted(self.matrices):
             matrix = self.matrices[name]
@@ -111,7 +107,6 @@ class LoraAdapter:
 
 
 def tensors_of(path: Path) -> Path:
-    """Returns the file that has an adapter's tensors."""
     return path / PEFT_TENSORS if path.is_dir() else path
 
 
@@ -124,7 +119,7 @@ def adapter_bytes(path: Path) -> int:
 
 
 def missing_text(path: Path) -> str:
-    """Returns a sentence that says what is missing at a path. It names no other files: a client may read it."""
+    """Returns the error text for a missing file. Clients may see it, so it names no other files."""
     if not path.exists():
         return f"there is no adapter at {path}: give a folder that PEFT saved, or a GGUF file"
     missing = " and ".join(name for name in (PEFT_CONFIG, PEFT_TENSORS) if not (path / name).exists())
@@ -132,8 +127,7 @@ def missing_text(path: Path) -> str:
 
 
 def read_adapter(path: Path, base: AdapterBase) -> LoraAdapter:
-    """Opens an adapter and checks that each of its tensors changes a weight of the model; raises AdapterError that
-    names what does not."""
+    """Opens an adapter; raises AdapterError naming the tensors that change no weight of the model."""
     try:
         if path.is_dir():
             if not (path / PEFT_CONFIG).exists() or not (path / PEFT_TENSORS).exists():
@@ -155,7 +149,6 @@ def read_adapter(path: Path, base: AdapterBase) -> LoraAdapter:
 
 
 def read_peft(path: Path, base: AdapterBase) -> Iterator[LowRank]:
-    """Yields the matrices of a PEFT folder."""
     config = read_peft_config(read_json(path / PEFT_CONFIG, MAX_CONFIG))
     naming = family(base.spec.arch).HUGGING_FACE
     for module, (a, b) in pairs(read_safetensors(path / PEFT_TENSORS), PEFT_NAME).items():
@@ -167,7 +160,9 @@ def read_peft(path: Path, base: AdapterBase) -> Iterator[LowRank]:
 
 
 def identity_in_folder(module: str, naming: names.Naming) -> names.Identity:
-    """Returns which weight a module of a Hugging Face model is; a decoder may lack the model around it."""
+    """Returns the weight that a Hugging Face module name refers to, with or without the "model." prefix of a full
+    model.
+    """
     try:
         return names.identify(f"{module}.weight", naming)
     except UnsupportedModel:
@@ -181,7 +176,7 @@ def identity_in_folder(module: str, naming: names.Naming) -> names.Identity:
 
 
 def check_rank(module: str, rank: int, config: PeftConfig) -> None:
-    """Raises if a module's matrices have another rank than the config says: their scale would be wrong."""
+    """Raises if a module's rank differs from the config's, because the scale would be wrong."""
     stated = config.rank_of(module)
     if rank != stated:
         raise AdapterError(
@@ -189,11 +184,7 @@ def check_rank(module: str, rank: int, config: PeftConfig) -> None:
         )
 
 
-# ---- GGUF ----
-
-
 def read_gguf_adapter(path: Path, base: AdapterBase) -> Iterator[LowRank]:
-    """Yields the matrices of a GGUF adapter."""
     file = read_gguf(path)
     metadata = ConfigReader(file.metadata, METADATA)
     kind = metadata.text("general.type", "model")
@@ -217,7 +208,7 @@ def read_gguf_adapter(path: Path, base: AdapterBase) -> Iterator[LowRank]:
 
 
 def pairs(tensors: Mapping[str, Tensor], pattern: re.Pattern[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns the two matrices of each module; raises for tensors that are none, and for one without the other."""
+    """Pairs A and B by module; raises for unpaired and unknown tensors."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         refuse_tensor(name)
@@ -230,19 +221,20 @@ def pairs(tensors: Mapping[str, Tensor], pattern: re.Pattern[str]) -> dict[str, 
         found.setdefault(match[1], {})[match[2].lower()] = tensor
     for module, both in found.items():
         if both.keys() != {"a", "b"}:
-            raise AdapterError(f"{module!r} has a matrix {next(iter(both)).upper()} alone; the file may be truncated")
+            raise AdapterError(
+                f"{module!r} has a matrix {next(iter(both)).upper()} without its pair; the file may be truncated"
+            )
     return {module: (both["a"], both["b"]) for module, both in found.items()}
 
 
 def refuse_tensor(name: str) -> None:
-    """Raises for a tensor of a kind of adapter that is known and not supported."""
+    """Raises for tensors of unsupported adapter kinds."""
     for part, reason in REFUSED_TENSORS.items():
         if part in name:
             raise AdapterError(f"tensor {name!r}: {reason}")
 
 
 def check_pair(module: str, a: Tensor, b: Tensor) -> None:
-    """Raises unless the two matrices can be multiplied."""
     for tensor in (a, b):
         if tensor.format.name not in FORMATS:
             raise AdapterError(f"tensor {tensor.name!r} is in {tensor.format.name}; supported: {', '.join(FORMATS)}")
@@ -254,7 +246,6 @@ def check_pair(module: str, a: Tensor, b: Tensor) -> None:
 
 
 def placed(identity: names.Identity, matrix: LowRank, base: AdapterBase, *, in_gguf: bool) -> Iterator[LowRank]:
-    """Yields the matrices of each weight that a file's tensor holds, in the order of the base's rows."""
     refuse_role(identity, base)
     for name, b in split_fused({matrix.name: matrix.b.with_role(identity.role)}, base.spec).items():
         one = matrix._replace(name=name, b=in_order(name, b, base, in_gguf))
@@ -272,7 +263,7 @@ def placed(identity: names.Identity, matrix: LowRank, base: AdapterBase, *, in_g
 
 
 def refuse_role(identity: names.Identity, base: AdapterBase) -> None:
-    """Raises for weights that are known and cannot be adapted."""
+    """Raises for weights that cannot be adapted."""
     if identity.role in EXPERTS:
         raise AdapterError(f"it changes experts ({identity.name!r}), which is not supported")
     if identity.role in (Role.EMBEDDING, Role.POSITIONS):
@@ -286,7 +277,6 @@ def refuse_role(identity: names.Identity, base: AdapterBase) -> None:
 
 
 def in_order(name: str, b: Tensor, base: AdapterBase, in_gguf: bool) -> Tensor:
-    """Returns a matrix B with its rows in the order of the base, which may come from the other kind of file."""
     if base.gguf == in_gguf:
         return b
     arch, part = base.spec.arch, name.rpartition(".")[2]
@@ -303,7 +293,7 @@ def in_order(name: str, b: Tensor, base: AdapterBase, in_gguf: bool) -> Tensor:
 
 
 def pair_order(rows: int, spec: ModelSpec) -> Any:
-    """Returns which row of q or k of a folder stands at each place in a GGUF file with interleaved RoPE pairs."""
+    """Returns the permutation from Hugging Face to GGUF rows of q or k, for interleaved RoPE pairs."""
     rotated = max(2 * len(attn.rope.inv_freq) for attn in (spec.attn, *spec.layer_attn))
     if not rotated:
         return np.arange(rows)
@@ -313,11 +303,11 @@ def pair_order(rows: int, spec: ModelSpec) -> Any:
     return order.reshape(-1)
 
 
-# ---- what a backend gets ----
+# ---- for backends ----
 
 
 def updates_of(uses: Iterable[tuple[LoraAdapter, float]], placements: Sequence[Placement]) -> list[LowRankUpdate]:
-    """Returns how adapters, each with a further scale, change packed weights together: their ranks add up."""
+    """Combines several adapters, each with its own extra scale, into one update per packed weight; ranks add up."""
     given = list(uses)
     updates = []
     for placement in placements:
@@ -335,10 +325,8 @@ def updates_of(uses: Iterable[tuple[LoraAdapter, float]], placements: Sequence[P
 
 
 def scaled_b(matrix: LowRank, scale: float) -> Floats:
-    """Returns B with all scales multiplied in."""
     return dequantize(matrix.b) * np.float32(matrix.scale * scale)
 
 
 def merged(tensor: Tensor, matrix: LowRank, scale: float) -> Floats:
-    """Returns a weight with an adapter's update added."""
     return dequantize(tensor) + scaled_b(matrix, scale) @ dequantize(matrix.a)

@@ -1,7 +1,7 @@
-"""Reads the tokenizer of a model file in a process with limits: a file of strangers may have a vocabulary of millions,
-or one that the tokenizer library does not survive.
+"""Reads a model file's tokenizer in a process with limits, because an untrusted file may exhaust memory or crash the
+tokenizer library.
 
-`python -m penstock.model.check_text FILE` prints what is wrong with the file, if anything is, and exits with 1.
+`python -m penstock.model.check_text FILE` prints the error, if any, and exits with 1.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from penstock.errors import MalformedFile, ModelError
 
-MEMORY = 768 * 2**20  # bytes: Gemma's vocabulary of 262,144 tokens takes half of it, one of 3 million does not fit
+MEMORY = 768 * 2**20  # bytes; Gemma's 262,144 tokens take half of it
 CPU_SECONDS = 20
 WALL_SECONDS = 120.0
-LAST_WORDS = 2000  # characters of what a process printed
+LAST_WORDS = 2000  # characters of the process's output that an error quotes
 
 
 def check_text(path: Path) -> None:
-    """Raises ModelError unless the file has a tokenizer that can be read within the limits."""
+    """Raises ModelError unless a process within the limits can read the file's tokenizer."""
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
     command = (sys.executable, "-m", __name__, str(path))
     try:
@@ -53,7 +53,7 @@ def main(path: str) -> int:
 
 
 def _limit() -> None:
-    """Limits what this process may take, where the system has such limits; on Windows only its time is limited."""
+    """Sets this process's resource limits where the system supports them. Windows has only the timeout."""
     try:
         import resource
     except ImportError:

@@ -1,6 +1,6 @@
-"""Reads the head of a sequence classifier or a reranker, and computes it: a few products on one pooled hidden state.
+"""Reads and computes the head of a sequence classifier or reranker: a few products on one pooled hidden state.
 
-The head is small and sees one state for each prompt, so the engine computes it with NumPy on every device.
+The head is small and runs once per prompt, so the engine computes it with NumPy on every device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.model.spec import ClassifierSpec, ModelSpec
 from penstock.model.tensor import Tensor, some_rows
 from penstock.model.weights import Floats
 
-PARTS = {  # what checkpoints call the parts of a head: our names
+PARTS = {  # names in checkpoints: our names
     "bert.pooler.dense": "dense",
     "classifier.dense": "dense",
     "head.dense": "dense",
@@ -31,8 +31,8 @@ PARTS = {  # what checkpoints call the parts of a head: our names
     "cls.norm": "norm",
     "cls.output": "out",
 }
-ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid"}  # classes of torch that sentence-transformers names
-KEYS = (  # of a config.json, about its head
+ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid"}  # torch classes in sentence-transformers configs
+KEYS = (  # config.json keys of the head
     "classifier_pooling",
     "id2label",
     "label2id",
@@ -41,9 +41,9 @@ KEYS = (  # of a config.json, about its head
     "sbert_ce_default_activation_function",
     "sentence_transformers",
 )
-RANK = 4  # the pooling_type of GGUF files whose head ranks
+RANK = 4  # pooling_type of rerankers in GGUF files
 RANKER_KEYS = ("pooling_type", "classifier.output_labels")
-PROBLEMS = {  # problem_type: what turns logits into scores
+PROBLEMS = {  # problem_type: how logits become scores
     "regression": "identity",
     "single_label_classification": "softmax",
     "multi_label_classification": "sigmoid",
@@ -78,14 +78,13 @@ class HeadNorm(NamedTuple):
 class ClassifierHead:
     """Turns a pooled hidden state into a logit for each label."""
 
-    pooling: str  # the state that it wants: cls, last or mean
+    pooling: str  # pooled state the head expects: cls, last or mean
     out: Affine
     dense: Affine | None = None
-    act: str = "tanh"  # after `dense`
-    norm: HeadNorm | None = None  # after `act`
+    act: str = "tanh"  # applied after `dense`
+    norm: HeadNorm | None = None  # applied after `act`
 
     def __call__(self, state: Floats) -> Floats:
-        """Returns the logits: [dim] -> [labels]."""
         if self.dense is not None:
             state = ACTS[self.act](self.dense(state))
         if self.norm is not None:
@@ -99,13 +98,12 @@ class ClassifierHead:
 
 @dataclass(frozen=True, slots=True)
 class DenseHead:
-    """Turns a pooled hidden state into an embedding: the layers that sentence-transformers has after its pooling."""
+    """Turns a pooled hidden state into an embedding with sentence-transformers' dense layers."""
 
-    layers: tuple[tuple[Affine, str], ...]  # each with its activation; "": none
+    layers: tuple[tuple[Affine, str], ...]  # layers and their activations; "": none
 
     @property
     def width(self) -> int:
-        """Returns the size of the embedding."""
         return len(self.layers[-1][0].weight)
 
     def answer(self, pooled: bytes) -> bytes:
@@ -124,7 +122,7 @@ ACTS: dict[str, Callable[[Floats], Floats]] = {"tanh": np.tanh, "gelu": _gelu}
 
 
 def read_labels(config: ConfigReader, pooling: str, act: str) -> ClassifierSpec:
-    """Reads what a config.json says about its labels. `pooling` and `act` are what the family's head has."""
+    """Reads the labels from a config.json. `pooling` and `act` describe the family's head."""
     names = config.table("id2label")
     count = config.size("num_labels", len(names.names()) or 2, most=2**16)
     labels = tuple(names.text(str(at), f"LABEL_{at}") for at in range(count))
@@ -140,7 +138,7 @@ def read_labels(config: ConfigReader, pooling: str, act: str) -> ClassifierSpec:
 
 
 def _named_activation(config: ConfigReader) -> str:
-    """Reads the activation that sentence-transformers wrote into a config.json; "" if it names none."""
+    """Reads sentence-transformers' activation name from a config.json; "" if absent."""
     table, old = config.table("sentence_transformers"), config.text("sbert_ce_default_activation_function", "")
     table.ignore("version")
     found = read_activation(table, old)
@@ -149,7 +147,7 @@ def _named_activation(config: ConfigReader) -> str:
 
 
 def read_activation(config: ConfigReader, otherwise: str = "") -> str:
-    """Reads the class of torch that `activation_fn` names; "" if it names none."""
+    """Reads the torch class in `activation_fn`; "" if absent."""
     name = config.text("activation_fn", otherwise)
     kind = name.rpartition(".")[2]
     if name and kind not in ACTIVATIONS:
@@ -158,13 +156,13 @@ def read_activation(config: ConfigReader, otherwise: str = "") -> str:
 
 
 def is_ranker(config: ConfigReader) -> bool:
-    """Returns whether the metadata of a GGUF file say that it pools for ranking."""
     return "pooling_type" in config and config.count("pooling_type", 0) == RANK
 
 
 def with_ranker(config: ConfigReader, spec: ModelSpec, head: Mapping[str, Tensor]) -> tuple[ModelSpec, ClassifierHead]:
-    """Returns the spec with what a GGUF file says about its labels, whose number is that of the output's rows, and the
-    head. Of a head with the labels yes and no, the score is the logarithm of the odds of yes."""
+    """Adds the labels in GGUF metadata to the spec and builds the head; the number of labels is the output's row count.
+    With the labels yes and no, the score is the log-odds of yes.
+    """
     shape = head["out.weight"].shape if "out.weight" in head else (0,)
     named = config.strings("classifier.output_labels") if "classifier.output_labels" in config else []
     labels = tuple(named) or tuple(f"LABEL_{at}" for at in range(shape[0] if len(shape) == 2 else 0))
@@ -182,7 +180,6 @@ def with_ranker(config: ConfigReader, spec: ModelSpec, head: Mapping[str, Tensor
 
 
 def split_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the tensors of the model without its head, by the file's names, and those of the head, by ours."""
     rest: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -195,7 +192,7 @@ def split_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 
 
 def build_head(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> ClassifierHead:
-    """Builds the head of tensors that `split_head` found; raises MalformedFile if they are not what the spec says."""
+    """Builds the head from `split_head`'s tensors; raises MalformedFile if their shapes do not match the spec."""
     told = spec.classifier
     assert told is not None
     shapes = {"out": (len(told.labels), spec.dim), "dense": (spec.dim, spec.dim), "norm": (spec.dim,)}
@@ -217,9 +214,9 @@ def build_head(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> ClassifierHead
 
 
 def token_head(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> ClassifierHead:
-    """Builds the head of a generative reranker: its logit is that of the first of the spec's tokens less that of the
-    second, which is the logarithm of the odds. Their rows are those of the output head, or of the embeddings where
-    these are tied. `tensors` have canonical names."""
+    """Builds the head of a generative reranker: the logit of the first token in the spec minus that of the second,
+    which is the log-odds. Its rows come from the output head, or from tied embeddings. `tensors` have canonical names.
+    """
     assert spec.classifier is not None
     table = tensors.get("embed" if spec.tied else "head")
     if spec.logit_cap:
@@ -247,7 +244,7 @@ def _values(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def limits_of_labels(spec: ModelSpec) -> dict[str, Any]:
-    """Returns the fields of `Limits` that say what a model generates and what it classifies into."""
+    """Returns the fields of `Limits` for generation and classification."""
     generates = spec.generates and not spec.encoder
     second_text = spec.vocab if spec.token_ids > spec.vocab else 0
     told = spec.classifier

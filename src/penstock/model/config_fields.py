@@ -1,12 +1,11 @@
-"""Says which fields of config.json change nothing that a model computes, and which would, where a family does not read
-them."""
+"""Lists the fields of config.json that never affect a model's output, and those that do if a family ignores them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-CHECKPOINT = {  # they describe the checkpoint or the program that wrote it, or are read elsewhere
+CHECKPOINT = {  # metadata of the checkpoint, or read elsewhere
     "_attn_implementation",
     "_attn_implementation_autoset",
     "_attn_implementation_internal",
@@ -47,7 +46,7 @@ CHECKPOINT = {  # they describe the checkpoint or the program that wrote it, or 
     "unsloth_version",
     "vocab_file",
 }
-PROGRAM = {  # how transformers runs it: the numbers are the same
+PROGRAM = {  # transformers runtime options, without effect on results
     "cache_implementation",
     "chunk_size_feed_forward",
     "fused_bias_fc",
@@ -94,7 +93,7 @@ TRAINING = {
     "router_z_loss_coef",
     "seq_aux",
 }
-HEADS = {  # of classifiers and the like, which are not computed here
+HEADS = {  # heads that Penstock does not compute
     "finetuning_task",
     "id2label",
     "label2id",
@@ -103,7 +102,7 @@ HEADS = {  # of classifiers and the like, which are not computed here
     "problem_type",
     "task_specific_params",
 }
-GENERATION = {  # how transformers would sample: a request says that here
+GENERATION = {  # sampling defaults of transformers; requests set their own
     "assistant_token_id",
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -138,7 +137,7 @@ GENERATION = {  # how transformers would sample: a request says that here
 }
 NEUTRAL = CHECKPOINT | PROGRAM | TRAINING | HEADS | GENERATION
 
-CHANGING: Mapping[str, tuple[Any, ...]] = {  # with other values, or lists of others, where a family does not read it
+CHANGING: Mapping[str, tuple[Any, ...]] = {  # field: values that are safe to ignore
     "add_cross_attention": (False,),
     "alibi": (False,),
     "attention_bias": (False,),
@@ -163,7 +162,7 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {  # with other values, or lists of ot
     "n_routed_experts": (0, 1),
     "n_shared_experts": (0,),
     "no_rope_layer_interval": (0,),
-    "no_rope_layers": (1,),  # of each layer: 1 says that it has RoPE
+    "no_rope_layers": (1,),  # per layer; 1 means RoPE is on
     "num_experts": (0, 1),
     "num_kv_shared_layers": (0,),
     "num_local_experts": (0, 1),

@@ -59,9 +59,10 @@ def read_decoder(
     hidden_key: str = "intermediate_size",
     acts: Mapping[str, str] = ACTS,
 ) -> ModelSpec:
-    """Reads what most families say in the same words. `tied` and `theta` are the defaults of a silent config. With
-    `partial`, RoPE may rotate a part of each head; `scaling` describes RoPE, if the usual place does not. `acts` are
-    the activations that the family may have."""
+    """Reads the fields that most families share. `tied` and `theta` are defaults for absent fields. `partial` allows
+    RoPE on part of a head; `scaling` overrides the table that describes RoPE. `acts` are the activations that the
+    family supports.
+    """
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", dim // heads, most=rope.MAX_DIMS)
     max_len = config.size("max_position_embeddings")
@@ -91,11 +92,12 @@ def read_text_part(
     silent: Mapping[str, Any] | None = None,
     key: str = "text_config",
 ) -> ModelSpec:
-    """Reads a config whose `text_config` (or `key`) describes the model that answers; the rest is about images, which
-    are not supported yet. `silent`: what the text part means where it says nothing."""
+    """Reads the text model from `text_config` (or `key`) of a multimodal config. Images are not supported yet. `silent`
+    has the defaults of the text part.
+    """
     config.ignore(*VISION)
     text = config.table(key).with_defaults(silent or {})
-    if TIED in config:  # then it does not matter what the text part says
+    if TIED in config:  # then the text part's value is irrelevant
         text.flag(TIED, False)
         text = text.having(**{TIED: config.flag(TIED, False)})
     text.ignore("architectures")
@@ -105,7 +107,6 @@ def read_text_part(
 
 
 def read_biases(config: ConfigReader) -> frozenset[str]:
-    """Reads which parts of a layer have a bias."""
     attention = ("q", "k", "v", "o") if config.flag("attention_bias", False) else ()
     return frozenset((*attention, *(("gate", "up", "down") if config.flag("mlp_bias", False) else ())))
 
@@ -113,8 +114,8 @@ def read_biases(config: ConfigReader) -> frozenset[str]:
 def read_experts(
     config: ConfigReader, spec: ModelSpec, *, count: str, hidden: str, top_k: str = "num_experts_per_tok"
 ) -> ExpertSpec:
-    """Reads the sizes of an MoE layer; `count`, `hidden` and `top_k` are this family's keys for them."""
-    config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # only training uses them
+    """Reads the sizes of an MoE layer; `count`, `hidden` and `top_k` are the family's key names."""
+    config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # training only
     return ExpertSpec(
         count=config.size_in_each(count, most=MAX_EXPERTS),
         top_k=config.size_in_each(top_k, most=MAX_EXPERTS),
@@ -124,14 +125,14 @@ def read_experts(
 
 
 def read_window(config: ConfigReader, silent: int) -> int:
-    """Reads the size of the attention window: 0 if the config says null, `silent` if it says nothing."""
+    """Reads the attention window: 0 for null, `silent` if absent."""
     if "sliding_window" in config:
         return config.size("sliding_window")
     return 0 if config.says_null("sliding_window") else silent
 
 
 def read_sliding(config: ConfigReader, otherwise: Sequence[bool]) -> Sequence[bool]:
-    """Reads which layers have a window from `layer_types`, if it is there."""
+    """Reads which layers use a window from `layer_types`, if present."""
     if "layer_types" not in config:
         return otherwise
     kinds = config.strings("layer_types")
@@ -141,13 +142,13 @@ def read_sliding(config: ConfigReader, otherwise: Sequence[bool]) -> Sequence[bo
 
 
 def rope_fields(config: ConfigReader) -> ConfigReader:
-    """Returns a reader of the table that describes RoPE."""
     return config.table("rope_scaling" if "rope_scaling" in config else "rope_parameters")
 
 
 def read_two_ropes(config: ConfigReader, theta: float) -> tuple[ConfigReader, float] | None:
-    """Returns the fields of the RoPE of layers that see everything, and the base of the RoPE of layers with a window,
-    if the config describes both. `theta` is the default of a silent one."""
+    """Returns the RoPE table of full-attention layers and the RoPE base of windowed layers if the config has both.
+    `theta` is the default base.
+    """
     both = config.table("rope_parameters")
     if FULL not in both:
         return None
@@ -166,13 +167,12 @@ def read_rope(
     partial: bool = False,
     scaling: ConfigReader | None = None,
 ) -> RopeSpec:
-    """Reads the rotary embedding."""
     fields = scaling or rope_fields(config)
     kind = fields.text("rope_type", fields.text("type", "default"))
     if kind not in ROPE_TYPES:
         raise fields.unsupported("rope_type", kind, ROPE_TYPES)
     fields.refuse_others(ROPE_KEYS)
-    fields.counts("mrope_section")  # pairs that rotate by time, height and width, which are one position in a text
+    fields.counts("mrope_section")  # pairs rotated by time, height and width; in text all three are the position
     fields.flag("mrope_interleaved", False)
     dims = min(read_rotated(place, head_dim, partial) for place in (config, fields))
     base = fields.number("rope_theta", config.number("rope_theta", theta), least=1.001)
@@ -189,7 +189,6 @@ def read_rope(
 
 
 def read_rotated(place: ConfigReader, head_dim: int, partial: bool) -> int:
-    """Reads how many dimensions of a head RoPE rotates."""
     rotated = int(head_dim * place.number("partial_rotary_factor", 1.0))
     if partial and "rotary_dim" in place:
         rotated = place.size("rotary_dim", most=head_dim)
@@ -201,7 +200,6 @@ def read_rotated(place: ConfigReader, head_dim: int, partial: bool) -> int:
 
 
 def read_llama3(fields: ConfigReader, freqs: rope.Freqs, original: int) -> rope.Freqs:
-    """Reads llama3's scaling of the frequencies."""
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     if low > high:
         raise MalformedFile(f"low_freq_factor {low} must not be above high_freq_factor {high} in config.json")
@@ -209,11 +207,10 @@ def read_llama3(fields: ConfigReader, freqs: rope.Freqs, original: int) -> rope.
 
 
 def read_yarn(fields: ConfigReader, freqs: rope.Freqs, base: float, original: int, max_len: int) -> RopeSpec:
-    """Reads YaRN's scaling of the frequencies."""
     factor = fields.number("factor", max_len / original)
     scale = rope.yarn_scale(factor)
     mscales = [fields.number(key, 0.0, least=0.0) for key in ("mscale", "mscale_all_dim")]
-    if all(mscales):  # 0 is as good as silence
+    if all(mscales):  # 0 counts as absent
         scale = rope.yarn_scale(factor, mscales[0]) / rope.yarn_scale(factor, mscales[1])
     stretched = rope.yarn(
         freqs,

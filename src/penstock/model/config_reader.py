@@ -1,4 +1,4 @@
-"""Reads values of a checkpoint's config by type; a value that is missing, of the wrong type or absurd is an error."""
+"""Reads typed values from a checkpoint's config. Missing, mistyped and absurd values are errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from penstock.errors import MalformedFile, UnsupportedModel
 
-MAX_SIZE = 2**31 - 1  # sizes and positions are int32 beyond the loader
-MAX_LAYERS = 10_000  # some things are made for each, before any is found in the file
+MAX_SIZE = 2**31 - 1  # later stages store sizes and positions as int32
+MAX_LAYERS = 10_000  # bounds work per layer before any tensor is seen
 MAX_EXPERTS = 10_000
-INFINITY = {"__float__": "Infinity"}  # as transformers writes it in JSON
-MAX_SHOWN = 200  # characters of a value in an error: names are shorter, and values of a damaged file may be long
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # all that a model needs, and computing with them stays finite
+INFINITY = {"__float__": "Infinity"}  # transformers' JSON encoding
+MAX_SHOWN = 200  # characters of a value in an error text
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # keeps arithmetic finite
 
 _shortened = Repr()
 _shortened.maxstring = _shortened.maxother = MAX_SHOWN
@@ -22,40 +22,35 @@ short = _shortened.repr
 
 
 class ConfigReader:
-    """Gives typed access to a mapping. Null counts as absent; a key that is absent takes its default or is an error."""
+    """Gives typed access to a mapping. Null counts as absent. An absent key takes its default or is an error."""
 
     def __init__(self, values: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self._values = values
         self._source = source
         self._prefix = prefix
         self._read: set[str] = set()
-        self.unknown: list[str] = []  # keys that nothing reads, those of its tables included
+        self.unknown: list[str] = []  # keys that nothing reads, including nested tables
 
     def __contains__(self, key: str) -> bool:
         self._read.add(self._prefix + key)
         return self._values.get(self._prefix + key) is not None
 
     def says_null(self, key: str) -> bool:
-        """Returns whether the key is there with null, which differs from its being absent."""
         return self._prefix + key in self._values and key not in self
 
     def is_list(self, key: str) -> bool:
-        """Returns whether the value is a list, where it may be a single one."""
         return key in self and type(self._values[self._prefix + key]) is list
 
     def is_text(self, key: str) -> bool:
-        """Returns whether the value is a string, where it may be a number."""
         return key in self and type(self._values[self._prefix + key]) is str
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """Reads a whole number above 0."""
         value = self._get(key, default)
         if type(value) is not int or not 0 < value <= most:
             raise self._wrong(key, value, f"a whole number from 1 to {most}")
         return value
 
     def size_in_each(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """Reads a whole number above 0, or a list that has the same one for each layer."""
         value = self._get(key, default)
         if type(value) is list and value and all(one == value[0] for one in value):
             value = value[0]
@@ -64,65 +59,60 @@ class ConfigReader:
         return value
 
     def sizes_in_each(self, key: str, layers: int) -> tuple[int, ...]:
-        """Reads a whole number above 0 for each layer, or one that all have."""
+        """Reads one positive integer per layer; a single value applies to all layers."""
         return self.sizes(key, layers) if self.is_list(key) else (self.size(key),) * layers
 
     def count(self, key: str, default: int, most: int = MAX_SIZE) -> int:
-        """Reads a whole number that may be 0."""
         value = self._get(key, default)
         if type(value) is not int or not 0 <= value <= most:
             raise self._wrong(key, value, f"a whole number from 0 to {most}")
         return value
 
     def size_or_all(self, key: str, default: int | None = None) -> int:
-        """Reads a whole number above 0; returns 0 if the file says -1, which means all there is."""
+        """Reads a positive integer; -1 means all and returns 0."""
         return 0 if self._get(key, default) == -1 else self.size(key, default)
 
     def size_or_auto(self, key: str, auto: int) -> int:
-        """Reads a whole number above 0; returns `auto` if the file says "auto" or nothing."""
+        """Reads a positive integer; returns `auto` if the value is "auto" or absent."""
         return auto if self._get(key, "auto") == "auto" else self.size(key)
 
     def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
-        """Reads a number that is at least `least`."""
+        """Reads a number of at least `least`."""
         value = self._get(key, default)
         if type(value) not in (int, float) or not least <= value <= MAX_NUMBER:
             raise self._wrong(key, value, f"a number from {least} to {MAX_NUMBER}")
         return float(value)
 
     def number_or_null(self, key: str, silent: float) -> float:
-        """Reads a number; returns 0 for null, and `silent` if the key is absent."""
+        """Reads a number; null means 0, an absent key `silent`."""
         return 0.0 if self.says_null(key) else self.number(key, silent, least=0.0)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Reads true or false."""
         value = self._get(key, default)
         if type(value) is not bool:
             raise self._wrong(key, value, "true or false")
         return value
 
     def flag_or_count(self, key: str, default: bool) -> bool:
-        """Reads true or false, or a whole number that says the same: 0 is false."""
+        """Reads a boolean, or an integer as one: 0 is false."""
         value = self._get(key, default)
         if type(value) not in (bool, int) or value < 0:
             raise self._wrong(key, value, "true, false or a whole number")
         return bool(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Reads a string."""
         value = self._get(key, default)
         if type(value) is not str:
             raise self._wrong(key, value, "a string")
         return value
 
     def strings(self, key: str) -> list[str]:
-        """Reads a list of strings."""
         value = self._get(key, None)
         if type(value) is not list or not all(type(one) is str for one in value):
             raise self._wrong(key, value, "a list of strings")
         return value
 
     def sizes(self, key: str, count: int) -> tuple[int, ...]:
-        """Reads `count` whole numbers above 0."""
         value = self._get(key, None)
         if type(value) is not list or len(value) != count:
             raise self._wrong(key, value, f"a list of {count} whole numbers")
@@ -131,14 +121,13 @@ class ConfigReader:
         return tuple(value)
 
     def counts(self, key: str) -> tuple[int, ...]:
-        """Reads whole numbers that may be 0; returns none if the key is absent."""
+        """Reads non-negative integers; empty if the key is absent."""
         value = self._get(key, [])
         if type(value) is not list or not all(type(one) is int and 0 <= one <= MAX_SIZE for one in value):
             raise self._wrong(key, value, f"a list of whole numbers from 0 to {MAX_SIZE}")
         return tuple(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Reads `count` numbers above 0."""
         value = self._get(key, None)
         if type(value) is not list or len(value) != count:
             raise self._wrong(key, value, f"a list of {count} numbers")
@@ -147,7 +136,7 @@ class ConfigReader:
         return tuple(map(float, value))
 
     def fractions(self, key: str, count: int) -> tuple[float, ...]:
-        """Reads `count` numbers from 0 to below 1."""
+        """Reads `count` numbers in [0, 1)."""
         value = self._get(key, None)
         if (
             type(value) is not list
@@ -158,7 +147,7 @@ class ConfigReader:
         return tuple(map(float, value))
 
     def cutoffs(self, key: str, count: int) -> tuple[float, ...]:
-        """Reads `count` numbers of either sign; minus infinity may be among them."""
+        """Reads `count` numbers of either sign, possibly minus infinity."""
         value = self._get(key, None)
         if (
             type(value) is not list
@@ -169,7 +158,7 @@ class ConfigReader:
         return tuple(map(float, value))
 
     def bounds(self, key: str) -> tuple[float, float]:
-        """Reads the least and the greatest that a value may be; 0 and infinity if the key is absent."""
+        """Reads lower and upper bounds of a value; 0 and infinity if the key is absent."""
         value = self._get(key, [0.0, inf])
         found = [inf if one == INFINITY else one for one in value] if type(value) is list else []
         if len(found) != 2 or not all(type(one) in (int, float) for one in found) or not 0 <= found[0] <= found[1]:
@@ -188,7 +177,7 @@ class ConfigReader:
         return tuple(map(bool, value))
 
     def table(self, key: str) -> ConfigReader:
-        """Returns a reader of a nested object, which is empty if the key is absent."""
+        """Returns a reader of a nested object; empty if the key is absent."""
         value = self._get(key, {})
         if type(value) is not dict:
             raise self._wrong(key, value, "an object")
@@ -197,29 +186,23 @@ class ConfigReader:
         return inner
 
     def tables(self, key: str) -> list[ConfigReader]:
-        """Returns a reader of each object that is a value of a nested object."""
         outer = self.table(key)
         return [outer.table(name) for name in outer._values]
 
     def names(self) -> list[str]:
-        """Returns all keys."""
         return list(self._values)
 
     def having(self, **values: Any) -> ConfigReader:
-        """Returns a reader that sees other values of these keys."""
         return self._derived({**self._values, **values})
 
     def with_value(self, key: str, value: Any) -> ConfigReader:
-        """Returns a reader that sees another value of a key, which may have a prefix in the file."""
         return self._derived({**self._values, self._prefix + key: value})
 
     def without(self, *keys: str) -> ConfigReader:
-        """Returns a reader that does not see these keys."""
         left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}
         return self._derived(left)
 
     def with_defaults(self, values: Mapping[str, Any]) -> ConfigReader:
-        """Returns a reader that finds these values where the config is silent."""
         return self._derived({**values, **self._values})
 
     def _derived(self, values: Mapping[str, Any]) -> ConfigReader:
@@ -228,24 +211,23 @@ class ConfigReader:
         return made
 
     def require(self, key: str, supported: Collection[Any], default: Any = None) -> None:
-        """Raises unless the value is one of those that this engine supports."""
+        """Raises unless the value is supported."""
         value = self._get(key, default)
         if value not in supported:
             raise self.unsupported(key, value, supported)
 
     def unsupported(self, key: str, value: Any, supported: Collection[Any]) -> UnsupportedModel:
-        """Returns the error for a value that this engine does not support."""
         wanted = ", ".join(str(one) for one in supported)
         return UnsupportedModel(
             f"{self._prefix}{key} = {short(value)} in {self._source} is not supported; supported: {wanted}"
         )
 
     def ignore(self, *keys: str) -> None:
-        """Marks keys that change nothing as read."""
+        """Marks keys without effect as read."""
         self._read.update(self._prefix + key for key in keys)
 
     def refuse_others(self, known: Collection[str]) -> None:
-        """Raises if there is a key that nothing reads: ignoring it could silently change the model's answers."""
+        """Raises for keys outside `known`: ignoring one could silently change the model's output."""
         for key in self._values:
             name = key.removeprefix(self._prefix)
             if key.startswith(self._prefix) and name not in known and self._values[key] is not None:
@@ -254,8 +236,9 @@ class ConfigReader:
                 )
 
     def note_unread(self, neutral: Collection[str], changing: Mapping[str, Collection[Any]]) -> None:
-        """Adds the keys that were not read so far and are not `neutral` to `unknown`. Raises if one of them is known to
-        change what is computed: `changing` has the values that do not."""
+        """Adds keys that are neither read nor `neutral` to `unknown`. Raises for keys in `changing` whose value is not
+        one of those listed as harmless.
+        """
         for key, value in self._values.items():
             if value is None or key in self._read or key in neutral:
                 continue
@@ -270,7 +253,7 @@ class ConfigReader:
                 )
 
     def refuse_unread(self, neutral: Collection[str]) -> None:
-        """Raises if a key was neither read so far nor is `neutral`."""
+        """Raises for keys that are neither read nor `neutral`."""
         self.refuse_others({key.removeprefix(self._prefix) for key in self._read}.union(neutral))
 
     def _get(self, key: str, default: Any) -> Any:

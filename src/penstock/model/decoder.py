@@ -1,7 +1,6 @@
 """Builds decoders: an embedding, layers of a mixer and an MLP with their norms, and an output head.
 
-A family's file says what its mixers are and where its norms stand. Weights are taken from the checkpoint by canonical
-name (names.py).
+A family's file defines its mixers and norm placement. Weights are looked up by canonical name (names.py).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from penstock.model.weights import Packer
 
 
 class Part(Protocol):
-    """Maps [T, dim] to [T, dim]: a mixer (attention or what stands in its place) or an MLP."""
+    """Maps [T, dim] to [T, dim]: a mixer (attention or a substitute) or an MLP."""
 
     def __call__(self, ops: Ops[V], x: V) -> V: ...
 
@@ -33,7 +32,6 @@ class Norm:
     bias: Weight | None = None
 
     def __call__(self, ops: Ops[V], x: V, residual: V | None = None) -> tuple[V, V]:
-        """Returns the norm of x + residual, and that sum."""
         if self.bias is None:
             return ops.add_norm(x, residual, self.gain, self.eps)
         return ops.add_layer_norm(x, residual, self.gain, self.bias, self.eps)
@@ -43,12 +41,12 @@ class Norm:
 class Attention:
     """Computes attention and the projections around it."""
 
-    layer: int  # of the KV cache
+    layer: int  # index in the KV cache
     spec: AttentionSpec
     eps: float
     qkv: Weight
     o: Weight
-    qk_norms: tuple[Weight, ...]  # of q and k, of q alone where KV is shared, or none
+    qk_norms: tuple[Weight, ...]  # q and k, only q with shared KV, or none
     vectors: Vectors
     gate: Weight | None = None
 
@@ -69,7 +67,7 @@ class Mlp:
     """Computes an MLP, gated or not."""
 
     act: str
-    up: Weight  # gate and up, one below the other, where it is gated
+    up: Weight  # gate above up, if gated
     down: Weight
     gated: bool = True
 
@@ -81,7 +79,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """Computes every token with an MLP beside the experts. A gate may scale its output."""
+    """Computes an MLP that every token uses in addition to the routed experts. A gate may scale its output."""
 
     mlp: Mlp
     gate: Weight | None
@@ -93,13 +91,13 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """Computes each token with the experts that a router selects, and with a shared one where there is one."""
+    """Routes each token to experts and adds the shared expert, if any."""
 
     spec: ExpertSpec
     router: Weight
     experts: ExpertWeights
     shared: SharedExpert | None
-    latent: tuple[Weight, Weight] | None = None  # projects to what experts compute with, and from there
+    latent: tuple[Weight, Weight] | None = None  # projections into and out of the experts' width
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         router_logits = ops.linear(x, self.router, precision="float32")
@@ -119,7 +117,6 @@ class Block:
     post_norm: Norm | None
 
     def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V | None]:
-        """Takes and returns (x, residual), whose sum is the residual stream: the next norm adds them up."""
         if self.pre_norm is None:
             return self._without_pre_norm(ops, x)
         x, residual = self.pre_norm(ops, x, residual)
@@ -129,7 +126,7 @@ class Block:
         return x, residual
 
     def _without_pre_norm(self, ops: Ops[V], x: V) -> tuple[V, None]:
-        """Computes the part of the residual stream itself, which must have been added up."""
+        """Applies the part to the residual stream itself, which must already be summed."""
         assert self.post_norm is not None
         y, _ = self.post_norm(ops, self.part(ops, x))
         return ops.add(y, x), None
@@ -137,14 +134,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Holds what comes before the layers and after them."""
+    """Holds the embedding, final norm and output head around the layers."""
 
     spec: ModelSpec
     embed: Weight
-    positions: Weight | None  # learned position embeddings
+    positions: Weight | None
     norm: Norm
     head: Weight
-    fuse: Weight | None = None  # projects what `spec.observed` describes
+    fuse: Weight | None = None  # projects the states in `spec.observed`
 
     def enter(self, ops: Ops[V]) -> V:
         """Returns the embeddings of the step's tokens: [T, dim]."""
@@ -152,7 +149,7 @@ class Ends:
         return x if self.positions is None else ops.add(x, ops.embed_positions(self.positions))
 
     def leave(self, ops: Ops[V], x: V, residual: V | None) -> V:
-        """Returns the logits of the sampled rows, [S, vocab]; of an encoder, which has none, their hidden states."""
+        """Returns the logits of the sampled rows, [S, vocab], or an encoder's hidden states."""
         x, _ = self.norm(ops, x, residual)
         ops.pool(x)
         if self.spec.stores_hidden:
@@ -162,7 +159,7 @@ class Ends:
         return self.logits(ops, ops.take_sampled(x))
 
     def logits(self, ops: Ops[V], rows: V) -> V:
-        """Returns the logits of rows that were normed: [S, dim] -> [S, vocab]."""
+        """Returns the logits of normed rows: [S, dim] -> [S, vocab]."""
         logits = ops.linear(scaled(ops, rows, self.spec.logit_scale), self.head, precision="float32")
         return ops.soft_cap(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
 
@@ -175,14 +172,14 @@ class Layer:
     mlp: Block
 
     def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V | None]:
-        """Takes and returns (x, residual), whose sum is the residual stream."""
         return self.mlp(ops, *self.mixer(ops, x, residual))
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer:
-    """Computes a mixer and an MLP of the same residual stream and adds both to it. They share a norm, unless the MLP
-    has one of its own."""
+    """Computes a mixer and an MLP from the same residual stream and adds both to it. They share a norm unless the MLP
+    has its own.
+    """
 
     norm: Norm
     mixer: Part
@@ -190,7 +187,6 @@ class ParallelLayer:
     mlp_norm: Norm | None = None
 
     def __call__(self, ops: Ops[V], x: V, residual: V | None) -> tuple[V, V | None]:
-        """Takes and returns (x, residual), whose sum is the residual stream."""
         x, residual = self.norm(ops, x, residual)
         mixed = self.mixer(ops, x)
         if self.mlp_norm is not None:
@@ -206,7 +202,6 @@ class Decoder:
     ends: Ends
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the logits of the sampled rows: [S, vocab]."""
         x: V = self.ends.enter(ops)
         residual: V | None = None
         streams: list[V] = []
@@ -222,7 +217,6 @@ class Decoder:
 
 
 def scaled(ops: Ops[V], x: V, factor: float) -> V:
-    """Returns x * factor, without an op where that changes nothing."""
     return x if factor == 1 else ops.scale(x, factor)
 
 
@@ -231,8 +225,9 @@ MakeNorm = Callable[[ModelSpec, Packer, str], Norm]
 
 
 def attention(spec: ModelSpec, pack: Packer, layer: int, width: int = 0) -> Attention:
-    """Builds a layer's attention; `width` is that of its input, if it is not the model's. The q tensor of a gated one
-    has each head's queries and then its gate."""
+    """Builds a layer's attention; `width` is its input width if that differs from the model's. With an output gate, q
+    has each head's queries followed by its gate.
+    """
     a, name, width = spec.attention(layer), f"layers.{layer}", width or spec.dim
     kv = () if a.shares_kv else ((f"{name}.k", a.kv_width), (f"{name}.{'k' if a.v_is_k else 'v'}", a.kv_width))
     if a.output_gate:
@@ -247,7 +242,7 @@ def attention(spec: ModelSpec, pack: Packer, layer: int, width: int = 0) -> Atte
 
 
 def qk_norms(spec: ModelSpec, pack: Packer, layer: int) -> tuple[Weight, ...]:
-    """Returns the gains of q and k, of one head each or of all heads, where they are normed."""
+    """Returns the q and k gains, per head or over all heads; empty without QK norm."""
     a = spec.attention(layer)
     if not a.qk_norm:
         return ()
@@ -262,7 +257,6 @@ def qk_norms(spec: ModelSpec, pack: Packer, layer: int) -> tuple[Weight, ...]:
 
 
 def alternating(groups: int, *sizes: int) -> list[list[tuple[int, int]]]:
-    """Returns, for rows that come in equal groups of several kinds, the spans of rows of each kind."""
     starts = [sum(sizes[:kind]) for kind in range(len(sizes))]
     return [
         [(group * sum(sizes) + start, group * sum(sizes) + start + size) for group in range(groups)]
@@ -271,7 +265,6 @@ def alternating(groups: int, *sizes: int) -> list[list[tuple[int, int]]]:
 
 
 def mlp_or_experts(spec: ModelSpec, pack: Packer, layer: int) -> Mlp | MoE:
-    """Builds a layer's experts where it has any, else its MLP."""
     name = f"layers.{layer}"
     if spec.experts is None or layer in spec.dense:
         return mlp(spec, pack, name, spec.hidden)
@@ -285,7 +278,6 @@ def mlp_or_experts(spec: ModelSpec, pack: Packer, layer: int) -> Mlp | MoE:
 
 
 def shared_expert(spec: ModelSpec, pack: Packer, name: str) -> SharedExpert | None:
-    """Builds the MLP beside the experts where the model has one."""
     if not spec.shared_hidden:
         return None
     make = mlp if spec.experts is None or spec.experts.gated else ungated_mlp
@@ -294,29 +286,24 @@ def shared_expert(spec: ModelSpec, pack: Packer, name: str) -> SharedExpert | No
 
 
 def mlp(spec: ModelSpec, pack: Packer, name: str, hidden: int) -> Mlp:
-    """Builds a gated MLP."""
     up = pack.matrix((f"{name}.gate", hidden), (f"{name}.up", hidden), width=spec.dim)
     return Mlp(spec.act, up, pack.matrix((f"{name}.down", spec.dim), width=hidden))
 
 
 def plain_mlp(spec: ModelSpec, pack: Packer, layer: int) -> Mlp:
-    """Builds a layer's MLP without a gate."""
     return ungated_mlp(spec, pack, f"layers.{layer}", spec.hidden)
 
 
 def ungated_mlp(spec: ModelSpec, pack: Packer, name: str, hidden: int) -> Mlp:
-    """Builds an MLP without a gate."""
     up = pack.matrix((f"{name}.up", hidden), width=spec.dim)
     return Mlp(spec.act, up, pack.matrix((f"{name}.down", spec.dim), width=hidden), gated=False)
 
 
 def rms_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
-    """Builds an RMS norm."""
     return Norm(pack.vector(name, spec.dim, spec.gain_offset), spec.eps)
 
 
 def layer_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
-    """Builds a layer norm."""
     return Norm(pack.vector(name, spec.dim), spec.eps, pack.vector(f"{name}.bias", spec.dim))
 
 
@@ -326,7 +313,7 @@ def unbiased_layer_norm(spec: ModelSpec, pack: Packer, name: str) -> Norm:
 
 
 def position_table(spec: ModelSpec, pack: Packer) -> Weight:
-    """Builds the table of learned positions, without the rows before the first position."""
+    """Builds the table of learned positions, starting at `first_position`."""
     rows = spec.first_position + spec.max_len
     return pack.matrix(("positions", rows, [(spec.first_position, rows)]), width=spec.dim)
 
@@ -342,7 +329,7 @@ def build(
     post_norm: bool = False,
     learned_positions: bool = False,
 ) -> Decoder:
-    """Builds a decoder with such mixers, MLPs and norms; the defaults are Llama's."""
+    """Builds a decoder from these mixers, MLPs and norms; defaults are Llama's."""
 
     two_norms = spec.parallel and any(pack.has(f"layers.{i}.mlp_norm") for i in range(spec.layers))
 
@@ -363,7 +350,6 @@ def build(
 
 
 def ends(spec: ModelSpec, pack: Packer, norm: MakeNorm = rms_norm, positions: Weight | None = None) -> Ends:
-    """Builds what comes before the layers and after them."""
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
     seen = spec.observed

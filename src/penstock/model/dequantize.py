@@ -1,7 +1,7 @@
-"""Defines what the bytes of every format mean; fast kernels are tested against it.
+"""Defines the bytes of every format. Fast kernels are tested against this module.
 
-A row is a run of storage blocks. `LAYOUTS` says what lies in one block, and `VALUES` computes the values it holds.
-Formats with code books, which few models need, have theirs in iquants.py.
+A row is a sequence of storage blocks. `LAYOUTS` describes the fields of one block, and `VALUES` decodes it. Rare
+formats with code books are in iquants.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from penstock.model.formats.fp8 import expand_scales, fp8_values
 from penstock.model.tensor import AFFINE, FORMATS, FP8, AffineFormat, Tensor
 
-Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
+Array = Any  # an ndarray; NumPy's types do not cover structured fields
 
 
 def affine_layout(affine: AffineFormat) -> np.dtype[np.void]:
-    """Returns the layout of a block: codes of 8 bits are bytes, those of fewer have 4 bits in qs and the others in
-    qh."""
+    """Returns the layout of a block. 8-bit codes are bytes; others have 4 bits in qs and the rest in qh."""
     low = 8 if affine.bits == 8 else 4
     high = affine.bits - low
     fields: list[Any] = [("d", "<f2"), ("z" if affine.zeros else "m", "<f2"), ("qs", "u1", affine.values * low // 8)]
@@ -52,9 +51,10 @@ LAYOUTS = {
 }
 
 IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # doubled: e2m1 has halves
+# doubled, because e2m1 has halves
+FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
-NF4_VALUES = np.array(  # quantiles of a normal distribution, the largest 1
+NF4_VALUES = np.array(  # quantiles of a normal distribution, normalized to 1
     [
         -1.0,
         -0.6961928009986877,
@@ -78,17 +78,15 @@ NF4_VALUES = np.array(  # quantiles of a normal distribution, the largest 1
 
 
 def dequantize(tensor: Tensor) -> NDArray[np.float32]:
-    """Returns the tensor's values, in its own shape."""
     if tensor.format.name in FP8:
         return fp8_values(tensor.data, tensor.format.name, tensor.shape, tensor.scales)
     blocks = tensor.data.view(layout_of(tensor.format.name))
-    with np.errstate(invalid="ignore", over="ignore"):  # a damaged file may hold scales that are not finite
+    with np.errstate(invalid="ignore", over="ignore"):  # scales of a damaged file may not be finite
         values: NDArray[np.float32] = values_of(tensor.format.name, blocks).reshape(tensor.shape)
         return values if tensor.scales is None else values * expand_scales(tensor.scales, tensor.shape)
 
 
 def layout_of(format_name: str) -> np.dtype[np.void]:
-    """Returns the layout of a storage block. Formats that only formats/ knows come as float32."""
     if format_name in LAYOUTS or format_name not in FORMATS:
         return LAYOUTS.get(format_name, LAYOUTS["F32"])
     from penstock.model.gguf import iquants
@@ -97,7 +95,6 @@ def layout_of(format_name: str) -> np.dtype[np.void]:
 
 
 def values_of(format_name: str, blocks: Array) -> Array:
-    """Returns the values of storage blocks."""
     if format_name in VALUES or format_name not in FORMATS:
         return VALUES.get(format_name, VALUES["F32"])(blocks)
     from penstock.model.gguf import iquants
@@ -112,12 +109,12 @@ def bits(packed: Array, width: int) -> Array:
 
 
 def flat_bits(packed: Array, width: int) -> Array:
-    """Returns all the lowest fields, then all the next ones: [b, n] -> [b, n * 8 / width]."""
+    """Returns all lowest fields, then all next ones: [b, n] -> [b, n * 8 / width]."""
     return bits(packed, width).reshape(len(packed), -1)
 
 
 def column(blocks: Array, field: str) -> Array:
-    """Returns one number of each block: [b, 1]."""
+    """Returns one number per block: [b, 1]."""
     return blocks[field].astype(np.float32)[:, None]
 
 
@@ -134,7 +131,7 @@ def q4_1(blocks: Array) -> Array:
 
 
 def fifth_bit(blocks: Array) -> Array:
-    """Returns qs with the fifth bit that qh holds for each of 32 values, the first in its lowest bit: [b, 32]."""
+    """Adds the fifth bit in qh to the 4-bit codes in qs, lowest bit first: [b, 32]."""
     high = np.unpackbits(blocks["qh"], axis=-1, bitorder="little")
     return flat_bits(blocks["qs"], 4) | high << 4
 
@@ -152,7 +149,6 @@ def q8_0(blocks: Array) -> Array:
 
 
 def q2_k(blocks: Array) -> Array:
-    """Reads 16 groups of 16, each with a 4-bit scale and a 4-bit minimum."""
     scale = column(blocks, "d") * (blocks["scales"] & 15)
     minimum = column(blocks, "m") * (blocks["scales"] >> 4)
     q = bits(blocks["qs"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
@@ -161,8 +157,8 @@ def q2_k(blocks: Array) -> Array:
 
 def q3_k(blocks: Array) -> Array:
     """Reads 16 groups of 16, each with a signed 6-bit scale; a value's third bit, when clear, subtracts 4."""
-    low = flat_bits(blocks["scales"][:, :8], 4)  # [b, 16]
-    high = flat_bits(blocks["scales"][:, 8:], 2)  # [b, 16]
+    low = flat_bits(blocks["scales"][:, :8], 4)
+    high = flat_bits(blocks["scales"][:, 8:], 2)
     scale = column(blocks, "d") * ((low | high << 4).astype(np.float32) - 32)
     third = bits(blocks["qh"], 1).reshape(-1, 16, 16)
     q = bits(blocks["qs"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
@@ -170,8 +166,9 @@ def q3_k(blocks: Array) -> Array:
 
 
 def six_bit_pairs(scales: Array) -> tuple[Array, Array]:
-    """Unpacks 8 scales and 8 minima of 6 bits from 12 bytes: [b, 12] -> 2 * [b, 8]. The first four of each fill the low
-    bits of bytes 0-3 and 4-7, whose top bits belong to the last four; bytes 8-11 hold the nibbles of the last four."""
+    """Unpacks 8 scales and 8 minima of 6 bits from 12 bytes: [b, 12] -> 2 * [b, 8]. The first four of each are the low
+    bits of bytes 0-3 and 4-7, whose top bits belong to the last four; bytes 8-11 hold the nibbles of the last four.
+    """
     first, second, nibbles = scales[:, :4], scales[:, 4:8], scales[:, 8:]
     scale = np.concatenate([first & 63, nibbles & 15 | first >> 6 << 4], axis=1)
     minimum = np.concatenate([second & 63, nibbles >> 4 | second >> 6 << 4], axis=1)
@@ -179,7 +176,6 @@ def six_bit_pairs(scales: Array) -> tuple[Array, Array]:
 
 
 def scaled_groups(blocks: Array, q: Array) -> Array:
-    """Scales 8 groups of 32 by their 6-bit scales and minima."""
     scale, minimum = six_bit_pairs(blocks["scales"])
     return (column(blocks, "d") * scale)[..., None] * q - (column(blocks, "m") * minimum)[..., None]
 
@@ -194,7 +190,6 @@ def q5_k(blocks: Array) -> Array:
 
 
 def q6_k(blocks: Array) -> Array:
-    """Reads 16 groups of 16, each with a signed byte as its scale."""
     low = bits(blocks["qs"].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
     high = bits(blocks["qh"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
     scale = column(blocks, "d") * blocks["scales"]
@@ -219,7 +214,6 @@ def mxfp4(blocks: Array) -> Array:
 
 
 def nvfp4(blocks: Array) -> Array:
-    """Reads 4 groups of 16, each with an unsigned scale of 4 exponent bits and 3 mantissa bits."""
     exponent, mantissa = blocks["scales"] >> 3 & 15, blocks["scales"] & 7
     significand = np.where(exponent > 0, 8 + mantissa, 2 * mantissa).astype(np.float32)
     scale = np.ldexp(np.where(blocks["scales"] == 0x7F, 0, significand), exponent.astype(np.int32) - 11)

@@ -1,4 +1,4 @@
-"""Opens the draft model or the head that a config names, and refuses one that cannot draft for its target."""
+"""Opens a config's draft model or head, and refuses one that cannot draft for its target."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from penstock.model.open_files import read_json
 if TYPE_CHECKING:
     from penstock.text import Tokenizer
 
-SHOWN = 4  # differing tokens that an error names
+SHOWN = 4  # differing tokens listed in an error
 
 
 def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
-    """Opens the draft model or the head of a config; returns None if it names none. Raises ConfigError if it cannot
-    draft for the target."""
+    """Opens the config's draft model or head, if any. Raises ConfigError if it cannot draft for the target."""
     if not config.draft:
         return None
     if config.speculation == OFF:
@@ -34,7 +33,6 @@ def open_draft(config: Config, target: Checkpoint) -> Checkpoint | None:
 
 
 def _open(path: Path) -> Checkpoint:
-    """Opens a draft model, or an EAGLE-3 head."""
     if path.is_dir() and (path / CONFIG).exists():
         values = read_json(path / CONFIG)
         if eagle.is_eagle(values):
@@ -44,12 +42,11 @@ def _open(path: Path) -> Checkpoint:
 
 
 def group_of(target: Checkpoint) -> int:
-    """Returns the KV layer group of the target in whose blocks a draft model's KV lies: one without a window."""
+    """Returns the target's KV layer group that also holds a draft model's KV: the one without a window."""
     return target.spec.windows.index(0)
 
 
 def _problems(draft: Checkpoint, target: Checkpoint) -> Iterator[str]:
-    """Yields reasons why a model cannot draft for a target."""
     for each in (draft, target):
         if each.spec.encoder:
             yield f"{each.name} is an encoder and generates no text"
@@ -68,8 +65,9 @@ def _problems(draft: Checkpoint, target: Checkpoint) -> Iterator[str]:
 
 
 def _differing_tokens(draft: Checkpoint, target: Checkpoint) -> str:
-    """Names tokens that differ in the two vocabularies, special and added ones included; empty: none does. Models
-    without a tokenizer are used with token ids, which have no other meaning."""
+    """Describes tokens that differ between the vocabularies, including special and added ones; "" if all agree. Models
+    without a tokenizer use raw token ids, which always agree.
+    """
     try:
         mine, other = text_of(draft).tokenizer, text_of(target).tokenizer
     except PenstockError:

@@ -1,8 +1,8 @@
-"""Reads EAGLE-3 heads, which draft for a model from its residual streams, in the layouts that vLLM and SGLang publish.
+"""Reads EAGLE-3 heads, which draft from a model's residual streams, in the layouts of vLLM and SGLang.
 
-A head is one Llama layer. What it sees of a position is a projection of the target's residual streams before a few
-layers, which the target's own program computes and stores, and the embedding of the token after that position. Once it
-drafts, its own residual stream takes the projection's place. It chooses among fewer tokens than the target.
+A head is one Llama layer. For each position it sees a projection of the target's residual streams before a few layers,
+which the target's own program computes and stores, and the embedding of the next token. While drafting, its own
+residual stream replaces the projection. Its vocabulary may be smaller than the target's.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from penstock.model.weights import Packer
 ARCHITECTURES = (  # one Llama layer each
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"),
     *("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"),
-    *("Eagle3Speculator", "Eagle3DraftModel"),  # by vLLM's speculators, which have a layout of config.json of their own
+    *("Eagle3Speculator", "Eagle3DraftModel"),  # vLLM's speculators, with their own config.json layout
 )
-SPECULATORS = "transformer_layer_config"  # where those describe the layer
+SPECULATORS = "transformer_layer_config"  # their key for the layer's config
 SPECULATORS_FIELDS = ("speculators_config", "speculators_model_type", "speculators_version")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-UNOBSERVED = ("deepseek32", "gemma3n", "gemma4", "glmdsa", "opt")  # families that are no plain stack of layers
+UNOBSERVED = ("deepseek32", "gemma3n", "gemma4", "glmdsa", "opt")  # families that are not a plain stack of layers
 NAMING = names.Naming(
     top={"embed_tokens": "embed", "fc": "fuse", "norm": "norm", "lm_head": "head"},
     layer=names.HUGGING_FACE.layer,
@@ -47,31 +47,31 @@ NAMING = names.Naming(
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """Describes what an EAGLE-3 head takes from its target, and what it chooses from."""
+    """Describes an EAGLE-3 head's inputs from the target, and its vocabulary."""
 
     target_dim: int
-    layers: tuple[int, ...]  # of the target, before which residual streams are taken; empty: the usual three
+    layers: tuple[int, ...]  # target layers whose input stream is taken; empty: the usual three
     vocab: int  # tokens that it can draft
-    norm_before_residual: bool  # its residual stream begins with what it sees after the norm, not before
+    norm_before_residual: bool  # the residual stream starts after the input norm
 
     def layers_of(self, target: ModelSpec) -> tuple[int, ...]:
-        """Returns the layers of a target before which residual streams are taken; one more than the last stands for the
-        stream after it."""
+        """Returns the target layers whose input stream is taken; the number of layers stands for the final stream."""
         return self.layers or (2, target.layers // 2, target.layers - 3)
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHead(Checkpoint):
-    """Describes a head whose files are opened but not loaded."""
+    """Describes a head whose files are open but not loaded."""
 
     eagle: EagleSpec = field(kw_only=True)
-    fuse: Tensor = field(kw_only=True)  # projects the target's residual streams, one behind the other
-    token_ids: tuple[int, ...] = ()  # the target's token for each of the head's; empty: the same
+    fuse: Tensor = field(kw_only=True)  # projects the target's residual streams, concatenated
+    token_ids: tuple[int, ...] = ()  # the target's id of each draft token; empty: the same ids
 
 
 def is_eagle(values: Mapping[str, Any]) -> bool:
-    """Returns whether a config.json is that of an EAGLE-3 head. Some name a plain Llama, which has no draft vocabulary
-    elsewhere."""
+    """Returns True for the config.json of an EAGLE-3 head. Some configs name a plain Llama; only heads have a draft
+    vocabulary.
+    """
     found = values.get("architectures")
     return found in [[name] for name in ARCHITECTURES] or (
         found == ["LlamaForCausalLM"] and values.get("draft_vocab_size") is not None
@@ -79,7 +79,7 @@ def is_eagle(values: Mapping[str, Any]) -> bool:
 
 
 def refuse_older(values: Mapping[str, Any], name: str) -> None:
-    """Raises if a config.json is that of another kind of EAGLE head."""
+    """Raises for earlier kinds of EAGLE heads."""
     found = values.get("architectures")
     if isinstance(found, list) and any("eagle" in str(one).lower() for one in found):
         raise UnsupportedModel(
@@ -89,13 +89,12 @@ def refuse_older(values: Mapping[str, Any], name: str) -> None:
 
 
 def open_eagle(path: Path) -> EagleHead:
-    """Opens the folder of an EAGLE-3 head."""
     values = read_json(path / CONFIG)
     config = ConfigReader(in_one_table(values), CONFIG)
     spec, eagle = read_eagle(config)
     files = {file_name(name): tensor for name, tensor in read_safetensors_shards(path).items()}
     token_ids = read_token_ids(files.pop("d2t", None), eagle, spec.vocab)
-    files.pop("t2d", None)  # says the same the other way round
+    files.pop("t2d", None)  # the inverse of d2t
     weights = weights_of(files, ConfigReader(values, CONFIG), path)
     tensors = names.canonical(weights, NAMING, spec)
     check_heads(spec)
@@ -116,20 +115,21 @@ def open_eagle(path: Path) -> EagleHead:
 
 
 def file_name(name: str) -> str:
-    """Returns the name that a tensor has in most files; in some its layer is the `midlayer`, and in some all but the
-    output head lies within a model."""
+    """Normalizes a tensor name: some files call the layer `midlayer`, and some nest everything but the output head in a
+    model.
+    """
     name = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
     return f"model.{name}" if name.startswith("layers.") else name
 
 
 def read_eagle(config: ConfigReader) -> tuple[ModelSpec, EagleSpec]:
-    """Reads the config.json of a head, of which all fields are in one table."""
     config.require("num_hidden_layers", (1,))
     for key in ("fc_norm", "norm_before_fc", "norm_output", "use_aux_norm"):
         config.require(key, (False,), False)
     inner = config.table("eagle_config")
     inner.require("use_aux_hidden_state", (True,), True)
-    layers = config.counts(LAYERS) or tuple(layer + 1 for layer in inner.counts(LAYERS))  # SGLang's are those before
+    # SGLang counts the layer before
+    layers = config.counts(LAYERS) or tuple(layer + 1 for layer in inner.counts(LAYERS))
     inner.note_unread((), {})
     config.ignore("architectures", *SPECULATORS_FIELDS)
     spec = replace(config_hf.read_decoder(config, "eagle3"), biases=config_hf.read_biases(config), tied=False)
@@ -144,8 +144,7 @@ def read_eagle(config: ConfigReader) -> tuple[ModelSpec, EagleSpec]:
 
 
 def in_one_table(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a config.json; those of speculators describe the layer in a table of its own, and have
-    another default."""
+    """Flattens a config.json. Speculators nest the layer's config and have a different default."""
     if not isinstance(layer := values.get(SPECULATORS), dict):
         return dict(values)
     outer = {key: value for key, value in values.items() if key != SPECULATORS and value is not None}
@@ -153,7 +152,7 @@ def in_one_table(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_token_ids(tensor: Tensor | None, eagle: EagleSpec, vocab: int) -> tuple[int, ...]:
-    """Returns the target's token for each of the head's, from a tensor that has their differences."""
+    """Returns the target's id of each draft token; the tensor stores differences."""
     if tensor is None:
         if eagle.vocab != vocab:
             raise MalformedFile(
@@ -171,7 +170,6 @@ def read_token_ids(tensor: Tensor | None, eagle: EagleSpec, vocab: int) -> tuple
 
 
 def problems(head: EagleHead, target: Checkpoint) -> Iterator[str]:
-    """Yields reasons why a head cannot draft for a target."""
     eagle, spec = head.eagle, target.spec
     if spec.arch in UNOBSERVED:
         yield f"residual streams cannot be taken from models of the family {spec.arch} yet"
@@ -187,18 +185,17 @@ def problems(head: EagleHead, target: Checkpoint) -> Iterator[str]:
 
 
 def observed(target: Checkpoint, head: EagleHead) -> Checkpoint:
-    """Returns the target as it is loaded for a head: it projects its residual streams to what the head sees."""
     seen = ObservedSpec(head.eagle.layers_of(target.spec), head.spec.dim)
     tensors = {**target.tensors, "fuse": head.fuse}
     return replace(target, spec=replace(target.spec, observed=seen), tensors=tensors, head_files=tuple(head.files))
 
 
-# -- what is computed ----------------------------------------------------------------------------------------------
+# ---- forward pass ----
 
 
 @dataclass(frozen=True, slots=True)
 class EagleModel:
-    """Computes the logits of a head's own vocabulary from embeddings and what is stored of the position before."""
+    """Computes draft logits from embeddings and the stored state of the previous position."""
 
     spec: ModelSpec
     eagle: EagleSpec
@@ -212,8 +209,9 @@ class EagleModel:
     head: Weight
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the logits of the sampled rows, [S, draft vocabulary], and stores the residual stream of those rows
-        where the target will store what is seen of the next position."""
+        """Returns the logits of the sampled rows, [S, draft vocabulary], and stores their residual stream where the
+        target will store the next position's projection.
+        """
         seen = ops.load_hidden(0, self.spec.dim)
         normed, _ = self.hidden_norm(ops, seen)
         embedded, _ = self.embed_norm(ops, ops.embed(self.embed))
@@ -225,7 +223,7 @@ class EagleModel:
 
 
 def build(head: EagleHead, pack: Packer, ends: Ends) -> EagleModel:
-    """Builds a head of a target with these ends, whose embeddings and output head it takes where it has none."""
+    """Builds a head; embeddings and output head default to the target's."""
     spec, dim, layer = head.spec, head.spec.dim, "layers.0"
     embed = pack.matrix(("embed", spec.vocab), width=dim) if pack.has("embed") else ends.embed
     shares_head = not pack.has("head") and (head.eagle.vocab, dim) == (ends.spec.vocab, ends.spec.dim)

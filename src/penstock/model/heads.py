@@ -1,4 +1,4 @@
-"""Finds the head of a checkpoint that predicts further tokens (MTP), and loads it beside the model."""
+"""Finds the multi-token prediction (MTP) head of a checkpoint, and loads it with the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GGUF_PARTS = {
 SHARED = re.compile(  # copies of the model's embeddings and output head
     r"(embed_tokens|shared_head\.head|nextn\.embed_tokens|nextn\.shared_head_head)\..+"
 )
-MODULE = re.compile(r"mtp\.(?:layers\.0\.)?(.+)")  # of Qwen, where the head is a module of its own
+MODULE = re.compile(r"mtp\.(?:layers\.0\.)?(.+)")  # Qwen's head is a module of its own
 MODULE_PARTS = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -45,8 +45,7 @@ MODULE_PARTS = {
 
 
 def open_mtp(target: Checkpoint) -> Checkpoint:
-    """Opens the head that lies in a model's own checkpoint; of several, the first one. Raises ConfigError if there is
-    none."""
+    """Opens the first MTP head in a model's checkpoint. Raises ConfigError if there is none."""
     kind = family(target.spec.arch)
     if target.path.is_dir():
         naming, found = kind.HUGGING_FACE.but(**FOLDER_PARTS), stored_in_folder(target, kind.HUGGING_FACE)
@@ -67,7 +66,7 @@ def open_mtp(target: Checkpoint) -> Checkpoint:
 
 
 def head_spec(spec: ModelSpec) -> ModelSpec:
-    """Returns the spec of a model's head: one layer with the model's full attention and its experts."""
+    """Returns the spec of an MTP head: one layer with the model's full attention and experts."""
     return replace(
         spec,
         arch=MTP,
@@ -83,19 +82,17 @@ def head_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def is_head(draft: Checkpoint) -> bool:
-    """Returns whether what drafts is a head, which reads hidden states of its target."""
     return draft.spec.arch == MTP or isinstance(draft, EagleHead)
 
 
 def beside(target: Checkpoint, draft: Checkpoint | None) -> Checkpoint:
-    """Returns the target as it is loaded beside what drafts for it: for a head, it stores hidden states."""
+    """Returns the target as loaded with its draft; with a head, it stores hidden states."""
     if isinstance(draft, EagleHead):
         return eagle.observed(target, draft)
     return replace(target, spec=replace(target.spec, stores_hidden=draft is not None and is_head(draft)))
 
 
 def load_head(head: Checkpoint, model: PackedModel, backend: Packs) -> PackedModel:
-    """Builds a head with weights that the backend packs, and with the embeddings and the output head of its model."""
     pack = Packer(head.tensors, backend)
     ends = ends_of(model)
     made = eagle.build(head, pack, ends) if isinstance(head, EagleHead) else mtp.build(head.spec, pack, ends)
@@ -104,14 +101,12 @@ def load_head(head: Checkpoint, model: PackedModel, backend: Packs) -> PackedMod
 
 
 def ends_of(model: PackedModel) -> Ends:
-    """Returns what a model has before and after its layers."""
     inner = model.decoder if isinstance(model, SparseDecoder) else model
     assert isinstance(inner, Decoder), "all families that have heads are decoders"
     return inner.ends
 
 
 def stored_in_folder(target: Checkpoint, naming: Naming) -> dict[str, Tensor]:
-    """Returns the tensors of a head in a Hugging Face folder by the names that those of the first layer have."""
     files = read_safetensors_shards(target.path)
     mine = {name: files[name] for name, _ in in_first_layer(files, naming, target.spec.layers)}
     weights = weights_of(mine, ConfigReader(target.metadata, CONFIG), target.path)
@@ -121,15 +116,15 @@ def stored_in_folder(target: Checkpoint, naming: Naming) -> dict[str, Tensor]:
 
 
 def stored_in_file(target: Checkpoint, naming: Naming) -> dict[str, Tensor]:
-    """Returns the tensors of a head in a GGUF file by the names that those of the first layer have."""
     tensors = read_shards(target.path).tensors
     found = in_first_layer(tensors, naming, target.spec.layers)
     return {f"blk.0.{part}": tensors[name] for name, part in found}
 
 
 def in_first_layer(tensors: Mapping[str, Tensor], naming: Naming, layers: int) -> Iterator[tuple[str, str]]:
-    """Yields the names of a head's tensors and what they are within a layer. The head is the layer behind the model's
-    `layers`, or a module of its own."""
+    """Yields the head's tensor names and their names within a layer. The head is the layer after the last one, or a
+    separate module.
+    """
     for name in tensors:
         layer, module = naming.layer.fullmatch(name), MODULE.fullmatch(name)
         if layer and int(layer[1]) == layers:

@@ -1,4 +1,4 @@
-"""Opens a checkpoint, works out what model it is, and lets a backend pack it."""
+"""Opens a checkpoint, identifies the model, and has a backend pack it."""
 
 from __future__ import annotations
 
@@ -45,31 +45,29 @@ CONFIG = "config.json"
 METADATA = "the GGUF metadata"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MOST_ABOVE = 4  # times the largest dimension of a tensor that a width may have, because several tensors may make it up
+MOST_ABOVE = 4  # a width is at most 4 times the largest tensor dimension, because several tensors may form it
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Describes a model whose files are opened but not loaded: tensors are views of mapped files."""
+    """Describes a model whose files are open but not loaded: tensors are views of mapped files."""
 
     spec: ModelSpec
-    tensors: Mapping[str, Tensor]  # by canonical name
+    tensors: Mapping[str, Tensor]  # canonical name: tensor
     name: str
     path: Path
-    metadata: Mapping[str, Any]  # the file's own: GGUF metadata or config.json, as it was changed
+    metadata: Mapping[str, Any]  # GGUF metadata or config.json, with changes applied
     classifier: ClassifierHead | None = None
-    unknown: tuple[str, ...] = ()  # fields of config.json that nothing is known of
-    dense: DenseHead | None = None  # what turns its pooled states into embeddings
-    head_files: tuple[Path, ...] = ()  # of a draft head that some of its tensors are from
+    unknown: tuple[str, ...] = ()  # unrecognized fields of config.json
+    dense: DenseHead | None = None  # maps pooled states to embeddings
+    head_files: tuple[Path, ...] = ()  # files of a draft head
 
     @property
     def fp8(self) -> bool:
-        """Returns whether some weights are FP8."""
         return any(tensor.format.name == "F8_E4M3" for tensor in self.tensors.values())
 
     @property
     def files(self) -> list[Path]:
-        """Returns the files that its tensors and its config are read from."""
         if self.path.is_dir():
             files = sorted(file for file in self.path.iterdir() if file.suffix in (".json", ".safetensors"))
         else:
@@ -79,19 +77,18 @@ class Checkpoint:
 
     @property
     def embedding_width(self) -> int:
-        """Returns the size of its embeddings."""
         return self.dense.width if self.dense else self.spec.embed_dim or self.spec.dim
 
     @property
     def whole(self) -> int:
-        """Returns how many tokens a step must have room for because prompts are computed at once; 0: any number."""
+        """Returns the number of tokens that one step must hold because prompts cannot be split; 0: any."""
         return self.spec.max_len if self.spec.encoder else 0
 
 
 def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = False, max_len: int = 0) -> Checkpoint:
-    """Opens a GGUF file, or a folder with config.json and safetensors. `changes` are KEY=VALUE that replace fields of
-    config.json; `strict` refuses fields that nothing is known of. `max_len` is how long sequences may be, if the caller
-    says so: some models have another RoPE for a longer context."""
+    """Opens a GGUF file, or a folder with config.json and safetensors. `changes` are KEY=VALUE overrides of
+    config.json; `strict` refuses unrecognized fields. `max_len` selects the long-context RoPE of models that have one.
+    """
     if changes and not path.is_dir():
         raise ConfigError(f"--config changes the config.json of a folder; {path.name} is a file, which has none")
     checkpoint = open_folder(path, changes, strict) if path.is_dir() else open_gguf(path)
@@ -106,12 +103,11 @@ def open_checkpoint(path: Path, changes: Sequence[str] = (), strict: bool = Fals
 
 
 def load_model(checkpoint: Checkpoint, backend: Packs) -> PackedModel:
-    """Builds the model with weights that the backend packs."""
     return load_placed(checkpoint, backend)[0]
 
 
 def load_placed(checkpoint: Checkpoint, backend: Packs) -> tuple[PackedModel, Sequence[Placement]]:
-    """Builds the model with weights that the backend packs; returns which tensors each of them is made of, too."""
+    """Builds the model with weights that the backend packs; returns it with the tensors of each packed weight."""
     pack = Packer(checkpoint.tensors, backend)
     model = family(checkpoint.spec.arch).build(checkpoint.spec, pack)
     pack.check_all_used()
@@ -119,12 +115,10 @@ def load_placed(checkpoint: Checkpoint, backend: Packs) -> tuple[PackedModel, Se
 
 
 def load_text(path: Path, changes: Sequence[str] = ()) -> Text:
-    """Opens a checkpoint and loads its tokenizer and chat template."""
     return text_of(open_checkpoint(path, changes))
 
 
 def text_of(checkpoint: Checkpoint) -> Text:
-    """Loads the tokenizer and chat template that come with a checkpoint."""
     from penstock.text import Text
 
     path = checkpoint.path
@@ -132,7 +126,6 @@ def text_of(checkpoint: Checkpoint) -> Text:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens a GGUF file, or all shards of one."""
     file = read_shards(path)
     kind = family_of_gguf(ConfigReader(file.metadata, METADATA))
     config = ConfigReader(file.metadata, METADATA, prefix=f"{file.metadata['general.architecture']}.")
@@ -154,7 +147,6 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def open_folder(path: Path, changes: Sequence[str] = (), strict: bool = False) -> Checkpoint:
-    """Opens a Hugging Face folder."""
     try:
         values = changed(read_json(path / CONFIG), changes)
     except ModelNotFound:
@@ -174,21 +166,19 @@ def open_folder(path: Path, changes: Sequence[str] = (), strict: bool = False) -
         spec = spec if spec.tied or spec.classifier else without_head(spec)
     tensors = split_fused(names.canonical(weights, naming, spec), spec)
     if spec.tied:
-        tensors.pop("head", None)  # some checkpoints store the embedding a second time
+        tensors.pop("head", None)  # some checkpoints store the embedding twice
     classifier = head_of(spec, tensors, head)
     dense = dense_of_folder(path, spec.dim)
     return Checkpoint(spec, tensors, path.resolve().name, path, values, classifier, tuple(config.unknown), dense)
 
 
 def head_of(spec: ModelSpec, tensors: Mapping[str, Tensor], head: Mapping[str, Tensor]) -> ClassifierHead | None:
-    """Builds the classification head of a Hugging Face folder, if it has one."""
     if spec.classifier is None:
         return None
     return token_head(spec, tensors) if spec.classifier.tokens else build_head(spec, head)
 
 
 def with_known_reranker(spec: ModelSpec, path: Path) -> ModelSpec:
-    """Returns the spec with the tokens that Qwen3-Reranker answers with, if the folder's model card says it is one."""
     from penstock.text.pairs import is_qwen3_reranker
 
     if spec.classifier or spec.arch != "qwen3" or not is_qwen3_reranker(path):
@@ -199,13 +189,11 @@ def with_known_reranker(spec: ModelSpec, path: Path) -> ModelSpec:
 
 
 def unknown_line(unknown: Sequence[str]) -> str:
-    """Returns a line that names the fields of config.json that nothing is known of."""
     return f"{CONFIG} has fields that this engine does not know: {', '.join(unknown)}"
 
 
 def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Returns the values with changes, each KEY=VALUE: VALUE is JSON, or else a text, and dots in KEY lead into
-    tables."""
+    """Applies KEY=VALUE changes: VALUE is JSON or else text, and dots in KEY enter nested tables."""
     for change in changes:
         key, equals, text = change.partition("=")
         if not (key and equals):
@@ -219,19 +207,17 @@ def changed(values: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
 
 
 def with_value(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """Returns the nested values with another one at a path."""
     key, *rest = path
     inner = values.get(key)
     return values | {key: with_value(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
 
 
 def read_config(values: Mapping[str, Any]) -> ModelSpec:
-    """Reads the spec from the config.json of a Hugging Face folder."""
     return read_fields(ConfigReader(values, CONFIG))
 
 
 def read_fields(config: ConfigReader) -> ModelSpec:
-    """Reads the spec; fields that nothing is known of are in `config.unknown` then."""
+    """Reads the spec; afterwards `config.unknown` lists unrecognized fields."""
     named = config.strings("architectures")
     if len(named) == 1 and named[0] in CLASSIFIERS:
         spec = read_model(config.without(*LABEL_KEYS).having(architectures=[CLASSIFIERS[named[0]]]))
@@ -243,26 +229,24 @@ def read_fields(config: ConfigReader) -> ModelSpec:
 
 
 def without_head(spec: ModelSpec) -> ModelSpec:
-    """Returns the spec of a decoder without an output head, which makes embeddings only."""
+    """Returns the spec of a decoder without an output head, which only computes embeddings."""
     return replace(spec, tied=True, generates=False)
 
 
 def head_of_family(spec: ModelSpec) -> tuple[str, str]:
-    """Returns the pooling and the activation that a family's classification head has."""
     if not spec.encoder:
         return "last", ""
     return "cls", "gelu" if spec.arch == "modernbert" else "tanh"
 
 
 def read_model(config: ConfigReader) -> ModelSpec:
-    """Reads the spec of a model without a classification head."""
     spec = family_of_hf(config).read_hf(config)
     config.note_unread(NEUTRAL, CHANGING)
     return spec
 
 
 def read_safetensors_shards(folder: Path) -> dict[str, Tensor]:
-    """Reads all safetensors files of a folder; returns the tensors by their names in the files."""
+    """Reads all safetensors files of a folder; returns tensors by file name."""
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             raise ModelNotFound(
@@ -280,13 +264,13 @@ def read_safetensors_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def is_file_name(file: Any) -> bool:
-    """Returns whether the value is the name of a file, without a folder."""
     return isinstance(file, str) and file == Path(file).name
 
 
 def check_sizes(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
-    """Raises if the config states more layers than there are tensors of, or widths far beyond those of all tensors.
-    Memory is taken for some of them before a tensor's shape is looked at."""
+    """Raises if the config states more layers than there are tensors, or widths far beyond all tensors. Some
+    allocations depend on them before any tensor's shape is checked.
+    """
     found = {int(match[1]) for name in tensors if (match := names.LAYER.match(name))}
     missing = next((layer for layer in range(spec.layers) if layer not in found), None)
     if missing is not None:
@@ -314,7 +298,7 @@ def check_sizes(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_heads(spec: ModelSpec) -> None:
-    """Raises if the numbers of attention heads do not fit together."""
+    """Raises if the attention head counts do not divide evenly."""
     for a in {spec.attn, *spec.layer_attn}:
         if a.heads % a.kv_heads:
             raise MalformedFile(f"{a.heads} query heads cannot share {a.kv_heads} key and value heads evenly")
@@ -323,7 +307,7 @@ def check_heads(spec: ModelSpec) -> None:
 
 
 def check_experts(spec: ModelSpec) -> None:
-    """Raises if so many experts cannot be chosen from the groups that the config describes."""
+    """Raises if the expert groups cannot supply the number of selected experts."""
     if spec.experts is None:
         return
     e = spec.experts
@@ -334,8 +318,9 @@ def check_experts(spec: ModelSpec) -> None:
 
 
 def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
-    """Raises if a weight lacks its bias or has one that the config does not mention: products would be wrong. If the
-    config does not say, a part must have a bias in all layers or in none."""
+    """Raises if biases in the file and in the config disagree. If the config is silent, a part must have a bias in all
+    layers or in none.
+    """
     found = {
         name for name, tensor in tensors.items() if tensor.role is Role.BIAS and name.removesuffix(BIAS) in tensors
     }
@@ -352,10 +337,8 @@ def check_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
 
 
 def last_part(name: str) -> str:
-    """Returns what a weight is called within its MLP, expert or attention block."""
     return name.rpartition(".")[2]
 
 
 def in_any_layer(name: str) -> str:
-    """Returns a canonical name with its numbers replaced by "*"."""
     return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,4 +1,4 @@
-"""Writes a model with an adapter merged into its weights: a GGUF file of a GGUF file, a folder of a folder."""
+"""Writes a model with an adapter merged into its weights, as a GGUF file or a folder like the original."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pth", ".pt")  # files of a fo
 
 
 class Merge(NamedTuple):
-    """Holds what is merged: an adapter, a further scale, and the model that it fits."""
+    """Holds an adapter, its extra scale, and the model it fits."""
 
     adapter: LoraAdapter
     scale: float
@@ -46,8 +46,9 @@ def open_merge(model: Path, adapter: Path, scale: float) -> Merge:
 
 
 def merge_gguf(path: Path, merge: Merge, encode: Encode) -> Export:
-    """Plans a copy of a GGUF file with merged weights. Those that were quantized become Q8_0: an update is mostly
-    smaller than a step between two numbers of fewer bits, and would be lost."""
+    """Plans a copy of a GGUF file with merged weights. Changed quantized weights become Q8_0, because a coarser format
+    would round most updates away.
+    """
     file = read_shards(path)
     keys = {key: file.metadata.stored(key) for key in file.metadata if not key.startswith(DROPPED)}
     pending, were = [], set()
@@ -57,12 +58,12 @@ def merge_gguf(path: Path, merge: Merge, encode: Encode) -> Export:
             were.add(format.name)
             format = FORMATS["Q8_0"]
         pending.append(pending_tensor(FileTensor(name, (tensor,)), format, encode))
-    line = f"merged weights are Q8_0 now, and were {', '.join(sorted(were))}: fewer bits would lose what was merged"
+    line = f"merged weights are Q8_0 now, and were {', '.join(sorted(were))}: fewer bits would lose the update"
     return Export(keys, tuple(pending), (line,) if were else ())
 
 
 def merge_folder(path: Path, merge: Merge, encode: Encode, out: Path) -> None:
-    """Writes a copy of a folder with merged weights in one file. Tensors keep their formats."""
+    """Writes a copy of a folder with the merged weights in one file. Tensors keep their formats."""
     tensors = read_safetensors_shards(path)
     found = {
         name: encode(tensor, tensors[name].format) if changed else tensor
@@ -76,8 +77,9 @@ def merge_folder(path: Path, merge: Merge, encode: Encode, out: Path) -> None:
 
 
 def merged_tensors(tensors: Mapping[str, Tensor], merge: Merge) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yields a file's tensors by name, those that the adapter changes in F32, and whether it does. Raises AdapterError
-    if it changes a weight that the file has in another form."""
+    """Yields each tensor by file name and whether the adapter changed it; changed ones are F32. Raises AdapterError if
+    the file stores a changed weight in another form.
+    """
     left = set(merge.adapter.matrices)
     for name, tensor in tensors.items():
         parts = parts_of(name, tensor, merge)
@@ -89,7 +91,7 @@ def merged_tensors(tensors: Mapping[str, Tensor], merge: Merge) -> Iterator[tupl
 
 
 def parts_of(name: str, tensor: Tensor, merge: Merge) -> dict[str, Tensor]:
-    """Returns the weights that a file's tensor holds, by canonical name; nothing for one that is no weight."""
+    """Returns the weights in a file's tensor, by canonical name; empty for tensors that are not weights."""
     if merge.naming.ignored.fullmatch(name) or names.look_up(name, merge.naming.top) is None:
         match = merge.naming.layer.fullmatch(name)
         if match is None or names.look_up(names.EXPERT.sub("*", match[2]), merge.naming.parts) is None:
@@ -102,7 +104,6 @@ def parts_of(name: str, tensor: Tensor, merge: Merge) -> dict[str, Tensor]:
 
 
 def joined(name: str, tensor: Tensor, parts: Mapping[str, Tensor], merge: Merge) -> Tensor:
-    """Returns a file's tensor with the updates of its parts, in F32 and in the file's own order."""
     identity = names.identify(name, merge.naming)
     if "grouped_qkv" in identity.part:
         raise AdapterError(f"tensor {name!r} holds q, k and v head by head: merging into it is not supported")
@@ -114,13 +115,11 @@ def joined(name: str, tensor: Tensor, parts: Mapping[str, Tensor], merge: Merge)
 
 
 def changed_part(name: str, part: Tensor, merge: Merge) -> Floats:
-    """Returns a weight with its update, if it has one."""
     matrix = merge.adapter.matrices.get(name)
     return dequantize(part) if matrix is None else merged(part, matrix, merge.scale)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors to one file."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():

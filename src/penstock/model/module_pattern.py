@@ -1,8 +1,8 @@
-"""Matches names of modules with the patterns of an adapter's config, in time linear in the name.
+"""Matches module names against the patterns of an adapter's config in time linear in the name.
 
-PEFT hands these patterns to Python's `re`, which may need exponential time for one that a stranger wrote, and stops all
-threads meanwhile. Names are matched by `re` here, because an expression without repetition is safe. All others are
-matched by llguidance, which knows no backtracking and gives up on expressions that need too many states.
+PEFT uses Python's `re`, where a malicious pattern can take exponential time and block all threads. Here `re` only
+matches plain names, which cannot backtrack. llguidance matches all other patterns: it never backtracks, and rejects
+expressions that need too many states.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable
 from penstock.errors import AdapterError
 
 MAX_LENGTH = 512  # characters of a pattern
-MAX_PATTERNS = 4096  # a model of 405B parameters has 882 modules
-MAX_EXPRESSIONS = 64  # patterns that are not names
+MAX_PATTERNS = 4096  # a 405B model has 882 modules
+MAX_EXPRESSIONS = 64  # patterns that are not plain names
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-ESCAPED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]")  # characters without a meaning of their own
+ESCAPED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]")  # characters without special meaning
 
 
 class ModulePatterns:
     """Finds the first pattern that matches a module's name or, as in PEFT, the end of it after a dot."""
 
     def __init__(self, patterns: Iterable[str], field: str) -> None:
-        """`field` is the config's field that has the patterns; errors name it."""
+        """Takes the patterns of one config field; errors name the field."""
         self._field = field
         given = list(patterns)
         expressions = sum(not NAME.fullmatch(pattern) for pattern in given)
@@ -35,7 +35,6 @@ class ModulePatterns:
         self._matches = {pattern: self._matcher(pattern) for pattern in given}
 
     def first(self, module: str) -> str | None:
-        """Returns the first pattern that matches; None if none does."""
         return next((pattern for pattern, matches in self._matches.items() if matches(module)), None)
 
     def _matcher(self, pattern: str) -> Callable[[str], bool]:
@@ -62,7 +61,6 @@ class ModulePatterns:
         return matches
 
     def _whole_name(self, pattern: str) -> str:
-        """Returns a pattern for whole names. With ^ at its beginning it leaves out no part of the name."""
         if not pattern.startswith("^"):
             return rf"(?:.*\.)?(?:{pattern})"
         bare = ESCAPED.sub("", pattern)
@@ -71,7 +69,7 @@ class ModulePatterns:
         return pattern
 
     def _check(self, matcher: object, pattern: str) -> None:
-        """Raises if llguidance could not use the pattern, or needed too many states for it."""
+        """Raises if llguidance rejected the pattern or needed too many states."""
         error = matcher.get_error()  # type: ignore[attr-defined]
         if error:
             reason = " ".join(error.partition("\n<state>")[0].split())

@@ -1,7 +1,7 @@
-"""Gives every tensor one canonical name and one role, whatever the checkpoint calls it.
+"""Gives every tensor one canonical name and one role, independent of the checkpoint's format.
 
-A name that is in no table is an error. The canonical names are the keys of `roles.ROLES`; those of a layer begin with
-"layers.N.", and those of an expert within it with "experts.N.". A bias has the name of its weight and ".bias".
+A name that is in no table is an error. Canonical names are the keys of `roles.ROLES`; layer tensors are prefixed with
+"layers.N.", and expert tensors within a layer with "experts.N.". A bias is named after its weight, plus ".bias".
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ class Naming(NamedTuple):
     """Maps the names of a checkpoint's tensors to canonical ones."""
 
     top: Mapping[str, str]
-    layer: re.Pattern[str]  # matches a layer's number and the file's name for the part
-    parts: Mapping[str, str]  # "*" stands for an expert's number; a name may include ".weight" or ".bias"
-    ignored: re.Pattern[str]  # tensors that are no weights
-    transposed: frozenset[str] = frozenset()  # parts that are stored as (in, out)
-    renamed: Mapping[str, Mapping[str, str]] = {}  # other `parts` of files that have the part named here
+    layer: re.Pattern[str]  # matches the layer number and the name within the layer
+    parts: Mapping[str, str]  # "*" stands for an expert's number; names may include ".weight" or ".bias"
+    ignored: re.Pattern[str]  # tensors that are not weights
+    transposed: frozenset[str] = frozenset()  # parts stored as (in, out)
+    renamed: Mapping[str, Mapping[str, str]] = {}  # replacement `parts` for files that contain the given part
 
     def but(self, **parts: str) -> Naming:
-        """Returns this naming with other parts, given as canonical_name="name in the file"."""
         kept = {
             theirs: ours for theirs, ours in self.parts.items() if ours not in parts and theirs not in parts.values()
         }
         return self._replace(parts=kept | {theirs: ours for ours, theirs in parts.items()})
 
     def of_file(self, tensors: Mapping[str, Tensor]) -> Naming:
-        """Returns this naming as it is for a file with these tensors."""
         if not self.renamed:
             return self
         found = {match[2].rpartition(".")[0] for name in tensors if (match := self.layer.fullmatch(name))}
@@ -43,16 +41,16 @@ class Naming(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """Says which tensor of the model a tensor of a file is."""
+    """Identifies a file's tensor by its place in the model."""
 
-    name: str  # canonical
-    part: str  # canonical too, without the numbers of its layer and its expert
+    name: str
+    part: str  # canonical, without the numbers of its layer and expert
     role: Role
 
 
 NUMBER = "(0|[1-9][0-9]{0,5})"
 EXPERT = re.compile(rf"(?<=\.){NUMBER}(?=\.)")
-LAYER = re.compile(rf"layers\.{NUMBER}\.")  # begins the canonical name of a layer's part
+LAYER = re.compile(rf"layers\.{NUMBER}\.")  # prefix of a layer's canonical names
 SUFFIXES = {"weight": "", "bias": BIAS}
 
 GGUF_PARTS = {
@@ -68,7 +66,7 @@ GGUF = Naming(
     top={"token_embd": "embed", "output_norm": "norm", "output": "head"},
     layer=re.compile(rf"blk\.{NUMBER}\.(.+)"),
     parts=GGUF_PARTS,
-    ignored=re.compile(r"rope_freqs\.weight"),  # gguf/config.py puts it in the rope spec
+    ignored=re.compile(r"rope_freqs\.weight"),  # gguf/config.py reads it into the RoPE spec
 )
 
 HUGGING_FACE_PARTS = {
@@ -85,8 +83,7 @@ HUGGING_FACE = Naming(
 
 
 def beside_vision(naming: Naming) -> Naming:
-    """Returns a naming of Hugging Face folders that also finds the text part of a model that sees. Its other parts are
-    ignored."""
+    """Returns a naming that also finds the text part of a vision-language model and ignores its other parts."""
     whole = {f"language_model.{theirs}": ours for theirs, ours in naming.top.items()}
     inner = {theirs.replace("model.", "model.language_model."): ours for theirs, ours in naming.top.items()}
     return naming._replace(
@@ -100,18 +97,16 @@ def beside_vision(naming: Naming) -> Naming:
 
 
 def is_bare(tensors: Mapping[str, Tensor]) -> bool:
-    """Returns whether a Hugging Face folder has a decoder without the model around it, which would hold its output
-    head."""
+    """Returns True for a decoder saved without its outer model, and so without an output head."""
     return "embed_tokens.weight" in tensors
 
 
 def within_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a bare decoder by the names that they have within a model."""
     return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
-KEYS_AND_VALUES = ("k", "v", "k_norm", "k.bias", "v.bias")  # parts that layers with shared KV do not need
-EXPERTS = {  # in the Hugging Face checkpoints of most MoE families
+KEYS_AND_VALUES = ("k", "v", "k_norm", "k.bias", "v.bias")  # unused by layers with shared KV
+EXPERTS = {  # names in the Hugging Face checkpoints of most MoE families
     "router": "mlp.gate",
     "choice_bias": "mlp.gate.e_score_correction_bias",
     "experts.*.gate": "mlp.experts.*.gate_proj",
@@ -126,7 +121,6 @@ EXPERTS = {  # in the Hugging Face checkpoints of most MoE families
 
 
 def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) -> dict[str, Tensor]:
-    """Returns the model's tensors, each with its role, by canonical name."""
     unused, naming = range(spec.layers, spec.layers + spec.unused_layers), naming.of_file(tensors)
     sharing = {layer for layer in range(spec.layers) if spec.attention(layer).shares_kv}
     found: dict[str, Tensor] = {}
@@ -135,7 +129,7 @@ def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) ->
             continue
         ours, part, role = identify(name, naming)
         if part in KEYS_AND_VALUES and layer_of(name, naming) in sharing:
-            continue  # published, though nothing reads them
+            continue  # published but unused
         if ours in found:
             raise MalformedFile(f"tensors {found[ours].name!r} and {name!r} are the same part of the model")
         found[ours] = (transposed(tensor) if part in naming.transposed else tensor).with_role(role)
@@ -143,13 +137,12 @@ def canonical(tensors: Mapping[str, Tensor], naming: Naming, spec: ModelSpec) ->
 
 
 def layer_of(name: str, naming: Naming) -> int:
-    """Returns the number of the layer that a tensor of the file belongs to; -1 if it belongs to none."""
+    """Returns the layer number in a tensor's file name, or -1."""
     match = naming.layer.fullmatch(name)
     return int(match[1]) if match else -1
 
 
 def identify(name: str, naming: Naming) -> Identity:
-    """Returns the canonical name and the role of a tensor, given its name in the file."""
     match = naming.layer.fullmatch(name)
     within = match[2] if match else name
     expert = EXPERT.search(within) if match else None
@@ -157,13 +150,13 @@ def identify(name: str, naming: Naming) -> Identity:
         within = f"{within[: expert.start()]}*{within[expert.end() :]}"
     part = look_up(within, naming.parts if match else naming.top)
     if part is None:
-        raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine has no use for")
+        raise UnsupportedModel(f"the checkpoint has a tensor named {name!r}, which this engine does not use")
     ours = part.replace("*", expert[0]) if expert else part
     return Identity(f"layers.{match[1]}.{ours}" if match else ours, part, role_of(part))
 
 
 def look_up(name: str, parts: Mapping[str, str]) -> str | None:
-    """Returns the canonical name of a part, with ".bias" if the file's name ends so; None if no table has it."""
+    """Returns the canonical name of a part, keeping a ".bias" suffix; None if no table lists it."""
     if name in parts:
         return parts[name]
     stem, _, suffix = name.rpartition(".")

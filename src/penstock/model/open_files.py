@@ -1,4 +1,4 @@
-"""Opens the files of a checkpoint, and says what is wrong if one is missing, unreadable or absurd."""
+"""Opens a checkpoint's files; reports missing, unreadable and absurd ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_JSON = 100 << 20  # bytes
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Maps the whole file into memory, read-only. Raises MalformedFile for a pipe or a device."""
+    """Maps a file read-only. Raises MalformedFile for a pipe or device."""
     try:
-        _check_regular(path, path.stat().st_mode)  # before it is opened: that alone may do something to a device
+        _check_regular(path, path.stat().st_mode)  # opening a device may already have an effect
         with open(path, "rb", opener=_open_at_once) as file:
             _check_regular(path, os.fstat(file.fileno()).st_mode)
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -30,7 +30,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without waiting for the other end of a pipe."""
+    """Opens without waiting for a pipe's writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -40,12 +40,11 @@ def _check_regular(path: Path, mode: int) -> None:
 
 
 def read_json(path: Path, most: int = MAX_JSON) -> dict[str, Any]:
-    """Reads a JSON file that holds an object and has at most `most` bytes."""
+    """Reads a JSON object of at most `most` bytes."""
     return parse_json(_small(path, most), path.name)
 
 
 def read_list(path: Path) -> list[Any]:
-    """Reads a JSON file that holds a list."""
     value = _parse(_small(path, MAX_JSON), path.name)
     if not isinstance(value, list):
         raise MalformedFile(f"{path.name} holds {type(value).__name__} instead of a list")
@@ -53,7 +52,7 @@ def read_list(path: Path) -> list[Any]:
 
 
 def parse_json(text: bytes, source: str) -> dict[str, Any]:
-    """Parses a JSON object; damaged or absurdly nested text is an error of the file `source`."""
+    """Parses a JSON object; errors name the file `source`."""
     value = _parse(text, source)
     if not isinstance(value, dict):
         raise MalformedFile(f"{source} holds {type(value).__name__} instead of an object")

@@ -1,9 +1,9 @@
 """Defines the op vocabulary: every call that a model's forward pass may make.
 
-A forward pass is written once against these calls. The reference backend (`backend/ref/ops.py`) computes each at once
-with NumPy and is their definition. The other backends record them into a program (`model/program.py`).
+A forward pass is written once against these calls. The reference backend (`backend/ref/ops.py`) executes them with
+NumPy and defines them. The other backends record them into a program (`model/program.py`).
 
-Symbols: T tokens in the step, S of them whose logits are wanted.
+Symbols: T tokens in the step, S of them with logits.
 """
 
 from __future__ import annotations
@@ -14,45 +14,46 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
-Weight = Any  # whatever this backend's packer returned; a model only carries it
-Vectors = Mapping[str, Weight]  # by the names that a spec gives them
-Precision = Literal["activation", "float32"]  # the type that a backend keeps activations in, or float32
+Weight = Any  # opaque result of a backend's packer
+Vectors = Mapping[str, Weight]  # keys: names in a spec
+Precision = Literal["activation", "float32"]  # the backend's activation type, or float32
 
 
 V = TypeVar("V")
 
 
 class DeltaInputs(NamedTuple, Generic[V]):
-    """Holds what a gated delta net takes of each token. A value may be wider: q, k, v and beta are its first columns, z
-    and alpha its last, so that one product can make two of them."""
+    """Holds the inputs of a gated delta net. A tensor may be wider than its role: q, k, v and beta are its first
+    columns, z and alpha its last, so one product can compute two of them.
+    """
 
     qkv: V  # [T, q + k + v]
-    z: V  # [T, v], gates the output
-    beta: V  # [T, v_heads], how much a value is learned
-    alpha: V  # [T, decay_width], how fast a state decays
+    z: V  # [T, v], output gate
+    beta: V  # [T, v_heads], write strength
+    alpha: V  # [T, decay_width], decay rate
 
 
 class DeltaWeights(NamedTuple):
     """Holds the vectors of a gated delta net."""
 
-    conv: Weight  # [q + k + v, conv_width], the factor of the token itself last
+    conv: Weight  # [q + k + v, conv_width], the current token's factor last
     decay: Weight  # [v_heads], below 0
     dt_bias: Weight  # [decay_width]
     gain: Weight  # [v_dim]
 
 
 class MlaWeights(NamedTuple):
-    """Holds what MLA makes queries, keys and values of all heads with, besides the matrices that come before it."""
+    """Holds MLA's latent norm and the per-head matrices that map latents to keys and values."""
 
-    gain: Weight  # [rank], of the latents' norm
-    k_b: Weight  # [heads, rank, nope]: from a head's query to where the latents are or, transposed, from these to keys
-    v_b: Weight  # [heads, v_head_dim, rank]: from latents to a head's values
+    gain: Weight  # [rank], norm of the latents
+    k_b: Weight  # [heads, rank, nope]; its transpose maps latents to keys
+    v_b: Weight  # [heads, v_head_dim, rank]; maps latents to values
 
 
 class ConvWeights(NamedTuple):
     """Holds the vectors of a causal convolution."""
 
-    conv: Weight  # [width, conv_width], the factor of the token itself last
+    conv: Weight  # [width, conv_width], the current token's factor last
     bias: Weight | None  # [width]
 
 
@@ -60,33 +61,34 @@ class ScanWeights(NamedTuple):
     """Holds the vectors of a selective scan."""
 
     decay: Weight  # [width, state_size], below 0
-    skip: Weight  # [width], what inputs are multiplied by on their way past the state
+    skip: Weight  # [width], factor of the input added to the output
 
 
 class Mamba2Weights(NamedTuple):
     """Holds the vectors of Mamba2."""
 
-    conv: Weight  # [x + B + C, conv_width], the factor of the token itself last
+    conv: Weight  # [x + B + C, conv_width], the current token's factor last
     conv_bias: Weight | None  # [x + B + C]
     decay: Weight  # [heads], below 0
     dt_bias: Weight  # [heads]
     skip: Weight  # [heads]
-    gain: Weight | None  # [heads * head_dim]; None: its output is not normed
+    gain: Weight | None  # [heads * head_dim]; None: no norm
 
 
 class ExpertWeights(NamedTuple):
-    """Holds the matrices of all experts of a layer, in whatever form a backend packs them."""
+    """Holds the matrices of all experts of a layer, packed by the backend."""
 
-    up: Weight  # gate and up of each expert, one below the other
+    up: Weight  # gate above up for each expert
     down: Weight
     choice_bias: Weight | None  # [count], added to the scores that select experts
-    scale: Weight | None = None  # [count], what the weight of each expert is multiplied by
+    scale: Weight | None = None  # [count], multiplies each expert's weight
 
 
 class Ops(Protocol[V]):
     def embed(self, table: Weight, partial: bool = False) -> V:
-        """Returns the table's rows for the step's tokens: [T, dim]. If it is `partial`, tokens beyond its last row take
-        the first one."""
+        """Returns the table's rows for the step's tokens: [T, dim]. If `partial`, tokens beyond the last row take the
+        first one.
+        """
 
     def embed_positions(self, table: Weight) -> V:
         """Returns the table's rows for the positions of the step's tokens: [T, dim]."""
@@ -111,27 +113,28 @@ class Ops(Protocol[V]):
 
     def attend(self, layer: int, qkv: V, spec: AttentionSpec, vectors: Vectors) -> V:
         """Splits qkv into q, k and v, rotates q and k, writes k and v to the paged cache of `layer`, and attends from
-        every token over its own sequence: [T, q + k + v] -> [T, q]. `vectors` are those that `spec.vectors` names. With
-        `spec.shares_kv` qkv is q alone, and the cache is only read: an op before has written this step's tokens."""
+        every token over its own sequence: [T, q + k + v] -> [T, q]. `vectors` are those in `spec.vectors`. With
+        `spec.shares_kv`, qkv holds only q and the cache is only read: an earlier op has written this step's tokens.
+        """
 
     def attend_mla(
         self, layer: int, q: V, kv: V, weights: MlaWeights, spec: AttentionSpec, eps: float, selected: V | None = None
     ) -> V:
-        """Attends causally with keys and values that are projections of one latent vector of each token (MLA).
+        """Attends causally with keys and values that are projections of one latent vector per token (MLA).
 
-        kv is [rope, latent]: applies rms_norm and the gain to the latents, rotates what is before them, and writes kv
-        to the paged cache of `layer`. A head of q is [nope, rope]: rotates the latter and multiplies the former by
-        k_b, so that heads of [rope, rank] dimensions attend to kv as their keys, whose latents are their values too;
-        what each head finds is multiplied by v_b: [T, heads * (nope + rope)], [T, rope + rank] -> [T, heads *
-        v_head_dim]. In `spec`, head_dim is rope + rank and v_dim is the rank. A backend may project the latents to
-        keys and values instead. With `selected`, what `select_positions` returned, a token attends to those positions
-        alone."""
+        kv is [rope, latent]: applies rms_norm and the gain to the latents, rotates the rope part, and writes kv to the
+        paged cache of `layer`. A head of q is [nope, rope]: rotates rope and multiplies nope by k_b, so that heads of
+        [rope, rank] attend to kv as their keys, with the latents as values; the result is multiplied by v_b: [T, heads
+        * (nope + rope)], [T, rope + rank] -> [T, heads * v_head_dim]. In `spec`, head_dim is rope + rank and v_dim is
+        the rank. A backend may instead project the latents to keys and values. With `selected`, the result of
+        `select_positions`, a token attends only to those positions.
+        """
 
     def select_positions(self, layer: int, q: V, k: V, weights: V, spec: AttentionSpec) -> V:
-        """Selects the positions that each token attends to, as `spec.index` describes: [T, heads * head_dim],
-        [T, head_dim], [T, heads] of the index -> [T, top_k] positions, ascending, in float32. Rotates q and k and
-        writes k beside the KV of `layer`. A token that sees at most top_k positions selects all of them; what is behind
-        those in its row is undefined."""
+        """Selects the positions that each token attends to, as in `spec.index`: [T, heads * head_dim], [T, head_dim],
+        [T, heads] of the index -> [T, top_k] positions, ascending, in float32. Rotates q and k and writes k next to the
+        KV of `layer`. A token that sees at most top_k positions selects all of them; the rest of its row is undefined.
+        """
 
     def act_and_mul(self, x: V, act: str) -> V:
         """Returns act(left half) * right half: [T, 2 * hidden] -> [T, hidden]; act is "silu", "gelu" or "gelu_tanh"."""
@@ -157,17 +160,18 @@ class Ops(Protocol[V]):
         """Returns x * factor."""
 
     def soft_cap(self, x: V, cap: float) -> V:
-        """Returns cap * tanh(x / cap), which is nearly x where x is small and never beyond cap."""
+        """Returns cap * tanh(x / cap)."""
 
     def take_columns(self, x: V, first: int, width: int, gain: Weight | None = None) -> V:
-        """Returns `width` columns of x from `first` on, times the gain of each where there is one."""
+        """Returns `width` columns of x starting at `first`, times `gain` if given."""
 
     def concat(self, x: V, y: V) -> V:
-        """Returns the rows of x, each followed by that of y: [T, n], [T, m] -> [T, n + m]."""
+        """Returns the columns of x followed by those in y: [T, n], [T, m] -> [T, n + m]."""
 
     def match_rms(self, x: V, like: V) -> V:
-        """Returns x with runs as wide as `like` scaled to the root mean square of `like`'s row. The mean square that is
-        divided by is at least 1e-5: [T, n * dim], [T, dim] -> [T, n * dim]."""
+        """Returns x with each run of `like`'s width scaled to the root mean square of `like`'s row. The mean square in
+        the divisor is at least 1e-5: [T, n * dim], [T, dim] -> [T, n * dim].
+        """
 
     def mix_streams(self, x: V, coefficients: V) -> V:
         """Adds a mix of all n streams to each one: y[j] = x[j] + sum over i of coefficients[n * j + i] * x[i]:
@@ -178,27 +182,28 @@ class Ops(Protocol[V]):
         [T, n * dim], [T, dim], [T, n] -> [T, n * dim]."""
 
     def add_to_streams(self, x: V, y: V) -> V:
-        """Adds y to all streams but the first: [T, n * dim], [T, dim] -> [T, n * dim]."""
+        """Adds y to all streams except the first: [T, n * dim], [T, dim] -> [T, n * dim]."""
 
     def take_sampled(self, x: V) -> V:
-        """Returns the rows whose logits are wanted: [T, dim] -> [S, dim]."""
+        """Returns the sampled rows: [T, dim] -> [S, dim]."""
 
     def pool(self, x: V) -> None:
-        """Marks the values that embeddings are pooled from, [T, dim]. A forward pass calls it once."""
+        """Marks the values [T, dim] from which embeddings are pooled. A forward pass calls it once."""
 
     def store_hidden(self, number: int, x: V, ahead: int = 0) -> None:
-        """Stores rows in the KV blocks of their sequence, where other programs load them: hidden states of kind
-        `number`, [T, width] or [S, width], each at the position of its token or so many further `ahead`. They lie in
-        the blocks of the first KV layer group without a window. Kinds are numbered from 0 on."""
+        """Stores hidden states of kind `number`, [T, width] or [S, width], in the sequence's KV blocks for other
+        programs to load. Each row is stored at its token's position plus `ahead`, in the first KV layer group without a
+        window. Kinds are numbered from 0.
+        """
 
     def load_hidden(self, number: int, width: int) -> V:
-        """Returns what was stored last at the positions of the step's tokens, by whichever program: [T, width]."""
+        """Returns the last stored rows of any program at the positions of the step's tokens: [T, width]."""
 
     def moe(self, x: V, router_logits: V, experts: ExpertWeights, spec: ExpertSpec) -> V:
-        """Computes each token with the experts that its router logits select, and adds their outputs up, weighted:
+        """Routes each token to the experts that its router logits select, and returns their weighted sum:
         [T, dim], [T, count] -> [T, dim]. `spec.act` is as in `act_and_mul`, or "clamped": min(left, 7) * sigmoid(1.702
-        * min(left, 7)) * (1 + right, clamped to between -7 and 7). Experts that are not gated have the acts of
-        `activate`."""
+        * min(left, 7)) * (1 + right, clamped to between -7 and 7). Experts without a gate use the acts of `activate`.
+        """
 
     def delta_net(self, layer: int, x: DeltaInputs[V], weights: DeltaWeights, spec: DeltaSpec, eps: float) -> V:
         """Applies the gated delta rule to each token: -> [T, v].
@@ -213,8 +218,10 @@ class Ops(Protocol[V]):
     def causal_conv(self, layer: int, x: V, weights: ConvWeights, spec: ConvSpec) -> V:
         """Convolves each channel with the last tokens of its sequence, and adds the bias: [T, *] -> [T, width].
 
-        Without a gate it takes the first `width` columns of x, and silu follows. With one, x is [T, b + c + u] and the
-        result is c * conv(b * u). What was convolved last is the state of the sequence's slot (see delta_net)."""
+        Without a gate it takes the first `width` columns of x and applies silu to the result. With one, x is [T, b + c
+        + u] and the result is c * conv(b * u). The last inputs of the convolution are the state of the sequence's slot
+        (see delta_net).
+        """
 
     def selective_scan(self, layer: int, x: V, dt: V, b: V, c: V, gate: V, weights: ScanWeights, spec: ScanSpec) -> V:
         """Applies Mamba's selective scan: [T, width] -> [T, width]. `dt` is [T, width], `b` and `c` are

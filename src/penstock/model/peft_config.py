@@ -1,4 +1,4 @@
-"""Reads the adapter_config.json of a PEFT folder, and refuses what would change the result and is not computed."""
+"""Reads the adapter_config.json of a PEFT folder, and refuses settings that Penstock would not compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.errors import AdapterError
 from penstock.model.config_reader import MAX_NUMBER, short
 from penstock.model.module_pattern import ModulePatterns
 
-# What must have one of these values, because another would change the result: (values, why not).
+# field: (the supported values, why others are refused).
 REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "peft_type": (("LORA",), "only LoRA is supported"),
     "use_dora": ((False, None), "DoRA is not supported: merge the adapter into its model"),
@@ -28,8 +28,8 @@ REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "monteclora_config": ((None,), "MonteCLoRA is not supported"),
     "velora_config": ((None,), "VeLoRA is not supported"),
 }
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that change the base model's weights
-# What says how the adapter was trained, or which modules: its tensors tell that.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the base model's weights
+# Training settings, and the module selection that the tensors already show.
 NEUTRAL = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
@@ -40,7 +40,7 @@ READ = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_patter
 
 
 class NumberByModule:
-    """Looks up a number by a module's name, in a table whose keys are patterns."""
+    """Looks up a number by module name, in a table whose keys are patterns."""
 
     def __init__(self, values: Mapping[str, Any], field: str, default: float) -> None:
         table = values.get(field) or {}
@@ -56,23 +56,21 @@ class NumberByModule:
 
 
 class PeftConfig(NamedTuple):
-    """Holds the numbers that an adapter's scales follow from."""
+    """Holds the numbers that determine an adapter's scales."""
 
     ranks: NumberByModule
     alphas: NumberByModule
     rslora: bool
 
     def rank_of(self, module: str) -> int:
-        """Returns the rank of a module's matrices."""
         return int(self.ranks[module])
 
     def scale_of(self, module: str, rank: int) -> float:
-        """Returns what B @ A is multiplied by, for a module whose matrices have this rank."""
         return self.alphas[module] / (math.sqrt(rank) if self.rslora else rank)
 
 
 def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:
-    """Reads a config; raises AdapterError that names a field which is not supported."""
+    """Reads a config; raises AdapterError for unsupported fields."""
     for field, (allowed, reason) in REQUIRED.items():
         if values.get(field, allowed[0]) not in allowed:
             raise AdapterError(f"adapter_config.json has {field} = {short(values[field])}: {reason}")
@@ -94,8 +92,7 @@ def read_peft_config(values: Mapping[str, Any]) -> PeftConfig:
 
 
 def number_of(values: Mapping[str, Any], field: str) -> float:
-    """Returns a number above 0."""
-    value = values.get(field, 8)  # PEFT's own default for both
+    value = values.get(field, 8)  # PEFT's default for both
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
         raise AdapterError(
             f"adapter_config.json has {field} = {short(value)}; it must be a number above 0, at most {MAX_NUMBER:g}"

@@ -1,7 +1,6 @@
-"""Builds per-layer embeddings: what each layer of Gemma 3n and 4 adds to its output, given the token itself.
+"""Builds Gemma 3n's and Gemma 4's per-layer embeddings: an extra input of each layer that depends only on the token.
 
-A second table has a slice of each token's row for each layer. It is looked up and never multiplied with, so it stays in
-the format that it is stored in.
+A second table has a slice of each token's row for each layer. It is only looked up, so it keeps the file's format.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from penstock.model.weights import Packer
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputs:
-    """Computes the inputs of all layers from the step's tokens and from their embeddings."""
+    """Computes the inputs of all layers from the step's tokens and their embeddings."""
 
     spec: PerLayerSpec
     table: Weight
     projection: Weight
-    gain: Weight  # over the root of 2, because two parts are added
-    eps: float  # for what is projected before it is scaled
+    gain: Weight  # divided by the root of 2, because two parts are added
+    eps: float  # the epsilon of the projection's norm
 
     def __call__(self, ops: Ops[V], x: V) -> V:
-        """Maps the embeddings [T, dim] to [T, layers * width]."""
+        """Maps embeddings [T, dim] to [T, layers * width]."""
         projected = ops.norm_runs(ops.linear(x, self.projection), self.gain, self.eps)
         return ops.add(ops.scale(ops.embed(self.table, partial=True), (self.spec.width / 2) ** 0.5), projected)
 
 
 @dataclass(frozen=True, slots=True)
 class PerLayerGate:
-    """Computes what a layer's input adds to its output."""
+    """Computes a layer's contribution from its per-layer input."""
 
-    first: int  # column of the layer's input
+    first: int
     act: str
     gate: Weight
     projection: Weight
@@ -50,7 +49,6 @@ class PerLayerGate:
 
 
 def build_inputs(spec: ModelSpec, pack: Packer) -> PerLayerInputs:
-    """Builds what computes the inputs of all layers."""
     assert spec.per_layer
     width = spec.per_layer.width
     return PerLayerInputs(
@@ -63,7 +61,6 @@ def build_inputs(spec: ModelSpec, pack: Packer) -> PerLayerInputs:
 
 
 def build_gate(spec: ModelSpec, pack: Packer, layer: int) -> PerLayerGate:
-    """Builds a layer's part."""
     assert spec.per_layer
     name, width = f"layers.{layer}", spec.per_layer.width
     return PerLayerGate(

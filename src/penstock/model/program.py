@@ -1,8 +1,8 @@
-"""Records a model's forward pass once, for every backend that does not compute at once.
+"""Records a model's forward pass once, for every backend that runs recorded programs.
 
-A `Recorder` implements the ops of model/ops.py: each call becomes a node. `record` then decides, once for all
-backends, which nodes are fused, which rows a product gets in the form it wants, and which buffer holds each value. A
-backend describes what its launchers can do (`Capabilities`) and maps op names to functions that launch them.
+A `Recorder` implements the ops of model/ops.py: each call becomes a node. `record` then decides, once for all backends,
+which nodes are fused, which rows are prepared for a product, and which buffer holds each value. A backend describes its
+launchers (`Capabilities`) and maps op names to functions that launch them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from penstock.model.ops import (
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, RecurrentSpec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec
 
-# Ops that multiply the rows of their first input by a weight, and the attribute that holds it.
+# Ops that multiply the rows of their first input by a weight, and the attribute that holds the weight.
 PRODUCTS = {"linear": "weight", "gated_linear": "weight", "attend_mla": "weights", "moe": "experts"}
 
-RECURRENT = ("delta_net", "mamba2", "causal_conv", "selective_scan")  # ops that keep a state of each sequence
+RECURRENT = ("delta_net", "mamba2", "causal_conv", "selective_scan")  # ops with a state per sequence
 
-# Ops whose launcher may write an output over an input: (number of the output, number of the input).
+# Ops whose launcher may write an output over an input: (output index, input index).
 TAKES_OVER = {
-    "add_norm": (1, 1),  # the sum over the residual
+    "add_norm": (1, 1),  # the sum replaces the residual
     "add_layer_norm": (1, 1),
     "norm_qk": (0, 0),
     "norm_runs": (0, 0),
@@ -56,7 +56,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Stands for what an op returns: rows for each token (T) or each sampled position (S)."""
+    """Stands for an op's result: rows for each token (T) or each sampled position (S)."""
 
     id: int
     symbol: str  # T or S
@@ -66,7 +66,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class OpNode:
-    """Represents one op. Attributes are specs, weights and numbers, by the names of the op's parameters."""
+    """Represents one op. Attributes are specs, weights and numbers, named after the op's parameters."""
 
     op: str
     inputs: tuple[Value, ...]
@@ -75,11 +75,10 @@ class OpNode:
 
     @property
     def weight(self) -> Weight | None:
-        """Returns the weight that a product multiplies its first input by; None for other ops."""
+        """Returns a product's weight; None for other ops."""
         return self.attributes[PRODUCTS[self.op]] if self.op in PRODUCTS else None
 
     def having(self, **attributes: Any) -> OpNode:
-        """Returns this node with further attributes."""
         return replace(self, attributes={**self.attributes, **attributes})
 
 
@@ -89,23 +88,22 @@ class Buffer(NamedTuple):
     symbol: str  # T, S or, for scratch, N: rows for each token of the largest step
     width: int
     precision: Precision = "activation"
-    prepared: bool = False  # has room for its rows in the form that a product wants
+    prepared: bool = False  # rows are stored in a product's preferred form
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Describes what a backend's launchers can do."""
+    """Describes which ops and fusions a backend's launchers support."""
 
-    fuses_gate: Callable[[Weight, str], bool]  # a product with this weight can be launched together with act_and_mul
-    prepares: Callable[[Weight], bool] = lambda weight: False  # products read its rows from a prepared buffer
-    produces_prepared: frozenset[str] = frozenset()  # ops that can write rows as the only product that reads them wants
-    in_place: frozenset[str] = frozenset()  # ops, among those that TAKES_OVER names, that may compute in place
-    scratch: Callable[[OpNode], Sequence[Buffer]] = lambda node: ()  # buffers that an op needs while it runs
-    uniform: bool = False  # activations are float32 anyway, so that precision makes no difference to buffers
+    fuses_gate: Callable[[Weight, str], bool]  # True if one launch can compute the product and act_and_mul
+    prepares: Callable[[Weight], bool] = lambda weight: False  # True if products with this weight read prepared rows
+    produces_prepared: frozenset[str] = frozenset()  # ops that can write rows in their only consumer's preferred form
+    in_place: frozenset[str] = frozenset()  # the ops of TAKES_OVER that may compute in place
+    scratch: Callable[[OpNode], Sequence[Buffer]] = lambda node: ()  # temporary buffers of an op
+    uniform: bool = False  # activations are always float32, so precision does not affect buffers
 
 
 def _line(node: OpNode, places: tuple[int, ...]) -> str:
-    """Returns a node with its buffers and its plain attributes."""
     names = [f"b{place}" for place in places]
     taken, rest = names[: len(node.inputs)], names[len(node.inputs) :]
     given, scratch = rest[: len(node.outputs)], rest[len(node.outputs) :]
@@ -116,14 +114,14 @@ def _line(node: OpNode, places: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Holds a recorded forward pass: nodes in the order in which they run, and the buffers that they use."""
+    """Holds a recorded forward pass: nodes in execution order, and their buffers."""
 
     nodes: tuple[OpNode, ...]
     buffers: tuple[Buffer, ...]
-    places: tuple[tuple[int, ...], ...]  # for each node, the buffers of its inputs, outputs and scratch, in this order
-    answer: Value  # what the forward pass returns
+    places: tuple[tuple[int, ...], ...]  # per node: buffers of its inputs, outputs and scratch, in this order
+    answer: Value  # the forward pass's result
     answer_buffer: int
-    pooled: Value | None  # what embeddings are pooled from
+    pooled: Value | None  # the source of pooled embeddings
     pooled_buffer: int | None
 
     def __str__(self) -> str:
@@ -136,31 +134,28 @@ class Program:
 
     @property
     def attention_layers(self) -> dict[int, AttentionSpec]:
-        """Maps each layer of the KV cache to the attention that writes it."""
         attending = [node.attributes for node in self.nodes if node.op in ("attend", "attend_mla")]
         return {each["layer"]: each["spec"] for each in attending if not each["spec"].shares_kv}
 
     @property
     def recurrent_layers(self) -> dict[int, RecurrentSpec]:
-        """Maps each layer that has a recurrent state to its spec."""
         return {n.attributes["layer"]: n.attributes["spec"] for n in self.nodes if n.op in RECURRENT}
 
     @property
     def hidden_widths(self) -> dict[int, int]:
-        """Maps each kind of hidden states that it stores or loads to its width."""
         rows = [((*n.inputs, *n.outputs)[0], n) for n in self.nodes if n.op in ("store_hidden", "load_hidden")]
         return {node.attributes["number"]: value.width for value, node in rows}
 
     @property
     def first_sampled(self) -> int:
-        """Returns the index of the first node that computes sampled rows; all nodes before it compute tokens."""
+        """Returns the index of the first node that computes sampled rows; all earlier nodes compute tokens."""
         values = [(*node.outputs, *node.inputs)[0] for node in self.nodes]
         return next((i for i, value in enumerate(values) if value.symbol == "S"), len(self.nodes))
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Implements the ops of model/ops.py: each call appends a node and returns the value it will compute."""
+    """Implements the ops of model/ops.py: each call appends a node and returns its output value."""
 
     nodes: list[OpNode] = field(default_factory=list)
     pooled: Value | None = None
@@ -308,7 +303,6 @@ class Recorder:
 
 
 def record(model: Forward, can: Capabilities) -> Program:
-    """Records the model's forward pass as a program for a backend with these capabilities."""
     recorder = Recorder()
     answer = model.forward(recorder)
     held = [value for value in (answer, recorder.pooled) if value is not None]  # read after the last node
@@ -328,7 +322,7 @@ def record(model: Forward, can: Capabilities) -> Program:
 
 
 def fuse_gates(nodes: Iterable[OpNode], reads: Counter[int], can: Capabilities) -> list[OpNode]:
-    """Joins a product and the act_and_mul that alone reads it, where the backend computes both in one launch."""
+    """Joins a product with the act_and_mul that is its only reader, where the backend computes both in one launch."""
     fused: list[OpNode] = []
     for node in nodes:
         before = fused[-1] if fused else node
@@ -344,8 +338,9 @@ def fuse_gates(nodes: Iterable[OpNode], reads: Counter[int], can: Capabilities) 
 
 
 def prepare_rows(nodes: Iterable[OpNode], reads: Counter[int], can: Capabilities) -> list[OpNode]:
-    """Tells an op whose rows only the next product reads for which weight they are (`consumer`), so that it may write
-    them in the form which that product wants; the product is told that they may come so (`prepared`)."""
+    """Marks ops whose rows only the next product reads with its weight (`consumer`), so they may write the product's
+    preferred form; marks the product as `prepared`.
+    """
     found: list[OpNode] = []
     for node in nodes:
         before = found[-1] if found else node
@@ -362,12 +357,12 @@ def prepare_rows(nodes: Iterable[OpNode], reads: Counter[int], can: Capabilities
 
 
 def reads_alone(before: OpNode, node: OpNode, reads: Counter[int]) -> bool:
-    """Returns whether nothing but the first input of `node` reads the first output of `before`."""
+    """Returns True if `node`'s first input is the only reader of `before`'s first output."""
     return node.inputs[:1] == before.outputs[:1] and reads[before.outputs[0].id] == 1
 
 
 class BufferLayout:
-    """Gives values buffers. A buffer is free again when no later node reads its value."""
+    """Assigns values to buffers. A buffer is free after the last node that reads its value."""
 
     def __init__(self, nodes: Sequence[OpNode], held: Iterable[Value], can: Capabilities) -> None:
         self.buffers: list[Buffer] = []
@@ -375,11 +370,11 @@ class BufferLayout:
         self._prepared = {n.inputs[0].id for n in nodes if n.op in PRODUCTS and can.prepares(n.weight)}
         self._last_use = {value.id: i for i, node in enumerate(nodes) for value in node.inputs}
         self._last_use |= {value.id: len(nodes) for value in held}
-        self._places: dict[int, int] = {}  # by value
+        self._places: dict[int, int] = {}  # value id: buffer
         self._free: dict[Buffer, list[int]] = {}
 
     def place(self, index: int, node: OpNode) -> tuple[int, ...]:
-        """Returns the buffers of the node's inputs, outputs and scratch. Nodes are placed in their order."""
+        """Returns the buffers of the node's inputs, outputs and scratch. Call it in node order."""
         inputs = [self._places[value.id] for value in node.inputs]
         if node.op in self._can.in_place:
             self._take_over(index, node)
@@ -397,14 +392,13 @@ class BufferLayout:
         return (*inputs, *outputs, *scratch)
 
     def buffer_of(self, value: Value) -> int:
-        """Returns the buffer that holds the value now."""
         return self._places[value.id]
 
     def _take_over(self, index: int, node: OpNode) -> None:
-        """Gives an output the buffer of the input that it may overwrite, if nothing else needs that input."""
+        """Gives an output the buffer of an input that it may overwrite, if nothing else needs that input."""
         output, source = TAKES_OVER[node.op]
         if output >= len(node.outputs) or source >= len(node.inputs):
-            return  # a norm without a residual has no sum
+            return  # a norm without a residual produces no sum
         new, old = node.outputs[output], node.inputs[source]
         if self._last_use[old.id] == index and self._buffer(old) == self._buffer(new):
             self._places[new.id] = self._places.pop(old.id)

@@ -1,10 +1,10 @@
-"""Defines how values become the bytes of a format; the native quantizer is tested against it.
+"""Defines how values become a format's bytes; the native quantizer is tested against it.
 
-A group's scale is searched for. Each of several ways to divide its range gives codes, and for those codes the best
-scale (and minimum) is a weighted least squares problem with a solution in closed form; the way with the least error
-wins. If groups share float16 factors, neighbours of their scales are tried, codes are chosen for the scales as they are
-stored, and then the factors again for those codes. Sums run over the values in order, one after the other, so that
-another implementation can agree to the bit.
+Each group's scale is searched for. Several divisions of the group's range each give codes; for those codes the best
+scale (and minimum) is a weighted least squares problem with a closed-form solution; the division with the least error
+wins. If groups share float16 factors, neighbouring scales are tried, codes are chosen for the stored scales, and then
+the factors are refitted to those codes. Sums run over the values in order, so that other implementations can match bit
+for bit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from penstock.model.tensor import Format, Tensor
 
 Array = Any  # an ndarray, as in dequantize.py
 
-RANGE_STEPS = [np.float32(0.1 * step) for step in range(-10, 11)]  # how many codes more or less a range is divided into
+RANGE_STEPS = [np.float32(0.1 * step) for step in range(-10, 11)]  # extra codes in a range's division
 SCALE_STEPS = [np.float32(0.1 * step) for step in range(-9, 10)]
 TINY = np.float32(1e-30)
 LARGEST = 65504.0  # finite value of float16
 
 
 def quantize(tensor: Tensor, format: Format) -> Tensor:
-    """Returns a matrix, or several, in another format; rows must hold whole blocks of it."""
-    values = dequantize(tensor).reshape(-1, format.values) + np.float32(0)  # zeros have no sign
+    """Quantizes a matrix, or several; rows must hold whole blocks."""
+    values = dequantize(tensor).reshape(-1, format.values) + np.float32(0)  # removes the sign of zeros
     if format.values > 1 and not (np.abs(values) <= LARGEST).all():
         raise not_finite(tensor)
     blocks = BLOCKS[format.name](values)
@@ -38,15 +38,13 @@ def quantize(tensor: Tensor, format: Format) -> Tensor:
 
 
 def not_finite(tensor: Tensor) -> MalformedFile:
-    """Returns the error for values that no format can scale."""
     return MalformedFile(f"tensor {tensor.name!r} holds values above {LARGEST:.0f} or NaN, so it cannot be quantized")
 
 
-# ---- scales: arrays of groups have values along the first axis ----
+# ---- scales: arrays hold a group's values along the first axis ----
 
 
 def total(values: Array) -> Array:
-    """Sums over the first axis, one value after the other."""
     return np.add.accumulate(values, axis=0)[-1]
 
 
@@ -56,12 +54,10 @@ def inverse(values: Array, of: Any = 1.0) -> Array:
 
 
 def nearest(values: Array, low: int, high: int) -> Array:
-    """Rounds to the nearest whole numbers from `low` to `high`."""
     return np.clip(np.rint(values), np.float32(low), np.float32(high))
 
 
 def half(values: Array) -> Array:
-    """Rounds to float16."""
     return values.astype(np.float16).astype(np.float32)
 
 
@@ -121,7 +117,6 @@ def packed_pairs(scale: Array, minimum: Array) -> Array:
 
 
 def blocks_of(name: str, **fields: Array) -> Array:
-    """Returns storage blocks of a format with these fields."""
     blocks = np.zeros(len(next(iter(fields.values()))), LAYOUTS[name])
     for field, values in fields.items():
         blocks[field] = values
@@ -141,8 +136,6 @@ def nibbles(name: str, code: Array, **factors: Array) -> Array:
 
 
 def scaled(name: str, most: int) -> Callable[[Array], Array]:
-    """Returns the encoder of a format with a scale for each block."""
-
     def encode(values: Array) -> Array:
         x = values.T.copy()
         scale = half(fit_scale(x, np.ones_like(x), most))
@@ -152,8 +145,6 @@ def scaled(name: str, most: int) -> Callable[[Array], Array]:
 
 
 def ranged(name: str, top: int) -> Callable[[Array], Array]:
-    """Returns the encoder of a format with a scale and a minimum for each block."""
-
     def encode(values: Array) -> Array:
         x = values.T.copy()
         scale, minimum = map(half, fit_range(x, np.ones_like(x), top, signed=True))
@@ -168,7 +159,7 @@ def q8_0(values: Array) -> Array:
     return blocks_of("Q8_0", d=scale, qs=nearest(x * inverse(scale), -127, 127).T)
 
 
-# ---- blocks of 256, of several groups each: [values, groups, blocks] ----
+# ---- blocks of 256 in several groups: [values, groups, blocks] ----
 
 
 def grouped(values: Array, size: int) -> Array:
@@ -177,13 +168,13 @@ def grouped(values: Array, size: int) -> Array:
 
 
 def importance(x: Array) -> Array:
-    """Returns the weight of an error at each value: it is higher at large values."""
+    """Returns the error weight of each value; larger values weigh more."""
     mean = total(total(x * x)) / np.float32(256)
     return np.float32(1.5) * np.sqrt(mean) + np.abs(x)
 
 
 def k_blocks(values: Array, top: int) -> tuple[Array, dict[str, Array]]:
-    """Returns codes [blocks, 8, 32], and the fields that scale them."""
+    """Returns codes [blocks, 8, 32] and their scale fields."""
     x = grouped(values, 32)
     weight = importance(x)
     scale, minimum = fit_range(x, weight, top, signed=False)
@@ -199,12 +190,11 @@ def k_blocks(values: Array, top: int) -> tuple[Array, dict[str, Array]]:
 
 
 def k_codes(x: Array, scale: Array, minimum: Array, top: int) -> Array:
-    """Returns the codes that are nearest for given scales and minima."""
     return nearest((x + minimum) * inverse(scale), 0, top)
 
 
 def nearby(x: Array, weight: Array, d: Array, m: Array, scales: Array, minima: Array, top: int) -> tuple[Array, Array]:
-    """Tries each group's scale and minimum, and those one more or less; returns the pair with the least error."""
+    """Tries each group's scale and minimum plus and minus one; returns the pair with the least error."""
     found, least = (scales, minima), np.full_like(scales, np.inf)
     for more, deeper in product((0, -1, 1), repeat=2):
         s, n = np.clip(scales + np.float32(more), 0, 63), np.clip(minima + np.float32(deeper), 0, 63)
@@ -217,7 +207,7 @@ def nearby(x: Array, weight: Array, d: Array, m: Array, scales: Array, minima: A
 
 
 def refit(x: Array, weight: Array, u: Array, n: Array, d: Array, m: Array) -> tuple[Array, Array]:
-    """Returns the factors of each block that bring d * u - m * n nearest to x, or `d` and `m` if none clearly do."""
+    """Fits d * u - m * n to x for each block; returns the factors, or `d` and `m` unless others are clearly better."""
     sums = [total(total(weight * left * right)) for left, right in ((u, u), (u, n), (n, n), (u, x), (n, x))]
     uu, un, nn, ux, nx = sums
     spread = uu * nn - un * un
@@ -257,7 +247,6 @@ def q6_k(values: Array) -> Array:
 
 
 def bf16(values: Array) -> Array:
-    """Rounds to the nearest BF16, and to the even one of two that are equally near."""
     words = values.view(np.uint32)
     return blocks_of("BF16", x=(words + 0x7FFF + (words >> 16 & 1) >> 16).astype(np.uint16)[:, 0])
 

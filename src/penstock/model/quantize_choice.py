@@ -1,4 +1,4 @@
-"""Decides which format each weight becomes when a model is quantized, at load or as a file, on every device."""
+"""Decides the format of each weight when a model is quantized, at load or to a file, on every device."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.model.tensor import FORMATS, PLAIN, Bytes, Format, Tensor, flat, s
 
 
 class Precision(Enum):
-    """Says what quantizing a model does to a tensor."""
+    """Selects how far quantization may round a tensor."""
 
     QUANTIZED = "becomes the format that was asked for"
     FINER = "becomes a finer format if 4 or 5 bits were asked for"
     PLAIN = "stays as it is"
 
 
-PRECISION = {  # what may be quantized: the only table, for `--quantize` on all devices and for `penstock quantize`
+PRECISION = {  # the only table, for `--quantize` on all devices and for `penstock quantize`
     Role.EMBEDDING: Precision.FINER,
     Role.POSITIONS: Precision.PLAIN,
     Role.HEAD: Precision.FINER,
@@ -28,22 +28,22 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.ATTENTION_OUT: Precision.QUANTIZED,
     Role.MLA_KV_B: Precision.QUANTIZED,
     Role.MLA_HEADS: Precision.QUANTIZED,
-    Role.INDEX: Precision.PLAIN,  # rounded, it would select other positions
+    Role.INDEX: Precision.PLAIN,  # rounding would select other positions
     Role.MLP_IN: Precision.QUANTIZED,
     Role.MLP_OUT: Precision.QUANTIZED,
     Role.EXPERT_IN: Precision.QUANTIZED,
     Role.EXPERT_OUT: Precision.QUANTIZED,
-    Role.ROUTER: Precision.PLAIN,  # rounded, it would choose other experts
+    Role.ROUTER: Precision.PLAIN,  # rounding would select other experts
     Role.SHARED_EXPERT_GATE: Precision.PLAIN,
     Role.DELTA_IN: Precision.QUANTIZED,
     Role.DELTA_OUT: Precision.QUANTIZED,
-    Role.DELTA_GATES: Precision.FINER,  # they decide what a state keeps
+    Role.DELTA_GATES: Precision.FINER,  # rounding would change how a state decays
     Role.DELTA_NORM: Precision.PLAIN,
     Role.CONV_IN: Precision.QUANTIZED,
     Role.CONV_OUT: Precision.QUANTIZED,
     Role.SSM_IN: Precision.QUANTIZED,
     Role.SSM_OUT: Precision.QUANTIZED,
-    Role.SSM_STEP: Precision.FINER,  # they decide what a state keeps
+    Role.SSM_STEP: Precision.FINER,  # rounding would change how a state decays
     Role.SSM_NORM: Precision.PLAIN,
     Role.CONV: Precision.PLAIN,
     Role.NORM: Precision.PLAIN,
@@ -59,27 +59,27 @@ PRECISION = {  # what may be quantized: the only table, for `--quantize` on all 
     Role.HEAD_PARAMETER: Precision.PLAIN,
 }
 FINER = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K"), "Q6_K")
-NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # if the row length is no multiple of 256
+NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # substitutes if the row length is not a multiple of 256
 
 Encode = Callable[[Tensor, Format], Tensor]
 
 
 class FormatChoice(NamedTuple):
-    """Holds the formats that were chosen, and what the user should know about them."""
+    """Holds the chosen formats and notes for the user."""
 
-    formats: Mapping[str, Format]  # of the tensors that change, by canonical name
-    notes: tuple[str, ...]  # where the choice differs from what was asked for, each said once
+    formats: Mapping[str, Format]  # new formats by canonical name
+    notes: tuple[str, ...]  # differences from the request, without repetition
 
 
 def precision_of(tensor: Tensor) -> Precision:
-    """Returns what quantizing does to this tensor. One whose role is not known stays as it is."""
+    """Returns the precision for this tensor; without a role it stays as it is."""
     return Precision.PLAIN if tensor.role is None else PRECISION[tensor.role]
 
 
 def choose(tensors: Mapping[str, Tensor], to: str, again: bool = False) -> FormatChoice:
-    """Chooses the format `to`, or one near to it, for every tensor that may be quantized.
+    """Chooses the format `to`, or the nearest that fits, for each quantizable tensor.
 
-    Unless `again`, tensors that are quantized already keep their formats.
+    Unless `again`, quantized tensors keep their formats.
     """
     formats: dict[str, Format] = {}
     notes: dict[str, None] = {}
@@ -102,13 +102,13 @@ def choose(tensors: Mapping[str, Tensor], to: str, again: bool = False) -> Forma
 
 
 def fitting(name: str, width: int) -> Format | None:
-    """Returns the named format, or its substitute for narrow rows; None if rows of `width` values fit neither."""
+    """Returns the named format or its substitute for narrow rows; None if `width` fits neither."""
     found = next((one for one in (name, NARROW.get(name, "")) if one and width % FORMATS[one].values == 0), None)
     return FORMATS[found] if found else None
 
 
 def quantized_when_read(tensor: Tensor, format: Format, encode: Encode) -> Tensor:
-    """Returns a matrix, or one for each head, whose bytes are quantized as they are read, so none is held twice."""
+    """Returns a matrix, or one per head, that is quantized when its bytes are read, so no copy is held twice."""
     matrix = flat(tensor)
 
     def rows(first: int, last: int) -> Bytes:

@@ -1,4 +1,4 @@
-"""Makes random weights in any format: machines are calibrated with them, and ops are tested."""
+"""Makes random weights in any format, for calibration and for tests of ops."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from penstock.model.tensor import STORAGE, Format, Tensor
 
 
 def random_tensor(rng: np.random.Generator, format: str, *shape: int) -> Tensor:
-    """Returns a tensor of random bytes, with scales that keep its values small. The format may be EXL3, as in "EXL3-3"
-    or "EXL3-3-mul1": its bits and code book."""
+    """Returns a tensor of random bytes with scales that keep its values small. "EXL3-3" or "EXL3-3-mul1" select EXL3's
+    bits and code book.
+    """
     if format.startswith(NAME):
         return random_trellis(rng, format, *shape)
     count = prod(shape) // STORAGE[format].values
@@ -38,7 +39,6 @@ def random_tensor(rng: np.random.Generator, format: str, *shape: int) -> Tensor:
 
 
 def random_trellis(rng: np.random.Generator, format: str, rows: int, width: int) -> Tensor:
-    """Returns an EXL3 weight of random bits."""
     code_book = format.split("-")[2] if format.count("-") == 2 else MCG
     tiles = rng.integers(-(1 << 15), 1 << 15, (width // TILE, rows // TILE, TILE * trellis_bits(format)), np.int16)
     svh, suh = (rng.choice([-1, 1], size) * rng.uniform(0.05, 0.15, size) for size in (rows, width))

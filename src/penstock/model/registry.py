@@ -1,6 +1,6 @@
-"""Finds the family of a checkpoint by its name there. A new one is a file in families/ and a line in each table.
+"""Finds a checkpoint's family by its architecture name. A new family is a file in families/ and a line in each table.
 
-docs/families.md describes what such a file holds.
+docs/families.md describes the contents of such a file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
-HUGGING_FACE = {  # the architecture in config.json: the family's file
+HUGGING_FACE = {  # architecture in config.json: family file
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "MinistralForCausalLM": "llama",
@@ -108,7 +108,7 @@ HUGGING_FACE = {  # the architecture in config.json: the family's file
     "Qwen3_5MoeForCausalLM": "qwen35",
     "Qwen3_5MoeForConditionalGeneration": "qwen35",
 }
-CLASSIFIERS = {  # architectures with a classification head: what they are without it
+CLASSIFIERS = {  # architectures with a classification head: the one without it
     "BertForSequenceClassification": "BertModel",
     "RobertaForSequenceClassification": "RobertaModel",
     "XLMRobertaForSequenceClassification": "XLMRobertaModel",
@@ -116,11 +116,11 @@ CLASSIFIERS = {  # architectures with a classification head: what they are witho
     "GPT2ForSequenceClassification": "GPT2LMHeadModel",
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
 } | {name.replace("CausalLM", "SequenceClassification"): name for name in HUGGING_FACE if name.endswith("CausalLM")}
-WITHOUT_HEAD = {  # decoders that make embeddings only: what they are with an output head
+WITHOUT_HEAD = {  # embedding-only decoders: the one with an output head
     "GPT2Model": "GPT2LMHeadModel",
     "Gemma3TextModel": "Gemma3ForCausalLM",
 } | {name.replace("ForCausalLM", "Model"): name for name in HUGGING_FACE if name.endswith("ForCausalLM")}
-GGUF = {  # general.architecture in a GGUF file: the family's file
+GGUF = {  # general.architecture of a GGUF file: family file
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
@@ -181,7 +181,7 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "qwen35": "qwen35",
     "qwen35moe": "qwen35",
 }
-NO_MODELS = {  # what general.type calls files that are no model by themselves
+NO_MODELS = {  # general.type of GGUF files that are not models
     "adapter": "a LoRA adapter, which changes a model's weights; give the model, and this file with --adapter",
     "imatrix": "an importance matrix, which llama.cpp quantizes with; give the model itself",
     "mmproj": "the image encoder (mmproj) of a multimodal model; give the file of its text model",
@@ -189,36 +189,32 @@ NO_MODELS = {  # what general.type calls files that are no model by themselves
 
 
 class PackedModel(Protocol):
-    """Runs the forward pass of a model whose weights a backend has packed."""
+    """Runs the forward pass of a model with packed weights."""
 
     def forward(self, ops: Ops[V]) -> V: ...
 
 
 class FamilyModule(Protocol):
-    """Describes the module of a family."""
+    """Describes a family's module."""
 
     HUGGING_FACE: Naming
     GGUF: Naming
 
-    def read_hf(self, config: ConfigReader) -> ModelSpec:
-        """Reads the spec from a config.json."""
+    def read_hf(self, config: ConfigReader) -> ModelSpec: ...
 
     def read_gguf(self, config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-        """Reads the spec from GGUF metadata; `tensors` by the file's own names."""
+        """Reads the spec from GGUF metadata; `tensors` are keyed by file name."""
 
-    def build(self, spec: ModelSpec, pack: Packer) -> PackedModel:
-        """Builds the model with packed weights."""
+    def build(self, spec: ModelSpec, pack: Packer) -> PackedModel: ...
 
 
 def family(name: str) -> FamilyModule:
-    """Returns the module of a family."""
     if name not in {*HUGGING_FACE.values(), *GGUF.values()}:
         raise UnsupportedModel(f"the family {name!r} is not supported; supported: {', '.join(HUGGING_FACE.values())}")
     return cast(FamilyModule, import_module(f"penstock.model.families.{name}"))
 
 
 def family_of_hf(config: ConfigReader) -> FamilyModule:
-    """Returns the family of a Hugging Face folder, given its config."""
     names = config.strings("architectures")
     if any("eagle3" in name.lower() for name in names):
         raise UnsupportedModel(
@@ -230,7 +226,6 @@ def family_of_hf(config: ConfigReader) -> FamilyModule:
 
 
 def family_of_gguf(metadata: ConfigReader) -> FamilyModule:
-    """Returns the family of a GGUF file."""
     kind = metadata.text("general.type", "model")
     if kind in NO_MODELS:
         raise UnsupportedModel(f"this GGUF file is {NO_MODELS[kind]}: general.type is {kind!r}")

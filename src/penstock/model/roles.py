@@ -1,4 +1,4 @@
-"""Defines what a tensor is for. A tensor gets its role with its canonical name and keeps it until it is packed."""
+"""Defines the roles of tensors. A tensor gets its role with its canonical name, and keeps it until it is packed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.model.spec import ATTENTION_VECTORS
 
 
 class Role(Enum):
-    """Names what a tensor does in the model.
+    """Names a tensor's function in the model.
 
     Tensor parallelism divides the rows (outputs) of `*_IN` weights and the columns (inputs) of `*_OUT` weights.
     """
@@ -55,7 +55,7 @@ class Role(Enum):
 EXPERTS = frozenset((Role.EXPERT_IN, Role.EXPERT_OUT))
 MLA = frozenset((Role.MLA_KV_B, Role.MLA_HEADS))
 
-STREAMS = tuple(f".{i}" for i in range(7))  # those of a residual stream each, of up to eight
+STREAMS = tuple(f".{i}" for i in range(7))  # suffixes of per-stream tensors, for up to eight residual streams
 
 _PARTS = {
     Role.EMBEDDING: ("embed",),
@@ -107,10 +107,10 @@ _PARTS = {
     Role.ROUTER_BIAS: ("choice_bias",),
     Role.HEAD_PARAMETER: (*ATTENTION_VECTORS, "decay", "decay_log", "dt", "skip"),
 }
-ROLES = {part: role for role, parts in _PARTS.items() for part in parts}  # by the canonical name of a part
-BIAS = ".bias"  # what the canonical name of a bias ends with, after that of its weight
+ROLES = {part: role for role, parts in _PARTS.items() for part in parts}  # canonical part name: role
+BIAS = ".bias"  # suffix of a bias's canonical name
 
 
 def role_of(part: str) -> Role:
-    """Returns the role of a part, given by its canonical name within a layer; "*" stands for an expert's number."""
+    """Returns the role of a part, given its canonical name within a layer; "*" stands for an expert's number."""
     return Role.BIAS if part.endswith(BIAS) else ROLES[part]

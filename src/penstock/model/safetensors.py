@@ -1,6 +1,6 @@
 """Reads safetensors files: a length, a JSON header, then the bytes of every tensor.
 
-The safetensors package is not used because a tensor must be a view of the mapped file, BF16 included.
+It replaces the safetensors package, because tensors must be views of the mapped file, including BF16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ SUPPORTED = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | FP8 | INT
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Returns the file's tensors by their names."""
     data: NDArray[np.uint8] = np.frombuffer(map_file(path), np.uint8)
     size = int.from_bytes(data[:8].tobytes(), "little")
     if size > min(len(data) - 8, MAX_JSON):
@@ -32,7 +31,6 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def cut_tensor(name: str, entry: Any, data: NDArray[np.uint8]) -> Tensor:
-    """Returns a view of the bytes that an entry of the header points at."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
             pass

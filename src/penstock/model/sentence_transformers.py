@@ -1,4 +1,4 @@
-"""Reads how a model's embeddings are made from the files that sentence-transformers keeps in its folder."""
+"""Reads pooling, dense layers and prompt length from a sentence-transformers folder."""
 
 from __future__ import annotations
 
@@ -27,14 +27,13 @@ POOLINGS = {
     "pooling_mode_weightedmean_tokens": "",
 }
 DENSE_ACTS = {"Identity": "", "Tanh": "tanh"}
-DENSE = ("dense_2", "dense_3")  # what GGUF files call the dense layers
+DENSE = ("dense_2", "dense_3")  # dense layers in GGUF files
 DENSE_KEYS = tuple(f"{name}_feat_{side}" for name in DENSE for side in ("in", "out"))
 NEUTRAL = ("word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
 def with_sentence(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """Returns the spec with the pooling and the longest prompt that the folder names, if it names any. Vectors are
-    normalized to length 1 whether it says so or not."""
+    """Adds the folder's pooling and longest prompt to the spec. Vectors are always normalized to length 1."""
     if not (folder / MODULES).exists():
         return spec
     for kind, path in read_modules(folder):
@@ -50,7 +49,6 @@ def with_sentence(spec: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def dense_of_folder(folder: Path, width: int) -> DenseHead | None:
-    """Reads the dense layers that follow the pooling of states of this width, if there are any."""
     layers = []
     for kind, path in read_modules(folder) if (folder / MODULES).exists() else ():
         if kind == "Dense":
@@ -60,7 +58,6 @@ def dense_of_folder(folder: Path, width: int) -> DenseHead | None:
 
 
 def read_dense(folder: Path, width: int) -> tuple[Affine, str]:
-    """Reads a dense layer and its activation."""
     config = ConfigReader(read_json(folder / "config.json"), f"{folder.name}/config.json")
     config.require("in_features", (width,))
     shape = (config.size("out_features"), width)
@@ -78,7 +75,6 @@ def read_dense(folder: Path, width: int) -> tuple[Affine, str]:
 
 
 def split_dense(config: ConfigReader, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], DenseHead | None]:
-    """Returns the tensors of a GGUF file without those of dense layers after the pooling, and these layers."""
     found = {name: tensors[f"{name}.weight"] for name in DENSE if f"{name}.weight" in tensors}
     for name, tensor in found.items():
         rows, width = tensor.shape if len(tensor.shape) == 2 else (0, 0)
@@ -90,7 +86,6 @@ def split_dense(config: ConfigReader, tensors: Mapping[str, Tensor]) -> tuple[di
 
 
 def read_modules(folder: Path) -> list[tuple[str, str]]:
-    """Reads the kind and the folder of each module."""
     found = []
     for module in read_list(folder / MODULES):
         match module:
@@ -102,7 +97,7 @@ def read_modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def read_pooling(config: ConfigReader) -> str:
-    """Reads how embeddings are pooled: cls, mean or last."""
+    """Reads the pooling: cls, mean or last."""
     config.ignore(*NEUTRAL)
     modes = [key for key in POOLINGS if config.flag(key, False)]
     kind = config.text("pooling_mode", "") or "".join(POOLINGS[key] for key in modes)
@@ -113,7 +108,6 @@ def read_pooling(config: ConfigReader) -> str:
 
 
 def read_token_score(folder: Path, path: str) -> ClassifierSpec:
-    """Reads which tokens a generative reranker answers with."""
     config = ConfigReader(read_json(folder / path / "config.json"), path)
     config.require("module_input_name", ("causal_logits",), "causal_logits")
     tokens = [config.count(key, 0) for key in ("true_token_id", "false_token_id") if key in config]
@@ -125,8 +119,9 @@ def read_token_score(folder: Path, path: str) -> ClassifierSpec:
 
 
 def read_length(folder: Path, spec: ModelSpec) -> int:
-    """Reads how many tokens a prompt has at most. A prompt before every text is refused, unless the model is a
-    generative reranker, whose template has a place for it."""
+    """Reads the longest prompt in tokens. A fixed prompt prefix is refused, except for generative rerankers, whose
+    template has a place for it.
+    """
     limits, prompts = (
         ConfigReader(read_json(folder / file) if (folder / file).exists() else {}, file) for file in (LIMITS, PROMPTS)
     )

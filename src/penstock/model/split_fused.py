@@ -1,4 +1,4 @@
-"""Splits tensors that hold several weights; the parts are views of them."""
+"""Splits tensors that hold several weights; the parts are views."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ HEAD_NORM = re.compile(r"(layers\.\d+\.[qk]_norm)\.\d+")
 ALL_EXPERTS = re.compile(
     r"(layers\.\d+\.experts\.)((gate|up|gate_up|down|interleaved)(?:_transposed|_either)?(?:\.bias)?)"
 )
-VECTORS = (Role.CONV, Role.ROUTER_BIAS, Role.NORM, Role.SSM_NORM, Role.HEAD_PARAMETER)  # files differ in their shapes
+# their shapes vary between files
+VECTORS = (Role.CONV, Role.ROUTER_BIAS, Role.NORM, Role.SSM_NORM, Role.HEAD_PARAMETER)
 
 
 def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Returns the tensors, by canonical name, with each weight as a tensor of its own."""
     qkv = {"q": spec.attn.q_width, "k": spec.attn.kv_width, "v": spec.attn.kv_width}
     parts = {
         "qkv": qkv,
-        "grouped_qkv": qkv,  # those of a KV head stand together, after the queries that share it
+        "grouped_qkv": qkv,  # each KV head follows the queries that share it
         "gate_up": {"gate": spec.hidden, "up": spec.hidden},
         "kv_a": {"latent": spec.attn.v_dim, "k_rope": spec.attn.head_dim - spec.attn.v_dim},
     }
     expert_parts = dict.fromkeys(("gate", "up"), spec.experts.hidden if spec.experts else 0)
-    # Granite 4 calls an MLP shared even where there are no experts.
+    # Granite 4 calls an MLP shared even without experts.
     shared_parts = dict.fromkeys(("gate", "up"), spec.shared_hidden if spec.experts else spec.hidden)
     found: dict[str, Tensor] = {}
     for name, tensor in split_experts(tensors, spec):
@@ -45,7 +45,7 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
             found |= {match[1] + part + suffix: piece for part, piece in pieces}
         elif tensor.role in VECTORS:
             found[name] = replace(tensor, shape=(prod(tensor.shape),))
-        elif tensor.role is Role.SHARED_EXPERT_GATE:  # files differ in its shape
+        elif tensor.role is Role.SHARED_EXPERT_GATE:  # its shape varies between files
             found[name] = replace(tensor, shape=(1, prod(tensor.shape)))
         elif tensor.role is Role.STREAM_PROJECTION and len(tensor.shape) == 3:
             found |= {f"{name}.{i}": one for i, one in enumerate(matrices_of(tensor))}
@@ -55,8 +55,6 @@ def split_fused(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
 
 
 def joined_norms(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Returns the tensors with the norms of queries and keys, of which some files have one for each head, as one vector
-    for all heads."""
     found = {name: tensor for name, tensor in tensors.items() if not HEAD_NORM.fullmatch(name)}
     heads = {"q_norm": spec.attn.heads, "k_norm": spec.attn.kv_heads}
     for joined in dict.fromkeys(match[1] for name in tensors if (match := HEAD_NORM.fullmatch(name))):
@@ -73,14 +71,12 @@ def joined_norms(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Te
 
 
 def matrices_of(stacked: Tensor) -> Iterator[Tensor]:
-    """Yields the matrices of a tensor that holds several, one after the other."""
     count, rows, _ = stacked.shape
     for i in range(count):
         yield some_rows(flat(stacked), i * rows, (i + 1) * rows)
 
 
 def split_experts(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yields all tensors, with those that hold all experts of a layer split into one for each expert."""
     for name, tensor in tensors.items():
         if match := ALL_EXPERTS.fullmatch(name):
             for i, one in enumerate(each_expert(tensor, spec)):
@@ -90,7 +86,7 @@ def split_experts(tensors: Mapping[str, Tensor], spec: ModelSpec) -> Iterator[tu
 
 
 def parts_of(expert: str, name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights of one expert's tensor, which may be stored as (in, out) or hold gate and up interleaved."""
+    """Yields the weights of one expert's tensor, which may be stored as (in, out) or interleave gate and up."""
     whole, _, suffix = name.partition(".")
     part = whole.removesuffix("_transposed").removesuffix("_either")
     inputs = spec.experts.hidden if spec.experts and part == "down" else spec.dim
@@ -104,7 +100,6 @@ def parts_of(expert: str, name: str, tensor: Tensor, spec: ModelSpec) -> Iterato
 
 
 def each_expert(stacked: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
-    """Yields the part of each expert of a tensor [experts, ...]."""
     count = spec.experts.count if spec.experts else 0
     if stacked.shape[0] != count or len(stacked.shape) < 2:
         raise MalformedFile(f"tensor {stacked.name!r} has shape {stacked.shape}; the config says {count} experts")
@@ -119,8 +114,9 @@ def each_expert(stacked: Tensor, spec: ModelSpec) -> Iterator[Tensor]:
 
 
 def split(tensor: Tensor, parts: Mapping[str, int], dims: int, groups: int = 1) -> Iterator[tuple[str, Tensor]]:
-    """Yields the named parts of a tensor of `dims` dimensions; `parts` says how many rows each has. With several
-    groups, each group of rows holds its share of every part."""
+    """Yields the named parts of a tensor of `dims` dimensions; `parts` gives their row counts. With several groups,
+    each group of rows holds its share of every part.
+    """
     total = sum(parts.values())
     if len(tensor.shape) != dims or tensor.shape[0] != total or prod(tensor.shape[1:]) % tensor.format.values:
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {total} rows")

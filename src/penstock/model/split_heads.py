@@ -1,4 +1,4 @@
-"""Splits the kv_b tensor of MLA, which holds keys and values of all heads, into a matrix for each head."""
+"""Splits MLA's kv_b tensor, which holds keys and values of all heads, into a matrix for each head."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from penstock.model.tensor import FORMATS, PLAIN, Bytes, Scales, Tensor, flat, s
 
 
 def split_kv_b(tensors: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Returns the tensors, by canonical name, with each kv_b split into k_b and v_b.
+    """Splits each kv_b into k_b and v_b.
 
-    Only rows can be quantized, and they must be those that products read: the rows of k_b are columns of kv_b.
+    Quantization blocks run along rows, so they must match the rows that products read: the rows of k_b are columns of
+    kv_b.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -41,7 +42,7 @@ def split_heads(tensor: Tensor, heads: int, first: int) -> tuple[Tensor, Tensor]
 
 
 def split_heads_when_read(tensor: Tensor, heads: int, first: int) -> tuple[Tensor, Tensor]:
-    """Does what `split_heads` does, but makes the bytes of a head only when they are asked for."""
+    """Splits like `split_heads`, but reads a head's bytes only on demand."""
     each, width = tensor.shape[0] // heads, tensor.shape[1]
 
     def half(which: int, count: int) -> Callable[[int, int], Bytes]:
@@ -67,13 +68,12 @@ def split_heads_when_read(tensor: Tensor, heads: int, first: int) -> tuple[Tenso
 
 
 def scales_at(tensor: Tensor, rows: NDArray[np.intp]) -> Scales | None:
-    """Returns the scales of these rows, if the tensor has any."""
     scales = tensor.scales
     return scales and Scales(scales.values[rows.reshape(-1) // scales.rows], 1, scales.columns)
 
 
 def rows_at(tensor: Tensor, rows: NDArray[np.intp]) -> Tensor:
-    """Returns a matrix for each head, given the numbers of its rows [heads, count]: [heads, count, width]."""
+    """Returns a matrix per head from row numbers [heads, count]: [heads, count, width]."""
     data, shape = tensor.data.reshape(tensor.shape[0], -1), (*rows.shape, tensor.shape[1])
     return replace(
         tensor,
@@ -85,7 +85,7 @@ def rows_at(tensor: Tensor, rows: NDArray[np.intp]) -> Tensor:
 
 
 def transpose_heads(tensor: Tensor) -> Tensor:
-    """Returns the matrix of each head transposed. One that is quantized along its rows becomes F16."""
+    """Transposes the matrix of each head. Row-quantized formats become F16."""
     format, data = tensor.format, tensor.data
     if format.name not in PLAIN:
         format, data = FORMATS["F16"], dequantize(flat(tensor)).astype(np.float16).reshape(-1).view(np.uint8)

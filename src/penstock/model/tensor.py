@@ -15,7 +15,7 @@ from penstock.model.roles import Role
 
 
 class Format(NamedTuple):
-    """Says how values are stored: `bytes` bytes hold `values` consecutive values of a row."""
+    """Describes a format: `bytes` bytes hold `values` consecutive values of a row."""
 
     name: str
     values: int
@@ -57,20 +57,20 @@ FORMATS = {
 
 
 class AffineFormat(NamedTuple):
-    """Describes a format of codes from 0 on, with a float16 scale and a float16 minimum or zero point for each block:
-    value = scale * code + minimum, or scale * (code - zero)."""
+    """Describes a format of unsigned codes, with a float16 scale and a float16 minimum or zero point per block: value =
+    scale * code + minimum, or scale * (code - zero).
+    """
 
     bits: int
-    values: int  # of a block
+    values: int  # values per block
     zeros: bool
 
     @property
     def name(self) -> str:
-        """Returns the name, such as U4_ZERO_64."""
         return f"U{self.bits}_{'ZERO' if self.zeros else 'MIN'}_{self.values}"
 
 
-# formats that no file has: formats/grouped.py makes them. With a minimum, Q4_1 and Q5_1 are those of 32 values.
+# Formats that only formats/grouped.py makes. With a minimum and 32 values, they are Q4_1 and Q5_1.
 AFFINE = {
     affine.name: affine
     for affine in (
@@ -80,20 +80,20 @@ AFFINE = {
     )
 }
 
-# formats that are read as Q4_0, which holds the same values: gguf/few_levels.py
+# Formats read as the equivalent Q4_0: gguf/few_levels.py
 FEW_LEVELS = {name: Format(name, values, 18) for name, values in (("Q1_0", 128), ("Q2_0", 64))}
 
-# formats that only short vectors of GGUF files have; they are read as F32
+# Formats that GGUF files only use for short vectors, read as F32
 VECTORS_ONLY = {
     name: Format(name, 1, size) for name, size in (("F64", 8), ("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))
 }
 
 PLAIN = ("F32", "F16", "BF16")
 
-# formats that only safetensors files have; their values come with scales
+# Formats that only safetensors files use, with separate scales
 FP8 = {name: Format(name, 1, 1) for name in ("F8_E4M3", "F8_E5M2")}
 
-# formats of the parts of weights that formats/ puts together
+# Formats of the parts that formats/ combines
 INTEGERS = {
     name: Format(name, 1, size)
     for name, size in (
@@ -103,7 +103,7 @@ INTEGERS = {
 
 NF4 = Format("NF4", 32, 20)  # bitsandbytes' table of 16 numbers, with a float32 scale
 
-# all formats that backends may keep in memory
+# All formats that backends may keep in memory
 STORAGE = (
     FORMATS
     | {NF4.name: NF4}
@@ -114,7 +114,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Scales(NamedTuple):
-    """Holds scales that blocks share: the value at (r, c) is multiplied by values[r // rows, c // columns]."""
+    """Holds scales shared by blocks: the value at (r, c) is multiplied by values[r // rows, c // columns]."""
 
     values: NDArray[np.float32]  # [blocks down, blocks across]
     rows: int
@@ -123,34 +123,30 @@ class Scales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Is a view of a checkpoint's bytes, or makes them when they are asked for."""
+    """Views a checkpoint's bytes, or computes them on demand."""
 
-    name: str  # as the file spells it
+    name: str  # in the file
     format: Format
     shape: tuple[int, ...]  # rows first: a matrix is (out, in)
-    source: (
-        Bytes | Callable[[int, int], Bytes]
-    )  # flat, usually a view of the mapped file; or makes those of rows a to b
+    source: Bytes | Callable[[int, int], Bytes]  # flat, usually a view of the mapped file; or computes rows a to b
     scales: Scales | None = None
-    role: Role | None = None  # None until model/names.py has identified the tensor
+    role: Role | None = None  # None until model/names.py identifies the tensor
 
     @property
     def data(self) -> Bytes:
-        """Returns the flat bytes. If the file has them in another order, each call makes a copy for its caller."""
         return self.source(0, prod(self.shape[:-1])) if callable(self.source) else self.source
 
     @property
     def size(self) -> int:
-        """Returns the number of bytes."""
         return prod(self.shape) // self.format.values * self.format.bytes
 
     def with_role(self, role: Role) -> Tensor:
-        """Returns the tensor with a role; it is faster than `replace`, for models with many thousands of experts."""
+        """Returns a copy with a role; faster than `replace`, for models with thousands of experts."""
         return Tensor(self.name, self.format, self.shape, self.source, self.scales, role)
 
 
 def factor_of(tensor: Tensor) -> float | None:
-    """Returns the factor that multiplies all values; None if they do not share one."""
+    """Returns the factor shared by all values; None if there is not exactly one."""
     if tensor.scales is None:
         return 1.0
     first = tensor.scales.values.flat[0]
@@ -158,14 +154,13 @@ def factor_of(tensor: Tensor) -> float | None:
 
 
 class Stack(NamedTuple):
-    """Lists the tensors that are packed as one matrix, one above the other."""
+    """Lists tensors that are packed as one matrix, stacked by rows."""
 
     parts: Sequence[Tensor]
-    bias: Sequence[Tensor | None]  # of each part
+    bias: Sequence[Tensor | None]  # one per part
 
 
 def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
-    """Returns rows of a matrix, or values of a vector, as a view."""
     _, *width = tensor.shape
     row_bytes = prod(width) // tensor.format.values * tensor.format.bytes
     source, scales = tensor.source, tensor.scales
@@ -176,18 +171,17 @@ def some_rows(tensor: Tensor, first: int, last: int) -> Tensor:
 
 
 def made_rows(make: Callable[[int, int], Bytes], first: int, last: int) -> Callable[[int, int], Bytes]:
-    """Returns what makes some rows of those that `make` does: a part of it, if it can be cut there."""
+    """Returns a `source` that reads only some of the rows."""
     cut: Callable[[int, int], Bytes] | None = make.cut(first, last) if hasattr(make, "cut") else None
     return cut or (lambda start, end: make(first + start, first + end))
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Returns several matrices as one that has the rows of all."""
     return replace(tensor, shape=(prod(tensor.shape[:-1]), tensor.shape[-1]))
 
 
 def every_other_row(tensor: Tensor, start: int) -> Tensor:
-    """Returns every other row of a matrix, or value of a vector, from `start` (0 or 1) on."""
+    """Returns every other row of a matrix, or value of a vector, starting at `start` (0 or 1)."""
     rows, *width = tensor.shape
     if rows % 2:
         raise MalformedFile(
@@ -202,8 +196,7 @@ def every_other_row(tensor: Tensor, start: int) -> Tensor:
 
 
 def rows_of_groups(tensor: Tensor, groups: int, first: int, last: int) -> Tensor:
-    """Returns rows of a matrix, or values of a vector, that come in equal groups: of each those from `first` to
-    `last`."""
+    """Returns rows `first` to `last` of each of several equal groups of a matrix or vector."""
     rows, *width = tensor.shape
     each, size = rows // groups, last - first
 
@@ -222,7 +215,6 @@ def rows_of_groups(tensor: Tensor, groups: int, first: int, last: int) -> Tensor
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """Returns a matrix that is stored as (in, out) in the usual order, (out, in)."""
     if tensor.format.name not in PLAIN or len(tensor.shape) != 2:
         raise UnsupportedModel(
             f"tensor {tensor.name!r} of shape {tensor.shape} in {tensor.format.name} is stored transposed; only "

@@ -1,4 +1,4 @@
-"""Hands a checkpoint's tensors to a backend, which packs them; checks their shapes and that every one is used."""
+"""Hands a checkpoint's tensors to a backend for packing; checks their shapes and that each one is used."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.model.split_heads import split_heads
 from penstock.model.tensor import FORMATS, PLAIN, Stack, Tensor, some_rows
 
 Floats = NDArray[np.float32]
-SHORT_SPAN = 16  # rows: shorter spans are copied together, because every part of a weight is padded
+SHORT_SPAN = 16  # rows; shorter spans are copied together, because each part of a weight is padded
 
 
 class Packs(Protocol):
-    """Lists what a packer needs of a backend (see backend/base.py)."""
+    """Lists the backend methods that a packer needs (see backend/base.py)."""
 
     def pack_matrix(self, parts: Any, bias: Any) -> Any: ...
 
@@ -35,12 +35,12 @@ class Packs(Protocol):
 
 
 class Packer:
-    """Packs tensors that a model asks for by their canonical names."""
+    """Packs the tensors that a model asks for by canonical name."""
 
     def __init__(self, tensors: Mapping[str, Tensor], backend: Packs) -> None:
         self._tensors = tensors
         self._backend = backend
-        self.placements: list[Placement] = []  # what each packed matrix is made of
+        self.placements: list[Placement] = []  # the tensors of each packed matrix
         self._used: set[str] = set()
         self._logged_transposed = False
 
@@ -57,34 +57,30 @@ class Packer:
         return self._pack_computed(tensor, values)
 
     def joined(self, *parts: tuple[str, int]) -> Any:
-        """Packs one vector made of named parts (name, size), one behind the other."""
         tensors = [self._take(name, (size,)) for name, size in parts]
         return self._pack_computed(tensors[0], np.concatenate([dequantize(tensor) for tensor in tensors]))
 
     def number(self, name: str) -> float:
-        """Returns the one value of a tensor."""
         return float(dequantize(self._take(name, (1,)))[0])
 
     def ones(self, size: int) -> Any:
-        """Packs a vector of ones, which no tensor of the checkpoint holds."""
         return self._backend.pack_vector(
             Tensor("ones", FORMATS["F32"], (size,), np.ones(size, np.float32).view(np.uint8), role=Role.NORM)
         )
 
     def product(self, name: str, other: str, size: int) -> Any:
-        """Packs the product of two vectors."""
         factors = dequantize(self._take(other, (size,)))
         return self.computed(name, size, lambda values: values * factors)
 
     def matrix(self, *parts: tuple[str, int] | tuple[str, int, Spans], width: int) -> Any:
-        """Packs one weight made of named parts (name, rows), stacked. If a part lists spans, only those of its rows are
-        taken. A part's bias has its name + ".bias"."""
+        """Packs one weight of stacked parts (name, rows). A part may list spans to take only those rows. A part's bias
+        is named after it, plus ".bias".
+        """
         packed = self._backend.pack_matrix(*self._stack(*parts, width=width))
         self.placements.append(Placement(packed, tuple(PlacedPart(*part) for part in parts)))
         return packed
 
     def experts(self, layer: str, spec: ExpertSpec, width: int) -> Any:
-        """Packs all experts of a layer, and the bias that helps to choose among them."""
         names = [f"{layer}.experts.{expert}" for expert in range(spec.count)]
         parts = ("gate", "up") if spec.gated else ("up",)
         up = [self._stack(*((f"{name}.{part}", spec.hidden) for part in parts), width=width) for name in names]
@@ -93,34 +89,34 @@ class Packer:
         return self._backend.pack_experts(up, down, choice_bias)
 
     def table(self, name: str, first: int, count: int, width: int, plus: str = "") -> Any:
-        """Packs `count` rows of a table; to each the first row of table `plus`, if one is named, is added."""
+        """Packs `count` rows of a table, adding the first row of table `plus` to each if given."""
         table = self._take_rows(name, first + count, width)
         values = dequantize(table)[first : first + count]
         return self._pack_values(table, values + dequantize(self._take_rows(plus, 1, width))[0] if plus else values)
 
     def repeated(self, name: str, count: int, width: int) -> Any:
-        """Packs a table of `count` rows that are all the first row of the named one."""
         table = self._take_rows(name, 1, width)
         return self._pack_values(table, np.repeat(dequantize(table)[:1], count, axis=0))
 
     def twice(self, name: str, count: int, width: int, types: str) -> Any:
-        """Packs a table of `count` rows and, below it, the same rows with the difference between the second and the
-        first row of table `types` added."""
+        """Packs a table of `count` rows twice; the second copy has the difference between the second and the first row
+        of table `types` added.
+        """
         table = self._take(name, (count, width))
         first, second = dequantize(self._take_rows(types, 2, width))[:2]
         values = dequantize(table)
         return self._pack_values(table, np.concatenate([values, values + (second - first)]))
 
     def heads(self, name: str, heads: int, rows: int, width: int) -> Any:
-        """Packs a matrix for each head."""
         return self._backend.pack_heads(self._take(name, (heads, rows, width)))
 
     def keys_and_values(self, name: str, heads: int, keys: int, values: int, width: int) -> tuple[Any, Any]:
-        """Packs two matrices for each head from one tensor, in which the rows of a head's keys come before those of its
-        values. The matrix of the keys is transposed."""
+        """Packs two matrices per head from a tensor that has each head's key rows before its value rows. The key matrix
+        is transposed.
+        """
         tensor = self._take(name, (heads * (keys + values), width))
         if tensor.format.name not in PLAIN and not self._logged_transposed:
-            import logging  # takes longer than packing most models
+            import logging  # slow to import
 
             self._logged_transposed = True
             logging.getLogger(__name__).info(
@@ -130,11 +126,10 @@ class Packer:
         return self._backend.pack_heads(first), self._backend.pack_heads(then)
 
     def has(self, name: str) -> bool:
-        """Returns whether the checkpoint has a tensor of this canonical name."""
         return name in self._tensors
 
     def check_all_used(self) -> None:
-        """Raises if nothing asked for some tensor: the model would be computed wrongly."""
+        """Raises if a tensor was never requested: the model would be computed wrongly."""
         unused = sorted(self._tensors.keys() - self._used)
         if unused:
             names = ", ".join(self._tensors[name].name for name in unused[:4])
@@ -154,12 +149,10 @@ class Packer:
         return Stack(tensors, biases)
 
     def _pack_computed(self, tensor: Tensor, values: Floats) -> Any:
-        """Packs a vector that was computed from a tensor."""
         made = replace(tensor, format=FORMATS["F32"], shape=values.shape, source=values.view(np.uint8))
         return self._backend.pack_vector(made)
 
     def _pack_values(self, table: Tensor, values: Floats) -> Any:
-        """Packs values that were computed from a table."""
         data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         made = replace(table, format=FORMATS["F32"], shape=values.shape, source=data, scales=None)
         return self._backend.pack_matrix([made], [None])
@@ -183,7 +176,7 @@ class Packer:
 
 
 def pieces(tensor: Tensor, spans: Spans) -> list[Tensor]:
-    """Returns spans of a matrix's rows, in this order: views of it, or one copy if a span is short."""
+    """Returns spans of a matrix's rows in order: views, or one copy if a span is short."""
     parts = [some_rows(tensor, first, last) for first, last in spans]
     if min(last - first for first, last in spans) >= SHORT_SPAN:
         return parts

@@ -1,4 +1,4 @@
-"""The models of this machine: fetch, find, list and remove them, and derive models from others."""
+"""Manages the models on this machine: fetches, finds, lists, removes and derives them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Stores uploaded files, each named by its SHA-256.
 
 <home>/blobs/<sha256>           a file, complete and verified
-<home>/blobs/<sha256>.<…>.part  an upload in progress, or what an interrupted one left
+<home>/blobs/<sha256>.<…>.part  an upload in progress or interrupted
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.store.packed import delete_packed
 from penstock.store.paths import size_of
 from penstock.system.private_files import make_private_file, make_private_folder
 
-MAX_BYTES = 2**38  # in a file
+MAX_BYTES = 2**38  # per file
 MAX_FILES = 64
-FREE = 2**30  # bytes that uploads leave free on the disk
-UNUSED = 24 * 3600.0  # seconds that a file is kept while no model is derived from it
+FREE = 2**30  # disk space that uploads leave free
+UNUSED = 24 * 3600.0  # seconds; files without a derived model are kept this long
 
 
 def blob_path(digest: str) -> Path:
-    """Returns the path of the file with a digest such as `sha256:<64 hex digits>`, whether it exists or not."""
+    """Returns the path of a digest such as `sha256:<64 hex digits>`, whether it exists or not."""
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
         raise InvalidRequest(
             f"{digest[:80]!r} is not a digest: write sha256: and 64 hexadecimal digits", param="digest"
@@ -46,18 +46,19 @@ def delete_unused(used: Collection[str]) -> None:
 
 
 def delete_blob(file: Path) -> int:
-    """Deletes a file and its packed weights; returns the bytes that this freed."""
+    """Deletes a file and its packed weights; returns the freed bytes."""
     freed = size_of(file) + delete_packed(file)
     file.unlink(missing_ok=True)
     return freed
 
 
 class Upload:
-    """Receives one file. `keep` verifies its digest and adds it to the store; if the upload ends without that, or the
-    digest differs, the file is deleted."""
+    """Receives one file. `keep` verifies its digest and adds it to the store; an unfinished or corrupt upload is
+    deleted.
+    """
 
     def __init__(self, digest: str, size: int) -> None:
-        """Opens a file of `size` bytes; 0 if its size is unknown."""
+        """Opens a file of `size` bytes; 0: unknown."""
         self._target = blob_path(digest)
         make_private_folder(self._target.parent)
         if len(_files()) >= MAX_FILES:
@@ -72,7 +73,6 @@ class Upload:
         self._file = self._part.open("wb", buffering=0)
 
     def write(self, chunk: bytes) -> None:
-        """Appends a piece of the file."""
         self._check_room(len(chunk))
         self._size += len(chunk)
         self._hash.update(chunk)

@@ -1,8 +1,8 @@
-"""The names of common open models, written as Ollama writes them: `llama3.2`, `llama3.2:1b`, `llama3.2:1b-q8_0`.
+"""Lists common open models under Ollama's names: `llama3.2`, `llama3.2:1b`, `llama3.2:1b-q8_0`.
 
-Each is a Hugging Face repository of GGUF files. The repositories were written down from memory of what is published
-there, and not fetched: the hub has the last word, and an error says what a repository really has. Sizes are computed
-from the number of parameters. All models follow instructions, except those that make embeddings.
+Each is a Hugging Face repository of GGUF files. The list was written from memory: the hub is authoritative, and errors
+list a repository's actual files. Sizes are computed from the number of parameters. All models follow instructions,
+except embedding models.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ COMMON = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
 WIDE = ("Q2_K", "Q3_K_M", *COMMON)
 EIGHT = ("Q8_0",)
 MXFP4 = ("MXFP4",)
-SUFFIXES = ("-instruct", "-it", "-chat")  # that tags may have before the quantization
+SUFFIXES = ("-instruct", "-it", "-chat")  # optional in tags, before the quantization
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueModel:
-    """Describes a model that has a name: where its files are and how large it is."""
+    """Describes a named model: its repository and size."""
 
     name: str
     tag: str
@@ -37,15 +37,14 @@ class CatalogueModel:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns about how many bytes each quantization has."""
         return {each: size_about(self.parameters, each) for each in self.quantizations}
 
     def default(self, memory: int) -> str:
-        """Returns the quantization that is pulled if none is named: one that fits in memory, else the smallest."""
+        """Returns the default quantization: one that fits in memory, else the smallest."""
         return choose(self.sizes, memory) or min(self.quantizations, key=lambda each: self.sizes[each])
 
 
-_ROWS: tuple[tuple[str, str, str, str, float, tuple[str, ...]], ...] = (  # of each name, the first is its default
+_ROWS: tuple[tuple[str, str, str, str, float, tuple[str, ...]], ...] = (  # the first row of a name is its default
     ("llama3.2", "3b", "bartowski/Llama-3.2-3B-Instruct-GGUF", "llama", 3.21, COMMON),
     ("llama3.2", "1b", "bartowski/Llama-3.2-1B-Instruct-GGUF", "llama", 1.24, COMMON),
     ("llama3.1", "8b", "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF", "llama", 8.03, WIDE),
@@ -131,8 +130,9 @@ CATALOGUE = tuple(CatalogueModel(*row) for row in _ROWS)
 
 
 def lookup(ref: str) -> tuple[CatalogueModel, str] | None:
-    """Returns the model of `name`, `name:tag` or `name:tag-q8_0` and the quantization that this names; None if the
-    catalogue has no such name or tag."""
+    """Returns the model and the quantization of `name`, `name:tag` or `name:tag-q8_0`; None if the catalogue lacks
+    it.
+    """
     name, _, tag = ref.lower().partition(":")
     tags = tags_of(name)
     if not tags:
@@ -151,17 +151,15 @@ def lookup(ref: str) -> tuple[CatalogueModel, str] | None:
 
 
 def name_of(model: CatalogueModel, quantization: str) -> str:
-    """Returns the full name of a model, with the quantization if one is named."""
     return f"{model.full_name}-{quantization.lower()}" if quantization else model.full_name
 
 
 @cache
 def model_of(repo: str) -> CatalogueModel | None:
-    """Returns the model that a repository has; None if the catalogue does not have it."""
     return next((model for model in CATALOGUE if model.repo.lower() == repo.lower()), None)
 
 
 @cache
 def tags_of(name: str) -> dict[str, CatalogueModel]:
-    """Returns the models of a name by their tags, the default first; empty if the catalogue does not have it."""
+    """Returns a name's models by tag, the default first; empty for unknown names."""
     return {model.tag: model for model in CATALOGUE if model.name == name}

@@ -1,7 +1,7 @@
-"""Derived models: an uploaded file, or another model, under a name and with settings of its own (Ollama's Modelfile).
+"""Stores derived models: an uploaded file or another model, with its own name and settings (Ollama's Modelfile).
 
 <home>/made/<digest of the name>.json    the record of a derived model. A name never becomes a path.
-<home>/made/adapters/<digest>/           an adapter whose files were uploaded, as links to them
+<home>/made/adapters/<digest>/           an adapter with uploaded files, as links to them
 """
 
 from __future__ import annotations
@@ -35,52 +35,49 @@ _NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,3}}(?::{_PART})?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DerivedModel:
-    """Names the uploaded file `blob` or the model called `base`. The other fields are the defaults of its
-    chats."""
+    """Describes a model derived from the uploaded file `blob` or the model `base`. The other fields are defaults of its
+    chats.
+    """
 
     name: str
     base: str = ""
-    path: str = ""  # of the base, if that is not in the store
-    blob: str = ""  # a digest
+    path: str = ""  # the base's path, if it is not in the store
+    blob: str = ""  # digest
     system: str = ""
     template: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     license: list[str] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)  # paths
-    key: str = ""  # the API key, or the tenant of a trusted proxy, that made it; empty: it is everyone's
-    made: str = ""  # when it was saved: ISO 8601, UTC
+    key: str = ""  # the API key or trusted proxy's tenant that owns it; empty: shared
+    made: str = ""  # ISO 8601, UTC
 
     @property
     def digest(self) -> str:
-        """Returns the SHA-256 of its record."""
         return hashlib.sha256(_to_json(self)).hexdigest()
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequest if this cannot be the name of a derived model."""
+    """Raises InvalidRequest if the name is not allowed."""
     scheme = name.partition(":")[0]
     if len(name) > MAX_NAME or not _NAME.fullmatch(name) or scheme in ("hf", "pypi") or name in ALIASES:
         raise InvalidRequest(
-            f"{name[:MAX_NAME]!r} cannot name a model of your own: use at most {MAX_NAME} letters, digits and . _ - "
-            "with / between parts and : before a tag, and no name of a model that can be fetched",
+            f"{name[:MAX_NAME]!r} is not allowed as the name of a new model: use up to {MAX_NAME} letters, digits and "
+            ". _ - with / between parts and : before a tag, and no name of a model that can be fetched",
             param="model",
         )
 
 
 def derived_model(name: str) -> DerivedModel | None:
-    """Returns the derived model of that name, or None."""
     return _read(_record(name))
 
 
 def derived_models() -> list[DerivedModel]:
-    """Returns all derived models, by name."""
     found = (_read(record) for record in (home() / "made").glob("*.json"))
     return sorted((derived for derived in found if derived), key=lambda derived: derived.name)
 
 
 def save_derived(derived: DerivedModel) -> None:
-    """Saves a derived model; it replaces one of the same name."""
     check_name(derived.name)
     text = _to_json(replace(derived, made=datetime.now(UTC).isoformat(timespec="seconds")))
     if len(text) > MAX_RECORD:
@@ -101,7 +98,7 @@ def save_derived(derived: DerivedModel) -> None:
 
 
 def delete_derived(name: str) -> int:
-    """Deletes a derived model, and its file if no other is derived from it; returns the bytes that this freed."""
+    """Deletes a derived model, and its file if no other uses it; returns the freed bytes."""
     with _exclusive("delete", name):
         derived = derived_model(name)
         if derived is None:
@@ -113,7 +110,7 @@ def delete_derived(name: str) -> int:
 
 
 def delete_unused_blobs() -> None:
-    """Deletes uploaded files that no model was derived from within a day."""
+    """Deletes uploaded files without a derived model after a day."""
     with _exclusive("delete", "unused uploaded files"):
         models = derived_models()
         files = {derived.blob.removeprefix("sha256:") for derived in models}
@@ -121,8 +118,9 @@ def delete_unused_blobs() -> None:
 
 
 def adapter_of_blobs(files: Mapping[str, str]) -> list[str]:
-    """Returns the paths of adapters whose files were uploaded, given as digests by file name: GGUF files, or those of
-    one PEFT folder, which is made of links."""
+    """Returns the paths of adapters made from uploads, given as digests by file name: GGUF files, or a PEFT folder of
+    links.
+    """
     for digest in files.values():
         if not blob_path(digest).exists():
             raise InvalidRequest(
@@ -143,7 +141,6 @@ def adapter_of_blobs(files: Mapping[str, str]) -> list[str]:
 
 
 def _files_at(path: str) -> list[str]:
-    """Returns the names of the files that an adapter consists of, as blobs are named."""
     place = Path(path)
     return [each.resolve().name for each in place.iterdir()] if place.is_dir() else [place.name]
 
@@ -167,7 +164,7 @@ def _read(record: Path) -> DerivedModel | None:
 
 @contextmanager
 def _exclusive(action: str, name: str) -> Iterator[None]:
-    """Holds the lock on derived models, so that one process at a time changes them."""
+    """Locks the derived models, so that one process at a time changes them."""
     try:
         with locked(home() / "locks" / "made"):
             yield

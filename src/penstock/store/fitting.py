@@ -1,4 +1,4 @@
-"""Chooses the files of a repository by what the memory plan of this machine says about their headers."""
+"""Chooses a repository's files with this machine's memory plan, from their headers."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from penstock.store.quantizations import preferred
 
 
 class PlannedFit(NamedTuple):
-    """Says how a model fits on this machine."""
+    """Describes a model's fit on this machine."""
 
     fits: bool
-    summary: str  # what it takes and what there is; of one that does not fit, what is missing
+    summary: str  # required and available memory; if it does not fit, the shortage
     roomy: bool = False  # it fits with a context of some thousand tokens
-    quantize: str = ""  # the --quantize that its plain weights need to fit
+    quantize: str = ""  # the --quantize that plain weights need to fit
 
 
 class Advisor(Protocol):
-    """Plans models before they are downloaded, and tells the user what was chosen."""
+    """Plans models before they are downloaded, and reports the choice."""
 
-    force: bool  # download what does not fit, too
+    force: bool  # download models that do not fit
 
     def plan(self, path: Path) -> PlannedFit | None:
-        """Returns how a model fits, given a copy of it that has no weights; None if that cannot be said."""
+        """Returns a model's fit from a copy without weights; None if unknown."""
 
     def tell(self, text: str) -> None: ...
 
 
 class Chosen(NamedTuple):
-    """Holds the quantization that was chosen, and how it fits."""
+    """Holds a chosen quantization and its fit."""
 
     name: str
     fit: PlannedFit
 
 
 def choose_planned(sizes: Mapping[str, int], plan: Callable[[str], PlannedFit | None]) -> Chosen | None:
-    """Returns the first of the preferred quantizations that is roomy, else the first that fits, else the smallest,
-    which does not fit; None if nothing can be said. Those larger than one that does not fit are not planned."""
+    """Returns the first preferred quantization that is roomy, else the first that fits, else the smallest, although it
+    does not fit; None if unknown. Quantizations larger than one that does not fit are not planned.
+    """
     tried: list[Chosen] = []
     too_large = float("inf")
     for name in preferred(sizes):
@@ -62,8 +63,7 @@ def _best(tried: Sequence[Chosen]) -> Chosen:
 
 
 def check_plain(source: str, fit: PlannedFit | None, advisor: Advisor) -> str:
-    """Returns the --quantize that a model in safetensors needs, and tells so; raises ConfigError if it does not fit at
-    all."""
+    """Returns the --quantize that a safetensors model needs, and reports it; raises ConfigError if it cannot fit."""
     if fit is None:
         return ""
     if not fit.fits and not advisor.force:

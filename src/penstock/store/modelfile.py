@@ -1,5 +1,6 @@
-"""Reads Modelfiles, by which Ollama's users make a model of another one: FROM, ADAPTER, TEMPLATE, SYSTEM, PARAMETER,
-MESSAGE and LICENSE."""
+"""Reads Ollama's Modelfiles, which derive a model from another: FROM, ADAPTER, TEMPLATE, SYSTEM, PARAMETER, MESSAGE and
+LICENSE.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from penstock.errors import ConfigError
 INSTRUCTIONS = ("FROM", "ADAPTER", "TEMPLATE", "SYSTEM", "PARAMETER", "MESSAGE", "LICENSE", "REQUIRES")
 ROLES = ("system", "user", "assistant")
 QUOTES = '"""'
-MANY = ("stop",)  # parameters that may be given several times
+MANY = ("stop",)  # parameters that may be repeated
 
 
 @dataclass(slots=True)
 class Modelfile:
-    """Holds what a Modelfile says."""
+    """Holds a Modelfile's contents."""
 
-    base: str = ""  # what FROM names
+    base: str = ""  # FROM
     adapters: list[str] = field(default_factory=list)
     template: str = ""
     system: str = ""
@@ -30,7 +31,7 @@ class Modelfile:
 
 
 def read_modelfile(text: str) -> Modelfile:
-    """Returns what a Modelfile says; raises ConfigError with the line that is wrong."""
+    """Parses a Modelfile; raises ConfigError with the invalid line."""
     made = Modelfile()
     lines = text.splitlines()
     at = 0
@@ -54,9 +55,9 @@ def read_modelfile(text: str) -> Modelfile:
 
 def _take(made: Modelfile, word: str, value: str, number: int) -> None:
     if word not in INSTRUCTIONS:
-        raise _wrong(number, f"{word} is no instruction; there are {', '.join(INSTRUCTIONS)}")
+        raise _wrong(number, f"{word} is not an instruction; use one of {', '.join(INSTRUCTIONS)}")
     if not value:
-        raise _wrong(number, f"{word} says nothing")
+        raise _wrong(number, f"{word} is empty")
     match word:
         case "FROM":
             made.base = value
@@ -93,7 +94,6 @@ def _set(parameters: dict[str, Any], value: str, number: int) -> None:
 
 
 def _value(text: str) -> Any:
-    """Returns a number or a flag where the text is one."""
     if re.fullmatch(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|true|false", text):
         return json.loads(text)
     return text

@@ -1,5 +1,6 @@
-"""Copies a model of a hub without its weights: the headers of its files are fetched, the rest of each is a hole. What
-reads only headers, as a memory plan does, cannot tell the copy from the model."""
+"""Copies a hub's model without its weights: file headers are fetched, and the rest of each file is a hole. A reader of
+headers, such as a memory plan, cannot distinguish the copy from the model.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from pathlib import Path
 
 from penstock.errors import DownloadError
 
-GGUF_HEADER = 24 << 20  # bytes, at most: vocabularies are in it
-SHARD_HEADER = 2 << 20  # of a GGUF file that is not the first, and has tensors only
-SAFETENSORS_HEADER = 1 << 20  # mostly; the file says so if it is longer
-LONGEST = 128 << 20  # bytes of one header or one JSON file: more is no header
-LENGTH = 8  # bytes that say how long the header of a safetensors file is
-ANSWER = 30.0  # seconds that the hub has to answer
+GGUF_HEADER = 24 << 20  # bytes, at most; includes the vocabulary
+SHARD_HEADER = 2 << 20  # later shards of a GGUF file, which only have tensors
+SAFETENSORS_HEADER = 1 << 20  # usually enough; the file states its length
+LONGEST = 128 << 20  # bytes; larger headers and JSON files are rejected
+LENGTH = 8  # bytes of a safetensors file's header length
+ANSWER = 30.0  # timeout of the hub in seconds
 
 
 def write_outline(repo: str, revision: str, names: Sequence[str], sizes: Mapping[str, int], folder: Path) -> Path:
-    """Writes the copy into a folder and returns the path of the model there: its first GGUF file, or the folder."""
+    """Writes the copy into a folder; returns the path of its first GGUF file, or the folder."""
     for name in names:
         size = sizes[name]
         if name.endswith(".gguf"):
@@ -47,7 +48,6 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _write(path: Path, head: bytes, size: int) -> None:
-    """Writes a file of this size that begins with these bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(head)
@@ -55,7 +55,6 @@ def _write(path: Path, head: bytes, size: int) -> None:
 
 
 def _fetch(repo: str, revision: str, name: str, count: int) -> bytes:
-    """Returns the first bytes of a file."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined, unused-ignore]
 

@@ -10,13 +10,11 @@ from penstock.store.paths import size_of
 
 
 def packed_size() -> int:
-    """Returns the bytes of all packed weights."""
     return size_of(packed_home())
 
 
 def delete_packed(model: Path) -> int:
-    """Deletes the packed weights of a model file, or of a folder and all files in it; returns the bytes that this
-    freed."""
+    """Deletes the packed weights of a model file or of all files in a folder; returns the freed bytes."""
     folders = [packed_folder(path) for path in (model, *model.rglob("*"))]
     freed = sum(map(size_of, folders))
     for folder in folders:

@@ -1,9 +1,9 @@
-"""Knows where models are stored on this machine.
+"""Defines the store's paths on this machine.
 
 <home>/models/<model>/         the files of a fetched model, complete
 <home>/records/<model>.json    its record, written last: a model without one is not in the store
-<home>/parts/<model>/          a download in progress, or what an interrupted one left
-<home>/packed/<model file>/    its packed weights, which engines write and which can be made again
+<home>/parts/<model>/          a download in progress or interrupted
+<home>/packed/<model file>/    its packed weights, which engines write and can recreate
 <home>/locks/<model>           locked while a model is fetched or removed
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from penstock.errors import DownloadError, MalformedFile
 from penstock.system.file_locks import try_lock
 
-SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # of a model that is split over several files
+SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # a model split over several files
 _BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 
 
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ModelPaths:
-    """Names the files and folders of one model in the store."""
+    """Lists the files and folders of one model in the store."""
 
     home: Path
     name: str
@@ -70,7 +70,6 @@ class ModelPaths:
 
 
 def write_record(paths: ModelPaths, entry: Entry) -> None:
-    """Writes the record of a model, whose path is kept relative to the store."""
     fields = asdict(entry) | {"path": entry.path.relative_to(paths.home).as_posix()}
     paths.record.parent.mkdir(parents=True, exist_ok=True)
     draft = paths.record.with_suffix(".draft")
@@ -79,7 +78,7 @@ def write_record(paths: ModelPaths, entry: Entry) -> None:
 
 
 def read_record(record: Path) -> Entry | None:
-    """Returns the entry of a record, or None if there is no record or the model's size differs from it."""
+    """Returns a record's entry; None if it is missing or the model's size differs from it."""
     try:
         fields = json.loads(record.read_text(encoding="utf-8"))
         entry = Entry(**fields | {"path": record.parent.parent / fields["path"]})
@@ -91,14 +90,13 @@ def read_record(record: Path) -> Entry | None:
 
 
 def size_of(path: Path) -> int:
-    """Returns the bytes of a file with its shards, or of all files in a folder; 0 if it does not exist."""
+    """Returns the bytes of a file with its shards, or of a folder; 0 if it does not exist."""
     shard = SHARD.fullmatch(path.name)
     files = path.parent.glob(f"{escape(shard[1])}-*-of-{shard[2]}.gguf") if shard else [path]
     return sum(size for file in files for size in file_sizes(file))
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises if the disk of a folder does not have so many bytes free."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DownloadError(f"the disk of {folder} is full: {needed:,} bytes are needed and {free:,} are free")
@@ -115,14 +113,13 @@ def file_sizes(path: Path) -> list[int]:
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Holds a lock on a file, which the system releases if the holder dies. Calls `waiting` while another holds it."""
+    """Locks a file; the system releases the lock if the holder dies. Calls `waiting` while another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         while not try_lock(file.fileno()):
@@ -132,8 +129,9 @@ def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[N
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the GGUF models among a repository's or a folder's files: the first file of each, and all its shards in
-    order. Image encoders and importance matrices are none."""
+    """Returns the GGUF models among some files: the first file of each, and all its shards in order. Image encoders and
+    importance matrices are not models.
+    """
     files = sorted(name for name in names if name.endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2]))
     models: dict[str, list[str]] = {}
     for name in files:
@@ -143,6 +141,6 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def are_shards(name: str, other: str) -> bool:
-    """Returns whether two files are shards of one GGUF model, such as `model-00001-of-00003.gguf`."""
+    """Returns True if two files are shards of one GGUF model, such as `model-00001-of-00003.gguf`."""
     one, another = SHARD.fullmatch(name), SHARD.fullmatch(other)
     return one is not None and another is not None and one.groups() == another.groups()

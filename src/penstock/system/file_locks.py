@@ -19,7 +19,6 @@ else:
     import fcntl
 
     def try_lock(fd: int) -> bool:
-        """Locks an open file; returns False if another process has it."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

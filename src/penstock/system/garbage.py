@@ -9,12 +9,12 @@ from threading import Lock
 
 
 class Pauses:
-    """Counts the pauses that are under way in all threads: the collector goes on when the last one ends."""
+    """Counts active pauses in all threads: collection resumes after the last one."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._count = 0
-        self._collected = False  # before the first of them
+        self._collected = False  # whether it was enabled before the first pause
 
     def begin(self) -> None:
         with self._lock:
@@ -35,8 +35,9 @@ _pauses = Pauses()
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Lets garbage lie: to look for it takes time where many objects are made that stay, and to free some of it at the
-    wrong moment ends what is under way. Several threads may ask for that at once."""
+    """Pauses garbage collection, which is slow while many permanent objects are created, and could close an object at a
+    bad moment. Several threads may pause it at once.
+    """
     _pauses.begin()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Prints text that others wrote, such as a model's name or answer: a terminal obeys the control characters in it."""
+"""Prints untrusted text, such as a model's name or answer, without the control characters that terminals obey."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ import re
 import sys
 from contextlib import suppress
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but newline and tab; 0x80 to 0x9f are C1
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except newline and tab; 0x80 to 0x9f are C1
 
 
 def escaped(text: str) -> str:
-    """Returns the text with its control characters as `\\x1b`; newlines and tabs stay."""
+    r"""Returns the text with control characters as `\x1b`; newlines and tabs are kept."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def escaped_json(text: str) -> str:
-    """Returns JSON with the same values and no control character in it: JSON needs no escape for some."""
+    """Escapes control characters in JSON without changing its values; JSON allows some unescaped."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def stripped(text: str) -> str:
-    """Returns the text without control characters; newlines and tabs stay. What they would have told a terminal is
-    left as text."""
+    """Removes control characters except newlines and tabs. The rest of an escape sequence remains as text."""
     return _CONTROL.sub("", text)
 
 
 def print_to_stderr(text: str) -> bool:
-    """Prints lines to stderr, escaped. Returns False if they cannot be written: that is no reason to stop."""
     try:
         print(escaped(text), file=sys.stderr, flush=True)
     except OSError:
@@ -36,8 +34,7 @@ def print_to_stderr(text: str) -> bool:
 
 
 def give_up_unwritable() -> None:
-    """Gives up the text that stdout and stderr could not write, so that the exit code stays: Python would make it
-    120."""
+    """Discards unwritable output on stdout and stderr, because Python would otherwise exit with code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

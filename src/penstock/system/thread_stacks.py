@@ -1,5 +1,6 @@
-"""Starts threads with large stacks. How large stacks are is set for a whole process, so that is changed under a lock:
-two who changed it at once would leave it large for all threads that come later."""
+"""Starts threads with large stacks. The stack size is a process-wide setting, so it is changed under a lock; concurrent
+changes could leave it large for all later threads.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ _changing = threading.Lock()
 
 @contextmanager
 def large_stacks(size: int) -> Iterator[None]:
-    """Gives the threads that are started within a stack of `size` bytes of addresses."""
+    """Gives threads started within the block a stack of `size` bytes."""
     with _changing:
         usual = threading.stack_size(size)
         try:
@@ -22,5 +23,5 @@ def large_stacks(size: int) -> Iterator[None]:
             threading.stack_size(usual)
 
 
-if hasattr(os, "register_at_fork"):  # a process that is forked meanwhile would have a lock that nobody releases
+if hasattr(os, "register_at_fork"):  # a process forked meanwhile would inherit a locked lock
     os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_changing.release)

@@ -1,4 +1,4 @@
-"""Renders Jinja chat templates, which are programs of strangers: in a sandbox, and in a process that can be killed.
+"""Renders Jinja chat templates, which are untrusted programs: in a sandbox, and in a process that can be killed.
 
-Importing it costs little, because every rendering process does.
+The import is cheap, because every rendering process runs it.
 """

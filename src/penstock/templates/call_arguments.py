@@ -8,7 +8,8 @@ from typing import Any
 
 class CallArguments(dict[str, Any]):
     """Holds the arguments of a call. Some templates iterate over them or write them as JSON, others insert them as
-    text: as a text they are JSON."""
+    text, which is then JSON.
+    """
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Renders templates in a process of its own, which is killed when a template takes too much, and started again."""
+"""Renders templates in a separate process, which is killed and restarted if a template exceeds its limits."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from penstock.templates.limits import CPU_SECONDS, WALL_SECONDS
 COMMAND = (sys.executable, "-m", child.__name__)
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 TIMED_OUT = -27  # the exit code after SIGPROF
-ATTEMPTS = 2  # if something other than the template may have ended the process
-LOOK_SECONDS = 1.0  # between two looks at a child that has not answered
-THREADS = 4  # in which callers wait: what they do beside waiting, such as encoding, overlaps
+ATTEMPTS = 2  # retries if the process may have ended for another reason
+LOOK_SECONDS = 1.0  # poll interval of a child that has not answered
+THREADS = 4  # callers wait in them, and overlap other work such as encoding
 
 
 class RenderProcess:
-    """Renders templates one after the other, in a child that is started when it is first needed. `threads` is where
-    callers on an event loop can wait for it: those of one process do not hold up those of another."""
+    """Renders templates one after the other, in a child that is started on demand. Callers on an event loop wait in
+    `threads`, so that callers of other processes are not blocked.
+    """
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(THREADS, "penstock-render")
         self._lock = Lock()
-        self._children: list[_Child] = []  # at most one; whoever comes next may have it when this is gone
+        self._children: list[_Child] = []  # at most one; shared with the next owner after this object's end
         weakref.finalize(self, _hand_on, self._children).atexit = False
 
     def warm_up(self) -> None:
-        """Starts the child, so that the first chat does not wait for its imports."""
+        """Starts the child early, so that the first chat does not wait for its imports."""
         with self._lock:
             self._started()
 
     def render(self, source: str, given: Mapping[str, Any]) -> str:
-        """Returns what the template writes; raises InvalidRequest if it fails or takes too much."""
+        """Renders a template; raises InvalidRequest if it fails or exceeds its limits."""
         message = pickle.dumps((source, given), pickle.HIGHEST_PROTOCOL)
         with self._lock:
             for _ in range(ATTEMPTS):
@@ -67,7 +68,7 @@ class RenderProcess:
 
 
 class IsolatedTemplate:
-    """Renders one template in a process of its own."""
+    """Renders one template in a separate process."""
 
     def __init__(self, source: str, process: RenderProcess) -> None:
         self._source = source
@@ -78,14 +79,14 @@ class IsolatedTemplate:
 
 
 class _Ended(Exception):
-    """Says that the child has ended, or had to be killed."""
+    """Signals that the child has ended or had to be killed."""
 
     def __init__(self, *, too_slow: bool) -> None:
         self.too_slow = too_slow
 
 
 class _Child:
-    """Represents a running child. It ends with this object, or with this process: both close its standard input."""
+    """Represents a running child. It ends with this object or this process, since both close its standard input."""
 
     def __init__(self) -> None:
         self._link, theirs = socket.socketpair()
@@ -113,8 +114,9 @@ class _Child:
         raise _Ended(too_slow=too_slow)
 
     def _wait(self) -> None:
-        """Returns when the answer begins to come. Raises TimeoutError after WALL_SECONDS, and OSError as soon as the
-        child stands still: that is not the template's doing."""
+        """Waits until the answer begins. Raises TimeoutError after WALL_SECONDS, or OSError as soon as the child is
+        stopped, which is not the template's fault.
+        """
         deadline, time_before = time.monotonic() + WALL_SECONDS, None
         self._link.settimeout(LOOK_SECONDS)
         while True:
@@ -132,8 +134,9 @@ class _Child:
 
 
 def _idle_time(pid: int) -> int | None:
-    """Returns the processor time of a process that is stopped or waits for something, in ticks; None if it computes, or
-    if this system has no such files."""
+    """Returns the processor time in ticks of a stopped or waiting process; None if it is computing, or if the system
+    lacks the information.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -142,7 +145,9 @@ def _idle_time(pid: int) -> int | None:
 
 
 def _start(link: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a child whose standard input is the socket. Windows has pipes only there: one that describes it."""
+    """Starts a child with the socket as standard input. Windows only supports pipes there, so the socket is passed
+    through one.
+    """
     if sys.platform == "win32":
         process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment)
         assert process.stdin is not None
@@ -154,7 +159,7 @@ def _start(link: socket.socket, environment: Mapping[str, str]) -> subprocess.Po
     )
 
 
-_spare: deque[_Child] = deque(maxlen=1)  # a child that nobody uses: models come and go faster than it would start
+_spare: deque[_Child] = deque(maxlen=1)  # an unused child for the next model
 
 
 def _hand_on(children: list[_Child]) -> None:

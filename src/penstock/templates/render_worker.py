@@ -1,7 +1,7 @@
-"""Runs in the process that renders templates: reads chats from its standard input, a socket, and writes their texts.
+"""Runs in the process that renders templates: reads chats from its standard input, a socket, and returns their texts.
 
-The limits are the operating system's, so nothing that a template calls can get around them: an allocation beyond the
-limit fails, and a rendering beyond its processor time ends the process (SIGPROF).
+The operating system enforces the limits, so templates cannot evade them: an allocation beyond the limit fails, and a
+rendering beyond its processor time ends the process (SIGPROF).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.templates.limits import CPU_SECONDS, MEMORY
 from penstock.templates.template import Template
 
-HEADER = struct.Struct("<BI")  # of a message in either direction: what it is, and how many bytes follow
+HEADER = struct.Struct("<BI")  # message type and the size of its data
 REQUEST, TEXT, REFUSED, TOO_LONG, WRONG_TEMPLATE = range(5)
-GRACE = 0.5  # seconds beyond the limit that the sandbox keeps, whose error says more
+GRACE = 0.5  # seconds after the sandbox's own limit, whose error is more specific
 MAX_COMPILED = 32
 
 
@@ -36,20 +36,20 @@ def main() -> None:
 
 
 def _standard_input() -> socket.socket:
-    """Returns the socket that is the standard input, or, on Windows, that is described there."""
     if sys.platform == "win32":
         return socket.fromshare(sys.stdin.buffer.read())
     return socket.socket(fileno=0)
 
 
 def _limit_memory() -> None:
-    """Limits what this process may allocate and write, where the system has such limits. Windows has none: there, the
-    sandbox's own limits hold, and the parent ends this process when it takes too long."""
+    """Limits this process's memory and file sizes where the system supports that. On Windows, the sandbox's own limits
+    apply, and the parent kills a process that takes too long.
+    """
     try:
         import resource
     except ImportError:
         return
-    with suppress(OSError, ValueError):  # macOS refuses a limit below what it has mapped itself
+    with suppress(OSError, ValueError):  # macOS refuses a limit below its own mappings
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
@@ -86,7 +86,7 @@ def receive(link: socket.socket) -> tuple[int, bytearray] | None:
 
 
 def _read(link: socket.socket, size: int) -> bytearray | None:
-    """Returns so many bytes, or None if the other side ends before."""
+    """Reads `size` bytes; None if the other side ends before."""
     read, whole = 0, bytearray(size)
     while read < size:
         count = link.recv_into(memoryview(whole)[read:])

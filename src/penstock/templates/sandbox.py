@@ -1,9 +1,9 @@
-"""A Jinja environment for chat templates that limits access, time and memory.
+"""Limits the access, time and memory of chat templates in a Jinja environment.
 
-A template is a program that came with a model. Jinja's sandbox limits what it can access. This module also limits its
-time, because nested loops could run for years, and the size of its texts, because a text that a loop doubles fills any
-memory. It cannot know of every operation that is slow or large: a server renders templates in a process with limits of
-its own (process.py).
+Templates are programs that come with a model. Jinja's sandbox limits their access. This module also limits their time,
+because nested loops could run for years, and the size of their texts, because a text that a loop doubles fills any
+memory. It cannot cover every slow or large operation, so servers also render templates in a limited process
+(process.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jinja2.visitor import NodeTransformer
 from penstock.templates.limits import CPU_SECONDS
 
 MAX_TEXT = 2**22  # characters
-MAX_ITEMS = 2**17  # in a list
+MAX_ITEMS = 2**17  # per list
 MAX_POWER = 2**10  # bits
 WIDE = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*(\d{7}|\*)|\{[^{}]*\d{7}")  # formats with a very large width
 
 
 SIZED = (str, list, tuple)
-TICK, CONCATENATED = " tick", " concatenated"  # names that no template can spell
+TICK, CONCATENATED = " tick", " concatenated"  # names that templates cannot spell
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -41,7 +41,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._clock = threading.local()
-        del self.globals["lipsum"]  # text for typesetters, as much as a template asks for
+        del self.globals["lipsum"]  # generates unlimited text
         for name in ("center", "indent", "wordwrap", "batch", "slice"):
             self.filters[name] = _with_small_numbers(self.filters[name])
         self.filters |= {TICK: self._tick, CONCATENATED: _concatenated}
@@ -50,13 +50,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["replace"] = _short_replace(self.filters["replace"])
 
     def begin(self) -> None:
-        """Starts the clock of a rendering in this thread."""
+        """Starts the time limit of a rendering in this thread."""
         self._clock.ticks = 0
         self._clock.end = thread_time() + CPU_SECONDS
 
     @pass_context
     def _tick(self, *_: Any) -> None:
-        """Is called in every iteration of a loop and every call of a macro; raises SecurityError when time is up."""
+        """Runs in every loop iteration and macro call; raises SecurityError when time is up."""
         clock = self._clock
         clock.ticks += 1
         if clock.ticks % 16 == 0 and thread_time() > clock.end:
@@ -83,8 +83,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Ticking(NodeTransformer):
-    """Adds a tick to loops and macros, and replaces ~ by an operation that can be limited. Both become filters, because
-    calling a filter costs a fifth of other calls in a sandbox."""
+    """Adds a tick to loops and macros, and replaces ~ by a limited operation. Both become filters, which cost a fifth
+    of other calls in a sandbox.
+    """
 
     def visit_For(self, block: Any) -> Any:
         self.generic_visit(block)
@@ -108,7 +109,7 @@ def _concatenated(*parts: Any) -> str:
     return "".join(texts)
 
 
-# -- checks of sizes -------------------------------------------------------------------------------------------
+# ---- size checks ----
 
 
 def _check_text(size: int) -> None:

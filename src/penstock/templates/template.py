@@ -16,7 +16,7 @@ from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.templates.limits import MAX_CHARACTERS
 from penstock.templates.sandbox import BoundedEnvironment
 
-MAX_INDENT = 64  # of JSON: a larger one could fill any memory
+MAX_INDENT = 64  # a larger JSON indentation could fill any memory
 
 
 class Template:
@@ -27,7 +27,7 @@ class Template:
         self._compiled = _compile(source, self._environment)
 
     def render(self, given: Mapping[str, Any]) -> str:
-        """Returns the rendered text; raises InvalidRequest if the template fails."""
+        """Renders a chat; raises InvalidRequest if the template fails."""
         self._environment.begin()
         try:
             return _joined(self._compiled.generate(given))
@@ -39,7 +39,7 @@ class Template:
             raise InvalidRequest(
                 "the model's chat template needs more memory than it may have", param="messages"
             ) from None
-        except Exception as error:  # a template is a program and may raise anything
+        except Exception as error:  # a template may raise anything
             raise InvalidRequest(
                 f"the model's chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
             ) from None

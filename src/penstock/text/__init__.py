@@ -1,4 +1,6 @@
-"""Text and token ids: tokenizers, chat templates, requests from prompts, and text from answers as they stream."""
+"""Converts between text and token ids: tokenizers, chat templates, requests from prompts, and streamed answers as
+text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the events of a request into text, for the server and for the Python API."""
+"""Turns the events of a request into text, for the server and the Python API."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from penstock.errors import EngineUnavailable, error_of
 from penstock.text.detok import TextStream
 from penstock.types import Aborted, Event, Failed, Finished, Report, TokenLogprob, Tokens
 
-REPETITION = "repetition"  # the reason why the loop guard stops an answer
+REPETITION = "repetition"  # why the loop guard stops an answer
 
 
 class Delta(NamedTuple):
-    """Holds what one step added to one answer. Text may lag behind its tokens: it never ends within a character or
-    within what may become a stop string."""
+    """Holds the tokens and text that one step added to one answer. Text may lag behind its tokens: it never ends within
+    a character or a possible stop string.
+    """
 
     text: str
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
-    scores: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens
-    cached: int = 0  # prompt tokens whose KV was reused
-    finish: str | None = None  # "stop", "length" or "pooled", in the last one
-    silent: int = 0  # how many of the last `tokens` are not part of the text: 1 for a stop token that is not included
-    stop: str | None = None  # the stop string that ended it
-    pooled: bytes = b""  # the hidden state that was asked for in place of tokens
-    report: Report | None = None  # in the last one, unless a stop string ended it before the engine did
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if requested
+    scores: tuple[TokenLogprob, ...] = ()  # one per prompt token
+    cached: int = 0  # prompt tokens with reused KV
+    finish: str | None = None  # in the last delta: "stop", "length" or "pooled"
+    silent: int = 0  # trailing `tokens` without text: 1 for a stop token that is not included
+    stop: str | None = None  # the stop string that ended the answer
+    pooled: bytes = b""  # the requested hidden state, instead of tokens
+    report: Report | None = None  # in the last delta, unless a stop string ended the answer before the engine did
 
     @property
     def loop(self) -> int:
-        """Returns how many tokens the phrase has that the answer repeated, if that ended it; 0: it did not."""
+        """Returns the length in tokens of the repeated phrase that ended the answer; 0 if it ended otherwise."""
         return self.report.loop if self.report is not None and self.finish == "length" else 0
 
 
 def one_by_one(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
-    """Yields the events of a step as if each token had come in a step of its own."""
     first, *rest = events
     if not isinstance(first, Tokens) or len(first.tokens) < 2:
         yield events
@@ -50,8 +50,9 @@ def one_by_one(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
 
 
 def read_step(stream: TextStream, events: Sequence[Event]) -> Delta:
-    """Returns what the events of one step add to an answer: Tokens, the event that ends it, or both. After a stop
-    string the engine would go on: the caller must abort the request."""
+    """Converts one step's events to a delta: Tokens, the final event, or both. After a stop string the caller must
+    abort the request, because the engine would continue.
+    """
     first, last = events[0], events[-1]
     if type(last) is Tokens and not stream.may_stop:
         _, tokens, logprobs, scores, cached, _ = last

@@ -1,8 +1,8 @@
-"""Reads the arguments of a call as they come, and emits them as JSON. They are written as JSON, one by one, or in
-Gemma's notation.
+"""Reads the arguments of a call incrementally and emits them as JSON. They are written as JSON, as separate parameters,
+or in Gemma's notation.
 
-Each reader returns whether the arguments came to their end. If they stop being well formed, or stop, what was emitted
-is the beginning of a JSON text, and the rest is left in the reader.
+Each reader returns True if the arguments are complete. If they are malformed or cut off, the emitted text is the
+beginning of a JSON text, and the rest stays in the reader.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ _WORDS = {"boolean": {"true": "true", "false": "false"}, "null": {"none": "null"
 
 
 def escaped(text: str) -> str:
-    """Returns the text as it stands within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-# -- JSON ---------------------------------------------------------------------------------------------------------
+# ---- JSON ----
 
 
 def json_value(source: StreamingReader, emit: Emit) -> Reading[bool]:
-    """Emits one JSON value as it is written. Raw line breaks and lone backslashes in strings are escaped."""
+    """Emits one JSON value unchanged, except that raw line breaks and stray backslashes in strings are escaped."""
     closing: list[str] = []
     expected = "v"  # v value, a value or end, k key, o key or end, : colon, "," comma or end
     while True:
@@ -72,7 +71,6 @@ def json_value(source: StreamingReader, emit: Emit) -> Reading[bool]:
 
 
 def json_string(source: StreamingReader, emit: Emit) -> Reading[bool]:
-    """Emits a JSON string with its quotes."""
     emit(source.take(1))
     while character := (yield from source.peek()):
         if character == '"':
@@ -86,7 +84,7 @@ def json_string(source: StreamingReader, emit: Emit) -> Reading[bool]:
 
 
 def _escape(source: StreamingReader, emit: Emit) -> Reading[None]:
-    """Emits an escape; a backslash without one is doubled."""
+    """Emits an escape; doubles a stray backslash."""
     emit(source.take(1))
     source.mark()
     escape = source.take(1) if (yield from source.peek()) else ""
@@ -94,7 +92,7 @@ def _escape(source: StreamingReader, emit: Emit) -> Reading[None]:
         escape += yield from source.take_run(_HEX, 4)
     whole = _ESCAPE.fullmatch(escape) is not None
     if not whole and escape[:1] in ("", "u"):
-        whole = not (yield from source.peek())  # the text was cut within it
+        whole = not (yield from source.peek())  # False if the text ended within the escape
     if whole:
         source.release()
         emit(escape)
@@ -104,7 +102,7 @@ def _escape(source: StreamingReader, emit: Emit) -> Reading[None]:
 
 
 def _scalar(source: StreamingReader, emit: Emit) -> Reading[bool]:
-    """Emits a number, true, false or null; at the end of the text, the beginning of one."""
+    """Emits a number, true, false or null; at the end of the text, possibly only its beginning."""
     source.mark()
     word = yield from source.take_run(_WORD, 400)
     cut = not (yield from source.peek())
@@ -124,12 +122,11 @@ def _may_be_scalar(word: str) -> bool:
     return any(each.startswith(word) for each in ("true", "false", "null")) or bool(_BEGUN_NUMBER.fullmatch(word))
 
 
-# -- one by one ---------------------------------------------------------------------------------------------------
+# ---- separate parameters ----
 
 
 def parameters(source: StreamingReader, syntax: CallSyntax, schema: Mapping[str, Any], emit: Emit) -> Reading[bool]:
-    """Emits arguments that stand between markers of their own, and takes the tail of the call. `schema` has their
-    types."""
+    """Emits arguments that have markers of their own, and consumes the call's tail. `schema` has their types."""
     assert syntax.parameter is not None
     opening, endings = syntax.parameter
     properties = schema.get("properties")
@@ -170,7 +167,7 @@ def _text(source: StreamingReader, endings: tuple[str, ...], emit: Emit) -> Read
 
 
 def _types(properties: object, fields: Mapping[str, str]) -> set[str]:
-    """Returns the JSON types that a parameter may have, from the call or else its schema; empty if neither says."""
+    """Returns a parameter's JSON types from the call or else its schema; empty if unknown."""
     if "string" in fields:
         return {"string"} if fields["string"] == "true" else set()
     schema = properties.get(fields["key"]) if isinstance(properties, dict) else None
@@ -187,7 +184,7 @@ def _types_in(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _as_json(text: str, types: set[str]) -> str:
-    """Returns a value that need not be a string as JSON: itself if it is JSON, a Python literal, or else a string."""
+    """Converts a value that need not be a string to JSON: from JSON, a Python literal, or else a string."""
     word = text.strip().lower()
     for kind in types & _WORDS.keys():
         if word in _WORDS[kind]:
@@ -200,7 +197,7 @@ def _as_json(text: str, types: set[str]) -> str:
 
 
 def _python_as_json(text: str) -> str:
-    """Returns a Python literal as JSON: some templates, and so their models, write objects like Python."""
+    """Converts a Python literal to JSON: some templates, and so their models, write objects like Python."""
     try:
         return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -211,11 +208,11 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-# -- Gemma's notation ---------------------------------------------------------------------------------------------
+# ---- Gemma's notation ----
 
 
 def gemma_value(source: StreamingReader, quote: str, emit: Emit, depth: int = 0) -> Reading[bool]:
-    """Emits a value in Gemma's notation: objects have bare keys, strings stand between `quote`s."""
+    """Emits a value in Gemma's notation: objects have bare keys, and strings are enclosed in `quote`s."""
     yield from source.space()
     if (yield from source.match_literal(quote)):
         return (yield from _text(source, (quote,), emit))

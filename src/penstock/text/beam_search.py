@@ -1,7 +1,7 @@
-"""Searches for the likeliest answers with beams, as vLLM defines it.
+"""Implements beam search as vLLM defines it.
 
-The search knows nothing of engines: whoever drives it asks a model for the likeliest next tokens of every running beam,
-passes them to `advance`, and repeats that until the search is done.
+The search is independent of engines: its driver asks a model for the likeliest next tokens of each running beam, passes
+them to `advance`, and repeats until the search is done.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import NamedTuple
 from penstock.errors import InvalidRequest
 from penstock.types import TokenLogprob
 
-MAX_WIDTH = 10  # beams: twice as many alternatives are asked for, and 20 is the most that an engine returns
-MAX_PENALTY = 16.0  # far beyond any use; larger exponents overflow
+MAX_WIDTH = 10  # beams; an engine returns up to 20 alternatives, two per beam
+MAX_PENALTY = 16.0  # far above any useful value; larger exponents overflow
 
 
 class Beam(NamedTuple):
     """Holds one candidate answer."""
 
-    tokens: tuple[int, ...] = ()  # generated ones, without the token that ended it
-    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`
-    total: float = 0.0  # the logprob of all tokens, with the one that ended it
-    finish: str | None = None  # "stop" or "length"; None: it is running
+    tokens: tuple[int, ...] = ()  # without the token that ended it
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token
+    total: float = 0.0  # logprob of all tokens, including the one that ended it
+    finish: str | None = None  # "stop" or "length"; None while running
     stop_token: int | None = None  # the token that ended it
 
 
 class BeamSearch:
-    """Keeps the `width` likeliest beams. A beam's score is its total logprob divided by its length, prompt included, to
-    the power of `length_penalty`. The search ends after `max_tokens` tokens, or as soon as no running beam can still
-    become one of the best."""
+    """Keeps the `width` likeliest beams. A beam's score is its total logprob divided by its length, including the
+    prompt, to the power of `length_penalty`. The search ends after `max_tokens` tokens, or when no running beam can
+    still become one of the best.
+    """
 
     def __init__(
         self, prompt_len: int, width: int, max_tokens: int, ends: Collection[int], length_penalty: float = 1.0
@@ -42,21 +43,21 @@ class BeamSearch:
                 param="length_penalty",
             )
         self.running = [Beam()]
-        self.alternatives = 2 * width  # likeliest tokens that `advance` wants: half of them may end their beam
+        self.alternatives = 2 * width  # required next tokens per beam: half of them may end their beam
         self._prompt_len = prompt_len
         self._width = width
         self._max_tokens = max_tokens
         self._ends = frozenset(ends)
         self._penalty = length_penalty
         self._finished: list[Beam] = []
-        self._length = 0  # tokens of every running beam
+        self._length = 0  # tokens of each running beam
 
     @property
     def done(self) -> bool:
         return not self.running
 
     def advance(self, scored: Sequence[TokenLogprob]) -> None:
-        """Extends every running beam by one token. `scored` has the likeliest next tokens (its `top`) of each."""
+        """Extends each running beam by one token. `scored` has each beam's likeliest next tokens (its `top`)."""
         extended = []
         for beam, next in zip(self.running, scored, strict=True):
             for token, logprob in next.top[: self.alternatives]:
@@ -75,7 +76,6 @@ class BeamSearch:
             self.running = []
 
     def best(self, count: int) -> list[Beam]:
-        """Returns the finished beams with the highest scores, the best first."""
         return sorted(self._finished, key=self.score, reverse=True)[:count]
 
     def score(self, beam: Beam) -> float:
@@ -85,8 +85,9 @@ class BeamSearch:
         return float((self._prompt_len + length) ** self._penalty)
 
     def _settled(self) -> bool:
-        """Returns True if no running beam can overtake the finished ones: totals only fall, so the highest score that
-        a beam can reach has its present total and the length that suits it best."""
+        """Returns True if no running beam can overtake the finished ones. Totals only fall, so a beam's best possible
+        score has its current total and the most favourable length.
+        """
         best = self.best(self._width)
         if len(best) < self._width:
             return False

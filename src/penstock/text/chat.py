@@ -1,4 +1,4 @@
-"""A model's chat template: it turns messages into the prompt text that the model was trained on."""
+"""Renders messages to prompt text with a model's chat template."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from penstock.text.tools import MessageDict, calls_as_text, describe
 if TYPE_CHECKING:
     from penstock.templates.process import RenderProcess
 
-XML_TOOLS = "xml_tools"  # SmolLM3's name for functions that are called in XML
+XML_TOOLS = "xml_tools"  # SmolLM3's variable for functions called in XML
 
 
 class Renderer(Protocol):
-    """Writes a prompt from the variables of a template."""
+    """Renders a prompt from a template's variables."""
 
     def render(self, given: Mapping[str, Any]) -> str: ...
 
 
 class ChatTemplate:
-    """Renders chats with the templates `sources`, by name: "default", and "tool_use" if a model has a separate one for
-    tools. `tokens` are the special tokens that a template may name (bos_token, eos_token and so on) and other variables
-    that it takes for given."""
+    """Renders chats with the named templates in `sources`: "default" and optionally "tool_use". `tokens` are special
+    tokens that templates may use (bos_token, eos_token and so on) and other default variables.
+    """
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, Any], family: str | None = None) -> None:
-        """Takes the name of the tool format as `family` where the markers in the template mislead."""
+        """`family` overrides the tool format where the template's markers are misleading."""
         self._sources = sources
         self._tokens = tokens
         self._compiled: dict[str, Renderer] = {}
-        self.process: RenderProcess | None = None  # that renders; None: this one
+        self.process: RenderProcess | None = None  # renders; None: this process does
         source = sources.get("tool_use", "") + sources.get("default", "")
         found = find_tool_format(source, family)
         if not (self.reads("tools") or self.reads(XML_TOOLS) or found.prompt):
-            found = replace(found, calls=(*found.calls, *PLAIN.calls))  # the syntax that `describe` tells the model
+            found = replace(found, calls=(*found.calls, *PLAIN.calls))  # the syntax that `describe` teaches the model
         self.format = AnswerFormat(found, found.reasoning or reasoning_of(source))
         self._null_content = re.search(r"content\W* is (not )?none", source) is not None
 
@@ -54,7 +54,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """Returns the prompt; other keyword arguments become variables of the template."""
+        """Renders a prompt; other keyword arguments become template variables."""
         if not self.reads("tool_calls"):
             messages = self._calls_as_text(messages)
         if tools and not self.reads("tools"):
@@ -72,10 +72,10 @@ class ChatTemplate:
         return template.render({**given, "messages": [_with_content(message) for message in messages]})
 
     def isolated(self, process: RenderProcess) -> ChatTemplate:
-        """Returns the same, rendered in a process that can be killed. Templates that come with Penstock are rendered
-        here: each is a fixed text with one loop over the messages, so it costs no more than it writes. No other is
-        trusted: a proof that a program takes little would have to know every filter and method of Jinja's and Python's,
-        and the process costs a tenth of a millisecond."""
+        """Returns a copy that renders in a process that can be killed. Penstock's own templates still render here: each
+        is a fixed text with one loop over the messages. Other templates are untrusted, since bounding their cost would
+        require knowledge of all Jinja filters and Python methods, and the process costs a tenth of a millisecond.
+        """
         twin = copy(self)
         if not set(self._sources.values()) <= set(TEMPLATES.values()):
             twin.process, twin._compiled = process, {}
@@ -83,7 +83,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Returns the Jinja text that renders chats without tools."""
+        """Returns the Jinja source for chats without tools."""
         return self._sources.get("default", "")
 
     def _calls_as_text(self, messages: Sequence[MessageDict]) -> list[MessageDict]:
@@ -93,8 +93,7 @@ class ChatTemplate:
         return calls_as_text(messages, (f"{opening}\n", f"\n{closing}"), results=False)
 
     def reads(self, name: str) -> bool:
-        """Returns whether a template uses the variable of this name. One that does not would drop its value
-        silently."""
+        """Returns True if a template uses this variable; otherwise its value would be dropped silently."""
         return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self._sources.values())
 
     def _template(self, name: str) -> Renderer:
@@ -106,7 +105,7 @@ class ChatTemplate:
 
 
 def _renderer(source: str, process: RenderProcess | None) -> Renderer:
-    """Returns what renders a template. Both ways are imported when they are needed: plain prompts need neither."""
+    """Returns a renderer, imported on demand because plain prompts need none."""
     if process is None:
         from penstock.templates.template import Template
 
@@ -121,7 +120,6 @@ def _with_content(message: MessageDict) -> MessageDict:
 
 
 def templates_in_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the templates of a GGUF file, by name."""
     key = "tokenizer.chat_template"
     sources = {other.removeprefix(f"{key}."): metadata[other] for other in metadata if other.startswith(f"{key}.")}
     if key in metadata:
@@ -130,8 +128,9 @@ def templates_in_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def templates_in_folder(path: Path) -> dict[str, str]:
-    """Returns the templates of a Hugging Face folder, by name: chat_template.jinja, or else what tokenizer_config.json
-    has."""
+    """Returns a Hugging Face folder's templates by name: chat_template.jinja, or else those in
+    tokenizer_config.json.
+    """
     alone = path / "chat_template.jinja"
     if alone.exists():
         return {"default": alone.read_text("utf-8")}

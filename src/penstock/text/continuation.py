@@ -1,4 +1,4 @@
-"""Cuts a rendered chat so that the model continues the last message instead of beginning another."""
+"""Cuts a rendered chat so that the model continues the last message."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from penstock.errors import InvalidRequest
 
 
 def continue_last(rendered: str, content: str) -> str:
-    """Returns the rendered chat up to the end of its last message's content: what the template puts after it would end
-    the message. Templates may strip the content; one that drops or rewrites it cannot be continued."""
+    """Returns the rendered chat up to the end of its last message's content, without the template's ending. Templates
+    may strip the content; if they drop or rewrite it, the chat cannot be continued.
+    """
     stripped = content.strip()
     at = rendered.rfind(stripped)
     if not stripped or at < 0:

@@ -1,4 +1,4 @@
-"""Turns the tokens of one answer into text as they come."""
+"""Decodes the tokens of one answer incrementally."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TextStream:
-    """Decodes tokens to the same text as decoding all tokens at once, however they are cut into pushes, up to the stop
-    string that ends first (of those that end together, the longest). It holds back characters whose bytes have not all
-    come and what may be the beginning of a stop string. `continuing`: the text continues another, so a leading space
-    belongs to it. `shown` are special tokens that are part of the text nevertheless. `include_stop`: the text includes
-    the stop string or the stop token that ends it."""
+    """Decodes tokens to the same text as decoding them all at once, regardless of how they are split into pushes, up to
+    the first stop string to end (the longest, if several end together). Incomplete characters and possible beginnings
+    of a stop string are held back. `continuing`: the text continues another one and keeps its leading space. `shown`
+    are special tokens that are part of the text. `include_stop`: the text includes the stop string or stop token.
+    """
 
     __slots__ = (
         "_decoder",
@@ -43,7 +43,7 @@ class TextStream:
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
         self.may_stop = bool(stop)  # a stop string may end the text
-        self.consumed = 0  # tokens pushed, up to and with the one that completed it
+        self.consumed = 0  # tokens pushed, up to the one that completed the stop string
         self.include_stop = include_stop
         self._spell = tokenizer.token_bytes
         self._stop = tuple(stop)
@@ -52,10 +52,9 @@ class TextStream:
         self._drop_space = tokenizer.prefix_space and not continuing
         self._decoder = _utf8_decoder("replace")
         self._held = ""
-        self._within = False  # the decoder may hold the beginning of a character
+        self._within = False  # the decoder may hold an incomplete character
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Returns the new text that is final."""
         if not self.may_stop and not self._drop_space:
             self.consumed += len(tokens)
             return self._decode(b"".join([self._spell(token) for token in tokens if token not in self._hidden]))
@@ -69,7 +68,7 @@ class TextStream:
         return shown
 
     def finish(self) -> str:
-        """Returns what was held back; bytes that are no character become U+FFFD."""
+        """Returns the held-back text; invalid bytes become U+FFFD."""
         if self.stopped is not None:
             return ""
         shown = self._show(self._decoder.decode(b"", final=True)) + self._held
@@ -77,7 +76,7 @@ class TextStream:
         return shown
 
     def _decode(self, data: bytes) -> str:
-        """Returns the characters that are complete. Most tokens are whole characters, and need no decoder."""
+        """Returns the complete characters. Most tokens are whole characters and skip the decoder."""
         if not self._within:
             try:
                 return data.decode()
@@ -110,8 +109,7 @@ class TextStream:
 
 
 def partial_match(stop: str, text: str) -> int:
-    """Returns where the longest suffix of `text` that is a prefix of `stop` starts; the length of `text` if there is
-    none."""
+    """Returns the start of the longest suffix of `text` that is a prefix of `stop`, or the length of `text`."""
     at = max(0, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0 and not stop.startswith(text[at:]):
         at += 1

@@ -1,4 +1,4 @@
-"""Requests for embeddings, and the vectors that their answers become."""
+"""Makes requests for embeddings, and vectors from their results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 from penstock.errors import ContextTooLong, InvalidRequest
 from penstock.types import Limits, Request, SamplingParams
 
-POOLINGS = ("mean", "last", "cls")  # of the hidden states of all tokens, of the last one, of the first one
+POOLINGS = ("mean", "last", "cls")  # pooled states: mean of all tokens, last token, first token
 Vector = NDArray[np.float32]
 
 
 def embedding_request(
     id: int, prompt: Sequence[int], context: int, pooling: str = "mean", *, param: str, advice: str = "shorten it"
 ) -> Request:
-    """Returns the request for an embedding. `context` is the most tokens that it may have, `param` the field that the
-    prompt came in, `advice` what to do if it is too long."""
+    """Makes an embedding request. `context` limits its tokens, `param` is the prompt's field for errors, and `advice`
+    explains how to fix a long prompt.
+    """
     if pooling not in POOLINGS:
         raise InvalidRequest(f"pooling must be mean, last or cls; got {pooling!r}", param="pooling")
     if not prompt:
@@ -29,7 +30,6 @@ def embedding_request(
 
 
 def pooling_of(asked: str | None, limits: Limits) -> str:
-    """Returns the pooling that was asked for, or else the model's own."""
     if asked == "cls" and not limits.encoder:
         raise InvalidRequest(
             "pooling cls works only with encoders: the first token of this model sees no other; use mean or last",
@@ -39,14 +39,12 @@ def pooling_of(asked: str | None, limits: Limits) -> str:
 
 
 def truncate_prompt(prompt: Sequence[int], context: int, closing: Sequence[int]) -> Sequence[int]:
-    """Returns the beginning of a prompt that fits in the context together with the tokens that end a text."""
     if len(prompt) <= context or len(closing) >= context:
         return prompt[:context]
     return [*prompt[: context - len(closing)], *closing]
 
 
 def check_dimensions(dimensions: int | None, dim: int) -> None:
-    """Raises InvalidRequest if an embedding of `dim` values cannot be shortened to so many."""
     if dimensions is not None and not 1 <= dimensions <= dim:
         raise InvalidRequest(
             f"dimensions must be from 1 to {dim}, the size of this model's embeddings; got {dimensions}",
@@ -55,16 +53,15 @@ def check_dimensions(dimensions: int | None, dim: int) -> None:
 
 
 def embedding(pooled: bytes, dimensions: int | None = None) -> Vector:
-    """Returns the first `dimensions` values of a pooled hidden state, scaled to a length of 1."""
+    """Returns the first `dimensions` values of a pooled hidden state, normalized to length 1."""
     return shortened(state_of(pooled), dimensions)
 
 
 def shortened(state: Vector, dimensions: int | None = None) -> Vector:
-    """Returns the first `dimensions` values of a vector, scaled to a length of 1."""
+    """Returns the first `dimensions` values of a vector, normalized to length 1."""
     vector = state[:dimensions].astype(np.float64)
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
 
 
 def state_of(pooled: bytes) -> Vector:
-    """Returns a pooled hidden state as a vector."""
     return np.frombuffer(pooled, "<f4")

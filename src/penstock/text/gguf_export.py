@@ -1,4 +1,4 @@
-"""Writes the tokenizer and the chat templates of a Hugging Face folder as GGUF metadata; gguf_tokenizer.py reads it."""
+"""Writes a Hugging Face folder's tokenizer and chat templates as GGUF metadata; gguf_tokenizer.py reads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.text.hf_tokenizer import spec_from_folder
 from penstock.text.pretokenize import PRETOKENIZERS, PreTokenizer
 from penstock.text.tokenizer_spec import SPACE, TokenizerSpec, byte_level, end_ids
 
-# a text that tells pre-tokenizers apart: digits, spaces, lines, endings, marks, scripts, punctuation beside letters
+# Distinguishes pre-tokenizers: digits, spaces, lines, endings, marks, scripts, punctuation next to letters
 SAMPLE = (
     "Hello  world, it's 1234567 o'clock; IT'S $9.99!\n\n\tdef f_x(a): return a['k']  # ok\r\n   end   \n"
     "naïve e\u0301le\u0300ve, ÄÖÜß, CamelCaseHTMLWord x2y3 1/3 ³²½ Ⅷ 東京タワー12は한국어 русский 42-го हिन्दी ไทย "
@@ -38,8 +38,9 @@ MetadataKeys = dict[str, Any]
 
 
 def text_keys(path: Path, size: int) -> MetadataKeys:
-    """Returns the metadata for a model with so many rows of logits. Rows without a token get names such as
-    [PAD49160]."""
+    """Returns the metadata for a model with `size` rows of logits. Rows without a token get names such as
+    [PAD49160].
+    """
     spec = spec_from_folder(path)
     state = json.loads(spec.library.to_str())
     if state["model"]["type"] not in ("BPE", "WordPiece"):
@@ -84,7 +85,6 @@ def token_keys(spec: TokenizerSpec, size: int, unknown: str | None) -> MetadataK
 
 
 def explicit_closing(spec: TokenizerSpec) -> tuple[int, ...]:
-    """Returns the tokens at the end of complete texts, unless they follow from the kind of tokenizer."""
     return () if spec.spell is wordpiece.spell else spec.closing
 
 
@@ -116,7 +116,8 @@ def kind_of(spec: TokenizerSpec, text: str, id: int, unknown: str | None) -> int
 
 def named_ids(spec: TokenizerSpec, texts: dict[str, int], unknown: str | None) -> MetadataKeys:
     """Returns the ids of special tokens. GGUF has a key for a second end token; tokens with a well-known name need
-    none."""
+    none.
+    """
     names = {"eos": spec.names.get("eos_token"), "unknown": unknown, "padding": spec.names.get("pad_token")}
     ids = {name: texts[text] for name, text in names.items() if text in texts}
     if spec.bos is not None:
@@ -136,7 +137,7 @@ def merges_of(state: Any) -> list[str]:
 
 
 def scores_of(tokens: list[str], state: Any) -> list[float]:
-    """Returns SentencePiece scores that merge in the same order: earlier merges score higher, other tokens lowest."""
+    """Returns SentencePiece scores with the same merge order: earlier merges score higher, other tokens lowest."""
     ranks: dict[str, int] = {}
     for merge in merges_of(state):
         ranks.setdefault(merge.replace(" ", "", 1), len(ranks))
@@ -144,7 +145,7 @@ def scores_of(tokens: list[str], state: Any) -> list[float]:
 
 
 def pre_tokenizer_name(library: tokenizers.Tokenizer, state: Any) -> str:
-    """Returns the name in `tokenizer.ggml.pre` of the way in which this tokenizer splits text."""
+    """Returns the `tokenizer.ggml.pre` name for this tokenizer's way of splitting text."""
     pieces = library.pre_tokenizer.pre_tokenize_str(SAMPLE) if library.pre_tokenizer else None
     candidates = [
         name
@@ -157,7 +158,6 @@ def pre_tokenizer_name(library: tokenizers.Tokenizer, state: Any) -> str:
 
 
 def matching_properties(pre: PreTokenizer, state: Any) -> int:
-    """Returns how many of the other properties of a pre-tokenizer match."""
     composed = (state["normalizer"] or {}).get("type") == "NFC"
     return int(pre.nfc == composed) + int(pre.ignore_merges == bool(state["model"].get("ignore_merges")))
 

@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a GGUF file from its metadata."""
+"""Builds the tokenizer of a GGUF file from its metadata."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 KEY = "tokenizer.ggml."
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # values of token_type
 
 
 class _Tokens(NamedTuple):
-    """Holds the vocabulary as the file lists it."""
+    """Holds the vocabulary in the file's order."""
 
     texts: list[str]
     kinds: list[int]
@@ -32,19 +32,19 @@ class _Tokens(NamedTuple):
 
 
 class _Encoder(NamedTuple):
-    """Holds a tokenizer of the library and what depends on its kind."""
+    """Holds a library tokenizer and the defaults of its kind."""
 
     library: tokenizers.Tokenizer
     spell: Callable[[str], bytes]
-    add_bos: bool  # if the file does not say
+    add_bos: bool  # default
     prefix_space: bool
-    bos: int | None = None  # if the file names none
+    bos: int | None = None  # default
     closing: tuple[int, ...] = ()
 
 
 @no_collection()  # a vocabulary is a hundred thousand objects
 def spec_from_gguf(metadata: GgufMetadata) -> TokenizerSpec:
-    """Returns the tokenizer of a GGUF file; raises MalformedFile or UnsupportedModel."""
+    """Returns a GGUF file's tokenizer; raises MalformedFile or UnsupportedModel."""
     builder = _named_entry(metadata, "model", _BUILDERS)
     tokens = _tokens(metadata)
     named = tokens.named
@@ -92,7 +92,6 @@ def _gemma4_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
 
 
 def _character_encoder(metadata: GgufMetadata, tokens: _Tokens, pre: PreTokenizer) -> _Encoder:
-    """Builds a tokenizer whose merges begin with characters. One that is no token becomes tokens of its bytes."""
     bpe = _bpe(vocab=tokens.ids, merges=_stored_merges(metadata), byte_fallback=True, ignore_merges=pre.ignore_merges)
     library = tokenizers.Tokenizer(bpe)
     if pre.escaped:
@@ -108,7 +107,6 @@ def _stored_merges(metadata: GgufMetadata) -> list[tuple[str, ...]]:
 
 
 def library_pre_tokenizer(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
-    """Returns the library's pre-tokenizer for an entry of our table."""
     splits = (pre_tokenizers.Split(Regex(split), "isolated") for split in pre.splits)
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -131,8 +129,7 @@ def _sentencepiece_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
 
 
 def _unigram_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
-    """Builds a Unigram tokenizer of SentencePiece: of all ways to split a text, it takes the one whose tokens have the
-    highest sum of scores."""
+    """Builds a SentencePiece Unigram tokenizer, which splits a text into the tokens with the highest sum of scores."""
     scores = _array(metadata, "scores", lambda values: list(map(float, values)))
     _check_length("scores", scores, tokens.texts)
     unknown = tokens.ids[_unknown(tokens)]
@@ -149,7 +146,7 @@ def _unigram_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
 
 
 def _charsmap(values: Iterable[int]) -> normalizers.Normalizer:
-    """Returns SentencePiece's own normalization, which a file holds as bytes; some readers take them as signed."""
+    """Returns SentencePiece's own normalization, stored as bytes; some readers decode them as signed."""
     try:
         return normalizers.Precompiled(bytes(value % 256 for value in values))
     except Exception as error:  # the library raises bare Exception
@@ -157,8 +154,9 @@ def _charsmap(values: Iterable[int]) -> normalizers.Normalizer:
 
 
 def _wordpiece_encoder(metadata: GgufMetadata, tokens: _Tokens) -> _Encoder:
-    """Builds a WordPiece tokenizer. GGUF files mark pieces that begin a word with a space, and not those inside a
-    word."""
+    """Builds a WordPiece tokenizer. GGUF files mark pieces that begin a word with a space, and leave others
+    unmarked.
+    """
     kinds = dict(zip(tokens.texts, tokens.kinds, strict=True))
     words = [text for text, kind in kinds.items() if kind == NORMAL]
     vocab = {_piece(text) if kinds[text] == NORMAL else text: id for text, id in tokens.ids.items()}
@@ -175,7 +173,6 @@ def _piece(text: str) -> str:
 
 
 def _token_id(tokens: _Tokens, name: str, text: str) -> int:
-    """Returns the token that the file gives this name, or else the one with this text."""
     id = tokens.named.get(name, tokens.ids.get(text))
     if id is None:
         raise MalformedFile(f"{KEY}tokens has no {text!r}, and no key says which token is {name}")
@@ -192,8 +189,9 @@ _BUILDERS = {
 
 
 def _merges(tokens: _Tokens, scores: list[float]) -> list[tuple[str, str]]:
-    """Returns the merges of a SentencePiece vocabulary. It merges the neighbours that form the token with the best
-    score, so every split of a token into two others is a merge, ranked by the score of the token."""
+    """Returns the merges of a SentencePiece vocabulary. Neighbours that form the best-scoring token merge first, so
+    every split of a token into two others is a merge, ranked by the token's score.
+    """
     texts = [text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind == NORMAL]
     mergeable = set(texts)
     merged = sorted((text for text in texts if len(text) > 1), key=lambda text: -scores[tokens.ids[text]])
@@ -206,7 +204,6 @@ def _merges(tokens: _Tokens, scores: list[float]) -> list[tuple[str, str]]:
 
 
 def _unknown(tokens: _Tokens) -> str:
-    """Returns the token for characters outside the vocabulary."""
     if "unk" in tokens.named:
         return tokens.texts[tokens.named["unk"]]
     if UNKNOWN in tokens.kinds:

@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a Hugging Face folder: tokenizer.json and the small files beside it."""
+"""Reads the tokenizer of a Hugging Face folder: tokenizer.json and its companion files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.text.tokenizer_spec import TokenizerSpec, byte_level, end_ids, sen
 
 
 def spec_from_folder(path: Path) -> TokenizerSpec:
-    """Returns the tokenizer of a folder; raises MalformedFile or UnsupportedModel."""
+    """Returns a folder's tokenizer; raises MalformedFile or UnsupportedModel."""
     config = read_json(path / "tokenizer_config.json")
     library = _load(path, config)
     added = library.get_added_tokens_decoder()
@@ -44,7 +44,7 @@ def spec_from_folder(path: Path) -> TokenizerSpec:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty one if there is no such file."""
+    """Reads a JSON object; empty if the file does not exist."""
     if not path.exists():
         return {}
     try:
@@ -57,7 +57,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _after(bos: int | None, library: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Returns the tokens that the tokenizer puts between BOS and a text."""
     whole = library.encode("a")
     leading = whole.ids[: [*whole.special_tokens_mask, 0].index(0)]
     return tuple(leading[1:]) if leading[:1] == [bos] else ()
@@ -93,7 +92,6 @@ def _load(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _around(library: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """Returns the first token that the tokenizer puts before a text, if any, and the tokens that it puts after one."""
     whole = library.encode("a")
     special = whole.special_tokens_mask
     after = next((count for count, each in enumerate(reversed(special)) if not each), 0)
@@ -107,7 +105,6 @@ def _spelling(steps: dict[str, dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _decoder_steps(library: tokenizers.Tokenizer) -> dict[str, dict[str, Any]]:
-    """Returns the settings of the library's decoding steps, by the type of the step."""
     state = json.loads(library.decoder.__getstate__()) if library.decoder else {"type": "none"}
     steps = {step["type"]: step for step in state.get("decoders", [state])}
     if not steps.keys() & {"ByteLevel", "ByteFallback", "Metaspace", "WordPiece"}:

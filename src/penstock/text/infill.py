@@ -1,4 +1,4 @@
-"""Infill (fill in the middle): prompts for the text between a prefix and a suffix."""
+"""Builds fill-in-the-middle (FIM) prompts for the text between a prefix and a suffix."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _FILES = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
 
 
 class Infill(NamedTuple):
-    """Holds the token ids that announce prefix, suffix and middle, those that end the answer, and those that announce
-    a repository and a file in it, if there are any."""
+    """Holds the token ids that announce prefix, suffix and middle, the end tokens, and those that announce a repository
+    and a file, if any.
+    """
 
     prefix: int
     suffix: int
@@ -42,7 +43,6 @@ class ContextFile(NamedTuple):
 
 @lru_cache(maxsize=8)
 def infill_of(tokenizer: Tokenizer) -> Infill | None:
-    """Returns the infill tokens of a vocabulary; None if it has none."""
     special = {tokenizer.token_text(id): id for id in tokenizer.special_ids}
     for markers in _MARKERS:
         if all(marker in special for marker in markers):
@@ -58,14 +58,17 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
 def infill_prompt(
     tokenizer: Tokenizer, infill: Infill, before: str, after: str, files: Sequence[ContextFile] = ()
 ) -> list[int]:
-    """Returns the prompt for the text between `before` and `after`, with other files before it. The texts of special
-    tokens in them stay text."""
+    """Returns the prompt for the text between `before` and `after`, preceded by other files. Texts of special tokens
+    are encoded as plain text.
+    """
     begin = [*tokenizer.encode("", bos=True), *_context(tokenizer, infill, files), infill.prefix]
     return [*begin, *tokenizer.encode(before), infill.suffix, *tokenizer.encode(after), infill.middle]
 
 
 def _context(tokenizer: Tokenizer, infill: Infill, files: Sequence[ContextFile]) -> list[int]:
-    """Returns the tokens of the files: each is announced by its name, or by a line if the model has no such token."""
+    """Returns the tokens of the files, each announced by its name, or by a plain line if the model lacks such a
+    token.
+    """
     if not files:
         return []
     if infill.file is None:

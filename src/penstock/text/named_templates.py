@@ -1,4 +1,4 @@
-"""Chat templates by the names that llama.cpp gives them, for `--chat-template` and for models that come without one."""
+"""Defines chat templates under llama.cpp's names, for `--chat-template` and for models without one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from penstock.errors import ConfigError
 
 
 def _same(before: str, after: str, opening: str, *, content: str = "message.content") -> str:
-    """Returns a template that writes every message alike; {role} stands for its role."""
+    """Returns a template that writes all messages alike; {role} stands for the role."""
     return _by_role({}, (before, after), opening, content=content)
 
 
 def _by_role(
     roles: dict[str, tuple[str, str]], others: tuple[str, str], opening: str, *, content: str = "message.content"
 ) -> str:
-    """Returns a template that writes messages of `roles` between their own two texts and `others` between theirs, and
-    then `opening`, with which an answer begins."""
+    """Returns a template that encloses messages of `roles` in their own two texts and others in `others`, followed by
+    `opening`, which begins an answer.
+    """
     chosen = _message(*others, content)
     for role, texts in roles.items():
         chosen = f"{{% if message.role == '{role}' %}}{_message(*texts, content)}{{% else %}}{chosen}{{% endif %}}"
@@ -31,7 +32,9 @@ def _message(before: str, after: str, content: str) -> str:
 
 
 def _instructions(first: str, system: tuple[str, str], user: str, reply: tuple[str, str]) -> str:
-    """Returns a template with `first` before the messages that an assistant's reply ends: Llama 2's and Mistral's."""
+    """Returns a template of turns that an assistant's reply ends, as Llama 2's and Mistral's, with `first` before each
+    turn.
+    """
     return (
         f"{{% set ns = namespace(inside=false) %}}{{% for message in messages %}}"
         f"{{% if not ns.inside %}}{{{{ {first!r} }}}}{{% set ns.inside = true %}}{{% endif %}}"
@@ -117,8 +120,9 @@ TEMPLATES = {
 
 
 def template_text(given: str) -> str:
-    """Returns the template that a setting means: one of `TEMPLATES` by its name, the content of a file, or the setting
-    itself. Raises ConfigError for a single word that is neither a name nor a file."""
+    """Resolves a template setting: a name in `TEMPLATES`, a file, or the template itself. Raises ConfigError for a
+    single word that is neither a name nor a file.
+    """
     if given in TEMPLATES:
         return TEMPLATES[given]
     if re.fullmatch(r"[\w./~:\\-]+", given):
@@ -127,7 +131,6 @@ def template_text(given: str) -> str:
 
 
 def template_in(path: Path) -> str:
-    """Returns the template that a file contains."""
     try:
         return path.expanduser().read_text("utf-8")
     except (OSError, UnicodeError) as error:

@@ -1,9 +1,9 @@
 """Renders the subset of Ollama's Go templates that describes one turn of a chat.
 
-Supported are {{ .System }}, {{ .Prompt }} and {{ .Response }}, with {{ if }}, {{ else }} and {{ end }} around them. A
-chat is rendered turn by turn, and the last turn ends where the response would begin.
+Supported are {{ .System }}, {{ .Prompt }} and {{ .Response }}, with {{ if }}, {{ else }} and {{ end }}. A chat is
+rendered turn by turn, and the last turn ends where the response would begin.
 
-A Jinja template is a program. A template of this kind costs no more than the text it writes, so requests may bring one.
+A Jinja template is a program. A template of this kind costs no more than its output, so requests may bring one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Conditional(NamedTuple):
     other: list[TemplateNode]
 
     def branch(self, turn: TurnFields) -> list[TemplateNode]:
-        """Returns the branch that applies to a turn."""
         present = [bool(turn.get(field)) for field in self.fields]
         holds = not present[0] if self.operator == "not" else any(present) if self.operator == "or" else all(present)
         return self.then if holds else self.other
@@ -71,7 +70,6 @@ class TurnRenderer:
             self._nodes.append(Placeholder("Response"))
 
     def render(self, given: Mapping[str, Any]) -> str:
-        """Returns the text of a chat."""
         turns = list(split_turns(given["messages"]))
         if "System" not in self._fields and any("System" in turn for turn in turns):
             raise InvalidRequest(
@@ -88,12 +86,11 @@ class TurnRenderer:
         return "".join(pieces)
 
 
-# -- parsing ------------------------------------------------------------------------------------------------------
+# ---- parsing ----
 
 
 def parse(source: str) -> list[TemplateNode]:
-    """Parses a template."""
-    nodes: list[TemplateNode] = []  # of the innermost block
+    nodes: list[TemplateNode] = []  # the innermost block's
     enclosing: list[tuple[list[TemplateNode], Conditional]] = []  # innermost last
     for action, text in split_actions(source):
         match action.split():
@@ -121,8 +118,7 @@ def parse(source: str) -> list[TemplateNode]:
 
 
 def split_actions(source: str) -> Iterator[tuple[str, str]]:
-    """Yields each action with the text after it. The text before the first comes with an empty action, and so does the
-    text after a comment."""
+    """Yields each action with the text after it. Leading text, and text after a comment, have an empty action."""
     if len(source) > MAX_SOURCE:
         raise _invalid(f"it has {len(source)} characters; the limit is {MAX_SOURCE}")
     text, *pieces = source.split("{{")
@@ -159,7 +155,6 @@ def parse_field(word: str) -> str:
 
 
 def fields_of(nodes: list[TemplateNode]) -> Iterator[str]:
-    """Yields the fields that a template writes."""
     for node in nodes:
         if isinstance(node, Placeholder):
             yield node.field
@@ -174,11 +169,11 @@ def _invalid(problem: str) -> InvalidRequest:
     )
 
 
-# -- writing ------------------------------------------------------------------------------------------------------
+# ---- rendering ----
 
 
 def write(nodes: list[TemplateNode], turn: TurnFields, pieces: list[str], *, open_ended: bool) -> bool:
-    """Adds the text of a turn. An open-ended turn stops at its response and returns True."""
+    """Renders a turn into `pieces`. An open-ended turn stops at its response and returns True."""
     for node in nodes:
         if isinstance(node, str):
             pieces.append(node)
@@ -192,7 +187,7 @@ def write(nodes: list[TemplateNode], turn: TurnFields, pieces: list[str], *, ope
 
 
 def split_turns(messages: Sequence[MessageDict]) -> Iterator[TurnFields]:
-    """Yields the turns of a chat: each has at most a system message, a prompt and a response, in this order."""
+    """Groups messages into turns: at most a system message, a prompt and a response, in this order."""
     texts: dict[str, list[str]] = {}
     order = list(FIELDS.values())
     for message in messages:

@@ -1,4 +1,4 @@
-"""Makes prompts of pairs of texts, such as a query and a document, and scores of a classifier's logits."""
+"""Makes prompts from pairs of texts, such as a query and a document, and scores from a classifier's logits."""
 
 from __future__ import annotations
 
@@ -19,37 +19,34 @@ from penstock.types import Limits, Request, SamplingParams
 if TYPE_CHECKING:
     from penstock.templates.process import RenderProcess
 
-NAMES = ("rerank", "reranker")  # of templates beside a chat template
+NAMES = ("rerank", "reranker")  # names of templates stored next to a chat template
 SLOTS = re.compile(r"\{(query|document|instruction)\}")
-ROLES = re.compile(r"""["']query["'].*["']document["']""", re.DOTALL)  # what a template asks of its messages
-QWEN3 = (  # Qwen's, for the rerankers of its third generation, whose folders have none
+ROLES = re.compile(r"""["']query["'].*["']document["']""", re.DOTALL)  # roles in a template's messages
+QWEN3 = (  # the template of Qwen3 rerankers, whose folders have none
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 PROMPTS = "config_sentence_transformers.json"
-QWEN3_HEADING = "# Qwen3-Reranker"  # in the model card of those folders
+QWEN3_HEADING = "# Qwen3-Reranker"  # heading of their model card
 
 
 class PairTemplate(NamedTuple):
-    """Writes the prompt in which a generative reranker judges a document."""
+    """Renders the prompt in which a generative reranker judges a document."""
 
-    source: str  # with {query}, {document} and possibly {instruction}
-    chat: ChatTemplate | None = None  # in place of it: a template that has roles for them
-    instruction: str = ""  # if a request has none
+    source: str  # contains {query}, {document} and optionally {instruction}
+    chat: ChatTemplate | None = None  # alternative: a chat template with query and document roles
+    instruction: str = ""  # default
 
     @property
     def instructed(self) -> bool:
-        """Returns whether an instruction has a place in the prompt."""
         return self.chat is not None or "{instruction}" in self.source
 
     def isolated(self, process: RenderProcess) -> PairTemplate:
-        """Returns the same, with a template that has roles rendered in a process that can be killed."""
         return self._replace(chat=self.chat and self.chat.isolated(process))
 
     def render(self, query: str, document: str, instruction: str = "") -> str:
-        """Returns the prompt."""
         told = instruction or self.instruction
         if self.chat is None:
             parts = {"query": query, "document": document, "instruction": told}
@@ -59,7 +56,7 @@ class PairTemplate(NamedTuple):
 
 
 def pair_template(templates: Mapping[str, str], tokens: Mapping[str, str], path: Path | None) -> PairTemplate | None:
-    """Returns the template for pairs that a model comes with; None if it has none. `path` is its folder."""
+    """Returns a model's pair template, if any; `path` is its folder."""
     for name in NAMES:
         if name in templates:
             return _template(templates[name], tokens, path)
@@ -69,7 +66,7 @@ def pair_template(templates: Mapping[str, str], tokens: Mapping[str, str], path:
 
 
 def is_qwen3_reranker(folder: Path) -> bool:
-    """Returns whether the model card of a folder says that it is a reranker of Qwen's, which its config does not."""
+    """Returns True if a folder's model card names a Qwen3 reranker; the config does not."""
     card = folder / "README.md"
     return card.is_file() and QWEN3_HEADING in card.read_text("utf-8", "replace")
 
@@ -83,9 +80,10 @@ def _template(source: str, tokens: Mapping[str, str], path: Path | None) -> Pair
 
 
 class PairPrompts:
-    """Encodes pairs for one model, each in at most `longest` tokens: a document that is too long is cut if `cut`, and
-    refused otherwise. Only the first `document_tokens` of a document are used. A generative reranker is given an
-    `instruction`, or its own."""
+    """Encodes pairs for one model, in at most `longest` tokens each: a longer document is cut if `cut`, and refused
+    otherwise. Only the first `document_tokens` of a document are used. Generative rerankers receive `instruction`, or
+    their default.
+    """
 
     def __init__(
         self,
@@ -107,7 +105,7 @@ class PairPrompts:
         self._instruction = instruction
 
     def encode(self, first: str, second: str, param: str) -> list[int]:
-        """Returns the token ids of a pair. `param` is the field that the second text came in."""
+        """Returns the token ids of a pair. `param` is the second text's field for errors."""
         if self._document_tokens is not None:
             second = self._beginning(second, self._document_tokens)
         if self._template is None:
@@ -132,7 +130,7 @@ class PairPrompts:
         return self._tokenizer.encode(prompt, special=True, bos=True)
 
     def _marked(self, found: PairTokens) -> list[int]:
-        """Returns the ids, those of tokens of the second type moved to where the model's table has them."""
+        """Offsets the ids of the second text's tokens to its copy in the model's table."""
         return [id + kind * self._second_text for id, kind in zip(found.ids, found.types, strict=True)]
 
     def _check(self, count: int, param: str) -> None:
@@ -145,7 +143,7 @@ class PairPrompts:
 
 
 def check_scores(limits: Limits) -> None:
-    """Raises InvalidRequest if a model cannot score pairs: it needs one label, or embeddings to compare."""
+    """Raises InvalidRequest if a model cannot score pairs, which takes one label or embeddings."""
     if len(limits.labels) > 1:
         raise InvalidRequest(
             f"this model has {len(limits.labels)} labels ({', '.join(limits.labels[:3])}...) and a score needs a model "
@@ -161,13 +159,12 @@ def check_scores(limits: Limits) -> None:
 
 
 def check_labels(limits: Limits) -> None:
-    """Raises InvalidRequest if a model has no labels to classify into."""
+    """Raises InvalidRequest for a model without labels."""
     if not limits.labels:
         raise InvalidRequest("this model cannot classify: it has no classification head", param="model")
 
 
 def classify_request(id: int, prompt: list[int], limits: Limits, param: str) -> Request:
-    """Returns the request for the logits of a prompt's labels."""
     if not prompt:
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
     if len(prompt) > limits.max_len:
@@ -178,7 +175,6 @@ def classify_request(id: int, prompt: list[int], limits: Limits, param: str) -> 
 
 
 def scores(logits: Vector, activation: str) -> list[float]:
-    """Returns the score of each label, given their logits and the model's activation."""
     found: list[float] = ACTIVATIONS[activation](logits.astype(np.float64)).tolist()
     return found
 
@@ -200,5 +196,4 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def cosine(first: Vector, second: Vector) -> float:
-    """Returns the cosine similarity of two embeddings, whose length is 1."""
     return float(first.astype(np.float64) @ second.astype(np.float64))

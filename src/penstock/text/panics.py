@@ -1,5 +1,6 @@
-"""Turns failures inside the tokenizer library into errors of ours. It is written in Rust, and a panic there arrives as
-an exception that is none of Python's `Exception`s: it would end whatever handles those."""
+"""Converts failures inside the tokenizer library to Penstock errors. A panic in its Rust code arrives as a
+BaseException that is not an `Exception`, and would terminate handlers of those.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +9,14 @@ from contextlib import contextmanager
 
 from penstock.errors import InvalidRequest, PenstockError
 
-PANIC = "PanicException"  # of pyo3's runtime, which cannot be imported
+PANIC = "PanicException"  # raised by pyo3's runtime, which cannot be imported
 
 
 def is_failure(error: BaseException) -> bool:
-    """Returns whether the library failed, rather than the process being told to stop."""
     return isinstance(error, Exception) or type(error).__name__ == PANIC
 
 
 def refusal(error: BaseException) -> BaseException:
-    """Returns the error for a text that the library fails on."""
     if not is_failure(error) or isinstance(error, PenstockError | MemoryError):
         return error
     return InvalidRequest(f"the model's tokenizer fails on this text: {error}")
@@ -25,7 +24,7 @@ def refusal(error: BaseException) -> BaseException:
 
 @contextmanager
 def panics_as(kind: Callable[[str], PenstockError], what: str) -> Iterator[None]:
-    """Raises an error of this kind where the library panics; `what` it was doing then begins the message."""
+    """Converts library panics to this kind of error; `what` begins the message."""
     try:
         yield
     except BaseException as error:

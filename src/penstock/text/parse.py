@@ -1,9 +1,9 @@
-"""Splits the text of an answer, as it comes, into content, reasoning and tool calls.
+"""Splits the text of a streamed answer into content, reasoning and tool calls.
 
-Text that begins like a call and is not one is content. A call has started when its name is known and its arguments
-begin: from there on they are passed on as they come. If they stop being well formed the call ends, and the rest is
-content. White space next to a marker belongs to the marker. A call that repeats an earlier one ends the answer and is
-left out, so it is held back until it differs. A call that the end of the text cut off before its arguments is left out.
+Text that only begins like a call is content. A call starts once its name is known and its arguments begin; from then on
+arguments are streamed. If they become malformed, the call ends and the rest is content. White space next to a marker
+belongs to the marker. A call that repeats an earlier one ends the answer and is left out, so calls are held back until
+they differ. A call that is cut off before its arguments is left out.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from penstock.text.tool_formats import AnswerFormat, CallSyntax
 
 
 class Content(NamedTuple):
-    """Carries a piece of the answer itself."""
+    """Carries a piece of the answer's content."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """Carries a piece of what the model thinks before it answers."""
+    """Carries a piece of the model's reasoning."""
 
     text: str
 
@@ -40,7 +40,7 @@ class CallStarted(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Carries a piece of a call's arguments. Joined, the pieces are a JSON text."""
+    """Carries a piece of a call's arguments. Concatenated, the pieces are a JSON text."""
 
     index: int  # type: ignore[assignment]
     text: str
@@ -57,15 +57,15 @@ Schemas = Mapping[str, Mapping[str, Any]]  # function name -> JSON schema of its
 
 
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
-    """Returns the schemas of OpenAI's tool definitions."""
     functions = [tool["function"] for tool in tools]
     return {function["name"]: function.get("parameters") or {} for function in functions}
 
 
 class AnswerParser:
-    """Reads an answer. The result does not depend on how the text is cut into pieces. `tools` are the functions that
-    may be called; without any, calls are not looked for. `opened`: the text begins within reasoning. `forced`: the
-    answer is calls, so that what was cut off is no content."""
+    """Parses an answer independently of how its text is split. `tools` are the available functions; without any, calls
+    are not parsed. `opened`: the text begins within reasoning. `forced`: the answer consists of calls, so a cut-off
+    call is not content.
+    """
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class AnswerParser:
         forced: bool = False,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        self.calls = 0  # started
-        self.ended = False  # no text that follows can add anything
-        self.reasoning = opened  # whether the next text is reasoning, as far as is known
+        self.calls = 0  # number of started calls
+        self.ended = False  # later text is ignored
+        self.reasoning = opened  # whether the next text is reasoning, as far as known
         self._format = format
         self._tools = tools or {}
         self._opened = opened
@@ -92,13 +92,11 @@ class AnswerParser:
         self._reading = self._read()
 
     def push(self, text: str) -> list[AnswerPart]:
-        """Adds text and returns the parts that are now known."""
         self._source.push(text)
         next(self._reading, None)
         return self._take_parts()
 
     def finish(self) -> list[AnswerPart]:
-        """Ends the text and returns the remaining parts."""
         self._source.ended = True
         next(self._reading, None)
         return self._take_parts()
@@ -113,7 +111,7 @@ class AnswerParser:
     def _emit_reasoning(self, text: str) -> None:
         self._parts.append(Reasoning(text))
 
-    # -- the parts of an answer -----------------------------------------------------------------------------------
+    # ---- parts of an answer ----
 
     def _read(self) -> Reading[None]:
         try:
@@ -161,7 +159,7 @@ class AnswerParser:
             self._emit_content(rest)
 
     def _section(self, syntax: CallSyntax) -> Reading[bool]:
-        """Reads calls in a row and returns whether there were any. If not, it takes nothing."""
+        """Reads consecutive calls and returns True if there were any; otherwise it consumes nothing."""
         source, (opening, closing) = self._source, syntax.section
         source.cut = False
         source.mark()
@@ -181,15 +179,14 @@ class AnswerParser:
         return True
 
     def _check_cut(self, marked: bool) -> None:
-        """Ends the answer if the end of the text cut off a call: one after a marker, one that was forced, or one after
-        another."""
+        """Ends the answer if the end of the text cut off a call that was marked, forced, or preceded by another."""
         if self._source.cut and (marked or self._forced or self.calls):
             raise _LastCall
 
-    # -- calls ----------------------------------------------------------------------------------------------------
+    # ---- calls ----
 
     def _call(self, syntax: CallSyntax) -> Reading[bool]:
-        """Reads a call and returns whether one started. Until then, the caller may rewind."""
+        """Reads a call and returns True if one started. Until then, the caller may rewind."""
         source = self._source
         yield from source.space()
         if not syntax.head:
@@ -222,8 +219,9 @@ class AnswerParser:
         return True
 
     def _object(self, bare: bool) -> Reading[bool]:
-        """Reads a call written as one JSON object. Its arguments are held back until its name has come. Without a
-        marker around it, it is a call only if the function exists."""
+        """Reads a call written as one JSON object. Arguments are held back until the name is known. Without a marker,
+        it is a call only if the function exists.
+        """
         name, pending = "", ""
         separator = "{"
         while key := (yield from self._key(separator)):
@@ -262,7 +260,6 @@ class AnswerParser:
         return True
 
     def _rest_of_object(self) -> Reading[None]:
-        """Takes what follows the arguments in the object, if it is well formed."""
         self._source.mark()
         while (yield from self._key(" ,")):
             if not (yield from json_value(self._source, _drop)):
@@ -273,7 +270,7 @@ class AnswerParser:
             self._source.release()
 
     def _key(self, separator: str) -> Reading[str]:
-        """Reads the key of the next member; returns an empty text if a call cannot have such a member."""
+        """Reads the next member's key; "" if a call cannot have such a member."""
         if (yield from self._source.match(f"{separator} ")) is None:
             return ""
         key = yield from self._quoted()
@@ -304,10 +301,10 @@ class AnswerParser:
         self.calls += sum(type(part) is CallStarted for part in parts)
         self._parts += parts
 
-    # -- channels -------------------------------------------------------------------------------------------------
+    # ---- channels ----
 
     def _channels(self) -> Reading[None]:
-        """Reads parts that have headers. A part without a readable header is content."""
+        """Reads parts with headers. A part without a readable header is content."""
         source = self._source
         while (yield from source.peek()):
             source.mark()
@@ -324,7 +321,6 @@ class AnswerParser:
                 self.reasoning = False
 
     def _header(self) -> Reading[tuple[str, str] | None]:
-        """Reads a header and returns the channel and the recipient."""
         match = self._source.match
         yield from match("<|start|>")
         yield from match("assistant")
@@ -350,11 +346,11 @@ class AnswerParser:
 
 
 class _LastCall(Exception):
-    """Ends the reading where content ends, or a call starts that may not, repeats an earlier one, or was cut off."""
+    """Ends parsing: the content ended, or a call was not allowed, repeated or cut off."""
 
 
 class _Repeats:
-    """Holds back a call for as long as it is the beginning of an earlier one with the same name."""
+    """Holds back a call while it is the beginning of an earlier one with the same name."""
 
     def __init__(self) -> None:
         self._earlier: list[tuple[str, str]] = []  # names and arguments
@@ -377,7 +373,7 @@ class _Repeats:
         return [] if self._held else [self._started, Arguments(index, self._written)]
 
     def end(self) -> list[AnswerPart]:
-        """Returns the end of the call; raises if it repeats an earlier one, as far as it goes."""
+        """Returns the end of the call; raises if the call repeats an earlier one."""
         assert self._started is not None
         if self._held:
             raise _LastCall
@@ -407,14 +403,14 @@ def _long_id() -> str:
 
 
 def _name_and_id(fields: Mapping[str, str]) -> tuple[str, str | None]:
-    """Returns the name and the id of a call. The name may be part of the id: functions.name:0."""
+    """Returns the name and id of a call. The name may be part of the id: functions.name:0."""
     id = fields.get("id")
     name = fields.get("name") or (id or "").removeprefix("functions.").rsplit(":", 1)[0]
     return name, id
 
 
 def _joined(parts: Sequence[AnswerPart]) -> Iterator[AnswerPart]:
-    """Joins neighbouring pieces of the same kind and leaves out empty ones."""
+    """Joins adjacent pieces of the same kind and drops empty ones."""
     last: AnswerPart | None = None
     for part in parts:
         if isinstance(part, Content | Reasoning | Arguments):

@@ -1,4 +1,4 @@
-"""Pre-tokenizers of vocabularies with merges, by the name in `tokenizer.ggml.pre`: how text is split before merging."""
+"""Defines the pre-tokenizers of vocabularies with merges, by `tokenizer.ggml.pre` name."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class PreTokenizer(NamedTuple):
-    """Says how a family of vocabularies splits text."""
+    """Describes how a family of vocabularies splits text before merging."""
 
-    splits: tuple[str, ...]  # regular expressions, applied in turn: every match is a piece, and so is every gap
+    splits: tuple[str, ...]  # regular expressions, applied in turn: matches and gaps are pieces
     ignore_merges: bool = False  # a piece that is a token is not split
-    add_bos: bool = False  # if the file does not say
-    nfc: bool = False  # text is normalized to NFC first
-    written: bool = True  # files are written with its name; not if few programs know it
-    characters: bool = False  # merges begin with the characters of a piece, not with its bytes
-    escaped: bool = False  # spaces are written as SentencePiece does, before text is split
+    add_bos: bool = False  # default
+    nfc: bool = False  # text is first normalized to NFC
+    written: bool = True  # export writes this name; False if few programs know it
+    characters: bool = False  # merges start with a piece's characters instead of its bytes
+    escaped: bool = False  # spaces are replaced as in SentencePiece before splitting
 
 
 _ENDINGS = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -46,12 +46,12 @@ _DEEPSEEK_V3 = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
 )
 _LONG_NUMBERS = rf"(?i:{_ENDINGS})|{_LETTERS}|\p{{N}}+|{_SYMBOLS}|{_SPACES}"
-_COUNTED_SPACES = (  # runs of spaces are cut into powers of two
+_COUNTED_SPACES = (  # splits runs of spaces into powers of two
     rf"(?i:{_ENDINGS})|{_LETTERS}|\p{{N}}{{1,3}}|{_SYMBOLS}|\s*[\r\n]+"
     + "".join(rf"|\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
     + r"|\s{1,2}(?!\S)|\s{1}"
 )
-_PHRASES = (  # letters with single spaces between them stay together
+_PHRASES = (  # keeps letters separated by single spaces together
     rf"(?i:{_ENDINGS})|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )

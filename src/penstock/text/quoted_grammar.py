@@ -1,8 +1,8 @@
-"""Turns a Lark grammar of a text into the grammar of that text within a JSON string.
+"""Converts a Lark grammar of a text to the grammar of that text within a JSON string.
 
-Quotation marks and backslashes are escaped there. Line breaks and other control characters stay as they are: what reads
-the calls of models escapes them. A line break that began like an escaped quotation mark would keep the library's lexer,
-which looks one byte ahead, from telling the two apart.
+Quotation marks and backslashes are escaped. Line breaks and other control characters are kept: the parser of calls
+escapes them. If line breaks began like an escaped quotation mark, the library's lexer, which looks one byte ahead,
+could not distinguish the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache
 from penstock.errors import InvalidGrammar
 
 _ESCAPES = {'"': r"\\\x22", "\\": r"\\\\"}  # as regular expressions
-_COMMON = {  # the terminals of Lark's library that such characters are part of
+_COMMON = {  # Lark's common terminals that contain such characters
     "ESCAPED_STRING": r'/"([^"\\\n]|\\.)*"/',
     "C_COMMENT": r"/\/\*([^*]|\*+[^*\/])*\*+\//",
     "CPP_COMMENT": r"/\/\/[^\n]*/",
@@ -40,8 +40,9 @@ _ATOM = re.compile(
 
 
 def in_json_string(lark: str) -> str:
-    """Returns the grammar of what stands between the quotation marks of a JSON string whose text matches `lark`. Raises
-    InvalidGrammar for a grammar that contains others, names special tokens, or negates a terminal."""
+    """Returns the grammar of a JSON string's content whose text matches `lark`. Raises InvalidGrammar for a grammar
+    that imports others, names special tokens, or negates a terminal.
+    """
     return _TOKEN.sub(_quoted_token, lark)
 
 
@@ -66,7 +67,6 @@ def _quoted_token(found: re.Match[str]) -> str:
 
 
 def _text_of(literal: str) -> str:
-    """Returns the text of a Lark string."""
     try:
         text: str = json.loads(literal, strict=False)
     except ValueError:
@@ -90,7 +90,6 @@ def _quoted_regex(pattern: str, flags: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _quoted_atom(atom: str, dotall: bool) -> str:
-    """Returns what stands in a JSON string for one character that matches."""
     atom = (r"[\s\S]" if dotall else r"[^\n]") if atom == "." else atom
     escapes = [escape for character, escape in _ESCAPES.items() if _matches(atom, character)]
     if not escapes:

@@ -1,4 +1,6 @@
-"""Makes the engine's request of a prompt's token ids. A prompt that cannot fit is refused here, with the numbers."""
+"""Makes the engine's request from a prompt's token ids. A prompt that does not fit is refused here, with the
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,7 @@ from penstock.types import Limits, Request, SamplingParams
 
 
 def check_answers(limits: Limits) -> None:
-    """Raises if the model generates no text: an encoder, or a decoder that has a classification head, or nothing, in
-    place of its output head."""
+    """Raises if the model generates no text: an encoder, or a decoder without an output head."""
     if not limits.generates and limits.labels and not limits.encoder:
         raise InvalidRequest(
             "this model classifies texts and generates none: send texts to /classify, /score or /rerank", param="model"
@@ -29,12 +30,12 @@ def check_answers(limits: Limits) -> None:
 
 
 def new_seed() -> int:
-    """Returns a random seed. It has 63 bits, as many as OpenAI's clients may send."""
+    """Returns a random 63-bit seed, the size that OpenAI's clients may send."""
     return secrets.randbits(63)
 
 
 def seed_of_choice(seed: int, choice: int) -> int:
-    """Returns the seed of one of several choices: the next number, and after the largest seed the first one, 0."""
+    """Returns the seed of a choice: consecutive numbers, wrapping to 0 after the largest."""
     derived = seed + choice
     return derived if derived < 2**64 else derived - 2**64
 
@@ -49,10 +50,10 @@ def make_request(
     param: str = "prompt",
     default: int | None = None,
 ) -> Request:
-    """Returns the request. `context` is how many tokens prompt and answer may have together; `param` is the field that
-    the prompt came in. Without max_tokens the answer has `default` tokens, or what the context has room for.
+    """Makes a request. `context` limits the tokens of prompt and answer; `param` is the prompt's field for errors.
+    Without max_tokens the answer has `default` tokens, or fills the context.
 
-    A request without a seed gets one here, not in the engine: with it, another engine can continue the answer.
+    A request without a seed gets one here instead of in the engine, so another engine can continue the answer.
     """
     room = context - len(prompt)
     wanted = sampling.max_tokens
@@ -68,7 +69,7 @@ def make_request(
     if wanted is not None and wanted > room:
         raise ContextTooLong(
             f"max_tokens is {wanted} and {param} has {len(prompt)} tokens, together {len(prompt) + wanted}; "
-            f"the context holds {context}: send a max_tokens of at most {room}",
+            f"the context holds {context}: lower max_tokens to at most {room}",
             param="max_tokens",
             prompt_tokens=len(prompt),
             context=context,

@@ -1,8 +1,7 @@
-"""Finds the sampling that applies where a request does not say: the model's own, as its files state it, or else one
-that is the same for all models.
+"""Chooses the sampling for requests that do not specify it: the model's own, from its files, or else a common fallback.
 
-`run`, `chat`, `LLM`, the page and every HTTP dialect take it from here, so the same question has the same answer
-wherever it is asked."""
+`run`, `chat`, `LLM`, the page and all HTTP dialects use it, so they give the same answer to the same question.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from penstock.errors import ConfigError, InvalidRequest
 from penstock.text.hf_tokenizer import read_json
 from penstock.types import SamplingParams
 
-FALLBACK: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # at 1.0 each, small models write nonsense
+FALLBACK: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}  # at 1.0 each, small models produce nonsense
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-GGUF_KEYS = {  # below general.sampling.
+GGUF_KEYS = {  # after general.sampling.
     "temp": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -31,32 +30,31 @@ MODELFILE_KEYS |= {"repeat_penalty": "repetition_penalty", "repeat_last_n": "pen
 
 
 def with_given(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns defaults with what is given in their place. The fallback's temperature and top-p belong together: whoever
-    gives a temperature gets no cut that was not asked for."""
+    """Overrides defaults. The fallback's temperature and top-p belong together, so a given temperature also removes the
+    fallback's top-p.
+    """
     if not given:
         return defaults
     return dict(given) if defaults is FALLBACK and "temperature" in given else {**defaults, **given}
 
 
 def defaults_in_folder(path: Path) -> dict[str, Any]:
-    """Returns the sampling that generation_config.json of a Hugging Face folder asks for."""
+    """Returns the sampling in a Hugging Face folder's generation_config.json."""
     values = read_json(path / "generation_config.json")
     greedy = {"temperature": 0.0} if values.get("do_sample") is False else {}
     return _valid({name: values.get(name) for name in SAMPLING} | greedy)
 
 
 def defaults_in_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sampling that a GGUF file asks for."""
     return _valid({name: metadata.get(f"general.sampling.{key}") for key, name in GGUF_KEYS.items()})
 
 
 def defaults_in_modelfile(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sampling that the parameters of an Ollama Modelfile ask for."""
     return _valid({name: parameters.get(key) for key, name in MODELFILE_KEYS.items()})
 
 
 def defaults_in_option(text: str) -> dict[str, Any]:
-    """Returns the sampling that a JSON object asks for, with the names of SamplingParams; raises if it is not valid."""
+    """Parses a JSON object of SamplingParams fields; raises if it is not valid."""
     try:
         values = json.loads(text) if text else {}
         SamplingParams(**values)
@@ -68,7 +66,7 @@ def defaults_in_option(text: str) -> dict[str, Any]:
 
 
 def _valid(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what can be used: a model with an odd value in its files is run without it."""
+    """Drops invalid values, so that a model with an odd file still runs."""
     return {name: value for name, value in given.items() if value is not None and _is_valid(name, value)}
 
 

@@ -1,6 +1,6 @@
-"""Reads text that comes in pieces as if all of it were there. Readers are generators that yield when they need more.
+"""Reads text that arrives in pieces as if it were complete. Readers are generators that yield when they need more.
 
-Every question waits until the text that has come decides it, so results never depend on how the text was cut.
+Every question waits until the available text decides it, so results never depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -30,60 +30,55 @@ _FIELDS = {
 
 
 class StreamingReader:
-    """Holds a text of which more may come, and a position in it."""
+    """Holds a text that may grow, and a position in it."""
 
     def __init__(self) -> None:
         self.ended = False
-        self.cut = False  # whether the end of the text decided a question: more text could have decided otherwise
+        self.cut = False  # the end of the text decided a question; more text could have changed it
         self._text = ""
         self._at = 0
         self._marks: list[int] = []  # positions to rewind to, innermost last
 
     def push(self, piece: str) -> None:
-        """Adds text at the end."""
         done = self._marks[0] if self._marks else self._at
         self._text = self._text[done:] + piece
         self._at -= done
         self._marks = [mark - done for mark in self._marks]
 
-    # -- going back -----------------------------------------------------------------------------------------------
+    # ---- rewinding ----
 
     def mark(self) -> None:
-        """Remembers this position for `rewind`."""
+        """Saves this position for `rewind`."""
         self._marks.append(self._at)
 
     def rewind(self) -> None:
-        """Returns to the last mark."""
         self._at = self._marks.pop()
 
     def release(self) -> None:
-        """Forgets the last mark."""
         self._marks.pop()
 
     def commit(self) -> None:
-        """Forgets all marks: what was read stays read."""
         self._marks.clear()
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # ---- reading ----
 
     def take(self, count: int) -> str:
-        """Takes so many characters, which must have come."""
+        """Takes `count` available characters."""
         self._at += count
         return self._text[self._at - count : self._at]
 
     def rest(self) -> str:
-        """Takes all that has come."""
         return self.take(len(self._text) - self._at)
 
     def peek(self) -> Reading[str]:
-        """Returns the next character without taking it; an empty text at the end."""
+        """Returns the next character without taking it; "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         self.cut |= self._at == len(self._text)
         return self._text[self._at : self._at + 1]
 
     def next_is(self, *literals: str) -> Reading[bool]:
-        """Returns whether one of the literals comes next; takes nothing."""
+        """Returns True if one of the literals comes next; takes nothing."""
         while True:
             if self._text.startswith(literals, self._at):
                 return True
@@ -95,7 +90,7 @@ class StreamingReader:
             yield
 
     def next_in(self, *patterns: str) -> Reading[bool]:
-        """Returns whether one of the patterns begins after white space; takes nothing."""
+        """Returns True if one of the patterns begins after white space; takes nothing."""
         self.mark()
         yield from self.space()
         begun = yield from self.next_is(*(pieces(pattern)[0] for pattern in patterns))
@@ -103,11 +98,10 @@ class StreamingReader:
         return begun
 
     def space(self) -> Reading[str]:
-        """Takes white space."""
         return (yield from self.take_run(_SPACES))
 
     def take_available(self, kind: re.Pattern[str], limit: int = MAX_RUN) -> str:
-        """Takes the part of a run that has come, without waiting."""
+        """Takes the available part of a run, without waiting."""
         found = kind.match(self._text, self._at, self._at + limit)
         return self.take(found.end() - self._at) if found else ""
 
@@ -121,8 +115,9 @@ class StreamingReader:
         return taken
 
     def match(self, pattern: str) -> Reading[dict[str, str] | None]:
-        """Takes what a pattern (tool_formats.py) describes and returns its fields. If something else comes, it takes
-        nothing and returns None."""
+        """Takes text that matches a pattern (tool_formats.py) and returns its fields. Otherwise takes nothing and
+        returns None.
+        """
         self.mark()
         fields = {}
         for piece in pieces(pattern):
@@ -141,15 +136,16 @@ class StreamingReader:
         return fields
 
     def match_literal(self, literal: str) -> Reading[bool]:
-        """Takes a literal if it comes next and returns whether it did."""
+        """Takes a literal if it comes next; returns True if it did."""
         matched = yield from self.next_is(literal)
         if matched:
             self.take(len(literal))
         return matched
 
     def until(self, ends: Sequence[str], emit: Emit, *, spaced: bool = False) -> Reading[str]:
-        """Emits the text before the first of `ends` and returns that end without taking it; an empty text at the end.
-        With `spaced`, white space before it, or before the end of the text, is not taken either."""
+        """Emits the text before the first of `ends` and returns that end without taking it; "" at the end of the text.
+        With `spaced`, preceding white space is not taken either.
+        """
         while True:
             available = self._text[self._at :]
             found = min(((at, end) for end in ends if (at := available.find(end)) >= 0), default=(len(available), ""))

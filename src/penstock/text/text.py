@@ -1,4 +1,4 @@
-"""Puts a model's tokenizer and chat template together."""
+"""Combines a model's tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Text:
     """Turns text and chats into the token ids of one model."""
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None  # None: the model comes without one, and its chats are rendered as ChatML
+    template: ChatTemplate | None  # None: the model has none, and its chats are rendered as ChatML
     sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: FALLBACK, compare=False)
-    pair_template: PairTemplate | None = None  # of a generative reranker
-    preamble: tuple[MessageDict, ...] = ()  # messages that every chat begins with
+    pair_template: PairTemplate | None = None  # generative rerankers only
+    preamble: tuple[MessageDict, ...] = ()  # messages at the beginning of every chat
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Text:
@@ -55,48 +55,44 @@ class Text:
         return cls(tokenizer, chat, pair_template=pair_template(templates, tokenizer.names, path))
 
     def with_sampling(self, defaults: Mapping[str, Any]) -> Text:
-        """Returns the same with other defaults for sampling; those that are not given stay."""
         return replace(self, sampling_defaults=with_given(self.sampling_defaults, defaults))
 
     def sampling(self, **given: Any) -> SamplingParams:
-        """Returns how to sample for a request: as it says in the fields that are not None, else as the model's own
-        defaults say. Without max_tokens, an answer may fill the context."""
+        """Returns the sampling of a request: its fields that are not None, else the defaults. Without max_tokens, an
+        answer may fill the context.
+        """
         stated = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**{"max_tokens": None, **with_given(self.sampling_defaults, stated)})
 
     def with_preamble(self, messages: Sequence[MessageDict]) -> Text:
-        """Returns the same with messages that every chat begins with."""
         return replace(self, preamble=tuple(messages))
 
     def with_template(self, template: ChatTemplate) -> Text:
         return replace(self, template=template)
 
     def with_template_text(self, source: str) -> Text:
-        """Returns the model's text side with this Jinja template in place of its own. As with llama.cpp, for which such
-        templates are written, thinking is on unless a request turns it off."""
+        """Returns a copy with this Jinja template. As in llama.cpp, for which such templates are written, thinking is
+        on unless a request disables it.
+        """
         return self.with_template(ChatTemplate({"default": source}, {**self.tokenizer.names, "enable_thinking": True}))
 
     def isolated(self, process: RenderProcess) -> Text:
-        """Returns the same, with templates rendered in a process that can be killed."""
         pairs = self.pair_template and self.pair_template.isolated(process)
         return replace(self, template=self.template and self.template.isolated(process), pair_template=pairs)
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Returns the template that renders chats."""
         return _chatml(self.tokenizer) if self.template is None else self.template
 
     @property
     def format(self) -> AnswerFormat:
-        """Returns how the model writes answers in a chat."""
         return self.chat_template.format
 
     def takes(self, name: str) -> bool:
-        """Returns whether the chat template uses the variable."""
         return self.chat_template.reads(name)
 
     def chat_prompt(self, messages: Sequence[MessageDict], **kwargs: Any) -> ChatPrompt:
-        """Returns the prompt for the next answer; `kwargs` go to the template."""
+        """Renders a prompt for the next answer; `kwargs` go to the template."""
         prompt = self.render_chat(messages, **kwargs)
         return ChatPrompt(self.encode_prompt(prompt), self.format.opened(prompt))
 
@@ -107,7 +103,6 @@ class Text:
         return self.chat_template.render(self._after_preamble(messages), **kwargs)
 
     def _after_preamble(self, messages: Sequence[MessageDict]) -> Sequence[MessageDict]:
-        """Returns the whole chat. A system message that it begins with stands in place of the preamble's."""
         if not self.preamble or not messages:
             return messages
         if messages[0]["role"] != "system":
@@ -116,22 +111,20 @@ class Text:
         return [messages[0], *begun, *messages[1:]]
 
     def special_in(self, *markers: str) -> frozenset[int]:
-        """Returns the special tokens whose text is part of one of the markers."""
         return _special_in(self.tokenizer, markers)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt. The text of a special token becomes that token; BOS is added if the model
-        uses it."""
+        """Encodes a prompt. Texts of special tokens become those tokens; BOS is added if the model uses it."""
         return self.tokenizer.encode(text, special=True, bos=True)
 
     def encode_whole(self, text: str) -> list[int]:
-        """Returns the tokens of a complete text, with the tokens that the model expects at its end."""
+        """Encodes a complete text, including the model's closing tokens."""
         return [*self.encode_prompt(text), *self.tokenizer.closing]
 
 
 @lru_cache(maxsize=8)
 def _chatml(tokenizer: Tokenizer) -> ChatTemplate:
-    """Returns the template of models without one. It is what llama.cpp's server uses for them."""
+    """Returns the template for models without one, as in llama.cpp's server."""
     return ChatTemplate({"default": CHATML}, tokenizer.names)
 
 
@@ -144,8 +137,7 @@ def _special_in(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int
 def with_modelfile(
     text: Text, system: str, template: str, messages: Sequence[MessageDict], sampling: Mapping[str, Any]
 ) -> Text:
-    """Returns the text side of a model that is derived from another by a Modelfile with these contents. What a request
-    says itself takes precedence."""
+    """Returns the text side of a model derived by a Modelfile. A request's own fields take precedence."""
     text = text.with_sampling(sampling)
     if template:
         text = text.with_template(OllamaTemplate(template))

@@ -1,5 +1,6 @@
-"""Reads tiktoken.model, which Kimi-K2 and Moonlight folders have instead of tokenizer.json: a line for each token with
-its bytes in base64 and its rank."""
+"""Reads tiktoken.model, which Kimi-K2 and Moonlight folders have instead of tokenizer.json: one line per token, with
+its bytes in base64 and its rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RESERVED = 256  # ids of special tokens after the ordinary ones
 
 
 def from_tiktoken(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of the library; `config` is tokenizer_config.json."""
+    """Builds the library's tokenizer; `config` is tokenizer_config.json."""
     if config.get("tokenizer_class") != CLASS:
         raise UnsupportedModel(
             f"{path} belongs to a tokenizer of class {config.get('tokenizer_class')!r}; supported: {CLASS} of Kimi-K2"
@@ -36,7 +37,6 @@ def from_tiktoken(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _ranks(path: Path) -> dict[str, int]:
-    """Reads the tokens, spelled in the alphabet of byte-level vocabularies."""
     ranks: dict[str, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -51,14 +51,15 @@ def _ranks(path: Path) -> dict[str, int]:
 
 def _merges(ranks: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yields the merges. tiktoken merges the neighbours that form the token with the lowest rank, so every split of a
-    token into two others is a merge."""
+    token into two others is a merge.
+    """
     for token in sorted(ranks, key=ranks.__getitem__):
         splits = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         yield from sorted((one for one in splits if one[0] in ranks and one[1] in ranks), key=lambda one: ranks[one[0]])
 
 
 def _special_tokens(first: int, config: Mapping[str, Any]) -> Iterator[AddedToken]:
-    """Yields the special tokens; those without a name are reserved."""
+    """Yields the special tokens; unnamed ones are reserved."""
     named = config.get("added_tokens_decoder") or {}
     for id in range(first, first + RESERVED):
         entry = named.get(str(id), {})

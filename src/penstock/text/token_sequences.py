@@ -1,4 +1,4 @@
-"""Finds the token sequences that spell a text: words that an answer must not contain, and what ends a repetition."""
+"""Finds the token sequences that spell a text, for bad words and for breakers of repetitions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from penstock.text.tokenizer import Tokenizer
 
 TokenSequence = tuple[int, ...]
-BREAKER_BYTES = 40  # of a breaker that count
-BREAKER_TAIL = 20  # tokens of a breaker after the one that it begins in
+BREAKER_BYTES = 40  # significant bytes of a breaker
+BREAKER_TAIL = 20  # tokens of a breaker after the first
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[TokenSequence, ...]:
-    """Returns the token sequences that a bad word has at the beginning of a text and after a space. As in vLLM, the
-    second counts only if the space is part of its first token."""
+    """Returns a bad word's tokens at the beginning of a text and after a space. As in vLLM, the second counts only if
+    the space is part of its first token.
+    """
     found: dict[TokenSequence, None] = {}
     for word in words:
         text = word.lstrip()
@@ -31,8 +32,9 @@ def bad_word_tokens(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[Token
 
 @lru_cache(maxsize=64)
 def breaker_tokens(tokenizer: Tokenizer, breakers: tuple[str, ...]) -> tuple[TokenSequence, ...]:
-    """Returns the token sequences that contain one of the breakers, as llama.cpp does: each token that has a breaker in
-    its text, and each that ends with the beginning of one, followed by the tokens of the rest."""
+    """Returns the token sequences that contain a breaker, as in llama.cpp: each token whose text contains one, and each
+    token that ends with a beginning of one, followed by the tokens of the rest.
+    """
     vocabulary = _vocabulary_bytes(tokenizer)
     found: dict[TokenSequence, None] = {}
     for breaker in breakers:
@@ -47,7 +49,7 @@ def breaker_tokens(tokenizer: Tokenizer, breakers: tuple[str, ...]) -> tuple[Tok
 
 
 class VocabularyBytes:
-    """Holds the bytes of all tokens one after the other, to search all of them at once."""
+    """Concatenates the bytes of all tokens, to search them at once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
@@ -57,10 +59,10 @@ class VocabularyBytes:
         self._ends = self._lengths.cumsum()
 
     def containing(self, text: bytes) -> set[int]:
-        """Returns the tokens that have `text` in them."""
+        """Returns the tokens that contain `text`."""
         if not text:
             return set()
-        matches = re.finditer(b"(?=" + re.escape(text) + b")", self._bytes)  # also those that overlap
+        matches = re.finditer(b"(?=" + re.escape(text) + b")", self._bytes)  # including overlapping matches
         starts = np.fromiter((match.start() for match in matches), np.int64)
         tokens = np.searchsorted(self._ends, starts, side="right")
         return set(tokens[starts + len(text) <= self._ends[tokens]].tolist())

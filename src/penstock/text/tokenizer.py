@@ -20,14 +20,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts are encoded on
 
 
 class PairTokens(NamedTuple):
-    """Holds the tokens of a pair of texts as a model sees it, with the separators between them."""
+    """Holds the tokens of a text pair in the model's order, with separators."""
 
     ids: list[int]
-    types: list[int]  # of each token: 1 if the tokenizer counts it to the second text
-    texts: list[int | None]  # of each token: the text that it is part of, 0 or 1; None for a separator
+    types: list[int]  # token type: 1 for the second text
+    texts: list[int | None]  # the text that each token is part of, 0 or 1; None for a separator
 
     def cut_to(self, longest: int) -> PairTokens:
-        """Returns at most so many tokens: the last ones of the second text are left out, then those of the first."""
+        """Truncates to `longest` tokens, first at the end of the second text, then of the first."""
         excess = max(len(self.ids) - longest, 0)
         within = [at for text in (0, 1) for at, each in enumerate(self.texts) if each == text]
         dropped = set(within[len(within) - min(excess, len(within)) :])
@@ -37,7 +37,7 @@ class PairTokens(NamedTuple):
 
 
 class Tokenizer:
-    """Encodes and decodes. It never changes, so several threads may use it."""
+    """Encodes and decodes. It is immutable, so several threads may use it."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         self.vocab_size = spec.size
@@ -64,9 +64,9 @@ class Tokenizer:
             return cls(spec_from_folder(path))
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
-        """Returns the token ids of a text. With `special`, the text of a special token becomes that token. With `bos`,
-        the model's BOS is added if the model uses it and it is not there already. A lone surrogate counts as U+FFFD.
-        The GIL is released meanwhile."""
+        """Encodes a text. With `special`, texts of special tokens become those tokens. With `bos`, BOS is added if the
+        model uses it and the text lacks it. A lone surrogate counts as U+FFFD. Releases the GIL.
+        """
         _check_length(text)
         library = self._parsing if special else self._literal
         try:
@@ -79,8 +79,9 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str) -> PairTokens:
-        """Returns the tokens of two texts, joined as the tokenizer's own post-processor does. The text of a special
-        token is ordinary text. Without a post-processor, BOS comes first and each text ends as a whole text does."""
+        """Encodes two texts, joined as in the tokenizer's own post-processor. Texts of special tokens are plain text.
+        Without a post-processor, BOS comes first and each text ends with the closing tokens.
+        """
         for text in (first, second):
             _check_length(text)
         if self._literal.post_processor is not None:
@@ -100,8 +101,9 @@ class Tokenizer:
         )  # fmt: skip
 
     def decode(self, ids: Sequence[int], *, special: bool = False, continuing: bool = False) -> str:
-        """Returns the text of a whole answer or prompt, without special tokens unless `special`. The space that
-        encoding put before the text is removed, unless the ids are `continuing` another text."""
+        """Decodes a whole answer or prompt, without special tokens unless `special`. The space that encoding added is
+        removed, unless the ids are `continuing` another text.
+        """
         shown = ids if special else [id for id in ids if id not in self.special_ids]
         text = b"".join([self._bytes[id] for id in shown])
         if self.prefix_space and not continuing:
@@ -109,7 +111,7 @@ class Tokenizer:
         return text.decode("utf-8", "replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """Returns the bytes that a token adds to a text; none for an id past the vocabulary (padded models)."""
+        """Returns the bytes that a token adds to a text; empty for an id beyond the vocabulary (padded models)."""
         return self._bytes[id]
 
     def token_text(self, id: int) -> str:
@@ -131,8 +133,9 @@ class _TokenBytes(dict[int, bytes]):
 
 
 def _without_parsing(parsing: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Returns a tokenizer with the same model that treats the text of special tokens as ordinary text. The library's
-    switch for this is one per tokenizer, not per call."""
+    """Returns a tokenizer with the same model that treats texts of special tokens as plain text. The library's switch
+    is per tokenizer, not per call.
+    """
     literal = tokenizers.Tokenizer(parsing.model)
     literal.normalizer = parsing.normalizer
     literal.pre_tokenizer = parsing.pre_tokenizer

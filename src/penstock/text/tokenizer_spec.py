@@ -1,5 +1,4 @@
-"""Defines what a tokenizer is built from: the library's tokenizer, and facts about its tokens that the library does not
-know."""
+"""Defines a tokenizer's inputs: the library's tokenizer, and token facts that the library does not expose."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 
 import tokenizers
 
-SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
+SPACE = "\u2581"  # replaces a space in SentencePiece vocabularies
 
 _END_TOKENS = (
     "<|im_end|>",
@@ -32,25 +31,24 @@ _END_TOKENS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSpec:
-    """Describes a vocabulary and how to use it."""
+    """Describes a vocabulary and its use."""
 
     library: tokenizers.Tokenizer
     size: int
     spell: Callable[[str], bytes]  # returns the bytes of a token
-    literal: frozenset[int]  # tokens that are their text as it is, which `spell` would change
-    added: frozenset[int]  # tokens that are found in a text before it is split: special ones and those of a user
-    special: frozenset[int]  # tokens that are structure, not text
+    literal: frozenset[int]  # tokens whose text is literal, and not passed to `spell`
+    added: frozenset[int]  # tokens found before a text is split: special and user-defined ones
+    special: frozenset[int]  # structural tokens, not text
     ends: frozenset[int]  # tokens that end an answer
-    names: Mapping[str, str]  # the texts of special tokens by the names that templates use: bos_token, eos_token, ...
-    after_bos: tuple[int, ...] = ()  # further tokens after BOS, if texts begin with more than one
+    names: Mapping[str, str]  # texts of special tokens by template name: bos_token, eos_token, ...
+    after_bos: tuple[int, ...] = ()  # more tokens after BOS, if any
     bos: int | None
     add_bos: bool
-    prefix_space: bool  # a space is put before a text when it is encoded
+    prefix_space: bool  # encoding adds a leading space
     closing: tuple[int, ...] = ()  # tokens at the end of a complete text, such as one to embed
 
 
 def end_ids(literal: Mapping[str, int]) -> set[int]:
-    """Returns the tokens that are known to end an answer in some family of models."""
     ends = {literal[text] for text in _END_TOKENS if text in literal}
     if "<|return|>" in literal:  # there <|end|> only ends one message of an answer
         ends.discard(literal.get("<|end|>", -1))
@@ -64,11 +62,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
-BYTE_NAMES = {byte: char for char, byte in _BYTES.items()}  # what byte-level vocabularies write for each byte
+BYTE_NAMES = {byte: char for char, byte in _BYTES.items()}  # spelling of each byte in byte-level vocabularies
 
 
 def byte_level(token: str) -> bytes:
-    """Returns the bytes of a token of a byte-level vocabulary."""
     try:
         return bytes([_BYTES[char] for char in token])
     except KeyError:
@@ -76,11 +73,9 @@ def byte_level(token: str) -> bytes:
 
 
 def sentencepiece(token: str) -> bytes:
-    """Returns the bytes of a SentencePiece token."""
     return characters(token.replace(SPACE, " "))
 
 
 def characters(token: str) -> bytes:
-    """Returns the bytes of a token that is written as it is, or stands for one byte."""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
     return bytes.fromhex(byte[1]) if byte else token.encode()

@@ -1,8 +1,7 @@
-"""The formats in which models write tool calls and reasoning, as data. A format is recognised by markers in the
-template.
+"""Defines the formats of tool calls and reasoning as data. A format is recognised by markers in the template.
 
-In a pattern a space stands for any white space or none, {name} for the name of a function, {key} for that of a
-parameter, {id} for the id of the call and {string} for whether a value is a string.
+In a pattern, a space matches any or no white space, {name} a function's name, {key} a parameter's, {id} the call's id
+and {string} whether a value is a string.
 """
 
 from __future__ import annotations
@@ -17,26 +16,25 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSyntax:
-    """Says how a call is written: `head`, arguments, `tail`. Without a head it is a JSON object with name and
-    arguments. A `section` surrounds several calls."""
+    """Describes how a call is written: `head`, arguments, `tail`. Without a head it is a JSON object with name and
+    arguments. A `section` encloses several calls.
+    """
 
     section: tuple[str, str] = ("", "")
     head: str = ""
     tail: str = ""
-    key: str = "arguments"  # of the arguments in a JSON object; the parser also reads "parameters"
+    key: str = "arguments"  # key of the arguments in a JSON object; the parser also reads "parameters"
     separator: str = ""  # between the calls of a section
-    parameter: tuple[str, tuple[str, ...]] | None = None  # arguments written one by one: the opening and the endings
-    quote: str = ""  # around strings, if arguments are in Gemma's notation
-    bare: bool = False  # an answer may begin with a call that has no marker
+    parameter: tuple[str, tuple[str, ...]] | None = None  # separate parameters: their opening and endings
+    quote: str = ""  # encloses strings in Gemma's notation
+    bare: bool = False  # an answer may begin with a call without a marker
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """Returns the markers that a call or a section begins with."""
         return tuple(_beginning(pattern) for pattern in (self.section[0], self.head) if pattern and not self.bare)
 
     @property
     def patterns(self) -> Iterator[str]:
-        """Yields all patterns around names and arguments."""
         yield from (*self.section, self.head, self.tail, self.quote)
         if self.parameter is not None:
             yield self.parameter[0]
@@ -44,7 +42,7 @@ class CallSyntax:
 
 
 class ToolPrompt(NamedTuple):
-    """Holds the words in which a model was trained to be told of tools, where its template has no place for them."""
+    """Holds the tool instructions that a model was trained with but its template lacks."""
 
     before: str
     each: str  # {name}, {description} and {parameters} of one tool
@@ -53,15 +51,15 @@ class ToolPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """Says how a family of models writes tool calls."""
+    """Describes how a family of models writes tool calls."""
 
     name: str
-    template_markers: tuple[str, ...]  # all of them are in a template of this format
-    calls: tuple[CallSyntax, ...]  # the first that matches is read; the first is what grammars allow
+    template_markers: tuple[str, ...]  # a template with all of them has this format
+    calls: tuple[CallSyntax, ...]  # the parser takes the first match; grammars allow only the first
     stops: tuple[str, ...] = ()  # tokens that end an answer with calls
     short_ids: bool = False  # the template accepts only ids of nine letters and digits
-    channels: bool = False  # every part of an answer has a header that says what it is
-    reasoning: tuple[str, str] | None = None  # the markers around reasoning, where the template does not tell them
+    channels: bool = False  # every part of an answer has a header with its channel
+    reasoning: tuple[str, str] | None = None  # the markers around reasoning, if the template lacks them
     content: tuple[str, str] = ("", "")  # the markers around content
     prompt: ToolPrompt | None = None
 
@@ -96,7 +94,7 @@ def _deepseek(head: str, tail: str) -> CallSyntax:
     return CallSyntax(section=section, head=f"<｜tool▁call▁begin｜>{head}", tail=f"{tail}<｜tool▁call▁end｜>")
 
 
-_DEEPSEEK_PROMPT = ToolPrompt(  # as the model card of V3.1 has it
+_DEEPSEEK_PROMPT = ToolPrompt(  # from the model card of V3.1
     before="## Tools\nYou have access to the following tools:\n\n",
     each="### {name}\nDescription: {description}\n\nParameters: {parameters}\n\n",
     after=(
@@ -246,7 +244,7 @@ PLAIN = ToolFormat(
     calls=(CallSyntax(bare=True), CallSyntax(bare=True, section=("[", "]"), separator=","), _OBJECT),
 )
 
-REASONING = (  # if a template has the second marker, an answer may begin with such a block
+REASONING = (  # if a template has the second marker, answers may begin with such a block
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
@@ -255,28 +253,25 @@ REASONING = (  # if a template has the second marker, an answer may begin with s
 
 
 class AnswerFormat(NamedTuple):
-    """Says how a model writes its answers."""
+    """Describes how a model writes its answers."""
 
     tool_format: ToolFormat
     reasoning: tuple[str, str] | None = None  # the markers around reasoning
 
     def opened(self, prompt: str) -> bool:
-        """Returns whether an answer to the prompt begins within reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
     def plain(self, calling: bool) -> bool:
-        """Returns whether an answer can have nothing but content."""
         marked = self.tool_format.channels or self.tool_format.content[0]
         return not (calling or self.reasoning or marked)
 
     def markers(self, calling: bool) -> str:
-        """Returns all markers joined, those of calls only if `calling`."""
+        """Returns all markers joined, including those around calls if `calling`."""
         return self.tool_format.markers(calling) + "".join(self.reasoning or ())
 
 
 def find_tool_format(template: str, override: str | None = None) -> ToolFormat:
-    """Returns the format whose markers are in the template, or the one named `override`; plain JSON if there is
-    none."""
+    """Returns the format named `override`, or the one whose markers are in the template, or plain JSON."""
     if override is None:
         return next(
             (each for each in TOOL_FORMATS if all(marker in template for marker in each.template_markers)), PLAIN
@@ -288,12 +283,10 @@ def find_tool_format(template: str, override: str | None = None) -> ToolFormat:
 
 
 def reasoning_of(template: str) -> tuple[str, str] | None:
-    """Returns the markers around reasoning that a template uses."""
     return next((each for each in REASONING if each[1] in template), None)
 
 
 def pieces(pattern: str) -> list[str]:
-    """Splits a pattern into literals, fields and spaces."""
     return re.findall(r"\{\w+\}|\s|(?:(?!\{\w+\})\S)+", pattern)
 
 

@@ -1,4 +1,4 @@
-"""Tools in the messages of a chat: arguments as templates expect them, and text for templates without tools."""
+"""Prepares tools in chat messages: arguments as templates expect them, and text for templates without tools."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MessageDict = Mapping[str, Any]  # {"role": ..., "content": ...}
 def describe(
     tools: Sequence[Mapping[str, Any]], messages: Sequence[MessageDict], prompt: ToolPrompt | None = None
 ) -> list[MessageDict]:
-    """Returns the chat with the tools described as text, for a template that does not support them. A model with a
-    prompt of its own is told by a system message; others before the first user message, where every template allows
-    text."""
+    """Adds a description of the tools to the chat, for a template that does not support them: a system message if the
+    model has its own tool prompt, else text before the first user message, which every template allows.
+    """
     if prompt is not None:
         first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
         told = {
@@ -48,7 +48,8 @@ def calls_as_text(
     messages: Sequence[MessageDict], around: tuple[str, str] = ("", ""), results: bool = True
 ) -> list[MessageDict]:
     """Returns the chat with calls, between markers, and `results` as text, for a template that does not support
-    them."""
+    them.
+    """
     return [_as_text(message, around, results) for message in messages]
 
 

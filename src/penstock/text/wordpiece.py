@@ -1,4 +1,6 @@
-"""WordPiece tokenizers: text is split at spaces and punctuation, and words into the longest pieces from the left."""
+"""Builds WordPiece tokenizers, which split text at spaces and punctuation, and words into the longest pieces from the
+left.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from penstock.errors import MalformedFile
 
-INSIDE = "##"  # prefix of pieces that do not begin a word
+INSIDE = "##"  # prefix of pieces within a word
 UNKNOWN, BEGINS, ENDS = "[UNK]", "[CLS]", "[SEP]"
 SPECIAL = ("[PAD]", UNKNOWN, BEGINS, ENDS, "[MASK]")
 
@@ -24,7 +26,6 @@ def wordpiece(
     strip_accents: bool | None = None,  # None: if `lowercase`
     split_chinese: bool = True,  # every Chinese character is a word
 ) -> tokenizers.Tokenizer:
-    """Returns a WordPiece tokenizer of the library."""
     library = tokenizers.Tokenizer(models.WordPiece(vocab=dict(vocab), unk_token=unknown, max_input_chars_per_word=100))
     library.normalizer = normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=split_chinese, strip_accents=strip_accents, lowercase=lowercase
@@ -35,7 +36,7 @@ def wordpiece(
 
 
 def from_vocab_txt(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Reads vocab.txt, which has a token on every line; `config` is tokenizer_config.json."""
+    """Reads vocab.txt, which has one token per line; `config` is tokenizer_config.json."""
     try:
         tokens = path.read_text("utf-8").removesuffix("\n").split("\n")  # splitlines would split tokens
     except UnicodeDecodeError as error:
@@ -61,6 +62,7 @@ def spell(token: str) -> bytes:
 
 
 def is_cased(tokens: Sequence[str]) -> bool:
-    """Returns whether a vocabulary distinguishes upper and lower case: then about a third of its words have capitals,
-    else hardly any."""
+    """Returns True if a vocabulary is case-sensitive: about a third of its words then have capitals, else hardly
+    any.
+    """
     return sum(token != token.lower() for token in tokens) > len(tokens) / 100

@@ -1,1 +1,1 @@
-"""Tools around the engine: benchmarks, simulators, traces. Nothing that serves imports them."""
+"""Holds the tools around the engine: benchmarks, simulators, traces. The serving code imports none of them."""

@@ -1,4 +1,4 @@
-"""Draws how soon first tokens came as an SVG picture."""
+"""Plots the distribution of the time to first token as SVG."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import ceil, floor, log10
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by the colour-blind too
-LEFT, TOP, WIDTH, HEIGHT = 60, 50, 640, 320  # of the plot, in pixels
-POINTS = 200  # of a line
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # distinguishable with colour blindness
+LEFT, TOP, WIDTH, HEIGHT = 60, 50, 640, 320  # plot area in pixels
+POINTS = 200  # per line
 
 
 def ttft_chart(title: str, ttfts: Mapping[str, Sequence[float]]) -> str:
-    """Returns a picture with a line for each name: which share of the requests (upwards) had its first token within so
-    many milliseconds (to the right, a logarithmic scale). Times are rising."""
+    """Returns an SVG with a line per name: the share of requests (vertical) with a first token within a time in
+    milliseconds (horizontal, logarithmic). `ttfts` are ascending.
+    """
     low = floor(log10(max(min(times[0] for times in ttfts.values()), 0.1)))
     high = max(ceil(log10(max(times[-1] for times in ttfts.values()))), low + 1)
 

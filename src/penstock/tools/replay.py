@@ -1,4 +1,4 @@
-"""Sends the requests of a trace to servers at the trace's own times, and sums up what came of it."""
+"""Replays a trace against servers at its own times, and summarizes the results."""
 
 from __future__ import annotations
 
@@ -17,44 +17,42 @@ from penstock.tools.traces import Trace, TracedRequest
 
 
 class ReplayOptions(NamedTuple):
-    """Says how a trace is sent."""
+    """Sets the options of a replay."""
 
     concurrency: int = 256  # most requests at once
-    seed: int = 0  # of the made-up tokens: another one shares no prefix with this
+    seed: int = 0  # generates the tokens; different seeds share no prefixes
     targets: ServiceTargets = TARGETS
 
 
 class ReplayReport(NamedTuple):
-    """Sums up a replay in the simulator's words."""
+    """Holds the results of a replay in the simulator's terms."""
 
     requests: int
     errors: int
     first_error: str
-    held_back: int  # requests that were sent late, because too many were under way
+    held_back: int  # requests delayed by the concurrency limit
     ttft_mean_ms: float
     ttft_p99_ms: float
     itl_mean_ms: float
-    reuse: float  # share of the prompts' tokens that were cached, as the servers count
+    reuse: float  # share of prompt tokens that the servers report as cached
     goodput: float  # requests per second that met both targets
     seconds: float
 
 
 @lru_cache(maxsize=4096)
 def _tokens(name: str, count: int, vocab: range) -> tuple[int, ...]:
-    """Returns made-up tokens, the same for the same name."""
     random = Random(name)
     return tuple(random.choice(vocab) for _ in range(count))
 
 
 def prompt_of(number: int, traced: TracedRequest, block_size: int, vocab: range, seed: int = 0) -> list[int]:
-    """Returns a prompt whose blocks are those that the trace names, and whose rest no other request has."""
+    """Generates a prompt with the trace's blocks and a unique remainder."""
     prompt = [token for name in traced.hashes for token in _tokens(f"{seed} block {name}", block_size, vocab)]
     return prompt + list(_tokens(f"{seed} request {number}", traced.prompt - len(prompt), vocab))
 
 
 async def replay(trace: Trace, targets: Sequence[Target], options: ReplayOptions) -> ReplayReport:
-    """Sends every request when its time has come, to one target after the other. A request that fails is counted; the
-    others go on."""
+    """Sends each request at its time, to the targets in turn. Failed requests are counted, and the others continue."""
     slots, begun = asyncio.Semaphore(options.concurrency), time.perf_counter()
     timings, held_back = [], []
 
@@ -101,5 +99,4 @@ def _ttft(timing: RequestTiming) -> float:
 
 
 def _itl(timing: RequestTiming) -> float:
-    """Returns the mean milliseconds between two tokens of an answer."""
     return (timing.arrivals[-1] - timing.arrivals[0]) * 1000 / max(timing.output_tokens - 1, 1)

@@ -1,4 +1,4 @@
-"""Reads traces of requests: Mooncake's and Dynamo's JSON lines, Azure's CSV, each also compressed with gzip."""
+"""Reads request traces: Mooncake's and Dynamo's JSON lines and Azure's CSV, optionally compressed with gzip."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InvalidRequest
 
-MOONCAKE_BLOCK = 512  # tokens of a block in Mooncake's traces
+MOONCAKE_BLOCK = 512  # tokens per block in Mooncake's traces
 AZURE_BLOCK = 16  # Azure's traces have no blocks; this is the engine's own size
 AZURE_COLUMNS = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -23,22 +23,23 @@ class TracedRequest(NamedTuple):
     arrival: float  # milliseconds after the first request
     prompt: int  # tokens
     output: int  # tokens
-    hashes: tuple[int, ...] = ()  # a number for each full block and all before it; empty: it shares no prefix
+    hashes: tuple[int, ...] = ()  # a number for each full block with its prefix; empty: no shared prefix
 
 
 class Trace(NamedTuple):
-    """Holds the requests of a trace in the order of their arrival."""
+    """Holds a trace's requests in order of arrival."""
 
     block_size: int
     requests: list[TracedRequest]
 
     def at_speed(self, factor: float) -> Trace:
-        """Returns the trace with its requests arriving so many times as fast."""
+        """Returns the trace with arrivals `factor` times as fast."""
         return Trace(self.block_size, [each._replace(arrival=each.arrival / factor) for each in self.requests])
 
     def scaled(self, factor: float) -> Trace:
-        """Returns the trace with the lengths of prompts, answers and blocks multiplied, so that prefixes are shared as
-        before. Each has one token at least."""
+        """Returns the trace with the lengths of prompts, answers and blocks multiplied, so that shared prefixes are
+        preserved. Each length is at least one token.
+        """
         block = max(round(self.block_size * factor), 1)
 
         def scale(each: TracedRequest) -> TracedRequest:
@@ -49,7 +50,6 @@ class Trace(NamedTuple):
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace and finds out its format."""
     data = path.read_bytes()
     if data[:2] == b"\x1f\x8b":
         data = gzip.decompress(data)
@@ -60,7 +60,7 @@ def read_trace(path: Path) -> Trace:
         return _azure(lines) if lines[0].startswith(AZURE_COLUMNS) else _json_lines(lines)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise InvalidRequest(
-            f"{path} is no trace of Mooncake, Dynamo or Azure: {type(error).__name__} {error}. A line of Mooncake's "
+            f"{path} is not a trace of Mooncake, Dynamo or Azure: {type(error).__name__} {error}. A line of Mooncake's "
             "has timestamp, input_length, output_length and hash_ids"
         ) from error
 
@@ -78,7 +78,6 @@ def _mooncake(rows: Iterable[dict[str, Any]]) -> Trace:
 
 
 def _dynamo(rows: Iterable[dict[str, Any]]) -> Trace:
-    """Reads the requests that ended; other events of the trace say nothing that matters here."""
     ended = [row["event"]["request"] for row in rows if row["event"].get("event_type") == "request_end"]
     reader = _Reader(int(ended[0]["replay"]["trace_block_size"]))
     for request in ended:
@@ -97,12 +96,12 @@ def _azure(lines: list[str]) -> Trace:
 
 
 class _Reader:
-    """Gathers requests and numbers their blocks, so that a number stands for a block and all before it."""
+    """Collects requests, and numbers each block together with its prefix."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._requests: list[TracedRequest] = []
-        self._numbers: dict[tuple[int, Hashable], int] = {}  # by the number of the block before, and the trace's name
+        self._numbers: dict[tuple[int, Hashable], int] = {}  # keys: number of the previous block, the trace's name
 
     def add(self, arrival: float, prompt: int, output: int, names: Iterable[Hashable]) -> None:
         if prompt < 1 or output < 0 or not isfinite(arrival):
@@ -114,7 +113,7 @@ class _Reader:
         self._requests.append(TracedRequest(float(arrival), prompt, max(output, 1), tuple(hashes)))
 
     def trace(self) -> Trace:
-        """Returns the requests in the order of their arrival, with times from the first one."""
+        """Returns the requests in order of arrival, with times from the first one."""
         requests = sorted(self._requests, key=lambda each: each.arrival)
         begin = requests[0].arrival
         return Trace(self._block_size, [each._replace(arrival=each.arrival - begin) for each in requests])

@@ -1,4 +1,4 @@
-"""Tries configurations of a fleet in the simulator, and finds the smallest that meets its targets."""
+"""Searches the simulator for the smallest fleet configuration that meets its targets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.tools.sim.policies import KV
 from penstock.tools.sim.simulation import FleetOptions, FleetReport, FleetSimulation
 from penstock.tools.traces import Trace
 
-GOOD = 0.95  # share of the requests that have to meet both targets
-TIER = 4.0  # blocks in the RAM tier for each on the device
+GOOD = 0.95  # required share of requests that meet both targets
+TIER = 4.0  # RAM tier blocks per device block
 
 
 class TunedFleet(NamedTuple):
-    """Holds a configuration and what the simulator expects of it."""
+    """Holds a configuration and its simulated results."""
 
     options: FleetOptions
     report: FleetReport
@@ -26,24 +26,23 @@ class TunedFleet(NamedTuple):
 
     @property
     def meets(self) -> bool:
-        """Returns True if enough requests meet the targets."""
         return self.good >= GOOD
 
     def changed(self, plain: FleetOptions) -> dict[str, int]:
-        """Returns the engine's options that differ from those of a plain fleet, with their values."""
         names = ("step_tokens", "prefill_budget", "max_rows")
         own, usual = self.options.timing, plain.timing
         return {name: getattr(own, name) for name in names if getattr(own, name) != getattr(usual, name)}
 
 
 def plain_fleet(timing: EngineTiming, targets: ServiceTargets, tier: float = 0.0) -> FleetOptions:
-    """Returns the fleet that no option changes. Its gateway reads blocks from other replicas where that is sooner, as
-    every gateway does."""
+    """Returns the default fleet. As in every fleet, its gateway pulls blocks from other replicas where that is
+    faster.
+    """
     return FleetOptions(1, KV, timing, RoutingWeights(pull=True), tier, targets)
 
 
 def variants(replicas: int, plain: FleetOptions) -> Iterator[FleetOptions]:
-    """Yields configurations of so many replicas, the plainest first."""
+    """Yields configurations with `replicas` replicas, the plainest first."""
     timing = plain.timing
     budgets = dict.fromkeys((timing.prefill_budget, 512, 2048))
     rows = dict.fromkeys((timing.max_rows, max(timing.max_rows // 4, 1)))
@@ -54,8 +53,7 @@ def variants(replicas: int, plain: FleetOptions) -> Iterator[FleetOptions]:
 
 
 def best_of(trace: Trace, replicas: int, plain: FleetOptions, found: Callable[[TunedFleet], None]) -> TunedFleet:
-    """Returns the plainest configuration that meets the targets, or else the one that comes nearest. `found` hears of
-    each that was tried."""
+    """Returns the plainest configuration that meets the targets, or else the nearest. `found` receives each attempt."""
     best: TunedFleet | None = None
     for options in variants(replicas, plain):
         fleet = FleetSimulation(trace, options)
@@ -70,8 +68,9 @@ def best_of(trace: Trace, replicas: int, plain: FleetOptions, found: Callable[[T
 
 
 def tune(trace: Trace, plain: FleetOptions, most: int, found: Callable[[TunedFleet], None]) -> TunedFleet:
-    """Returns the configuration with the fewest replicas that meets the targets; if none with up to `most` does, the
-    nearest. The number is doubled until one does, and then bisected."""
+    """Returns the configuration with the fewest replicas that meets the targets; if none up to `most` does, the
+    nearest. The number is doubled until one does, and then bisected.
+    """
     failed, replicas = 0, 1
     while not (best := best_of(trace, replicas, plain, found)).meets:
         if replicas == most:

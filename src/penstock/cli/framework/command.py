@@ -1,4 +1,4 @@
-"""Builds a command's argument parser from its function: the annotation of each parameter says how it is written."""
+"""Builds a command's argument parser from its function: each parameter's annotation defines its argument or option."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.config import DEFAULTS, OPTIONS
 from penstock.config.byte_sizes import EXAMPLES, read_bytes, written_bytes
 from penstock.errors import ConfigError
 
-WIDTH = 100  # most characters in a line of help
+WIDTH = 100  # largest width of help lines
 REQUIRED = Parameter.empty
 
 
 class UsageError(Exception):
-    """Says that a command line makes no sense; the command ends with exit code 2."""
+    """Reports an invalid command line; the command ends with exit code 2."""
 
 
 class Exit(Exception):
@@ -30,57 +30,57 @@ class Exit(Exception):
 
 
 class Argument(NamedTuple):
-    """Annotates a parameter that is written without a flag."""
+    """Marks a parameter as a positional argument."""
 
     metavar: str
     help: str
 
 
 class Rest(NamedTuple):
-    """Annotates a list that takes every word after `--` as it is."""
+    """Annotates a list that takes every word after `--` unchanged."""
 
     metavar: str
     help: str
 
 
 class Option(NamedTuple):
-    """Annotates a parameter that is written `--its-name VALUE`. A bool is a flag without a value; a list is written
-    once for each of its values."""
+    """Annotates an option `--its-name VALUE`. A bool is a flag without a value; a list is repeated for each value."""
 
     help: str
-    name: str = ""  # the flag, where it is not the parameter's name
+    name: str = ""  # the flag, if not derived from the parameter
     minimum: float | None = None
     maximum: float | None = None
-    env: str = ""  # the environment variable that gives the default
-    short: str = ""  # a second flag of one letter
-    bare: str = ""  # what a flag without a value stands for; empty: it needs one
-    in_bytes: bool = False  # its number is of bytes, and may have a unit
+    env: str = ""  # environment variable of the default
+    short: str = ""  # single-letter flag
+    bare: str = ""  # value of a flag without one; empty: the value is required
+    in_bytes: bool = False  # a number of bytes, optionally with a unit
 
 
 class EngineOptions(NamedTuple):
-    """Annotates a parameter that takes these options of the engine (`penstock.config.OPTIONS`), each with its own flag.
-    Their values come as one dictionary, for `configure`."""
+    """Annotates a parameter that takes these engine options (`penstock.config.OPTIONS`), each with its own flag. Their
+    values form one dictionary, for `configure`.
+    """
 
     names: tuple[str, ...]
 
 
 class OptionGroup(NamedTuple):
-    """Annotates a parameter whose type is a named tuple of options. Each field has its own flag, or is such a group
-    again; their values come as one tuple."""
+    """Annotates a parameter whose type is a named tuple of options. Each field has its own flag or is again a group;
+    their values form one tuple.
+    """
 
 
 class Declared(NamedTuple):
     """Declares an argument or an option of a command."""
 
     name: str
-    kind: Any  # its type
-    default: Any  # REQUIRED: there is none
+    kind: Any  # type
+    default: Any  # REQUIRED: none
     annotation: Argument | Option | Rest
     of_engine: bool = False
 
     @property
     def spelling(self) -> str:
-        """Returns how it is written: the flag of an option, the placeholder of an argument."""
         if isinstance(self.annotation, Rest):
             return f"-- {self.annotation.metavar}"
         if isinstance(self.annotation, Argument):
@@ -89,27 +89,24 @@ class Declared(NamedTuple):
 
     @property
     def option_name(self) -> str:
-        """Returns the flag as variables and files have it: without dashes before it, and with _ in it."""
+        """Returns the flag as in variables and files: without leading dashes, and with _."""
         return self.spelling.removeprefix("--").replace("-", "_")
 
     def written(self, value: Any) -> str:
-        """Returns a value as it may be typed."""
         in_bytes = isinstance(self.annotation, Option) and self.annotation.in_bytes
         return written_bytes(value) if in_bytes else str(value)
 
     @property
     def is_list(self) -> bool:
-        """Returns whether it may be given several times."""
         return self.kind in (list[str] | None, tuple)
 
     @property
     def number_type(self) -> type[int] | type[float] | None:
-        """Returns what kind of number it takes; None: it takes a text."""
+        """Returns the type of a numeric value; None for text."""
         return next((number for number in (int, float) if self.kind in (number, number | None)), None)
 
 
 def help_width() -> int:
-    """Returns how many characters a line of help may have: as many as the terminal has, and at most WIDTH."""
     try:
         return min(WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns or WIDTH)
     except (OSError, ValueError):  # a pipe or a file
@@ -130,7 +127,6 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def make_parser(name: str, function: Callable[..., None]) -> argparse.ArgumentParser:
-    """Returns the parser of a command's words."""
     parser = argparse.ArgumentParser(
         f"penstock {name}",
         description=function.__doc__,
@@ -156,7 +152,6 @@ def make_parser(name: str, function: Callable[..., None]) -> argparse.ArgumentPa
 
 
 def declarations(function: Callable[..., None]) -> Iterator[Declared]:
-    """Yields the arguments and options of a command in the order of its parameters."""
     for parameter, kind, annotation in _parameters(function):
         if isinstance(annotation, OptionGroup):
             yield from _grouped(kind)
@@ -176,7 +171,6 @@ def _grouped(group: Any) -> Iterator[Declared]:
 
 
 def engine_options(annotation: EngineOptions) -> Iterator[Declared]:
-    """Yields the options of the engine that an annotation names."""
     for name in annotation.names:
         engine, default = OPTIONS[name], DEFAULTS[name]
         option = Option(engine.text, minimum=engine.minimum, maximum=engine.maximum, in_bytes=engine.in_bytes)
@@ -184,7 +178,7 @@ def engine_options(annotation: EngineOptions) -> Iterator[Declared]:
 
 
 def split_rest(function: Callable[..., None], words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Returns the words to parse, and the words after `--` by the name of the parameter that takes them."""
+    """Separates the words to parse from the words after `--`, keyed by the parameter that takes them."""
     names = [parameter.name for parameter, _, annotation in _parameters(function) if isinstance(annotation, Rest)]
     if not names:
         return list(words), {}
@@ -193,8 +187,7 @@ def split_rest(function: Callable[..., None], words: Sequence[str]) -> tuple[lis
 
 
 def call(function: Callable[..., None], values: dict[str, Any]) -> None:
-    """Calls a command with parsed values, by their names. Those of engine options are gathered in one dictionary, those
-    of a group in its tuple."""
+    """Calls a command with parsed values by name. Engine options are gathered in a dictionary, a group in its tuple."""
     values = dict(values)
     for parameter, kind, annotation in _parameters(function):
         if isinstance(annotation, EngineOptions):
@@ -205,7 +198,6 @@ def call(function: Callable[..., None], values: dict[str, Any]) -> None:
 
 
 def _gather(group: Any, values: dict[str, Any]) -> Any:
-    """Returns the tuple of a group, whose values are taken out of all values."""
     hints = get_type_hints(group, include_extras=True)
     nested = {name: get_args(hint)[0] for name, hint in hints.items() if isinstance(get_args(hint)[1], OptionGroup)}
     fields = {name: _gather(nested[name], values) if name in nested else values.pop(name) for name in group._fields}
@@ -219,7 +211,7 @@ def _parameters(function: Callable[..., None]) -> Iterator[tuple[Parameter, Any,
 
 
 SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-NUMBERS = {(False, True): "?", (True, True): "*", (True, False): "+"}  # by (is a list, may be left out)
+NUMBERS = {(False, True): "?", (True, True): "*", (True, False): "+"}  # keys: (is a list, is optional)
 
 
 def _add_argument(group: argparse._ArgumentGroup, declared: Declared, argument: Argument) -> None:
@@ -259,7 +251,7 @@ def _add_option(group: argparse._ArgumentGroup, declared: Declared, option: Opti
 
 
 def complete(name: str, function: Callable[..., None], given: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Returns the values of all options: as given on the command line, else as set outside of it, else the defaults."""
+    """Returns the values of all options: from the command line, else from settings, else the defaults."""
     values = dict(given)
     for declared in declarations(function):
         if isinstance(declared.annotation, Option) and declared.name not in values:
@@ -269,7 +261,7 @@ def complete(name: str, function: Callable[..., None], given: dict[str, Any], se
 
 
 def read_setting(declared: Declared, setting: Setting) -> Any:
-    """Returns a value that was set outside of the command line; raises ConfigError if the option does not take it."""
+    """Parses a setting's value; raises ConfigError if it is invalid."""
     value, option = setting.value, declared.annotation
     assert isinstance(option, Option)
     what = f"{setting.source} sets {declared.option_name.replace('_', '-')}"
@@ -294,8 +286,6 @@ def _default_text(declared: Declared) -> str:
 
 
 def _reader(number_type: type[int] | type[float], option: Option) -> Callable[[str], Any]:
-    """Returns the function that reads a number and checks its range."""
-
     def read(text: str) -> Any:
         try:
             number = read_bytes(text) if option.in_bytes else number_type(text)

@@ -1,4 +1,4 @@
-"""Prints an answer to a terminal as it comes, with its Markdown rendered."""
+"""Prints a streamed answer to a terminal, with its Markdown rendered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FENCES = ("```", "~~~")
 
 
 def print_answer(pieces: Iterable[str]) -> None:
-    """Prints pieces of text as they come: rendered on a terminal, else as they are."""
+    """Prints pieces of text as they arrive: rendered on a terminal, else unchanged."""
     if sys.stdout.isatty():
         return _print_rendered(pieces)
     for piece in pieces:
@@ -26,7 +26,7 @@ def print_answer(pieces: Iterable[str]) -> None:
 
 
 def _print_rendered(pieces: Iterable[str]) -> None:
-    """Renders the block that is being written again with each piece, and lets it be once the next one begins."""
+    """Renders the current block again with each piece, until the next one begins."""
     from rich.console import Console
     from rich.live import Live
 
@@ -45,8 +45,9 @@ def _print_rendered(pieces: Iterable[str]) -> None:
 
 
 def split_blocks(text: str) -> tuple[list[str], str]:
-    """Returns the whole blocks at the beginning of a Markdown text, and the rest. A blank line ends a block, unless it
-    is within fenced code or a list may go on after it."""
+    """Splits a Markdown text into complete blocks and the rest. A blank line ends a block, except within fenced code or
+    a list.
+    """
     done: list[str] = []
     begun: list[str] = []
     fence = ""
@@ -64,7 +65,6 @@ def split_blocks(text: str) -> tuple[list[str], str]:
 
 
 def _goes_on(line: str) -> bool:
-    """Returns whether a line after a blank one may belong to the list before it."""
     return line[0] in " \t-*+" or line.lstrip()[:1].isdigit()
 
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share. Options of the engine are declared in `penstock.config`."""
+"""Declares arguments and options that several commands share. `penstock.config` declares the engine's options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from penstock.llm import LLM
     from penstock.types import SamplingParams
 
-DEFAULT_MODEL = "smollm2"  # as in penstock.store, which is too slow to import for --help
+DEFAULT_MODEL = "smollm2"  # the same as in penstock.store, which is too slow to import for --help
 
 ModelRef = Annotated[
     str, Argument(metavar="MODEL", help="A name, a path, hf:owner/repo[:quantization] or pypi:package/file.")
 ]
 EngineSettings = Annotated[dict[str, Any], EngineOptions(tuple(OPTIONS))]
-OneSequenceSettings = Annotated[  # for commands that run one sequence at a time
+OneSequenceSettings = Annotated[  # commands that run one sequence at a time
     dict[str, Any], EngineOptions(tuple(name for name in OPTIONS if name not in ("max_rows", "prefill_budget")))
 ]
-ScoringSettings = Annotated[  # for commands that compute logits without a scheduler
+ScoringSettings = Annotated[  # commands that compute logits without a scheduler
     dict[str, Any], EngineOptions(("device", "threads", "quantize", "kv", "block_size", "config", "strict_config"))
 ]
 ExportSettings = Annotated[dict[str, Any], EngineOptions(("threads", "config", "strict_config"))]
@@ -29,17 +29,17 @@ Json = Annotated[bool, Option(help="Print JSON.")]
 
 
 class AnswerOptions(NamedTuple):
-    """Declares the options of commands that answer."""
+    """Declares the options of commands that generate answers."""
 
     max_tokens: Annotated[
-        int | None, Option(minimum=1, help="Most tokens of the answer. By default it may fill the context.")
+        int | None, Option(minimum=1, help="Maximum tokens of the answer. By default it may fill the context.")
     ] = None
     temperature: Annotated[
         float | None,
         Option(
             minimum=0,
-            help="Sampling temperature. 0: always the most likely token, so that the same prompt has the same answer. "
-            "By default, the model's own (generation_config.json, GGUF metadata or Modelfile), else 0.7.",
+            help="Sampling temperature. 0: always the most likely token, so the same prompt gets the same answer. "
+            "Default: the model's own (generation_config.json, GGUF metadata or Modelfile), else 0.7.",
         ),
     ] = None
     top_p: Annotated[
@@ -47,40 +47,41 @@ class AnswerOptions(NamedTuple):
         Option(
             minimum=0,
             maximum=1,
-            help="Sample from the most likely tokens whose probabilities add up to this. By default, the model's own, "
-            "else 0.95.",
+            help="Sample from the most likely tokens up to this total probability. Default: the model's own, else "
+            "0.95.",
         ),
     ] = None
     top_k: Annotated[
         int | None,
-        Option(minimum=0, help="Sample from so many most likely tokens; 0: from all. By default, the model's own."),
+        Option(
+            minimum=0, help="Sample from this many of the most likely tokens; 0: from all. Default: the model's own."
+        ),
     ] = None
     min_p: Annotated[
         float | None,
         Option(
             minimum=0,
             maximum=1,
-            help="Leave out tokens less likely than this share of the most likely one. By default, the model's own.",
+            help="Exclude tokens less likely than this fraction of the most likely one. Default: the model's own.",
         ),
     ] = None
     repetition_penalty: Annotated[
         float | None,
         Option(
             minimum=0,
-            help="Make tokens that were there before less likely: above 1 discourages repetition, 1 does nothing. By "
-            "default, the model's own.",
+            help="Penalty on tokens that already occurred: above 1 discourages repetition, 1 disables it. Default: "
+            "the model's own.",
         ),
     ] = None
-    seed: Annotated[int | None, Option(help="Seed that makes sampling repeatable.")] = None
+    seed: Annotated[int | None, Option(help="Seed for reproducible sampling.")] = None
     loop_guard: Annotated[
         bool,
         Option(
-            help="At temperature 0, end an answer that repeats the same words without end. This is the default; "
-            "--no-loop-guard lets it go on."
+            help="At temperature 0, end an answer that repeats itself forever. Enabled by default; --no-loop-guard "
+            "disables it."
         ),
     ] = True
-    system: Annotated[str, Option(help="System message to begin with.")] = ""
+    system: Annotated[str, Option(help="System message.")] = ""
 
     def sampling(self, llm: LLM) -> SamplingParams:
-        """Returns how to answer: as the options that were given say, else as the model's own defaults do."""
         return llm.sampling_params(**{name: getattr(self, name) for name in self._fields if name != "system"})

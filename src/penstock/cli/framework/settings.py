@@ -1,4 +1,4 @@
-"""Finds the values of options that a command line does not give: in PENSTOCK_ variables, then in penstock.toml."""
+"""Finds option values outside the command line: in PENSTOCK_ variables, then in penstock.toml."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from penstock.errors import ConfigError
 
 FILE = "penstock.toml"
 PREFIX = "PENSTOCK_"
-NOT_OPTIONS = ("PENSTOCK_HOME", "PENSTOCK_DEBUG", "PENSTOCK_CONFIG")  # variables that are read elsewhere
+NOT_OPTIONS = ("PENSTOCK_HOME", "PENSTOCK_DEBUG", "PENSTOCK_CONFIG")  # variables with other purposes
 SERVICE_LINK = re.compile(  # variables that Kubernetes sets in every pod of a namespace with a service penstock
     PREFIX + r"(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-LINKED = ("tcp://", "udp://", "sctp://")  # what such a link's PORT begins with
+LINKED = ("tcp://", "udp://", "sctp://")  # prefixes of such a PORT variable
 
 
 class Setting(NamedTuple):
-    """Holds the value of an option, and says where it comes from."""
+    """Holds an option's value and its source."""
 
-    value: Any  # as TOML has it; from a variable, a text
+    value: Any  # in TOML's type; a variable's is text
     source: str
 
 
 class Settings(NamedTuple):
-    """Holds what is set outside of the command line."""
+    """Holds the settings outside the command line."""
 
     variables: Mapping[str, str] = {}
-    path: Path | None = None  # of the file
-    tables: Mapping[str, Any] = {}  # what the file says
+    path: Path | None = None  # the file
+    tables: Mapping[str, Any] = {}  # the file's contents
 
     def of(self, command: str, option: str, variable: str = "") -> Setting | None:
-        """Returns the value of a command's option, or None. `variable` is a further name that programs know it by."""
+        """Returns a setting for a command's option. `variable` is another established name for it."""
         for name in (PREFIX + option.upper(), variable):
             if name and name in self.variables:
                 return Setting(self.variables[name], f"the variable {name}")
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
         return None
 
     def check(self, options: Mapping[str, Iterable[str]]) -> None:
-        """Raises ConfigError if the file has a key that is not among the options of its command, or of any."""
+        """Raises ConfigError if the file has a key that is not an option of its command or, at the top, of any."""
         known = {option for names in options.values() for option in names}
         for key, value in self.tables.items():
             if not isinstance(value, dict):
@@ -74,25 +74,22 @@ class Settings(NamedTuple):
 
 
 def load() -> Settings:
-    """Reads the variables, and the file that PENSTOCK_CONFIG names, else the first one that there is."""
+    """Reads the variables, and the file in PENSTOCK_CONFIG or else the first that exists."""
     path = next((path for path in _places() if path.is_file()), None)
     return Settings(option_variables(), path, {} if path is None else _read(path))
 
 
 def option_variables() -> dict[str, str]:
-    """Returns the environment without those PENSTOCK_ variables that are read elsewhere or that Kubernetes sets."""
     return {name: value for name, value in os.environ.items() if not _is_other(name, value)}
 
 
 def _is_other(name: str, value: str) -> bool:
-    """Returns whether a variable begins with our prefix and is not meant as an option."""
     if name in NOT_OPTIONS or SERVICE_LINK.fullmatch(name):
         return True
     return name.startswith(PREFIX) and name.endswith("PORT") and value.startswith(LINKED)
 
 
 def _places() -> list[Path]:
-    """Returns where the file may be, the first place first."""
     if named := os.environ.get("PENSTOCK_CONFIG"):
         if not Path(named).is_file():
             raise ConfigError(f"PENSTOCK_CONFIG names {named!r}, which is not a file: create it, or unset the variable")
@@ -102,7 +99,7 @@ def _places() -> list[Path]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import tomllib  # slow: few have such a file
+    import tomllib  # slow to import, and few users have such a file
 
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))

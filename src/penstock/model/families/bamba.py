@@ -1,5 +1,6 @@
-"""Reads Bamba: Mamba2 in most layers, attention that rotates half of each head in the others, and an MLP after each.
-Its GGUF files are those of Granite 4."""
+"""Reads Bamba: Mamba2 in most layers, attention with RoPE on half of each head in the others, and an MLP after each.
+Its GGUF files use Granite 4's architecture name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from penstock.model.config_reader import ConfigReader
 from penstock.model.families import falconh1, granitehybrid, mamba2_mixer
 from penstock.model.spec import ModelSpec
 
-ROTATED = 0.5  # of each head
+ROTATED = 0.5  # share of each head
 HUGGING_FACE = falconh1.HUGGING_FACE
 GGUF, read_gguf = granitehybrid.GGUF, granitehybrid.read_gguf
 build = partial(decoder.build, mixer=mamba2_mixer.mixer)

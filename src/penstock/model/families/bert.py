@@ -1,5 +1,5 @@
-"""Reads and builds BERT, RoBERTa and XLM-RoBERTa, which make embeddings (MiniLM, BGE, E5, LaBSE): attention that is not
-causal, layer norms after attention and MLP, and learned positions.
+"""Reads and builds BERT, RoBERTa and XLM-RoBERTa embedding models (MiniLM, BGE, E5, LaBSE): bidirectional attention,
+layer norms after attention and MLP, and learned positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
-WHOLE = r"(?:bert\.|roberta\.)?"  # before every name where the file is of the model with a head
+WHOLE = r"(?:bert\.|roberta\.)?"  # optional prefix of files saved with a head
 PARTS = {
     "attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v",
     "attention.output.dense": "o", "attention.output.LayerNorm": "attn_norm",
@@ -37,14 +37,14 @@ HUGGING_FACE = names.Naming(
     },
     layer=re.compile(rf"{WHOLE}encoder\.layer\.{names.NUMBER}\.(.+)"),
     parts=PARTS,
-    ignored=re.compile(rf"{WHOLE}(embeddings\.position_ids|pooler\..+)|(cls|lm_head)\..+"),  # of its training
+    ignored=re.compile(rf"{WHOLE}(embeddings\.position_ids|pooler\..+)|(cls|lm_head)\..+"),  # training only
 )
 GGUF = names.GGUF._replace(
     top={"token_embd": "embed", "position_embd": "positions", "token_types": "types", "token_embd_norm": "embed_norm"}
 ).but(attn_norm="attn_output_norm", mlp_norm="layer_output_norm")
 
 BIASES = frozenset(("q", "k", "v", "o", "up", "down", "attn_norm", "mlp_norm", "embed_norm"))
-NOT_COMPUTED = (  # training, and heads that embeddings do not have
+NOT_COMPUTED = (  # training options, and heads that embeddings do not use
     "attention_probs_dropout_prob",
     "classifier_dropout",
     "directionality",
@@ -103,7 +103,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 def read_encoder(
     config: ConfigReader, tensors: Mapping[str, Tensor], arch: str, keys: Collection[str] = ()
 ) -> ModelSpec:
-    """Reads the metadata of an encoder. `keys` are those that the family has besides the common ones."""
+    """Reads an encoder's metadata; `keys` are the family's extra keys."""
     config.refuse_others(KEYS.union(keys))
     config.require("attention.causal", (False,), False)
     if "token_embd.weight" not in tensors:
@@ -132,7 +132,7 @@ def read_attention(dim: int, heads: int) -> AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class PostNormBlock:
-    """Computes a part and norms the sum of its input and output."""
+    """Applies a part and norms the sum of its input and output."""
 
     part: decoder.Part
     norm: decoder.Norm
@@ -143,7 +143,7 @@ class PostNormBlock:
 
 @dataclass(frozen=True, slots=True)
 class Bert:
-    """Computes hidden states of an encoder, which embeddings are pooled from."""
+    """Computes an encoder's hidden states, from which embeddings are pooled."""
 
     embed: Weight
     positions: Weight
@@ -151,7 +151,7 @@ class Bert:
     blocks: tuple[PostNormBlock, ...]
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the hidden states of the sampled rows, [S, dim]: there are no logits."""
+        """Returns the hidden states of the sampled rows, [S, dim]; an encoder has no logits."""
         x, _ = self.norm(ops, ops.embed(self.embed), ops.embed_positions(self.positions))
         for block in self.blocks:
             x = block(ops, x)
@@ -160,16 +160,16 @@ class Bert:
 
 
 def build(spec: ModelSpec, pack: Packer) -> Bert:
-    """Builds an encoder with learned positions, to which the embedding of the first token type is added if it has token
-    types."""
+    """Builds an encoder with learned positions, which include the embedding of the first token type."""
     types = "types" if spec.segments else ""
     positions = pack.table("positions", spec.first_position, spec.max_len, spec.dim, plus=types)
     return assemble(spec, pack, positions, decoder.plain_mlp)
 
 
 def embeddings(spec: ModelSpec, pack: Packer) -> Weight:
-    """Builds the table of token embeddings. That of a pair's second text comes after that of the first, and differs by
-    the embedding of its token type: so a token id says which text it is of, and backends need not know."""
+    """Builds the table of token embeddings. A copy for a pair's second text follows, with its token type added, so that
+    the token id selects the text and backends need no token types.
+    """
     if spec.token_ids == spec.vocab:
         return pack.matrix(("embed", spec.vocab), width=spec.dim)
     return pack.twice("embed", spec.vocab, spec.dim, types="types")
@@ -182,8 +182,6 @@ def assemble(
     mlp: decoder.MakePart,
     attention: decoder.MakePart = decoder.attention,
 ) -> Bert:
-    """Builds an encoder with such a table of positions, such MLPs and such attention."""
-
     def block(layer: int, kind: str, make: decoder.MakePart) -> PostNormBlock:
         return PostNormBlock(make(spec, pack, layer), decoder.layer_norm(spec, pack, f"layers.{layer}.{kind}_norm"))
 

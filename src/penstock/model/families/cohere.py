@@ -1,5 +1,5 @@
-"""Reads Cohere's Command R, Command R+ and Aya: attention and MLP in parallel after one layer norm, which has no bias,
-RoPE on neighbouring pairs, and scaled logits. Command R+ norms the queries and keys of each head.
+"""Reads Cohere's Command R, Command R+ and Aya: attention and MLP in parallel after one layer norm without a bias, RoPE
+on neighbouring pairs, and scaled logits. Command R+ norms the queries and keys of each head.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ build = partial(decoder.build, norm=decoder.unbiased_layer_norm)
 
 def read_hf(config: ConfigReader) -> ModelSpec:
     spec = with_qk_norm(read_as("cohere", config, theta=500000.0), config.flag("use_qk_norm", False))
-    # Published configs say 8192, which is what the model was trained with first.
+    # Published configs have 8192 here, the context of the first training phase.
     return replace(spec, max_len=max(spec.max_len, config.size(CONTEXT, spec.max_len)))
 
 
 def read_as(arch: str, config: ConfigReader, theta: float) -> ModelSpec:
-    """Reads what both generations say in the same words."""
-    config.number("layer_norm_eps")  # silence would not mean what it does elsewhere
+    config.number("layer_norm_eps")  # required: the default differs from other families
     spec = config_hf.read_decoder(config, arch, eps_key="layer_norm_eps", tied=True, theta=theta)
     spec = replace(spec, biases=config_hf.read_biases(config), logit_scale=config.number(LOGITS, 0.0625))
     return in_parallel(spec)
@@ -40,7 +39,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def read_file(arch: str, config: ConfigReader, tensors: Mapping[str, Tensor], *keys: str) -> ModelSpec:
-    """Reads what the GGUF files of both generations say in the same words."""
     spec = gguf_config.read_decoder(
         config, tensors, arch, interleaved=True, eps_key=gguf_config.LAYER_EPS, keys=(LOGITS, *keys)
     )
@@ -48,7 +46,6 @@ def read_file(arch: str, config: ConfigReader, tensors: Mapping[str, Tensor], *k
 
 
 def with_qk_norm(spec: ModelSpec, normed: bool) -> ModelSpec:
-    """Returns the spec with a layer norm of each head's queries and keys, if they are normed."""
     return replace(spec, attn=replace(spec.attn, qk_norm="layer")) if normed else spec
 
 

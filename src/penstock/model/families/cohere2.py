@@ -1,5 +1,5 @@
-"""Reads Cohere's Command R7B and Command A: Command R with windows, and without RoPE in every fourth layer, which sees
-everything.
+"""Reads Cohere's Command R7B and Command A: Command R with sliding windows; every fourth layer has full attention and
+no RoPE.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.model.tensor import Tensor
 HUGGING_FACE = names.HUGGING_FACE
 GGUF = names.GGUF
 PERIOD = 4
-SAID_OTHERWISE = {  # published configs say in these words, too, what the architecture is
+SAID_OTHERWISE = {  # published configs repeat the architecture in these fields
     "order_of_interleaved_layers": "local_attn_first",
     "position_embedding_type": "rope_gptj",
     "rotary_pct": 1.0,
@@ -45,7 +45,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int) -> ModelSpec:
-    """Returns the spec with a window in the layers that are sliding, and RoPE in these alone."""
     near = replace(spec.attn, window=window)
     far = replace(spec.attn, rope=RopeSpec((), spec.attn.rope.interleaved))
     return spec.with_attention([near if one else far for one in sliding])

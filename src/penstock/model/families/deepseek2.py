@@ -1,6 +1,6 @@
-"""Reads DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight) and GLM-4.7-Flash: MLA, which keeps 576 numbers of a token per
-layer (V3), groups of experts with a shared one beside them, and plain MLPs in the first layers. A layer at the end that
-predicts further tokens (MTP) drafts if it is asked to.
+"""Reads DeepSeek V2 and V3 (R1, Kimi-K2, Moonlight) and GLM-4.7-Flash: MLA, which caches 576 numbers per token and
+layer (V3), grouped experts with a shared one, and plain MLPs in the first layers. A final multi-token prediction (MTP)
+layer can draft.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GGUF = names.GGUF.but(
     q_a="attn_q_a", q_norm="attn_q_a_norm", q_b="attn_q_b",
     kv_a="attn_kv_a_mqa", kv_norm="attn_kv_a_norm", kv_b="attn_kv_b", k_b="attn_k_b", v_b="attn_v_b",
 )  # fmt: skip
-NEUTRAL = ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")  # they concern training, or are sums of others
+NEUTRAL = ("aux_loss_alpha", "seq_aux", "ep_size", "qk_head_dim")  # training options, or sums of other fields
 KEY, VALUE = "attention.key_length", "attention.value_length"
 KV_HEADS = "attention.head_count_kv"
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -41,14 +41,14 @@ KEYS = (
     LOG_MULTIPLIER,
 )
 SECOND, THIRD, GLM = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
-DENSE = {SECOND: 0, GLM: 1}  # how many layers have no experts, where the config is silent; others: 3
+DENSE = {SECOND: 0, GLM: 1}  # default number of layers without experts; others: 3
 GLMS = (GLM, "GlmMoeDsaForCausalLM")
 GLM_SAYS = (
     "n_group",
     "rms_norm_eps",
     "routed_scaling_factor",
     "topk_group",
-)  # silence would not mean DeepSeek's values
+)  # required: DeepSeek's defaults do not apply
 build = partial(decoder.build, mixer=mla.attention)
 
 
@@ -88,7 +88,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_dense(config: ConfigReader, layers: int, silent: int) -> frozenset[int]:
-    """Reads which layers have no experts: the first ones, or those that `mlp_layer_types` names."""
+    """Reads the layers without experts: the first ones, or those in `mlp_layer_types`."""
     first = min(config.count("first_k_dense_replace", silent), layers)
     if "mlp_layer_types" not in config:
         return frozenset(range(first))
@@ -104,7 +104,7 @@ def read_experts(config: ConfigReader, spec: ModelSpec, third: bool) -> ExpertSp
     config.require("topk_method", (method,) if third else ("greedy", "group_limited_greedy"), method)
     config.require("scoring_func", ("sigmoid",) if third else ("softmax",), "sigmoid" if third else "softmax")
     if not third:
-        config.require("norm_topk_prob", (False,), False)  # where it is true, the original does not scale
+        config.require("norm_topk_prob", (False,), False)  # if true, the original does not scale
     grouped = method != "greedy"
     return replace(
         experts,
@@ -126,7 +126,7 @@ def ignored(config: ConfigReader, key: str) -> int:
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     rank = config.size("attention.kv_lora_rank", most=rope.MAX_DIMS)
     dims = config.size("rope.dimension_count", most=rope.MAX_DIMS)
-    suffix = "_mla" if f"{KEY}_mla" in config else ""  # newer converters: the plain keys are those of latents
+    suffix = "_mla" if f"{KEY}_mla" in config else ""  # in newer files the plain keys describe latents
     config.require(KV_HEADS, (1,) if suffix else (config.size("attention.head_count"),))
     if suffix:
         config.require(KEY, (rank + dims,))
@@ -167,12 +167,11 @@ def with_mla(
     rotation: RopeSpec,
     *,
     rank: int,
-    stretch: float,  # queries and keys are both multiplied by it
+    stretch: float,  # factor of both queries and keys
     experts: ExpertSpec,
     dense: frozenset[int],
     shared: int,
 ) -> ModelSpec:
-    """Returns the spec with MLA, experts, of which one or more are shared, and plain MLPs in some layers."""
     dims = 2 * len(rotation.inv_freq)
     return replace(
         spec,

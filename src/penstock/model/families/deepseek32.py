@@ -1,8 +1,8 @@
 """Reads DeepSeek V3.2: V3 with sparse attention (DSA). In each layer an index of small keys selects the positions that
 a token attends to.
 
-Published models multiply index queries and keys by a Hadamard matrix and round them to FP8. The product is the same
-without the matrix, which is left out, as transformers does it; index keys have the type of the KV cache.
+Published models multiply index queries and keys by a Hadamard matrix and round them to FP8. The matrix cancels in their
+product, so it is left out, as in transformers; index keys have the type of the KV cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def read_folder(config: ConfigReader, arch: str, *, interleaved: bool) -> ModelSpec:
-    """Reads a config.json. `interleaved` describes the RoPE of the index; that of attention always is."""
+    """Reads a config.json. `interleaved` describes the index's RoPE; attention's RoPE is always interleaved."""
     config.require("rope_interleave", (True,), True)
     config.require("indexer_rope_interleave", (interleaved,), interleaved)
     spec = replace(deepseek2.read_hf(config), arch=arch)
@@ -53,13 +53,11 @@ def read_folder(config: ConfigReader, arch: str, *, interleaved: bool) -> ModelS
 
 
 def read_file(config: ConfigReader, tensors: Mapping[str, Tensor], arch: str, *, interleaved: bool) -> ModelSpec:
-    """Reads GGUF metadata. `interleaved` describes the RoPE of the index."""
     spec = replace(deepseek2.read_gguf(config.without(*KEYS), tensors), arch=arch)
     return with_index(config, spec, KEYS, interleaved)
 
 
 def with_index(config: ConfigReader, spec: ModelSpec, keys: Sequence[str], interleaved: bool) -> ModelSpec:
-    """Returns the spec with an index in each layer; its numbers have these keys."""
     assert spec.mla is not None
     if not spec.mla.q_lora_rank:
         raise config.unsupported("q_lora_rank", None, ("a rank, which index queries are projected from",))

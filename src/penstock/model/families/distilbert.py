@@ -1,4 +1,4 @@
-"""Reads DistilBERT: BERT without token types. GGUF files call it BERT."""
+"""Reads DistilBERT: BERT without token types. Its GGUF files use BERT's architecture name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.model.families.gpt2 import ACTS
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
-WHOLE = r"(?:distilbert\.)?"  # before every name where the file is of the model with a head
+WHOLE = r"(?:distilbert\.)?"  # optional prefix of files saved with a head
 HUGGING_FACE = names.Naming(
     top={
         f"{model}embeddings.{theirs}": ours
@@ -28,16 +28,16 @@ HUGGING_FACE = names.Naming(
         "attention.q_lin": "q", "attention.k_lin": "k", "attention.v_lin": "v", "attention.out_lin": "o",
         "sa_layer_norm": "attn_norm", "ffn.lin1": "up", "ffn.lin2": "down", "output_layer_norm": "mlp_norm",
     },
-    ignored=re.compile(rf"{WHOLE}embeddings\.position_ids|vocab_(transform|layer_norm|projector)\..+"),  # of training
+    ignored=re.compile(rf"{WHOLE}embeddings\.position_ids|vocab_(transform|layer_norm|projector)\..+"),  # training only
 )  # fmt: skip
 GGUF = bert.GGUF
-EPS = 1e-12  # the config does not say it
+EPS = 1e-12  # not in the config
 NOT_COMPUTED = ("qa_dropout", "seq_classif_dropout", "tie_weights_", "tie_word_embeddings")
 build = bert.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.ignore(*NOT_COMPUTED, "sinusoidal_pos_embds")  # the table is stored, whatever it was made of
+    config.ignore(*NOT_COMPUTED, "sinusoidal_pos_embds")  # the table is stored either way
     config.require("activation", tuple(ACTS), "gelu")
     dim = config.size("dim")
     return ModelSpec(

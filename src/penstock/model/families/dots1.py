@@ -1,4 +1,4 @@
-"""Reads dots.llm1: Qwen3's attention, with GLM-4.5's experts."""
+"""Reads dots.llm1: Qwen3's attention and GLM-4.5's experts."""
 
 from __future__ import annotations
 

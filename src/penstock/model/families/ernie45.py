@@ -1,5 +1,5 @@
-"""Reads ERNIE 4.5, dense or with experts: Llama with RoPE on neighbouring pairs. Experts are selected by a bias beside
-their scores. Layers that predict further tokens (MTP) are left out.
+"""Reads ERNIE 4.5, dense or with experts: Llama with RoPE on neighbouring pairs. A bias helps to select experts. The
+multi-token prediction (MTP) layers are left out.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ GGUF = names.GGUF
 BIASES = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
 SHARED_SIZE = "expert_shared_feed_forward_length"
 KEYS = (SHARED_SIZE, "expert_shared_count", "interleave_moe_layer_step", "leading_dense_block_count")
-NEUTRAL = ("moe_capacity", "num_nextn_predict_layers")  # of training, and of parts that are left out
+NEUTRAL = ("moe_capacity", "num_nextn_predict_layers")  # training options, and omitted parts
 build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.number("rms_norm_eps")  # silence would not mean what it does elsewhere
+    config.number("rms_norm_eps")  # required: the default differs from other families
     config.size("num_key_value_heads")
     experts = config.strings("architectures") == ["Ernie4_5_MoeForCausalLM"]
     if not experts:
@@ -41,7 +41,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads what a model with experts says besides."""
     config.require("use_bias", (False,), False)
     config.require("moe_norm_min", (1e-12,), 1e-12)
     config.ignore(*NEUTRAL)
@@ -66,7 +65,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def with_experts(spec: ModelSpec, experts: ExpertSpec, layers: range, step: int, shared: int) -> ModelSpec:
-    """Returns the spec with experts in every `step`-th layer of those."""
+    """Returns the spec with experts in every `step`-th of these layers."""
     return replace(
         spec,
         experts=replace(experts, renormalize=True, choice_bias=True),

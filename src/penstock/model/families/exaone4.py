@@ -1,5 +1,5 @@
 """Reads EXAONE 4: norms after attention and MLP instead of before them, and norms of each head's q and k. Larger models
-have windows in three of four layers, which alone have RoPE.
+have windows in three of four layers, and RoPE only there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ build = olmo2.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.number("rms_norm_eps")  # silence would mean another than elsewhere
+    config.number("rms_norm_eps")  # required: the default differs from other families
     spec = replace(config_hf.read_decoder(config, "exaone4"), biases=frozenset())
     window = config_hf.read_window(config, 4096)
     if "layer_types" in config:
-        config.ignore(PATTERN)  # letters or a number that say the same
+        config.ignore(PATTERN)  # a shorthand for the layer types
         return in_layers(spec, config_hf.read_sliding(config, [False] * spec.layers), window)
     return in_layers(spec, all_but_each(config.size(PATTERN, PERIOD), spec.layers), window)
 

@@ -18,7 +18,7 @@ from penstock.model.spec import AttentionSpec, ModelSpec
 from penstock.model.tensor import Tensor
 
 TOP = {"word_embeddings": "embed", "ln_f": "norm"}
-HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its inner one is saved
+HUGGING_FACE = names.Naming(  # optionally prefixed by the outer model
     top=TOP | {f"transformer.{theirs}": ours for theirs, ours in TOP.items()} | {"lm_head": "head"},
     layer=re.compile(rf"(?:transformer\.)?h\.{names.NUMBER}\.(.+)"),
     parts={
@@ -28,7 +28,7 @@ HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its in
     },
     ignored=re.compile(r".+\.inv_freq"),  # computed from the config
 )  # fmt: skip
-GGUF = names.GGUF.but(qkv="attn_qkv")._replace(  # the norm of two that the MLP has is called as the only one is
+GGUF = names.GGUF.but(qkv="attn_qkv")._replace(  # the first of two norms has the name of a single one
     renamed={"attn_norm_2": {"attn_norm": "mlp_norm", "attn_norm_2": "attn_norm"}}
 )
 NORMS = frozenset(("attn_norm", "mlp_norm", "norm"))
@@ -57,10 +57,10 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_attention(config: ConfigReader, dim: int, max_len: int) -> AttentionSpec:
-    """Reads the heads. Without the new architecture, all share one KV head or each has its own."""
+    """Reads the heads. Without `new_decoder_architecture`, all heads share one KV head or each has its own."""
     heads = config.size("num_attention_heads")
     grouped, multi_query = config.size("num_kv_heads", heads), config.flag("multi_query", True)
-    config.ignore("num_ln_in_parallel_attn")  # the tensors tell
+    config.ignore("num_ln_in_parallel_attn")  # visible in the tensors
     if config.flag("new_decoder_architecture", False):
         config.require("parallel_attn", (True,), True)
         kv_heads = grouped

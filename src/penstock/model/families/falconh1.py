@@ -1,8 +1,8 @@
-"""Reads Falcon-H1: attention and Mamba2 beside each other in every layer, and multipliers of nearly everything.
+"""Reads Falcon-H1: parallel attention and Mamba2 in every layer, and multipliers at almost every projection.
 
-In folders the multipliers are numbers of the config; GGUF files have them in their weights. Those of x, B and C are
-computed into the convolution. The one of keys becomes one of scores. The MLP's first one multiplies its input, which
-multiplies gate and up alike, and its output is divided by it again.
+Hugging Face configs list the multipliers; GGUF files have them in their weights. Those of x, B and C are folded into
+the convolution, and the key multiplier into the score scale. The MLP's first multiplier applies to its input, and so to
+both gate and up; its output is divided by it again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HUGGING_FACE = names.HUGGING_FACE.but(
     down="feed_forward.down_proj",
 )._replace(top={"model.embed_tokens": "embed", "model.final_layernorm": "norm", "lm_head": "head"})
 GGUF = names.GGUF.but(**mamba2_mixer.GGUF_PARTS)
-NEUTRAL = (  # of training and of starting values
+NEUTRAL = (  # training and initialization
     *("num_logits_to_keep", "mamba_use_mlp", "mlp_expansion_factor", "attn_layer_indices"),
     *("time_step_floor", "time_step_max", "time_step_min", "time_step_rank"),
 )
@@ -36,7 +36,7 @@ NO_SCALES = BranchScales()
 
 @dataclass(frozen=True, slots=True)
 class ScaledPart:
-    """Computes a part between two multipliers."""
+    """Applies a part between two multipliers."""
 
     part: decoder.Part
     before: float
@@ -48,7 +48,7 @@ class ScaledPart:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """Computes attention and Mamba2 of the same values, and adds them up."""
+    """Computes attention and Mamba2 on the same input, and adds their outputs."""
 
     attention: decoder.Part
     mamba: decoder.Part
@@ -58,14 +58,12 @@ class Branches:
 
 
 def mixer(spec: ModelSpec, pack: Packer, layer: int) -> Branches:
-    """Builds a layer's attention and its Mamba2."""
     s = spec.branch_scales or NO_SCALES
     attention = ScaledPart(decoder.attention(spec, pack, layer), s.attention_in, s.attention_out)
     return Branches(attention, ScaledPart(mamba2_mixer.mamba2(spec, pack, layer, s.convolved), s.ssm_in, s.ssm_out))
 
 
 def mlp(spec: ModelSpec, pack: Packer, layer: int) -> ScaledPart:
-    """Builds a layer's MLP."""
     s = spec.branch_scales or NO_SCALES
     return ScaledPart(decoder.mlp_or_experts(spec, pack, layer), s.gate, s.down / s.gate)
 
@@ -75,12 +73,11 @@ def build(spec: ModelSpec, pack: Packer) -> decoder.Decoder:
 
 
 def in_all_layers(spec: ModelSpec, mamba: Mamba2Spec) -> ModelSpec:
-    """Returns the spec with Mamba2 beside attention in every layer."""
     every = frozenset(range(spec.layers))
     return replace(mamba2_mixer.with_mamba2(spec, mamba, every), attentive=every)
 
 
-# -- configs -----------------------------------------------------------------------------------------------------
+# ---- configs ----
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
@@ -114,13 +111,13 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_multipliers(config: ConfigReader) -> dict[str, tuple[float, ...]]:
-    """Reads the lists of multipliers, of ones where the config is silent."""
+    """Reads the lists of multipliers; defaults are ones."""
     counts = {"ssm_multipliers": 5, "mlp_multipliers": 2}
     return {key: config.numbers(key, count) if key in config else (1.0,) * count for key, count in counts.items()}
 
 
 def read_mamba(config: ConfigReader, spec: ModelSpec) -> Mamba2Spec:
-    """Reads the sizes of Mamba2, which may have no norm."""
+    """Reads Mamba2's sizes; its norm is optional."""
     inner = config.size("mamba_expand", 2) * spec.dim
     mamba = mamba2_mixer.read_hf(config, spec.eps, config.size("mamba_d_ssm", inner))
     normed, first = config.flag("mamba_rms_norm", False), config.flag("mamba_norm_before_gate", True)

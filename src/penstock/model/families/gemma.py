@@ -1,4 +1,4 @@
-"""Reads Gemma 1: Llama with GELU, scaled embeddings, and gains of norms that are stored less one."""
+"""Reads Gemma 1: Llama with GELU, scaled embeddings, and norm gains stored minus one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.size("head_dim")  # silence would mean 256, not a share of the width
-    config.require("hidden_act", ("gelu", TANH), TANH)  # published configs call the approximation "gelu"
+    config.size("head_dim")  # required: the default is 256, not the width divided by the heads
+    config.require("hidden_act", ("gelu", TANH), TANH)  # published configs say "gelu" and mean the approximation
     config.require("hidden_activation", (TANH,), TANH)
     config.require("use_bidirectional_attention", (False,), False)
     spec = config_hf.read_decoder(config, "gemma", tied=True, act_key="hidden_activation")

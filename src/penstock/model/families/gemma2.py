@@ -1,4 +1,4 @@
-"""Reads Gemma 2: norms before and after attention and MLP, a window in every other layer, soft caps of scores and
+"""Reads Gemma 2: norms before and after attention and MLP, a window in every other layer, and soft caps on scores and
 logits.
 """
 
@@ -22,7 +22,7 @@ HUGGING_FACE = names.HUGGING_FACE.but(
 GGUF = names.GGUF.but(after_attn_norm="post_attention_norm", after_mlp_norm="post_ffw_norm")
 SCORES, LOGITS = CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 KEYS = (*CAPS, gguf_config.WINDOW)
-LARGEST = 46  # layers of the model whose scores have another scale
+LARGEST = 46  # only the largest model has another score scale
 build = partial(decoder.build, post_norm=True)
 
 
@@ -50,15 +50,13 @@ def capped(spec: ModelSpec, scores: float, logits: float) -> ModelSpec:
 
 
 def read_rest(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads what every Gemma's config.json says. Its checkpoints store the gains of norms less one."""
     for key in ("head_dim", "num_key_value_heads"):
-        config.size(key)  # silence would not mean what it does elsewhere
+        config.size(key)  # required: the default differs from other families
     config.require("hidden_activation", ("gelu_pytorch_tanh",))
-    config.ignore("hidden_act")  # older configs say both
+    config.ignore("hidden_act")  # older configs have both
     attn = replace(spec.attn, multiplier=config.number("query_pre_attn_scalar", 256.0) ** -0.5)
     return replace(spec, attn=attn, gain_offset=1.0, biases=config_hf.read_biases(config))
 
 
 def score_scale(spec: ModelSpec, largest: int) -> float:
-    """Returns what scores are multiplied by. GGUF files do not say that the largest model differs."""
     return float((spec.dim // spec.attn.heads if spec.layers == largest else spec.attn.head_dim) ** -0.5)

@@ -1,5 +1,5 @@
-"""Reads Gemma 3 (without vision): Gemma 2 with norms of each head's q and k in place of soft caps. Every sixth layer
-sees everything, and has a RoPE of its own. EmbeddingGemma sees to both sides.
+"""Reads Gemma 3 (text only): Gemma 2 with QK norms per head instead of soft caps. Every sixth layer has full attention
+and its own RoPE. EmbeddingGemma is bidirectional.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GGUF = gemma2.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
 KEYS = (gguf_config.WINDOW, "attention.sliding_window_pattern", "rope.freq_base_swa", gemma2.LOGITS)
 PERIOD, THETA, LOCAL_THETA = 6, 1000000.0, 10000.0
 LARGEST = 62
-SILENT = {  # what published configs of models that see leave out
+SILENT = {  # defaults for published vision configs
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 131072,
@@ -51,7 +51,6 @@ def read_text(config: ConfigReader) -> ModelSpec:
 
 
 def to_both_sides(spec: ModelSpec, window: int) -> tuple[ModelSpec, int]:
-    """Returns the spec of an encoder, and the window with half of its positions on each side."""
     return replace(spec, attn=replace(spec.attn, causal=False)), window // 2 + 1
 
 

@@ -1,12 +1,12 @@
 """Reads the text part of Gemma 3n: four residual streams that each layer predicts and corrects (AltUp), a low-rank
-product beside attention (Laurel), per-layer embeddings, MLPs whose gates are cut off in some layers, and last layers
-that read the keys and values of earlier ones.
+product parallel to attention (Laurel), per-layer embeddings, sparse MLPs in some layers, and last layers that reuse the
+keys and values of earlier ones.
 
-The table of per-layer embeddings is larger than the rest of the model: 4.7 GB of E4B's in 16 bits. It is looked up, a
-row for each token, and costs no product. It lies in the device's memory in the format that it is stored in.
+The table of per-layer embeddings is larger than the rest of the model: 4.7 GB of E4B in 16 bits. Each token reads one
+row, without a product, so it stays in device memory in the file's format.
 
-Images and audio are refused, and the towers that would read them are left out. GGUF files are read as llama.cpp writes
-them; llama.cpp itself takes the numbers of the two published sizes instead of those that its files state.
+Images and audio are refused, and their towers are left out. GGUF files are read as llama.cpp writes them, although
+llama.cpp itself ignores their numbers in favour of those of the two published sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.model.weights import Packer
 
 MAX_STREAMS = 8
 PERIOD, THETA, LOGIT_CAP = 5, 1000000.0, 30.0
-SPARSE_LAYERS, SPARSITY = 10, 0.95  # of configs that do not say
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # defaults
 
 PER_LAYER_TOP = {
     "model.embed_tokens_per_layer": "per_layer_embed",
@@ -95,24 +95,24 @@ KEYS = (
 )
 
 
-# -- the model ---------------------------------------------------------------------------------------------------
+# ---- model ----
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRouter:
-    """Computes, from one stream, what the coefficients of all streams are made of."""
+    """Computes AltUp's router from one stream."""
 
-    norm: Norm  # its gain is over the width
+    norm: Norm  # its gain includes the division by the width
     router: Weight
 
     def __call__(self, ops: Ops[V], x: V) -> V:
         normed, _ = self.norm(ops, x)
-        return ops.soft_cap(ops.linear(normed, self.router), 1.0)  # a cap of 1 is tanh
+        return ops.soft_cap(ops.linear(normed, self.router), 1.0)  # tanh, which is a soft cap of 1
 
 
 @dataclass(frozen=True, slots=True)
 class SparseMlp:
-    """Computes a gated MLP. A finite cutoff leaves only the highest values of its gate."""
+    """Computes a gated MLP. A finite cutoff keeps only the highest values of its gate."""
 
     act: str
     cutoff: float
@@ -127,7 +127,7 @@ class SparseMlp:
 
 @dataclass(frozen=True, slots=True)
 class StreamLayer:
-    """Predicts all streams, computes the active one, and corrects all by what it became."""
+    """Predicts all streams, computes the active one, and corrects all by its change."""
 
     spec: ModelSpec
     router: StreamRouter
@@ -139,7 +139,7 @@ class StreamLayer:
     after_attn_norm: Norm
     laurel: tuple[Weight, Weight]
     laurel_norm: Norm
-    mlp_norm: Norm  # of the sum of two parts before it is divided by the root of 2
+    mlp_norm: Norm  # applied to a sum of two parts, before its division by the root of 2
     mlp: SparseMlp
     after_mlp_norm: Norm
     per_layer: PerLayerGate
@@ -178,12 +178,11 @@ class StreamDecoder:
 
     ends: Ends
     inputs: PerLayerInputs
-    into: Weight  # makes all streams but the first one of it
+    into: Weight  # projects the first stream to all others
     out: tuple[Weight, ...]
     layers: tuple[StreamLayer, ...]
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the logits of the sampled rows: [S, vocab]."""
         x: V = self.ends.enter(ops)
         inputs = self.inputs(ops, x)
         streams = ops.concat(x, ops.match_rms(ops.linear(x, self.into), x))
@@ -192,7 +191,6 @@ class StreamDecoder:
         return self.ends.leave(ops, self._mean(ops, streams), None)
 
     def _mean(self, ops: Ops[V], streams: V) -> V:
-        """Returns the mean of all streams, which are first scaled to the first one."""
         dim = self.ends.spec.dim
         first = total = ops.take_columns(streams, 0, dim)
         for i, weight in enumerate(self.out, 1):
@@ -202,7 +200,6 @@ class StreamDecoder:
 
 
 def build(spec: ModelSpec, pack: Packer) -> StreamDecoder:
-    """Builds the model."""
     assert spec.altup
     others = range(spec.altup.streams - 1)
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
@@ -257,7 +254,7 @@ def build_router(spec: ModelSpec, pack: Packer, name: str) -> StreamRouter:
     return StreamRouter(Norm(gain, spec.eps), router)
 
 
-# -- configs -----------------------------------------------------------------------------------------------------
+# ---- configs ----
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
@@ -280,9 +277,9 @@ def read_text(config: ConfigReader) -> ModelSpec:
         config, "gemma3n", tied=True, theta=THETA, act_key="hidden_activation", scaling=far, hidden_key="hidden_size"
     )
     for key in ("head_dim", "num_key_value_heads"):
-        config.size(key)  # silence would not mean what it does elsewhere
+        config.size(key)  # required: the default differs from other families
     config.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-    config.ignore("altup_coef_clip", "altup_lr_multiplier")  # only training uses them
+    config.ignore("altup_coef_clip", "altup_lr_multiplier")  # training only
     spec = replace(
         with_hidden(gemma2.scaled(spec), config.sizes_in_each("intermediate_size", spec.layers)),
         logit_cap=config.number_or_null(gemma2.LOGITS, LOGIT_CAP),
@@ -350,7 +347,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def rows_of(tensors: Mapping[str, Tensor], name: str) -> int:
-    """Returns how many rows a matrix of the file has."""
     found = tensors.get(f"{name}.weight")
     if found is None:
         ours = names.identify(f"{name}.weight", GGUF).name
@@ -364,12 +360,11 @@ def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float
 
 
 def with_hidden(spec: ModelSpec, sizes: Sequence[int]) -> ModelSpec:
-    """Returns the spec with MLPs of these widths."""
     return replace(spec, hidden=max(sizes), layer_hidden=tuple(sizes) if len(set(sizes)) > 1 else ())
 
 
 def with_shared_kv(spec: ModelSpec, count: int) -> ModelSpec:
-    """Returns the spec with so many last layers that read the keys and values of earlier ones."""
+    """Returns the spec whose last `count` layers reuse the keys and values of earlier ones."""
     first = spec.layers - count
     attention = [spec.attention(layer) for layer in range(spec.layers)]
     writing, reading = ({attn.window for attn in some} for some in (attention[:first], attention[first:]))

@@ -1,12 +1,12 @@
-"""Reads the text part of Gemma 4: Gemma 3 with norms of values, larger heads and fewer KV heads in layers that see
-everything, and a factor for each layer. Smaller models have per-layer embeddings and last layers that read the keys and
-values of earlier ones (as Gemma 3n); 26B-A4B has experts beside each MLP.
+"""Reads the text part of Gemma 4: Gemma 3 with value norms, larger heads and fewer KV heads in full-attention layers,
+and a factor per layer. Smaller models have per-layer embeddings and last layers that reuse the keys and values of
+earlier ones, as Gemma 3n; 26B-A4B has experts parallel to each MLP.
 
-Layers that see everything rotate a part of a head's pairs, each of which spans half of the head. Where one matrix
-projects keys and values, it is packed twice.
+Full-attention layers rotate only some of a head's pairs, each of which spans half of the head. Where one matrix
+projects both keys and values, it is packed twice.
 
-A KV block has room for layers of the larger size. Smaller layers share that room where several fit into it: nothing is
-wasted in the published sizes. Images and audio are refused, and the towers that would read them are left out.
+A KV block has room for layers of the larger size. Several smaller layers share such a room where they fit: the
+published sizes waste nothing. Images and audio are refused, and their towers are left out.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ KEYS = (
 )
 
 
-# -- the model ---------------------------------------------------------------------------------------------------
+# ---- model ----
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsBeside:
-    """Computes each token with experts that see the residual stream before the MLP, as their router does."""
+    """Computes experts parallel to the MLP; router and experts read the residual stream before it."""
 
     spec: ExpertSpec
-    router_norm: Norm  # its gain is over the root of the width
+    router_norm: Norm  # its gain includes the division by the root of the width
     router: Weight
     norm: Norm
     experts: ExpertWeights
@@ -78,7 +78,7 @@ class ExpertsBeside:
     after_norm: Norm
 
     def __call__(self, ops: Ops[V], residual: V, dense: V) -> V:
-        """Maps the residual stream and the output of the MLP to the sum of both, each normed."""
+        """Maps the residual stream and the MLP's output to the sum of both, each normed."""
         routed, _ = self.router_norm(ops, residual)
         logits = ops.linear(routed, self.router, precision="float32")
         normed, _ = self.norm(ops, residual)
@@ -89,7 +89,7 @@ class ExpertsBeside:
 
 @dataclass(frozen=True, slots=True)
 class GemmaLayer:
-    """Computes attention, MLP, experts and the layer's own input, where it has them."""
+    """Computes attention, MLP, and the optional experts and per-layer input."""
 
     attn_norm: Norm
     attention: Attention
@@ -118,14 +118,13 @@ class GemmaLayer:
 
 @dataclass(frozen=True, slots=True)
 class GemmaDecoder:
-    """Computes logits with layers that may have inputs of their own."""
+    """Computes logits with layers that may have per-layer inputs."""
 
     ends: Ends
     inputs: PerLayerInputs | None
     layers: tuple[GemmaLayer, ...]
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the logits of the sampled rows: [S, vocab]."""
         x: V = self.ends.enter(ops)
         inputs = self.inputs(ops, x) if self.inputs else None
         for layer in self.layers:
@@ -134,7 +133,6 @@ class GemmaDecoder:
 
 
 def build(spec: ModelSpec, pack: Packer) -> GemmaDecoder:
-    """Builds the model."""
     embed = pack.matrix(("embed", spec.vocab), width=spec.dim)
     head = embed if spec.tied else pack.matrix(("head", spec.vocab), width=spec.dim)
     return GemmaDecoder(
@@ -159,7 +157,7 @@ def build_layer(spec: ModelSpec, pack: Packer, layer: int) -> GemmaLayer:
         experts=build_experts(spec, pack, name) if spec.experts else None,
         after_mlp_norm=norm("after_mlp_norm"),
         per_layer=per_layer.build_gate(spec, pack, layer) if spec.per_layer else None,
-        scale=pack.number(f"{name}.layer_scale") if pack.has("layers.0.layer_scale") else 1.0,  # all layers, or none
+        scale=pack.number(f"{name}.layer_scale") if pack.has("layers.0.layer_scale") else 1.0,  # all layers or none
     )
 
 
@@ -178,7 +176,7 @@ def build_experts(spec: ModelSpec, pack: Packer, name: str) -> ExpertsBeside:
     )
 
 
-# -- configs -----------------------------------------------------------------------------------------------------
+# ---- configs ----
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
@@ -195,9 +193,9 @@ def read_text(config: ConfigReader) -> ModelSpec:
         config, "gemma4", tied=True, act_key="hidden_activation", hidden_key="hidden_size", scaling=unscaled
     )
     for key in ("head_dim", "num_key_value_heads"):
-        config.size(key)  # silence would not mean what it does elsewhere
+        config.size(key)  # required: the default differs from other families
     config.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-    config.require("use_bidirectional_attention", ("vision",), "vision")  # null, or among the tokens of an image
+    config.require("use_bidirectional_attention", ("vision",), "vision")  # null, or only within an image
     hidden, shared = config.size("intermediate_size"), config.count("num_kv_shared_layers", 0, most=spec.layers)
     wide = shared if config.flag("use_double_wide_mlp", False) else 0
     spec = replace(
@@ -211,7 +209,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
     else:
         config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
     sliding = [*config_hf.read_sliding(config, all_but_each(PERIOD, spec.layers))]
-    sliding[-1] = False  # whatever the config says
+    sliding[-1] = False  # regardless of the config
     near, far = read_attention(config, spec, sliding)
     return gemma3n.with_shared_kv(spec.with_attention([near if one else far for one in sliding]), shared)
 
@@ -232,7 +230,6 @@ def read_experts(config: ConfigReader, spec: ModelSpec) -> ExpertSpec:
 def read_attention(
     config: ConfigReader, spec: ModelSpec, sliding: Sequence[bool]
 ) -> tuple[AttentionSpec, AttentionSpec]:
-    """Reads the attention of layers with a window and of those that see everything."""
     ropes = config.table("rope_parameters")
     ropes.refuse_others((config_hf.FULL, config_hf.SLIDING))
     same = config.flag("attention_k_eq_v", False)
@@ -250,8 +247,6 @@ def read_attention(
 
 
 def read_far_sizes(config: ConfigReader, sliding: Sequence[bool], kv_heads: int) -> tuple[int, int]:
-    """Reads the sizes of heads in layers that see everything. Transformers 5 writes them for each such layer. Without
-    `kv_heads`, which is a default, there are as many KV heads in all layers."""
     sizes = config.size("global_head_dim", GLOBAL_HEAD_DIM, most=rope.MAX_DIMS), kv_heads
     if "num_global_key_value_heads" in config:
         count = config.size("num_global_key_value_heads")
@@ -274,11 +269,10 @@ def read_far_sizes(config: ConfigReader, sliding: Sequence[bool], kv_heads: int)
     return head_dim, kv_heads if count == MAX_HEADS else count
 
 
-MAX_HEADS = 1 << 16  # stands for silence
+MAX_HEADS = 1 << 16  # a default above any real value
 
 
 def read_near(ropes: ConfigReader, head_dim: int) -> RopeSpec:
-    """Reads the RoPE of layers with a window."""
     near = ropes.table(config_hf.SLIDING)
     near.refuse_others(("rope_theta", "rope_type", "partial_rotary_factor"))
     near.require("rope_type", ("default",), "default")
@@ -288,7 +282,7 @@ def read_near(ropes: ConfigReader, head_dim: int) -> RopeSpec:
 
 
 def read_far(far: ConfigReader, head_dim: int) -> RopeSpec:
-    """Reads the RoPE of layers that see everything. Pairs that are not rotated have a frequency of 0."""
+    """Reads the RoPE of full-attention layers; unrotated pairs have frequency 0."""
     far.refuse_others(("rope_theta", "rope_type", "partial_rotary_factor", "factor"))
     far.require("rope_type", ("proportional",), "proportional")
     share = far.number("partial_rotary_factor", 1.0 if far.names() else GLOBAL_ROTATED)

@@ -1,4 +1,4 @@
-"""Reads EmbeddingGemma's GGUF files: Gemma 3 as an encoder. Its folders are read as those of Gemma 3 are."""
+"""Reads EmbeddingGemma's GGUF files: Gemma 3 as an encoder. Its Hugging Face folders are read as Gemma 3."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Reads GLM-4 (9B of 2024) and GLM-Edge: Llama with biases for q, k and v, gate and up in one tensor, and a RoPE that
-rotates neighbouring pairs in a part of a head.
+"""Reads GLM-4 (9B, 2024) and GLM-Edge: Llama with biases for q, k and v, fused gate and up, and RoPE on neighbouring
+pairs in part of each head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 def read_as(arch: str, config: ConfigReader) -> ModelSpec:
     for key in ("rms_norm_eps", "num_key_value_heads", "head_dim"):
-        config.number(key)  # silence would not mean what it does elsewhere
+        config.number(key)  # required: the default differs from other families
     spec = config_hf.read_decoder(config, arch, partial=True)
     if ROTATED_SHARE not in config_hf.rope_fields(config):
         config.number(ROTATED_SHARE)

@@ -1,4 +1,4 @@
-"""Reads GLM-4-0414: GLM-4 with norms after attention and MLP as well as before them."""
+"""Reads GLM-4-0414: GLM-4 with norms both before and after attention and MLP."""
 
 from __future__ import annotations
 

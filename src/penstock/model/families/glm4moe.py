@@ -1,5 +1,5 @@
-"""Reads GLM-4.5, 4.6, 4.7 and Solar-Open: experts selected by sigmoids and a bias, a shared expert, and plain MLPs in
-the first layers. A layer at the end that predicts further tokens (MTP) drafts if it is asked to.
+"""Reads GLM-4.5, 4.6, 4.7 and Solar-Open: sigmoid-scored experts with a selection bias, a shared expert, and plain MLPs
+in the first layers. A final multi-token prediction (MTP) layer can draft.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_solar(config: ConfigReader) -> ModelSpec:
-    """Reads Solar-Open, which has experts in all layers."""
-    config.size("head_dim")  # silence would not mean what it does elsewhere
+    config.size("head_dim")  # required: the default differs from other families
     config.number("rms_norm_eps")
     config.require("first_k_dense_replace", (0,), 0)
     config.require("use_qk_norm", (False,), False)
@@ -48,7 +47,7 @@ def read_biases(config: ConfigReader) -> frozenset[str]:
 
 def read_glm(config: ConfigReader) -> ModelSpec:
     place = config if "partial_rotary_factor" in config else config_hf.rope_fields(config)
-    place.number("partial_rotary_factor")  # silence would mean a half
+    place.number("partial_rotary_factor")  # required: the default is one half
     spec = config_hf.read_decoder(config, "glm4moe", partial=True)
     return with_experts(
         replace(
@@ -64,7 +63,7 @@ def read_glm(config: ConfigReader) -> ModelSpec:
 
 
 def read_experts(config: ConfigReader, spec: ModelSpec, *, renormalize: bool) -> ExpertSpec:
-    """Reads experts that are selected by sigmoids and groups; `renormalize` is a default."""
+    """Reads sigmoid-scored, grouped experts; `renormalize` is a default."""
     experts = config_hf.read_experts(config, spec, count="n_routed_experts", hidden="moe_intermediate_size")
     return replace(
         experts,
@@ -91,7 +90,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def with_experts(spec: ModelSpec, experts: ExpertSpec, *, dense: int, shared: int, normed: bool) -> ModelSpec:
-    """Returns the spec with experts, of which one is shared, and with plain MLPs in the first layers."""
     return replace(
         spec,
         attn=replace(spec.attn, qk_norm="head" if normed else ""),

@@ -1,5 +1,5 @@
-"""Reads GLM-5: DeepSeek V3.2 with RoPE on neighbouring pairs in the index, too. Layers of GLM-5.2 may attend to the
-positions that the layer before them has selected.
+"""Reads GLM-5: DeepSeek V3.2 with RoPE on neighbouring pairs in the index too. Layers of GLM-5.2 may reuse the
+positions that an earlier layer selected.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
 HUGGING_FACE, GGUF = deepseek32.HUGGING_FACE, deepseek32.GGUF
-TYPES = "attention.indexer.types"  # of each layer: 1 says that it selects positions
-SHARING_CONTEXT = 1 << 20  # files of at least so many positions share where they do not say which layers do
-NAMES = {"F": "full", "S": "shared"}  # of a pattern's letters
+TYPES = "attention.indexer.types"  # per layer; 1 means that the layer selects positions
+SHARING_CONTEXT = 1 << 20  # files with at least this context share by default
+NAMES = {"F": "full", "S": "shared"}  # letters of a pattern
 build = deepseek32.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
     spec = deepseek32.read_folder(config, "glmdsa", interleaved=True)
-    config.ignore("index_share_for_mtp_iteration")  # of layers that are left out
+    config.ignore("index_share_for_mtp_iteration")  # only for omitted layers
     frequency, offset = config.count("index_topk_freq", 1), config.count("index_skip_topk_offset", 2)
     if "indexer_types" in config:
-        config.ignore("index_topk_pattern")  # a list of types is what transformers makes of it
+        config.ignore("index_topk_pattern")  # transformers derives the list of types from it
         return with_sharing(config, spec, "indexer_types", config.strings("indexer_types"))
     if "index_topk_pattern" in config:
         letters = config.text("index_topk_pattern")
@@ -41,12 +41,11 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def each(layers: int, offset: int, frequency: int) -> list[str]:
-    """Returns the types of layers of which, from the one before `offset` on, every `frequency`-th selects positions."""
+    """Returns layer types where every `frequency`-th layer selects positions, starting before `offset`."""
     return ["shared" if max(layer - offset + 1, 0) % frequency else "full" for layer in range(layers)]
 
 
 def with_sharing(config: ConfigReader, spec: ModelSpec, key: str, kinds: Sequence[str]) -> ModelSpec:
-    """Returns the spec with layers that are full, or share what the last full one has selected."""
     if len(kinds) != spec.layers or not {"full", "shared"}.issuperset(kinds) or kinds[0] != "full":
         raise config.unsupported(key, list(kinds), ("full or shared for each layer, full for the first",))
     index = spec.attn.index

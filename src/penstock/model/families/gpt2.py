@@ -18,11 +18,11 @@ PARTS = {
     "ln_1": "attn_norm", "attn.c_attn": "qkv", "attn.c_proj": "o",
     "ln_2": "mlp_norm", "mlp.c_fc": "up", "mlp.c_proj": "down",
 }  # fmt: skip
-HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its inner one is saved
+HUGGING_FACE = names.Naming(  # optionally prefixed by the outer model
     top=TOP | {f"transformer.{theirs}": ours for theirs, ours in TOP.items()} | {"lm_head": "head"},
     layer=re.compile(rf"(?:transformer\.)?h\.{names.NUMBER}\.(.+)"),
     parts=PARTS,
-    ignored=re.compile(r".+\.attn\.(masked_)?bias"),  # a mask of positions
+    ignored=re.compile(r".+\.attn\.(masked_)?bias"),  # a causal mask
     transposed=frozenset(("qkv", "o", "up", "down")),
 )
 GGUF = names.GGUF.but(qkv="attn_qkv")._replace(top={**names.GGUF.top, "position_embd": "positions"})
@@ -34,7 +34,7 @@ ACTS = {
 NEUTRAL = (
     *("attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "task_specific_params", "gradient_checkpointing"),
     *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
-    *("id2label", "label2id", "_num_labels", "output_past", "predict_special_tokens"),  # for classifiers
+    *("id2label", "label2id", "_num_labels", "output_past", "predict_special_tokens"),  # classifiers only
 )
 
 build_with_layer_norms = partial(decoder.build, mlp=decoder.plain_mlp, norm=decoder.layer_norm)

@@ -1,7 +1,7 @@
-"""Reads GPT-NeoX, Pythia and Dolly: attention and MLP in parallel with a layer norm each, RoPE on a part of a head, and
-biases everywhere.
+"""Reads GPT-NeoX, Pythia and Dolly: attention and MLP in parallel with a layer norm each, RoPE on part of each head,
+and biases everywhere.
 
-GGUF files do not name the activation. It is taken to be the exact GELU, which Pythia has; llama.cpp computes the tanh
+GGUF files do not name the activation. The family assumes Pythia's exact GELU; llama.cpp computes the tanh
 approximation.
 """
 
@@ -19,14 +19,14 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 
 TOP = {"embed_in": "embed", "final_layer_norm": "norm"}
-HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its inner one is saved
+HUGGING_FACE = names.Naming(  # optionally prefixed by the outer model
     top=TOP | {f"gpt_neox.{theirs}": ours for theirs, ours in TOP.items()} | {"embed_out": "head", "lm_head": "head"},
     layer=re.compile(rf"(?:gpt_neox\.)?layers\.{names.NUMBER}\.(.+)"),
     parts={
         "input_layernorm": "attn_norm", "attention.query_key_value": "grouped_qkv", "attention.dense": "o",
         "post_attention_layernorm": "mlp_norm", "mlp.dense_h_to_4h": "up", "mlp.dense_4h_to_h": "down",
     },
-    ignored=re.compile(r".+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)"),  # a mask, and what the config says
+    ignored=re.compile(r".+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)"),  # a mask, and values from the config
 )  # fmt: skip
 GGUF = names.GGUF.but(qkv="attn_qkv")
 PARALLEL = "use_parallel_residual"
@@ -35,8 +35,8 @@ build = gpt2.build_with_layer_norms
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.text("hidden_act"), config.number("layer_norm_eps")  # silence would not mean what it does elsewhere
-    config.ignore("is_decoder")  # attention is causal whatever it says
+    config.text("hidden_act"), config.number("layer_norm_eps")  # required: the defaults differ from other families
+    config.ignore("is_decoder")  # attention is always causal
     older = {
         "rope_theta": config.number("rotary_emb_base", 10000.0, least=1.001),
         "partial_rotary_factor": config.number("rotary_pct", 0.25),

@@ -19,7 +19,7 @@ HUGGING_FACE = names.HUGGING_FACE.but(sinks="self_attn.sinks", router="mlp.route
 HUGGING_FACE = HUGGING_FACE._replace(
     parts={
         **HUGGING_FACE.parts,
-        UP: "experts.interleaved_transposed",  # as floats; of 4 bits, rows are rows
+        UP: "experts.interleaved_transposed",  # float checkpoints; those in MXFP4 are not transposed
         DOWN: "experts.down_transposed",
         f"{UP}.weight": "experts.interleaved",
         f"{DOWN}.weight": "experts.down",
@@ -36,8 +36,8 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     config.require("attention_bias", (True,), True)
     config.require("swiglu_limit", (7,), 7)
     config.require("swiglu_alpha", (1.702,), 1.702)
-    config.ignore("initial_context_length", "experts_per_token")  # said a second time
-    config.size("head_dim")  # silence would mean 64, not a share of the width
+    config.ignore("initial_context_length", "experts_per_token")  # repeated elsewhere
+    config.size("head_dim")  # required: the default is 64, not the width divided by the heads
     spec = config_hf.read_decoder(config, "gptoss", theta=150000.0)
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
     window = config_hf.read_window(config, 128)
@@ -57,7 +57,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def with_experts(spec: ModelSpec, experts: ExpertSpec, sliding: Sequence[bool], window: int) -> ModelSpec:
-    """Returns the spec with sinks, windows and experts."""
     return replace(
         spec,
         attn=replace(spec.attn, sinks=True),

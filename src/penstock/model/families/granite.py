@@ -1,7 +1,7 @@
-"""Reads Granite: Llama with multipliers of embeddings, scores, what each part adds, and logits.
+"""Reads Granite: Llama with multipliers of embeddings, scores, residual additions and logits.
 
-The residual stream is normed before anything reads it. So a multiplier m of what each part adds equals a multiplier
-1 / m of the embeddings with an epsilon of eps / m^2, and layers are computed as in Llama.
+The residual stream is always normed before use, so a residual multiplier m equals an embedding multiplier 1 / m with an
+epsilon of eps / m^2, and layers are computed as in Llama.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def read_scales(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads the multipliers from GGUF metadata."""
     return multiplied(
         spec,
         embedding=config.number("embedding_scale", 1.0),

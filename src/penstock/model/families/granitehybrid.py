@@ -1,5 +1,6 @@
-"""Reads Granite 4: Mamba2 in most layers and attention in the others, with or without RoPE. After each comes an MLP, or
-experts with a shared one. Bamba's GGUF files are of this kind, too."""
+"""Reads Granite 4: Mamba2 in most layers and attention in the others, with or without RoPE, each followed by an MLP or
+by experts with a shared one. Bamba's GGUF files also use this architecture name.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NO_ROPE = RopeSpec((), interleaved=False)
 
 
 def mlp(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:
-    """Builds a layer's experts or its MLP, which folders call a shared one even where there are no experts."""
+    """Builds a layer's experts or its MLP, which Hugging Face folders call a shared MLP even without experts."""
     name = f"layers.{layer}.shared"
     if spec.experts is None and any(pack.has(f"{name}.{part}") for part in ("up", "down")):
         return decoder.mlp(spec, pack, name, spec.hidden)
@@ -50,7 +51,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads the experts where there are any."""
     if config.count("num_local_experts", 8) == 0:
         config.count("num_experts_per_tok", 0)
         config.ignore("output_router_logits", "router_aux_loss_coef")

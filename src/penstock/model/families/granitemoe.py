@@ -1,4 +1,4 @@
-"""Reads Granite's models with experts: Granite's multipliers, and a shared expert in some."""
+"""Reads Granite's MoE models: Granite's multipliers and, in some models, a shared expert."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads Hunyuan (dense): Llama with norms of each head's queries and keys after RoPE.
 
-A rotation changes no length, so both are normed before it. Scores only see the product of the two gains, and rotated
-queries are multiplied by it.
+A rotation keeps lengths, so both are normed before it. Scores depend only on the product of the two gains, which
+multiplies the rotated queries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.number("rms_norm_eps")  # silence would mean another than elsewhere
+    config.number("rms_norm_eps")  # required: the default differs from other families
     config.ignore("eod_token_id")
     config.require("use_qk_norm", (True,), True)
     for key in ("mlp_bias", "use_cla"):
@@ -35,7 +35,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_scaling(config: ConfigReader) -> ConfigReader | None:
-    """Returns the fields of a RoPE whose base `alpha` stretches, with the stretched base; None if there is none."""
+    """Returns the RoPE table with the base stretched by `alpha`; None without `alpha`."""
     fields = config_hf.rope_fields(config)
     if fields.text("rope_type", fields.text("type", "default")) != "dynamic":
         return None
@@ -57,7 +57,6 @@ def normed(spec: ModelSpec) -> ModelSpec:
 
 
 def attention(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Attention:
-    """Builds a layer's attention, with norms that have no gains, and with their product as a gain of queries."""
     plain = replace(spec, attn=replace(spec.attn, qk_norm="", q_gain=False))
     q, k = (f"layers.{layer}.{which}_norm" for which in "qk")
     size = spec.attn.head_dim

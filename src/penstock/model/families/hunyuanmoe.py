@@ -1,4 +1,4 @@
-"""Reads Hunyuan with experts (A13B): dense Hunyuan's attention, experts, and a shared one as wide as its MLP."""
+"""Reads Hunyuan MoE (A13B): dense Hunyuan's attention, experts, and a shared expert as wide as its MLP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HUGGING_FACE = hunyuan.HUGGING_FACE.but(**EXPERTS)
 GGUF = hunyuan.GGUF
 KEYS = ("expert_shared_feed_forward_length", "expert_shared_count")
 build = hunyuan.build
-NEUTRAL = (  # of training, of other heads, of images, and of parts that flags switch off
+NEUTRAL = (  # training, other heads, images, and disabled parts
     *("attention_head_dim", "cla_share_factor", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
     *("v_head_dim", "class_num", "pool_type", "mask_init_id", "org_vocab_size", "im_start_id", "im_end_id"),
     *("im_newline_id", "image_token_id", "text_start_id", "text_end_id", "video_start_id", "video_end_id"),

@@ -1,5 +1,5 @@
-"""Reads and builds hybrid models: most layers have a gated delta net, which keeps all that it has seen in a state of
-one size; every few layers there is attention, whose output is gated.
+"""Reads and builds hybrid models: most layers are gated delta nets with a fixed-size state; every few layers have gated
+attention.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ GGUF_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Computes a gated delta net and the projections around it."""
+    """Computes a gated delta net with its projections."""
 
-    layer: int  # among those that have a state
+    layer: int  # index among layers with a state
     spec: DeltaSpec
     eps: float
     qkvz: Weight
@@ -51,7 +51,6 @@ class DeltaNet:
 
 
 def mixer(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:
-    """Builds a layer's delta net or its attention."""
     return delta_net(spec, pack, layer) if layer in spec.recurrent else decoder.attention(spec, pack, layer)
 
 
@@ -83,7 +82,7 @@ def decay(d: DeltaSpec, pack: Packer, name: str) -> Weight:
 
 
 def projections(d: DeltaSpec, name: str, pack: Packer) -> list[tuple[str, int] | tuple[str, int, Spans]]:
-    """Returns where q, k, v and z are. Some files store them for one key head after the other."""
+    """Returns the row spans of q, k, v and z, which some files interleave by key head."""
     if not pack.has(f"{name}.delta_qkvz"):
         return [(f"{name}.delta_qkv", d.width), (f"{name}.delta_z", d.v_width)]
     shared = d.v_heads // d.k_heads * d.v_dim
@@ -102,12 +101,11 @@ def gates(d: DeltaSpec, name: str, pack: Packer) -> list[tuple[str, int] | tuple
 build = partial(decoder.build, mixer=mixer)
 
 
-# -- configs -----------------------------------------------------------------------------------------------------
+# ---- configs ----
 
 
 def read_hf(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads what config.json says of layers and heads, besides what all decoders say."""
-    config.size("head_dim")  # silence would not mean a share of the width
+    config.size("head_dim")  # required: the default is not the width divided by the heads
     config.require("attention_bias", (False,), False)
     config.require("attn_output_gate", (True,), True)
     config.require("output_gate_type", ("swish", "silu"), "swish")

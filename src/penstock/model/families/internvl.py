@@ -1,5 +1,5 @@
-"""Reads the text part of InternVL 3 and 3.5, which is a Qwen2, a Qwen3 or a Qwen3-MoE. GGUF files of it have that
-architecture.
+"""Reads the text part of InternVL 3 and 3.5, a Qwen2, Qwen3 or Qwen3-MoE. GGUF files name that architecture
+directly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.model.spec import ModelSpec
 HUGGING_FACE = qwen3moe.HUGGING_FACE
 GGUF = qwen3moe.GGUF
 READERS = {"qwen2": qwen2.read_text, "qwen3": qwen3.read_text, "qwen3_moe": qwen3moe.read_text}
-IMAGES = (  # how images are cut into tiles and encoded
+IMAGES = (  # image tiling and encoding
     *("downsample_ratio", "dynamic_image_size", "force_image_size", "max_dynamic_patch", "min_dynamic_patch"),
     *("pad2square", "ps_version", "select_layer", "template", "use_backbone_lora", "use_llm_lora", "use_thumbnail"),
     *("hidden_size", "image_fold", "system_message"),

@@ -1,5 +1,5 @@
-"""Reads Jamba: Mamba layers whose time steps, inputs and reads are normed, attention without RoPE every few layers, and
-experts every few layers.
+"""Reads Jamba: Mamba layers with norms on time steps, B and C, attention without RoPE every few layers, and experts
+every few layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ DEPLOYMENT = ("calc_logits_for_entire_prompt", "num_logits_to_keep", "use_associ
 
 
 def mixer(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:
-    """Builds a Mamba layer or attention."""
     made = mamba_layer.mamba_layer if layer in spec.recurrent else decoder.attention
     return made(spec, pack, layer)
 
@@ -62,7 +61,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def every(config: ConfigReader, name: str, period: int, offset: int, layers: int) -> Sequence[bool]:
-    """Reads which layers are of a kind, given once in a period; `period` and `offset` are defaults."""
     each = config.size(f"{name}_period", period)
     first = config.count(f"{name}_offset", offset, most=each - 1)
     return [layer % each == first for layer in range(layers)]
@@ -83,7 +81,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 def in_layers(
     spec: ModelSpec, mamba: MambaSpec, attentive: Sequence[bool], experts: ExpertSpec | None, sparse: Sequence[bool]
 ) -> ModelSpec:
-    """Returns the spec with attention and experts in these layers. One expert is an MLP."""
     if not any(attentive):
         raise UnsupportedModel("no layer of this model has attention; a model needs one layer that has it")
     several = experts is not None and experts.count > 1 and any(sparse)

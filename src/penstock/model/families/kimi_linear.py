@@ -1,6 +1,5 @@
-"""Reads and builds Kimi-Linear: most layers have Kimi delta attention (KDA), a delta net whose states decay by a gate
-for each channel of a key; every few layers there is MLA without RoPE. The first layers have a plain MLP, the others
-experts with a shared one.
+"""Reads and builds Kimi-Linear: most layers have Kimi delta attention (KDA), a delta net with per-channel decay; every
+few layers have MLA without RoPE. The first layers have a plain MLP, the others experts with a shared one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PUBLISHED = names.HUGGING_FACE.but(
     decay_log="self_attn.A_log", dt="self_attn.dt_bias", delta_norm="self_attn.o_norm",
 ).but(**{f"experts.*.{ours}": f"block_sparse_moe.experts.*.{theirs}" for ours, theirs in
          (("gate", "w1"), ("up", "w3"), ("down", "w2"))})  # fmt: skip
-# Transformers saves the plain MLP of the first layers as if it were one of experts.
+# Transformers saves the plain MLP of the first layers under an expert's names.
 SAVED = {f"block_sparse_moe.{part}_proj": part for part in ("gate", "up", "down")}
 HUGGING_FACE = PUBLISHED._replace(parts={**PUBLISHED.parts, **SAVED})
 GGUF = deepseek2.GGUF.but(
@@ -38,7 +37,7 @@ GGUF = deepseek2.GGUF.but(
     delta_b="ssm_beta", delta_a_in="ssm_f_a", delta_a_out="ssm_f_b", delta_z_in="ssm_g_a", delta_z_out="ssm_g_b",
     decay="ssm_a", dt="ssm_dt.bias", delta_norm="ssm_norm",
 )  # fmt: skip
-ALIASES = {  # what transformers calls some fields besides
+ALIASES = {  # transformers' names for some fields
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -53,7 +52,7 @@ KEYS = (*deepseek2.KEYS, CONV, HEAD_DIM)
 
 @dataclass(frozen=True, slots=True)
 class LowRankProjection:
-    """Projects in two products, the first of which is narrow."""
+    """Computes a projection through a narrow intermediate."""
 
     narrow: Weight
     wide: Weight
@@ -64,9 +63,9 @@ class LowRankProjection:
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaAttention:
-    """Computes a delta net with a decay for each channel, and the projections around it."""
+    """Computes a delta net with per-channel decay, and its projections."""
 
-    layer: int  # among those that have a state
+    layer: int  # index among layers with a state
     spec: DeltaSpec
     eps: float
     qkv: Weight
@@ -82,7 +81,6 @@ class KimiDeltaAttention:
 
 
 def mixer(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:
-    """Builds a layer's delta net or its MLA."""
     return delta_attention(spec, pack, layer) if layer in spec.recurrent else mla.attention(spec, pack, layer)
 
 
@@ -116,7 +114,7 @@ def delta_attention(spec: ModelSpec, pack: Packer, layer: int) -> KimiDeltaAtten
 build = partial(decoder.build, mixer=mixer)
 
 
-# -- configs -----------------------------------------------------------------------------------------------------
+# ---- configs ----
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
@@ -154,7 +152,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def said(config: ConfigReader, key: str) -> str:
-    """Returns the name that a config has for a field."""
     return ALIASES[key] if key not in config and ALIASES[key] in config else key
 
 
@@ -178,7 +175,7 @@ def read_experts(config: ConfigReader) -> ExpertSpec:
 
 
 def read_delta(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads the delta nets: published configs have a table of their own for them, those of transformers do not."""
+    """Reads the delta nets. Published configs have a table for them; transformers' do not."""
     table = config.table("linear_attn_config")
     heads = table.size("num_heads", config.size("linear_num_heads", 32))
     dim = table.size("head_dim", config.size("linear_head_dim", 128))
@@ -189,7 +186,6 @@ def read_delta(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 
 
 def read_recurrent(config: ConfigReader, table: ConfigReader, layers: int) -> list[bool]:
-    """Reads which layers have a delta net."""
     full, linear = table.counts("full_attn_layers"), table.counts("kda_layers")  # counted from 1
     if "layer_types" in config:
         kinds = config.strings("layer_types")
@@ -208,7 +204,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     rank = config.size("attention.kv_lora_rank", most=rope.MAX_DIMS)
     dims = config.size("rope.dimension_count", most=rope.MAX_DIMS)
     config.require(deepseek2.KEY, (rank + dims,))
-    config.size(deepseek2.VALUE, rank)  # files say here what they like; that of MLA counts
+    config.size(deepseek2.VALUE, rank)  # redundant; MLA's value size is used
     config.refuse_others(gguf_config.KEYS.union(gguf_config.EXPERTS, KEYS, (gguf_config.RMS_EPS,)))
     plain = config.without(deepseek2.KEY, deepseek2.VALUE, KV_HEADS, "rope.dimension_count")
     spec = gguf_config.read_decoder(plain, tensors, "kimi_linear", interleaved=False, experts=True, keys=KEYS)
@@ -219,7 +215,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
         q_lora_rank=config.size("attention.q_lora_rank") if "attention.q_lora_rank" in config else 0,
     )
     experts = replace(gguf_config.read_experts(config, spec, scoring=2), choice_bias=True)
-    kv_heads = config.counts(KV_HEADS)  # 0 says that a layer has a delta net
+    kv_heads = config.counts(KV_HEADS)  # 0 marks a delta net
     if len(kv_heads) != spec.layers:
         raise config.unsupported(KV_HEADS, list(kv_heads), (f"a number for each of {spec.layers} layers",))
     spec = replace(
@@ -235,7 +231,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def attention_of(heads: int, mla: MlaSpec, dims: int, rank: int) -> AttentionSpec:
-    """Returns MLA whose keys have `dims` dimensions beside their latents, which are not rotated either."""
+    """Returns MLA with `dims` unrotated dimensions in addition to the latents."""
     scale = (mla.qk_nope_head_dim + dims) ** -0.5
     return AttentionSpec(heads, 1, dims + rank, RopeSpec((), interleaved=False), multiplier=scale, v_dim=rank)
 

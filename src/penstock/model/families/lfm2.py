@@ -1,6 +1,5 @@
-"""Reads LFM2, dense or with experts: most layers have a gated short convolution, the others attention with normed
-queries and keys. Experts are selected by sigmoids and a bias, and the first layers have plain MLPs. Of LFM2-VL the text
-part is read.
+"""Reads LFM2, dense or with experts, and the text part of LFM2-VL: most layers have a gated short convolution, the
+others attention with QK norms. Experts are sigmoid-scored with a selection bias, and the first layers have plain MLPs.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ PROJECTOR = (
     *("do_image_splitting", "encoder_patch_size", "max_image_tokens", "max_num_patches", "max_pixels_tolerance"),
     *("max_tiles", "min_image_tokens", "min_tiles", "tile_size", "use_image_special_tokens", "use_thumbnail"),
 )
-INITIAL = (  # how weights were initialized, or the same sizes once more
+INITIAL = (  # initialization, or repeated sizes
     *("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
     *("block_dim", "conv_dim", "conv_dim_out", "num_heads", "block_norm_eps", "theta"),
 )
@@ -62,9 +61,9 @@ INITIAL = (  # how weights were initialized, or the same sizes once more
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """Computes a gated short convolution and the projections around it."""
+    """Computes a gated short convolution with its projections."""
 
-    layer: int  # among those that have a state
+    layer: int  # index among layers with a state
     spec: ConvSpec
     bcx: Weight
     weights: ConvWeights
@@ -76,7 +75,6 @@ class ShortConv:
 
 
 def mixer(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:
-    """Builds a layer's convolution or its attention."""
     if layer not in spec.recurrent:
         return decoder.attention(spec, pack, layer)
     conv, name = spec.recurrence, f"layers.{layer}"
@@ -91,7 +89,6 @@ def mixer(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:
 
 
 def conv_weights(conv: ConvSpec, pack: Packer, name: str) -> ConvWeights:
-    """Packs a layer's convolution."""
     bias = pack.vector(f"{name}.conv.bias", conv.width) if pack.has(f"{name}.conv.bias") else None
     return ConvWeights(pack.vector(f"{name}.conv", conv.width * conv.conv_width), bias)
 
@@ -99,7 +96,7 @@ def conv_weights(conv: ConvSpec, pack: Packer, name: str) -> ConvWeights:
 build = partial(decoder.build, mixer=mixer)
 
 
-# -- configs -----------------------------------------------------------------------------------------------------
+# ---- configs ----
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
@@ -110,7 +107,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_text(config: ConfigReader) -> ModelSpec:
-    config.number("norm_eps")  # silence would not mean what it does elsewhere
+    config.number("norm_eps")  # required: the default differs from other families
     config.ignore(*INITIAL)
     config.require("block_use_swiglu", (True,), True)
     config.require("use_pos_enc", (True,), True)
@@ -128,8 +125,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
 
 
 def with_adjusted_width(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Returns the spec with the width that its MLPs have: two thirds of what the config says, times a factor, rounded
-    up."""
+    """Returns the spec with the effective MLP width: two thirds of the config's, times a factor, rounded up."""
     multiple, scaled = config.size("block_multiple_of", 256), not config.says_null("block_ffn_dim_multiplier")
     factor = config.number("block_ffn_dim_multiplier", 1.0)
     if not config.flag("block_auto_adjust_ff_dim", True):
@@ -139,7 +135,6 @@ def with_adjusted_width(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 
 
 def read_recurrent(config: ConfigReader, layers: int) -> Sequence[bool]:
-    """Reads which layers have a convolution: a kind for each layer, or the numbers of those with attention."""
     if "layer_types" not in config:
         attentive = config.counts("full_attn_idxs") if "full_attn_idxs" in config else range(layers)
         return [layer not in attentive for layer in range(layers)]
@@ -182,7 +177,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def in_layers(spec: ModelSpec, conv: ConvSpec, recurrent: Sequence[bool]) -> ModelSpec:
-    """Returns the spec with a convolution in these layers, and attention in the others."""
     if all(recurrent):
         raise UnsupportedModel("no layer of this model has attention; a model needs one layer that has it")
     attn = replace(spec.attn, qk_norm="head")
@@ -190,5 +184,5 @@ def in_layers(spec: ModelSpec, conv: ConvSpec, recurrent: Sequence[bool]) -> Mod
 
 
 def with_experts(spec: ModelSpec, experts: ExpertSpec, dense: int) -> ModelSpec:
-    """Returns the spec with experts in all layers but the first ones."""
+    """Returns the spec with experts in all layers except the first `dense` ones."""
     return replace(spec, experts=experts, dense=frozenset(range(min(dense, spec.layers))))

@@ -1,5 +1,5 @@
-"""Reads the Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral, CWM and other models of that shape. GGUF
-files of this architecture that have experts are Mixtral's.
+"""Reads the Llama family: Llama 2 and 3, SmolLM2, Falcon3, Mistral, Ministral, CWM and similar models. GGUF files of
+this architecture with experts are Mixtral.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.beside_vision(names.HUGGING_FACE)
 GGUF = names.GGUF
-MISTRAL_WINDOW = 4096  # when the config is silent; null says that there is none
+MISTRAL_WINDOW = 4096  # default; null means no window
 build = decoder.build
 
 
@@ -43,10 +43,11 @@ def read_mistral(config: ConfigReader) -> ModelSpec:
 
 def read_cwm(config: ConfigReader) -> ModelSpec:
     """Reads CWM: Llama with windows in some layers."""
-    config_hf.rope_fields(config).text("rope_type")  # silence would not mean what it does elsewhere
+    config_hf.rope_fields(config).text("rope_type")  # required: the default differs from other families
     config.require("attention_bias", (False,), False)
     spec = read_llama(config)
-    every_fourth = [layer % 4 != 0 for layer in range(spec.layers)]  # sees everything, from the first on
+    # full attention in every fourth layer, from the first
+    every_fourth = [layer % 4 != 0 for layer in range(spec.layers)]
     return spec.with_windows(config_hf.read_sliding(config, every_fourth), config.size("sliding_window", 8192))
 
 

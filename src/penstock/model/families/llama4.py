@@ -1,8 +1,7 @@
-"""Reads Llama 4 (without images): chunked attention in layers with RoPE, a temperature of attention in those without,
-and in every nth layer experts whose score multiplies their input, beside a shared one.
+"""Reads Llama 4 (text only): chunked attention with RoPE, full attention with a temperature and no RoPE, and in every
+nth layer a shared expert and experts whose score multiplies their input.
 
-Queries and keys are normed after RoPE, without a gain. RoPE rotates pairs of a head and leaves its length as it is, so
-the norm may as well come before.
+Queries and keys are normed after RoPE, without a gain. RoPE keeps a head's length, so here the norm comes before.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EXPERTS = {
     "router": "feed_forward.router",
     "experts.gate_up_transposed": "feed_forward.experts.gate_up_proj",
     "experts.down_transposed": "feed_forward.experts.down_proj",
-    "experts.*.gate": "feed_forward.experts.*.gate_proj",  # as quantized checkpoints have them
+    "experts.*.gate": "feed_forward.experts.*.gate_proj",  # in quantized checkpoints
     "experts.*.up": "feed_forward.experts.*.up_proj",
     "experts.*.down": "feed_forward.experts.*.down_proj",
     "shared.gate": "feed_forward.shared_expert.gate_proj",
@@ -35,9 +34,9 @@ EXPERTS = {
 HUGGING_FACE = names.beside_vision(names.HUGGING_FACE.but(**EXPERTS))
 GGUF = names.GGUF
 CHUNKED = "chunked_attention"
-INTERVAL, CHUNK, SPAN, TEMPERATURE = 4, 8192, 8192, 0.1  # what silence means, and all that a GGUF file can mean
+INTERVAL, CHUNK, SPAN, TEMPERATURE = 4, 8192, 8192, 0.1  # defaults, and the only values in GGUF files
 STEP = "interleave_moe_layer_step"
-WITHOUT_NORM = 128  # experts of the model whose GGUF file means that queries and keys are not normed
+WITHOUT_NORM = 128  # GGUF files with this number of experts have no QK norm
 build = llama.build
 
 
@@ -46,11 +45,11 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_text(config: ConfigReader) -> ModelSpec:
-    config.ignore("for_llm_compressor")  # how the experts' tensors are saved: their names tell
+    config.ignore("for_llm_compressor")  # how the experts' tensors are saved, visible in their names
     for key in ("rms_norm_eps", "head_dim", "num_key_value_heads"):
-        config.number(key)  # silence would not mean what it does elsewhere
+        config.number(key)  # required: the default differs from other families
     spec = config_hf.read_decoder(config, "llama4", theta=500000.0, hidden_key="intermediate_size_mlp")
-    if spec.attn.rope.scale != 1:  # the norm after RoPE would take it back
+    if spec.attn.rope.scale != 1:  # the norm after RoPE would undo it
         raise config_hf.rope_fields(config).unsupported("rope_type", "yarn", ("default", "linear", "llama3"))
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
     rotated: Sequence[bool] = all_but_each(config.size("no_rope_layer_interval", INTERVAL), spec.layers)
@@ -67,7 +66,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
 
 
 def read_temperature(config: ConfigReader) -> dict[str, Any]:
-    """Reads how queries of layers without RoPE are scaled."""
+    """Reads the query scaling of layers without RoPE."""
     scale, span = config.number("attn_scale", TEMPERATURE), config.size("floor_scale", SPAN)
     if not config.flag_or_count("attn_temperature_tuning", True):
         return {}
@@ -75,7 +74,7 @@ def read_temperature(config: ConfigReader) -> dict[str, Any]:
 
 
 def read_chunked(config: ConfigReader, rotated: Sequence[bool]) -> Sequence[bool]:
-    """Reads which layers see their own chunk only: those with RoPE, unless `layer_types` says otherwise."""
+    """Reads which layers have chunked attention: those with RoPE, unless `layer_types` differs."""
     if "layer_types" not in config:
         return rotated
     kinds = config.strings("layer_types")
@@ -111,14 +110,12 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def near_of(spec: ModelSpec, *, normed: bool, chunk: int) -> AttentionSpec:
-    """Returns the attention of layers that have RoPE. A chunk that no sequence goes beyond is none."""
     norm: QkNorm = "unit" if normed else ""
     rope = replace(spec.attn.rope, interleaved=True)
     return replace(spec.attn, rope=rope, qk_norm=norm, chunk=chunk if chunk < spec.max_len else 0)
 
 
 def with_experts(spec: ModelSpec, experts: ExpertSpec, layers: frozenset[int]) -> ModelSpec:
-    """Returns the spec with experts, and a shared one of their width, in these layers."""
     return replace(
         spec,
         experts=replace(experts, scoring="sigmoid", weigh_inputs=True),

@@ -1,5 +1,6 @@
-"""Reads and builds Mamba2 layers, which several families have in place of attention, beside it, or as layers of their
-own."""
+"""Reads and builds Mamba2 layers, which several families use instead of attention, in parallel to it, or as layers of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from penstock.model.recurrence import Mamba2Spec
 from penstock.model.spec import ModelSpec
 from penstock.model.weights import Packer
 
-HUGGING_FACE_PARTS = {  # canonical names, and those of the modules in a folder
+HUGGING_FACE_PARTS = {  # canonical name: module in a Hugging Face folder
     "ssm_in": "in_proj",
     "conv": "conv1d",
     "decay_log": "A_log",
@@ -35,19 +36,18 @@ GGUF_PARTS = {
     "ssm_out": "ssm_out",
 }
 GGUF_KEYS = ("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
-LINEAR, FULL = ("linear_attention", "mamba"), ("full_attention", "attention")  # newer and older words for layers
+LINEAR, FULL = ("linear_attention", "mamba"), ("full_attention", "attention")  # newer and older names of layer types
 
 
 def within(module: str) -> dict[str, str]:
-    """Returns the names of a Mamba2 layer's tensors in a folder, given the module that they are in."""
     return {ours: f"{module}.{theirs}" for ours, theirs in HUGGING_FACE_PARTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """Computes Mamba2 and the projections around it."""
+    """Computes Mamba2 with its projections."""
 
-    layer: int  # among those that have a state
+    layer: int  # index among layers with a state
     spec: Mamba2Spec
     inputs: Weight
     weights: Mamba2Weights
@@ -59,12 +59,11 @@ class Mamba2:
 
 
 def mixer(spec: ModelSpec, pack: Packer, layer: int) -> decoder.Part:
-    """Builds a layer's Mamba2 or its attention."""
     return mamba2(spec, pack, layer) if layer in spec.recurrent else decoder.attention(spec, pack, layer)
 
 
 def mamba2(spec: ModelSpec, pack: Packer, layer: int, scales: Sequence[float] = (1, 1, 1)) -> Mamba2:
-    """Builds a layer's Mamba2. `scales` multiply x, B and C before they are convolved."""
+    """Builds a layer's Mamba2. `scales` multiply x, B and C before the convolution."""
     m, name = spec.recurrence, f"layers.{layer}"
     assert isinstance(m, Mamba2Spec)
     bias, gain = f"{name}.conv.bias", f"{name}.ssm_norm"
@@ -88,18 +87,18 @@ def mamba2(spec: ModelSpec, pack: Packer, layer: int, scales: Sequence[float] = 
 
 
 def decay(m: Mamba2Spec, pack: Packer, name: str) -> Weight:
-    """Packs the decay of each head's state. Folders store its logarithm."""
+    """Packs the decay of each head's state. Hugging Face folders store its logarithm."""
     if pack.has(f"{name}.decay"):
         return pack.vector(f"{name}.decay", m.heads)
     return pack.computed(f"{name}.decay_log", m.heads, lambda log: -np.exp(log))
 
 
-# -- configs -----------------------------------------------------------------------------------------------------
+# ---- configs ----
 
 
 def read_hf(config: ConfigReader, eps: float, inner: int) -> Mamba2Spec:
-    """Reads the sizes that configs give with the prefix `mamba_`. `inner` is the width of all heads."""
-    config.ignore("mamba_chunk_size")  # how the computation is divided
+    """Reads the `mamba_` sizes. `inner` is the width of all heads."""
+    config.ignore("mamba_chunk_size")  # chunking does not affect the result
     heads = config.size("mamba_n_heads")
     head_dim = inner // heads
     if config.is_text("mamba_d_head"):
@@ -124,13 +123,12 @@ def read_hf(config: ConfigReader, eps: float, inner: int) -> Mamba2Spec:
 
 
 def read_biases(config: ConfigReader) -> frozenset[str]:
-    """Reads which parts of a Mamba2 layer have a bias."""
     conv = ("conv",) if config.flag("mamba_conv_bias", True) else ()
     return frozenset((*conv, *(("ssm_in", "ssm_out") if config.flag("mamba_proj_bias", False) else ())))
 
 
 def read_kinds(config: ConfigReader, layers: int) -> frozenset[int]:
-    """Reads which layers have Mamba2 from `layer_types`; the others have attention."""
+    """Reads the Mamba2 layers from `layer_types`; the others have attention."""
     kinds = config.strings("layer_types")
     if len(kinds) != layers or not {*LINEAR, *FULL}.issuperset(kinds):
         raise config.unsupported("layer_types", kinds, (f"{LINEAR[0]} or {FULL[0]} for each layer",))
@@ -138,14 +136,13 @@ def read_kinds(config: ConfigReader, layers: int) -> frozenset[int]:
 
 
 def read_gguf(config: ConfigReader, eps: float) -> Mamba2Spec:
-    """Reads the sizes from GGUF metadata. Such files norm each group on its own."""
     heads, inner, groups = (
         config.size("ssm.time_step_rank"),
         config.size("ssm.inner_size"),
         config.size("ssm.group_count"),
     )
     if inner % heads:
-        raise MalformedFile(f"ssm.inner_size = {inner} in the GGUF metadata is no multiple of {heads} heads")
+        raise MalformedFile(f"ssm.inner_size = {inner} in the GGUF metadata is not a multiple of {heads} heads")
     return Mamba2Spec(
         heads=heads,
         head_dim=inner // heads,
@@ -158,5 +155,4 @@ def read_gguf(config: ConfigReader, eps: float) -> Mamba2Spec:
 
 
 def with_mamba2(spec: ModelSpec, mamba: Mamba2Spec, recurrent: frozenset[int]) -> ModelSpec:
-    """Returns the spec with Mamba2 in these layers. A model without any is an ordinary decoder."""
     return replace(spec, recurrence=mamba if recurrent else None, recurrent=recurrent)

@@ -1,5 +1,6 @@
-"""Builds Mamba layers: a causal convolution, and a selective scan whose time steps, inputs and reads are projected from
-what was convolved."""
+"""Builds Mamba layers: a causal convolution, and a selective scan whose time steps, B and C are projected from its
+output.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from penstock.model.spec import ModelSpec
 from penstock.model.weights import Packer
 
 GGUF_KEYS = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
-HUGGING_FACE_PARTS = {  # after the name of the mixer
+HUGGING_FACE_PARTS = {  # after the mixer's name
     "ssm_in": "in_proj",
     "conv": "conv1d",
     "ssm_x": "x_proj",
@@ -35,21 +36,21 @@ GGUF_PARTS = {
 
 
 def mamba_spec(width: int, conv_width: int, state_size: int, dt_rank: int) -> MambaSpec:
-    """Returns the spec of a layer with so many channels."""
+    """Returns the spec of a layer with `width` channels."""
     return MambaSpec(ConvSpec(width, conv_width), ScanSpec(width, state_size), dt_rank)
 
 
 @dataclass(frozen=True, slots=True)
 class MambaLayer:
-    """Computes a Mamba layer. It has two states: what it convolved last, and that of the scan."""
+    """Computes a Mamba layer, with one state for the convolution and one for the scan."""
 
-    layer: int  # among those that have states
+    layer: int  # index among layers with states
     spec: MambaSpec
     eps: float
     xz: Weight
     conv: ConvWeights
-    projections: tuple[Weight, ...]  # to what time steps are projected from, to b and to c
-    norms: tuple[Weight, ...]  # of those three, or none
+    projections: tuple[Weight, ...]  # outputs: time step rank, b, c
+    norms: tuple[Weight, ...]  # norms of the projections, or none
     dt: Weight
     scan: ScanWeights
     o: Weight
@@ -67,7 +68,6 @@ class MambaLayer:
 
 
 def mamba_layer(spec: ModelSpec, pack: Packer, layer: int) -> MambaLayer:
-    """Builds a Mamba layer."""
     m, name = spec.recurrence, f"layers.{layer}"
     assert isinstance(m, MambaSpec)
     width, size = m.scan.width, m.scan.state_size
@@ -90,7 +90,7 @@ def mamba_layer(spec: ModelSpec, pack: Packer, layer: int) -> MambaLayer:
 
 
 def decay(scan: ScanSpec, pack: Packer, name: str) -> Weight:
-    """Packs the decay of each number of the states. Some files store its logarithm."""
+    """Packs the scan's decay. Some files store its logarithm."""
     if pack.has(f"{name}.decay"):
         return pack.vector(f"{name}.decay", scan.state_floats)
     return pack.computed(f"{name}.decay_log", scan.state_floats, lambda log: -np.exp(log))

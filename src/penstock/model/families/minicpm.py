@@ -1,7 +1,7 @@
-"""Reads MiniCPM: Llama with multipliers of embeddings, what each part adds, and logits.
+"""Reads MiniCPM: Llama with multipliers of embeddings, residual additions and logits.
 
-They are those of Granite in other words: a part's output is multiplied by `scale_depth` over the root of the number of
-layers, and logits by `dim_model_base` over the width. GGUF files that do not state them are refused.
+They are Granite's under other names: a part's output is multiplied by `scale_depth` over the root of the number of
+layers, and logits by `dim_model_base` over the width. GGUF files without them are refused.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(config, tensors, "minicpm", interleaved=True, keys=KEYS)
     for key in KEYS:
-        config.number(key)  # silence would not mean what it does elsewhere
+        config.number(key)  # required: the default differs from other families
     return granite.read_scales(config, spec)

@@ -1,5 +1,5 @@
-"""Reads MiniMax-M2: experts selected by sigmoids and a bias, norms of q and k over all heads, and a RoPE that rotates a
-part of a head.
+"""Reads MiniMax-M2: sigmoid-scored experts with a selection bias, norms over all of q and all of k, and RoPE on part of
+each head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 BIAS = {"choice_bias": "block_sparse_moe.e_score_correction_bias"}
 HUGGING_FACE = names.HUGGING_FACE.but(**mixtral.SPARSE, **NORMS, **BIAS)
 GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
-ONE_WAY = {  # what its code computes in one way, whatever else these could say
+ONE_WAY = {  # fields whose other values the original code ignores
     "qk_norm_type": "per_layer",
     "scoring_func": "sigmoid",
     "shared_intermediate_size": 0,
@@ -32,12 +32,12 @@ build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.size("head_dim")  # silence would mean 128, not a share of the width
+    config.size("head_dim")  # required: the default is 128, not the width divided by the heads
     for key, value in ONE_WAY.items():
         config.require(key, (value,), value)
     if config_hf.read_window(config, silent=0):
         raise config.unsupported("sliding_window", config.size("sliding_window"), ("null",))
-    config.ignore("mlp_intermediate_size", "shared_moe_mode", "use_mtp")  # of parts that are not there
+    config.ignore("mlp_intermediate_size", "shared_moe_mode", "use_mtp")  # omitted parts
     spec = config_hf.read_decoder(config, "minimaxm2", theta=5000000.0, partial=True)
     if any(kind != 1 for kind in config.counts("attn_type_list")):
         raise config.unsupported("attn_type_list", config.counts("attn_type_list"), ("1 for each layer",))
@@ -57,5 +57,4 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def with_experts(spec: ModelSpec, experts: ExpertSpec) -> ModelSpec:
-    """Returns the spec with experts, and with norms of q and k over all heads."""
     return replace(spec, attn=replace(spec.attn, qk_norm="all"), experts=replace(experts, choice_bias=True))

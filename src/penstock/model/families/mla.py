@@ -1,10 +1,10 @@
-"""Computes MLA (multi-head latent attention), as DeepSeek V2 and V3 have it, from one small vector of each token.
+"""Computes multi-head latent attention (MLA) as in DeepSeek V2 and V3, from one small vector per token.
 
-Keys and values of all heads are projections of one latent vector (`kv_b`), and only that is cached, behind the
-dimensions that RoPE rotates. In the absorbed form, a matrix for each head projects its queries to where the latents
-are, and another projects what attention returns back: decoding reads 576 numbers of each token where it would read
-40,960 (V3). It costs more arithmetic for whole prompts: 2 * heads * (576 + 512) for each pair of positions, where keys
-and values that are expanded once take 2 * heads * (192 + 128). One op has both projections, so a backend may choose.
+Keys and values of all heads are projections of one latent vector (`kv_b`), and only the latent vector is cached, after
+the rotated dimensions. In the absorbed form, one matrix per head maps queries to the latents' space and another maps
+the attention's result back: decoding reads 576 numbers per token instead of 40,960 (V3). Prompts cost more arithmetic:
+2 * heads * (576 + 512) per pair of positions, against 2 * heads * (192 + 128) with expanded keys and values. One op has
+both projections, so a backend may choose.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from penstock.model.ops import MlaWeights, Ops, V, Weight
 from penstock.model.spec import AttentionSpec, MlaSpec, ModelSpec
 from penstock.model.weights import Packer
 
-INNER_EPS = 1e-6  # of the norms inside, whatever the others have
+INNER_EPS = 1e-6  # epsilon of the inner norms, independent of the others
 
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Projects queries in one product, or in two of a lower rank with a norm between them."""
+    """Projects queries directly, or through a low-rank, normed intermediate."""
 
     first: Weight
     norm: Norm | None
     second: Weight | None
 
     def __call__(self, ops: Ops[V], x: V) -> tuple[V, V]:
-        """Returns the queries, and what they are projected from."""
         if self.norm is None:
             return ops.linear(x, self.first), x
         low_rank, _ = self.norm(ops, ops.linear(x, self.first))
@@ -37,12 +36,12 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """Selects the positions that a layer of sparse attention attends to (DSA), with one small key of each token."""
+    """Selects the positions of a sparse attention layer (DSA), with one small key per token."""
 
     q: Weight
     k: Weight
     norm: Norm
-    weights: Weight  # projects x to a weight for each head
+    weights: Weight  # projects x to one weight per head
 
     def __call__(self, ops: Ops[V], layer: int, x: V, low_rank: V, spec: AttentionSpec) -> V:
         k, _ = self.norm(ops, ops.linear(x, self.k))
@@ -52,7 +51,7 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True)
 class MlaAttention:
-    """Computes MLA and the projections around it."""
+    """Computes MLA with its projections."""
 
     layer: int
     spec: AttentionSpec
@@ -66,8 +65,9 @@ class MlaAttention:
         return self.attend(ops, x, None)[0]
 
     def attend(self, ops: Ops[V], x: V, selected: V | None) -> tuple[V, V | None]:
-        """Returns the output, and the positions that were attended to: those of this layer's indexer or, without one,
-        those given; None: all."""
+        """Returns the output and the attended positions: this layer's selection or, without an indexer, `selected`;
+        None: all.
+        """
         q, low_rank = self.queries(ops, x)
         if self.indexer is not None:
             selected = self.indexer(ops, self.layer, x, low_rank, self.spec)
@@ -78,12 +78,11 @@ class MlaAttention:
 
 @dataclass(frozen=True, slots=True)
 class SparseDecoder:
-    """Computes logits with layers of sparse attention, which may share the positions that they attend to."""
+    """Computes logits with sparse attention layers, which may share their selected positions."""
 
     decoder: Decoder
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the logits of the sampled rows: [S, vocab]."""
         x: V = self.decoder.ends.enter(ops)
         residual: V | None = None
         selected: V | None = None
@@ -116,7 +115,6 @@ def attention(spec: ModelSpec, pack: Packer, layer: int) -> MlaAttention:
 
 
 def indexer_of(spec: ModelSpec, pack: Packer, layer: int) -> Indexer | None:
-    """Builds what selects a layer's positions, if it selects any itself."""
     index, name = spec.attention(layer).index, f"layers.{layer}"
     if index is None or index.shared:
         return None
@@ -131,7 +129,6 @@ def indexer_of(spec: ModelSpec, pack: Packer, layer: int) -> Indexer | None:
 
 
 def queries_of(spec: ModelSpec, heads: MlaSpec, pack: Packer, name: str) -> Queries:
-    """Builds the projection of queries."""
     width = spec.attn.heads * (heads.qk_nope_head_dim + spec.attn.head_dim - spec.attn.v_dim)
     if not heads.q_lora_rank:
         return Queries(pack.matrix((f"{name}.q", width), width=spec.dim), None, None)

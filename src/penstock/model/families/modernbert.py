@@ -1,5 +1,6 @@
-"""Reads and builds ModernBERT: RoPE, norms before attention and MLP without biases, gated MLPs, and windows to both
-sides in all layers but every third."""
+"""Reads and builds ModernBERT: RoPE, bias-free norms before attention and MLP, gated MLPs, and two-sided windows in all
+layers except every third.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ HUGGING_FACE = names.Naming(
     },
     layer=re.compile(rf"(?:model\.)?layers\.{names.NUMBER}\.(.+)"),
     parts=PARTS,
-    ignored=re.compile(r"(head|decoder|classifier)\..+"),  # of its training
+    ignored=re.compile(r"(head|decoder|classifier)\..+"),  # training only
 )
 GGUF = names.GGUF._replace(top={"token_embd": "embed", "token_embd_norm": "embed_norm", "output_norm": "norm"}).but(
     qkv="attn_qkv", gate_up="ffn_up"
 )
-NOT_COMPUTED = (  # training, and what only its flash attention or its masked language model reads
+NOT_COMPUTED = (  # training options, and those of its flash attention and masked language model
     *("classifier_activation", "classifier_bias", "classifier_dropout", "classifier_pooling", "cls_token_id"),
     *(
         "compile",
@@ -50,7 +51,7 @@ NOT_COMPUTED = (  # training, and what only its flash attention or its masked la
     *("label2id", "mlp_dropout", "reference_compile", "repad_logits_with_grad", "sep_token_id"),
     *("sparse_pred_ignore_index", "sparse_prediction", "tie_word_embeddings"),
 )
-FAR, NEAR = 160000.0, 10000.0  # thetas of layers that see everything and of those with a window
+FAR, NEAR = 160000.0, 10000.0  # RoPE bases of full-attention and of windowed layers
 PERIOD, LOCAL = 3, 128
 KEYS = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base", "rope.freq_base_swa"}
 
@@ -80,7 +81,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_thetas(config: ConfigReader) -> tuple[float, float]:
-    """Reads the bases of both RoPEs: of layers that see everything, and of those with a window."""
     both = config.table("rope_parameters")
     both.refuse_others(("full_attention", "sliding_attention"))
     found = []
@@ -107,20 +107,20 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], local: int, far: float, near: float) -> ModelSpec:
-    """Returns the spec with a window of `local` positions, half of them on each side, in layers that are sliding."""
+    """Returns the spec with a window of `local` positions, half on each side, in the sliding layers."""
     if local < 2:
         raise UnsupportedModel(f"local_attention = {local} is not supported; supported: from 2 on")
     whole, windowed = (
         replace(spec.attn, rope=RopeSpec(rope.plain(base, spec.attn.head_dim), interleaved=False))
         for base in (far, near)
     )
-    windowed = replace(windowed, window=local // 2 + 1)  # itself and half as many to each side
+    windowed = replace(windowed, window=local // 2 + 1)  # the current position and half of `local` on each side
     return spec.with_attention([windowed if one else whole for one in sliding])
 
 
 @dataclass(frozen=True, slots=True)
 class ModernBert:
-    """Computes hidden states of an encoder, which embeddings are pooled from."""
+    """Computes an encoder's hidden states, from which embeddings are pooled."""
 
     embed: Weight
     embed_norm: decoder.Norm
@@ -128,9 +128,9 @@ class ModernBert:
     norm: decoder.Norm
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the hidden states of the sampled rows, [S, dim]: there are no logits."""
+        """Returns the hidden states of the sampled rows, [S, dim]; an encoder has no logits."""
         x, _ = self.embed_norm(ops, ops.embed(self.embed))
-        # The first layer has no norm before its attention.
+        # The first layer has no attention norm.
         first, *others = self.layers
         y = first.mixer.part(ops, x)
         x, residual = first.mlp(ops, y, x)
@@ -142,8 +142,6 @@ class ModernBert:
 
 
 def build(spec: ModelSpec, pack: Packer) -> ModernBert:
-    """Builds an encoder with norms before attention and MLP."""
-
     def norm(name: str) -> decoder.Norm:
         return decoder.unbiased_layer_norm(spec, pack, name)
 

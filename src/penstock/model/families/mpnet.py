@@ -1,5 +1,6 @@
-"""Reads and builds MPNet (all-mpnet-base-v2): BERT without token types, with a bias on attention scores by how far a
-key is from its query, which all layers share."""
+"""Reads and builds MPNet (all-mpnet-base-v2): BERT without token types, with a relative position bias on scores that
+all layers share.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Floats, Packer
 
-WHOLE = r"(?:mpnet\.)?"  # before every name where the file is of the model with a head
+WHOLE = r"(?:mpnet\.)?"  # optional prefix of files saved with a head
 HUGGING_FACE = names.Naming(
     top={
         f"{model}{theirs}": ours
@@ -36,16 +37,15 @@ HUGGING_FACE = names.Naming(
         "attention.LayerNorm": "attn_norm",
         "intermediate.dense": "up", "output.dense": "down", "output.LayerNorm": "mlp_norm",
     },
-    ignored=re.compile(rf"{WHOLE}(embeddings\.position_ids|pooler\..+)|lm_head\..+"),  # of its training
+    ignored=re.compile(rf"{WHOLE}(embeddings\.position_ids|pooler\..+)|lm_head\..+"),  # training only
 )  # fmt: skip
 GGUF = bert.GGUF
-BUCKETS = 32  # of distances: transformers computes with so many, whatever the config says
-REACH = 128  # beyond it all distances are in the last bucket
-FIRST_POSITION = 2  # rows of the table before it are not used
+BUCKETS = 32  # distance buckets; transformers ignores the config's number
+REACH = 128  # larger distances share the last bucket
+FIRST_POSITION = 2  # first used row of the position table
 
 
 def build(spec: ModelSpec, pack: Packer) -> bert.Bert:
-    """Builds an encoder whose layers share the biases of distances."""
     heads = spec.attn.heads
     biases = pack.computed("distance_bias", BUCKETS * heads, lambda table: by_distance(table.reshape(BUCKETS, heads)))
     plain = replace(spec, attn=replace(spec.attn, distance_bias=0))
@@ -58,18 +58,20 @@ def build(spec: ModelSpec, pack: Packer) -> bert.Bert:
 
 
 def by_distance(table: Floats) -> Floats:
-    """Returns the bias of each head for each distance from -REACH (the key is before the query) to REACH, flat, given
-    that of each bucket: [buckets, heads] -> [heads * distances]."""
+    """Expands each head's bucket biases to all distances from -REACH (key before query) to REACH, flat: [buckets,
+    heads] -> [heads * distances].
+    """
     return np.ascontiguousarray(table[buckets()].T).reshape(-1)
 
 
 def buckets() -> np.ndarray:
-    """Returns the bucket of each distance from -REACH to REACH. Half of the buckets are for keys after the query. Of
-    each half, the first half are for one distance each; in the second half they grow with the logarithm."""
+    """Returns the bucket of each distance from -REACH to REACH. Half of the buckets are for keys after the query. In
+    each half, the first half of the buckets hold one distance each, and the rest grow logarithmically.
+    """
     distances = np.arange(-REACH, REACH + 1)
     half, exact = BUCKETS // 2, BUCKETS // 4
     far = np.abs(distances)
-    ratio = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact))  # in float32: buckets begin where it says
+    ratio = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact))  # float32 determines the bucket limits
     steps = ratio / np.float32(np.log(REACH / exact)) * np.float32(half - exact)
     growing = np.minimum(exact + steps.astype(np.int64), half - 1)
     return np.where(far < exact, far, growing) + np.where(distances > 0, half, 0)

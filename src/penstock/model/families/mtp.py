@@ -1,8 +1,8 @@
-"""Builds the head that DeepSeek V3, GLM-4.5, GLM-5, Qwen3-Next and Qwen3.5 predict further tokens with (MTP): one layer
-of the model's own kind over a projection of the next token's embedding and the model's hidden state.
+"""Builds the multi-token prediction (MTP) head of DeepSeek V3, GLM-4.5, GLM-5, Qwen3-Next and Qwen3.5: one layer of the
+model's kind over a projection of the next token's embedding and the model's hidden state.
 
-The model and its head share embeddings and output head. What the head's last norm returns takes the place of the
-model's hidden state while it drafts further, as in vLLM, SGLang, llama.cpp and transformers.
+The model and its head share embeddings and output head. While drafting, the output of the head's last norm replaces the
+model's hidden state, as in vLLM, SGLang, llama.cpp and transformers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ NAME = "layers.0"
 @dataclass(frozen=True, slots=True)
 class MtpHead:
     """Computes the logits of the token after the next one. Row i takes token i + 1 and the hidden state of position i,
-    which the model has stored, or the head itself while it drafts."""
+    which the model or, while drafting, the head has stored.
+    """
 
     ends: Ends  # the model's
     embed_norm: Norm
     hidden_norm: Norm
-    project: Weight  # embedding and hidden state, one behind the other
+    project: Weight  # its input is the embedding followed by the hidden state
     layer: Layer
     norm: Norm
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the logits of the sampled rows: [S, vocab]."""
         embedding, _ = self.embed_norm(ops, self.ends.enter(ops))
         hidden, _ = self.hidden_norm(ops, ops.load_hidden(0, self.ends.spec.dim))
         x = ops.linear(ops.concat(embedding, hidden), self.project)
@@ -43,8 +43,9 @@ class MtpHead:
 
 
 def build(spec: ModelSpec, pack: Packer, ends: Ends) -> MtpHead:
-    """Builds the head of a model that has these ends. Some GGUF files have no last norm of their own for it: it is the
-    model's then."""
+    """Builds the head of a model with these ends. Some GGUF files have no final norm for it; the model's is used
+    then.
+    """
     mixer = mla.attention if spec.mla else decoder.attention
     norms = {name: decoder.rms_norm(spec, pack, f"{NAME}.{name}") for name in ("embed_norm", "hidden_norm")}
     return MtpHead(

@@ -1,5 +1,5 @@
-"""Reads Nemotron-H: each layer is one part, either Mamba2, attention without RoPE, an MLP or experts, whose activation
-is the square of relu. Layers that predict further tokens (MTP) are left out.
+"""Reads Nemotron-H: each layer is one part: Mamba2, attention without RoPE, an MLP or experts, with squared ReLU. The
+multi-token prediction (MTP) layers are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
 
-MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"  # as hybrid_override_pattern has them
+MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"  # letters of hybrid_override_pattern
 KINDS = {
     **{"linear_attention": MAMBA, "mamba": MAMBA, "full_attention": ATTENTION, "attention": ATTENTION},
     **{"mlp": MLP, "moe": EXPERTS},
@@ -55,13 +55,13 @@ KEYS = (
     *mamba2_mixer.GGUF_KEYS,
     *(SHARED_SIZE, SHARED_COUNT, LATENT, gguf_config.LAYER_EPS, "nextn_predict_layers"),
 )
-NEUTRAL = (  # of training, of starting values and of how it is computed
+NEUTRAL = (  # training, initialization and runtime options
     *("chunk_size", "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels"),
     *("time_step_floor", "time_step_max", "time_step_min", "time_step_rank", "mamba_ssm_cache_dtype"),
     *("moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
     *("rope_theta", "partial_rotary_factor", "rms_norm_eps", "norm_eps", "expand"),
 )
-EXPERT_FIELDS = (  # they change nothing in a model without experts
+EXPERT_FIELDS = (  # without effect if there are no experts
     *("moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts"),
     *("n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group"),
 )
@@ -69,8 +69,6 @@ NO_ROPE = RopeSpec((), interleaved=False)
 
 
 def build(spec: ModelSpec, pack: Packer) -> decoder.Decoder:
-    """Builds a decoder whose layers are one part each."""
-
     def layer(i: int) -> decoder.Block:
         if i in spec.recurrent or i in spec.attention_layers:
             part = mamba2_mixer.mixer(spec, pack, i)
@@ -84,7 +82,6 @@ def build(spec: ModelSpec, pack: Packer) -> decoder.Decoder:
 
 
 def of_kinds(spec: ModelSpec, mamba: Mamba2Spec, kinds: Sequence[str]) -> ModelSpec:
-    """Returns the spec with layers of these kinds."""
     layers = {kind: frozenset(i for i, one in enumerate(kinds) if one == kind) for kind in set(KINDS.values())}
     if not layers[ATTENTION]:
         raise MalformedFile("a Nemotron-H model without attention is not supported: none of its layers has any")
@@ -94,7 +91,7 @@ def of_kinds(spec: ModelSpec, mamba: Mamba2Spec, kinds: Sequence[str]) -> ModelS
     return mamba2_mixer.with_mamba2(spec, mamba, layers[MAMBA])
 
 
-# -- configs -----------------------------------------------------------------------------------------------------
+# ---- configs ----
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
@@ -128,7 +125,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_kinds(config: ConfigReader) -> list[str]:
-    """Reads the kind of each layer."""
     if "layers_block_type" in config:
         found = config.strings("layers_block_type")
         if not KINDS.keys() >= set(found):
@@ -144,7 +140,6 @@ def read_kinds(config: ConfigReader) -> list[str]:
 
 
 def read_biases(config: ConfigReader, experts: bool) -> frozenset[str]:
-    """Reads which parts have a bias."""
     if experts:
         config.require("mlp_bias", (False,), False)
     conv = ("conv",) if config.flag("use_conv_bias", True) else ()
@@ -152,7 +147,7 @@ def read_biases(config: ConfigReader, experts: bool) -> frozenset[str]:
 
 
 def read_mamba(config: ConfigReader, eps: float) -> Mamba2Spec:
-    """Reads the sizes of Mamba2, whose groups are normed on their own."""
+    """Reads Mamba2's sizes; its groups are normed separately."""
     groups, (least, most) = config.size("n_groups", 8), config.bounds("time_step_limit")
     return Mamba2Spec(
         heads=config.size("mamba_num_heads"),
@@ -168,7 +163,6 @@ def read_mamba(config: ConfigReader, eps: float) -> Mamba2Spec:
 
 
 def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads the experts, which are selected by sigmoids and a bias."""
     config.require("n_shared_experts", (1,), 1)
     experts = ExpertSpec(
         count=config.size("n_routed_experts", most=MAX_EXPERTS),
@@ -201,7 +195,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = gguf_config.read_decoder(
         scalar.without("rope.dimension_count"), tensors, "nemotronh", interleaved=False, keys=KEYS, experts=True
     )
-    config.number(gguf_config.LAYER_EPS, 1e-5)  # of the layers that are left out
+    config.number(gguf_config.LAYER_EPS, 1e-5)  # only for omitted layers
     config.size("rope.dimension_count", 2)  # nothing is rotated
     config.flag("rope.scaling.finetuned", False)
     attn = replace(spec.attn, rope=NO_ROPE)
@@ -212,7 +206,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def read_gguf_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Reads the experts from GGUF metadata; llama.cpp selects them by sigmoids whatever a file says."""
+    """Reads the experts from GGUF metadata; llama.cpp always scores them by sigmoids."""
     config.require(SHARED_COUNT, (1,), 1)
     experts = gguf_config.read_experts(config, spec, scoring=2, renormalize=False)
     width = config.size(LATENT) if LATENT in config else 0

@@ -1,5 +1,5 @@
-"""Reads and builds Nomic's BERT, which makes embeddings (nomic-embed-text v1 and v1.5): RoPE in place of learned
-positions, gated MLPs, and no biases but those of norms.
+"""Reads and builds Nomic's BERT embedding models (nomic-embed-text v1 and v1.5): RoPE instead of learned positions,
+gated MLPs, and biases only in norms.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HUGGING_FACE = names.Naming(
 )
 GGUF = bert.GGUF.but(qkv="attn_qkv")
 BIASES = frozenset(("attn_norm", "mlp_norm", "embed_norm"))
-COMPUTED = {  # the only values that are computed, of keys that could have others
+COMPUTED = {  # the only supported values
     "activation_function": "swiglu",
     "causal": False,
     "mlp_fc1_bias": False,
@@ -46,13 +46,13 @@ COMPUTED = {  # the only values that are computed, of keys that could have other
     "scale_attn_weights": True,
     "use_rms_norm": False,
 }
-NOT_COMPUTED = (  # about training; the last one is about texts longer than those trained on
+NOT_COMPUTED = (  # training options; the last field is about longer texts
     *("attn_pdrop", "dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "pad_vocab_size_multiple"),
     *("parallel_block_tied_norm", "reorder_and_upcast_attn", "use_flash_attn", "use_xentropy"),
     *(f"summary_{what}" for what in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")),
     "rotary_scaling_factor",
 )
-TRAINED = 2048  # tokens, where its first config is silent
+TRAINED = 2048  # default context of its first config
 THETA = 1000.0
 KEYS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "layer_norm_eps")
 FIRST_KEYS = ("n_embd", "n_head", "n_layer", "n_inner", "layer_norm_epsilon")
@@ -70,7 +70,6 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_first(config: ConfigReader) -> ModelSpec:
-    """Reads the config of its published folders, whose keys are those of GPT-2."""
     config.ignore(*NOT_COMPUTED)
     for key, value in COMPUTED.items():
         config.require(key, (value,))
@@ -81,7 +80,6 @@ def read_first(config: ConfigReader) -> ModelSpec:
 
 
 def read_sizes(config: ConfigReader, keys: tuple[str, ...], max_len: int) -> ModelSpec:
-    """Reads an encoder without its RoPE from the keys of its width, heads, layers, hidden width and epsilon."""
     width, heads, layers, hidden, eps = keys
     dim = config.size(width)
     return ModelSpec(
@@ -105,6 +103,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def build(spec: ModelSpec, pack: Packer) -> bert.Bert:
-    """Builds an encoder with ropes: the table of positions only adds the embedding of the first token type."""
+    """Builds an encoder with RoPE; its position table only holds the first token type's embedding."""
     positions = pack.repeated("types", spec.max_len, spec.dim)
     return bert.assemble(spec, pack, positions, decoder.mlp_or_experts)

@@ -1,5 +1,5 @@
-"""Reads OLMo 2 and 3: norms after attention and MLP instead of before them, and norms over all queries and all keys.
-OLMo 3 has windows in three of four layers, whose RoPE is not scaled.
+"""Reads OLMo 2 and 3: norms after attention and MLP instead of before them, and norms over all of q and all of k. OLMo
+3 has windows in three of four layers, with unscaled RoPE.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ build = partial(decoder.build, pre_norm=False, post_norm=True)
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.number("rms_norm_eps")  # silence would mean another than elsewhere
+    config.number("rms_norm_eps")  # required: the default differs from other families
     if config.strings("architectures") == ["Olmo3ForCausalLM"]:
         return read_olmo3(config)
     return normed(replace(config_hf.read_decoder(config, "olmo2"), biases=config_hf.read_biases(config)))
@@ -53,7 +53,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float) -> ModelSpec:
-    """Returns the spec with a window, and a RoPE that is not scaled, in the layers that are sliding."""
     if not window:
         return spec
     far = spec.attn
@@ -63,5 +62,4 @@ def in_layers(spec: ModelSpec, sliding: Sequence[bool], window: int, base: float
 
 
 def normed(spec: ModelSpec) -> ModelSpec:
-    """Returns the spec with norms over all q and all k."""
     return replace(spec, attn=replace(spec.attn, qk_norm="all"))

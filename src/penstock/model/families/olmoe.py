@@ -1,4 +1,4 @@
-"""Reads OLMoE: Llama with experts, and norms over all queries and all keys."""
+"""Reads OLMoE: Llama with experts, and norms over all of q and all of k."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.number("rms_norm_eps")  # silence would mean another than elsewhere
+    config.number("rms_norm_eps")  # required: the default differs from other families
     spec = config_hf.read_decoder(config, "olmoe")
     experts = config_hf.read_experts(config, spec, count="num_experts", hidden="intermediate_size")
     experts = replace(experts, renormalize=config.flag("norm_topk_prob", False))

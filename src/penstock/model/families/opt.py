@@ -1,5 +1,5 @@
-"""Reads OPT and Galactica: layer norms, learned positions of which the first two stay unused, an MLP with ReLU, and
-biases everywhere. OPT 350M norms after each part, and projects its embeddings, which are narrower.
+"""Reads OPT and Galactica: layer norms, learned positions of which the first two are unused, an MLP with ReLU, and
+biases everywhere. OPT 350M norms after each part, and has narrower, projected embeddings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOP = {
     "embed_tokens": "embed", "embed_positions": "positions", "final_layer_norm": "norm",
     "project_in": "project_in", "project_out": "project_out",
 }  # fmt: skip
-HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its inner one is saved
+HUGGING_FACE = names.Naming(  # optionally prefixed by the outer model
     top={f"{model}decoder.{theirs}": ours for model in ("", "model.") for theirs, ours in TOP.items()}
     | {"lm_head": "head"},
     layer=re.compile(rf"(?:model\.)?decoder\.layers\.{names.NUMBER}\.(.+)"),
@@ -34,13 +34,13 @@ HUGGING_FACE = names.Naming(  # with the prefix of the whole model, or as its in
 )  # fmt: skip
 GGUF = names.GGUF
 UNUSED_POSITIONS = 2
-EPS = 1e-5  # of layer norms; the config does not say it
+EPS = 1e-5  # layer norms; not in the config
 NORMS = frozenset(("attn_norm", "mlp_norm", "norm"))
 
 
 @dataclass(frozen=True, slots=True)
 class NormLastDecoder:
-    """Computes logits with blocks that norm what they give, between projections of narrower embeddings."""
+    """Computes logits with post-norm blocks between projections of narrower embeddings."""
 
     embed: Weight
     positions: Weight
@@ -50,7 +50,6 @@ class NormLastDecoder:
     head: Weight
 
     def forward(self, ops: Ops[V]) -> V:
-        """Returns the logits of the sampled rows: [S, vocab]."""
         x = ops.embed(self.embed)
         if self.project_in is not None:
             x = ops.linear(x, self.project_in)
@@ -64,7 +63,6 @@ class NormLastDecoder:
 
 
 def build(spec: ModelSpec, pack: Packer) -> decoder.Decoder | NormLastDecoder:
-    """Builds the model."""
     if not spec.norm_last:
         return gpt2.build(spec, pack)
     width = spec.embed_dim or spec.dim

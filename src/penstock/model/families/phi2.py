@@ -1,5 +1,5 @@
-"""Reads Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel after one layer norm, RoPE on a part of a head, and
-biases everywhere, the output head included.
+"""Reads Phi-1, Phi-1.5 and Phi-2: attention and MLP in parallel after one layer norm, RoPE on part of each head, and
+biases everywhere, including the output head.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from penstock.model.tensor import Tensor
 HUGGING_FACE = names.HUGGING_FACE._replace(
     top={"model.embed_tokens": "embed", "model.final_layernorm": "norm", "lm_head": "head"}
 ).but(o="self_attn.dense", up="mlp.fc1", down="mlp.fc2")
-GGUF = names.GGUF.but(qkv="attn_qkv")  # older files have q, k and v in one tensor
+GGUF = names.GGUF.but(qkv="attn_qkv")  # older files fuse q, k and v
 BIASES = gpt2.BIASES | {"head"}
 ROTATED_SHARE = "partial_rotary_factor"
 build = gpt2.build_with_layer_norms
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.text("hidden_act"), config.number("layer_norm_eps")  # silence would not mean what it does elsewhere
+    config.text("hidden_act"), config.number("layer_norm_eps")  # required: the defaults differ from other families
     config.require("qk_layernorm", (False,), False)
-    config.require(config_hf.TIED, (False,), False)  # a tied head has no bias of its own
+    config.require(config_hf.TIED, (False,), False)  # a tied head cannot have a bias
     share = {ROTATED_SHARE: config.number(ROTATED_SHARE, 0.5)}
     spec = config_hf.read_decoder(
         config,

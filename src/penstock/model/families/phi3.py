@@ -1,10 +1,8 @@
-"""Reads Phi-3 and Phi-4: Llama with q, k and v in one tensor, gate and up in another, and a RoPE that may rotate a part
-of a head.
+"""Reads Phi-3 and Phi-4: Llama with fused q, k and v, fused gate and up, and RoPE on all or part of each head.
 
-With `longrope`, a model has two sets of RoPE factors: short ones up to its original context, long ones beyond. A key in
-the cache is rotated by one of them for good, so the choice is made once, for all sequences: long factors if sequences
-may be longer than the original context (`--max-len`), else short ones. Without `--max-len`, the context is the original
-one.
+With `longrope`, a model has short RoPE factors for its original context and long ones beyond. Cached keys are rotated
+for good, so all sequences share one choice: long factors if `--max-len` exceeds the original context, else short ones.
+Without `--max-len`, the context is the original one.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ build = llama.build
 
 
 class LongRopeFactors(NamedTuple):
-    """Holds what LongRoPE divides each frequency by, within the original context and beyond it."""
+    """Holds LongRoPE's divisors of each frequency, within the original context and beyond it."""
 
     short: rope.Freqs
     long: rope.Freqs
@@ -69,7 +67,6 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def with_factors(spec: ModelSpec, original: int, factors: LongRopeFactors, scale: float) -> ModelSpec:
-    """Returns the spec with the original context and its RoPE, and with the long context if that is longer."""
     plain = spec.attn.rope.inv_freq
     short, long = (RopeSpec(rope.divided(plain, one), interleaved=False, scale=scale) for one in factors)
     if original >= spec.max_len:

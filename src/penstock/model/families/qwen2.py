@@ -21,7 +21,7 @@ build = llama.build
 def read_hf(config: ConfigReader) -> ModelSpec:
     if "text_config" in config:
         return config_hf.read_text_part(config, read_text)
-    if "vision_config" in config:  # older configs: all in one
+    if "vision_config" in config:  # older configs are flat
         config.ignore(*config_hf.VISION)
     return read_text(config)
 
@@ -31,7 +31,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
 
 
 def with_upper_windows(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Returns the spec with a window in the layers from `max_window_layers` on, if the flag for it is set."""
+    """Returns the spec with a window in the layers from `max_window_layers` on, if enabled."""
     config.require("use_mrope", (False,), False)
     used = config.flag("use_sliding_window", False)
     first = config.number("max_window_layers", 28, least=0)

@@ -1,4 +1,4 @@
-"""Reads Qwen2-MoE: Qwen2 with experts, in all layers or in some, and a gated shared one."""
+"""Reads Qwen2-MoE: Qwen2 with experts in all or some layers, and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def with_lower_windows(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
-    """Returns the spec with a window in every other layer before `max_window_layers`, if the flag for it is set."""
+    """Returns the spec with a window in every other layer before `max_window_layers`, if enabled."""
     used = config.flag("use_sliding_window", False)
     most = config.number("max_window_layers", 28, least=0)
     otherwise = [used and layer % 2 == 0 and layer < most for layer in range(spec.layers)]
@@ -49,5 +49,4 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def with_experts(spec: ModelSpec, experts: ExpertSpec, shared: int) -> ModelSpec:
-    """Returns the spec with experts and a gated shared one."""
     return replace(spec, experts=experts, shared_hidden=shared, shared_gated=True)

@@ -15,7 +15,7 @@ from penstock.model.tensor import Tensor
 
 HUGGING_FACE = names.beside_vision(names.HUGGING_FACE.but(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"))
 GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")
-VISION_KEYS = (gguf_config.SECTIONS, "n_deepstack_layers")  # of files whose images are in another one
+VISION_KEYS = (gguf_config.SECTIONS, "n_deepstack_layers")  # in files with a separate vision file
 build = llama.build
 
 
@@ -24,16 +24,15 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_text(config: ConfigReader) -> ModelSpec:
-    config.size("head_dim")  # silence would mean 128, not a share of the width
+    config.size("head_dim")  # required: the default is 128, not the width divided by the heads
     spec = replace(config_hf.read_decoder(config, "qwen3"), biases=config_hf.read_biases(config))
     return with_upper_windows(config, normed(spec))
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
-    config.count("n_deepstack_layers", 0)  # layers to which images are added
+    config.count("n_deepstack_layers", 0)  # layers that receive image features
     return normed(gguf_config.read_decoder(config, tensors, "qwen3", interleaved=False, keys=VISION_KEYS))
 
 
 def normed(spec: ModelSpec) -> ModelSpec:
-    """Returns the spec with norms of each head's q and k."""
     return replace(spec, attn=replace(spec.attn, qk_norm="head"))

@@ -1,5 +1,5 @@
-"""Reads Qwen3.5 and Qwen3.6, dense or with experts: Qwen3-Next with a tensor for each projection. The vision tower is
-left out.
+"""Reads Qwen3.5 and Qwen3.6, dense or with experts: Qwen3-Next with separate projections. The vision tower is left
+out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads Qwen3-MoE: Qwen3 with experts, in all layers or in some."""
+"""Reads Qwen3-MoE: Qwen3 with experts in all or some layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
 
 
 def read_dense(config: ConfigReader, layers: int) -> set[int]:
-    """Returns the layers without experts: those that are named, and those between the layers that have them."""
+    """Returns the layers without experts: those listed, and those between the periodic MoE layers."""
     step = config.size("decoder_sparse_step", 1)
     return {*config.counts("mlp_only_layers"), *(layer for layer in range(layers) if (layer + 1) % step)}
 

@@ -1,5 +1,5 @@
-"""Reads Qwen3-Next: gated delta nets, whose state has one size whatever the context, gated attention in every fourth
-layer, and experts with a gated shared one. A layer that predicts further tokens (MTP) drafts if it is asked to.
+"""Reads Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts with a gated shared one. A
+multi-token prediction (MTP) layer can draft.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED = {
     "shared.up": "mlp.shared_expert.up_proj",
     "shared.down": "mlp.shared_expert.down_proj",
 }
-HYBRID = {  # names that Qwen3.5 has, too
+HYBRID = {  # names shared with Qwen3.5
     **names.EXPERTS,
     **SHARED,
     "q_norm": "self_attn.q_norm",

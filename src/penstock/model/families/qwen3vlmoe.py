@@ -1,5 +1,5 @@
-"""Reads the text part of Qwen3-VL with experts: Qwen3-MoE. Its folders have the experts' matrices as (in, out) as
-published, or as (out, in) as transformers writes them.
+"""Reads the text part of Qwen3-VL MoE: Qwen3-MoE. Expert matrices are (in, out) in published folders and (out, in) when
+saved by transformers.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 
 
 def read_text(config: ConfigReader) -> ModelSpec:
-    config.require("norm_topk_prob", (True,))  # transformers renormalizes whatever it says
+    config.require("norm_topk_prob", (True,))  # transformers always renormalizes
     return replace(qwen3moe.read_text(config), arch="qwen3vlmoe")

@@ -18,7 +18,7 @@ build = llama.build
 
 
 def read_hf(config: ConfigReader) -> ModelSpec:
-    config.size("head_dim")  # silence would mean 128, not a share of the width
+    config.size("head_dim")  # required: the default is 128, not the width divided by the heads
     config.ignore("residual_dropout")
     attention = {"q", "k", "v"} if config.flag("attention_bias", True) else set()
     out = {"o"} if config.flag("attention_out_bias", False) else set()

@@ -21,7 +21,7 @@ build = llama.build
 def read_hf(config: ConfigReader) -> ModelSpec:
     spec = config_hf.read_decoder(config, "smollm3", tied=True, theta=2000000.0)
     config.require("use_sliding_window", (False,), False)
-    config.ignore("sliding_window", "max_window_layers")  # they only matter where windows are used
+    config.ignore("sliding_window", "max_window_layers")  # only used with windows
     if any(config_hf.read_sliding(config, [False] * spec.layers)):
         raise config.unsupported("layer_types", config.strings("layer_types"), (config_hf.FULL,))
     rotated: Sequence[bool] = all_but_each(config.size("no_rope_layer_interval", INTERVAL), spec.layers)
@@ -36,6 +36,5 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
 
 
 def with_ropes(spec: ModelSpec, rotated: Sequence[bool]) -> ModelSpec:
-    """Returns the spec with RoPE in the layers that are rotated."""
     unrotated = replace(spec.attn, rope=RopeSpec((), spec.attn.rope.interleaved))
     return spec.with_attention([spec.attn if one else unrotated for one in rotated])

@@ -1,5 +1,5 @@
-"""Reads StarCoder2: GPT-2 with RoPE in place of learned positions, grouped-query attention and windows, which GGUF
-files do not mention.
+"""Reads StarCoder2: GPT-2 with RoPE instead of learned positions, grouped-query attention, and windows that GGUF files
+do not mention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     config.require("hidden_act", ("gelu_pytorch_tanh",))
     config.require("norm_type", ("layer_norm",), "layer_norm")
     config.require("mlp_type", ("default",), "default")
-    config.number("norm_epsilon")  # silence would not mean what it does elsewhere
+    config.number("norm_epsilon")  # required: the default differs from other families
     spec = config_hf.read_decoder(config, "starcoder2", eps_key="norm_epsilon", tied=True)
     window = config_hf.read_window(config, 0)
     biases = gpt2.BIASES if config.flag("use_bias", True) else NORMS

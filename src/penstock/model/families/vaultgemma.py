@@ -1,5 +1,5 @@
-"""Reads VaultGemma: Gemma 2 without the norms after attention and MLP. llama.cpp does not know it, so there are no GGUF
-files of it.
+"""Reads VaultGemma: Gemma 2 without the norms after attention and MLP. llama.cpp does not support it, so there are no
+GGUF files.
 """
 
 from __future__ import annotations

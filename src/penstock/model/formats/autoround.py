@@ -1,5 +1,4 @@
-"""Reads AutoRound: the tensors are those of GPTQ or AWQ, as `packing_format` says, and modules may have sizes of their
-own."""
+"""Reads AutoRound: GPTQ or AWQ tensors, selected by `packing_format`, with optional sizes per module."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from penstock.model.config_reader import ConfigReader
 from penstock.model.formats import awq, gptq
 from penstock.model.formats.modules import Scheme
 
-ZERO_OFFSET = {  # what must be added to a stored zero point
+ZERO_OFFSET = {  # added to a stored zero point
     "auto_round:auto_gptq": 1,
     "auto_round:gptq": 1,
     "auto_round:gptqmodel": 0,
     "auto_round": 0,
 }
 AWQ = ("auto_round:auto_awq", "auto_round:awq")
-KEYS = {  # those that are not read below concern only the program that quantized
+KEYS = {  # unread ones only concern the quantizer
     "act_bits",
     "act_data_type",
     "act_dynamic",
@@ -62,7 +61,7 @@ KEYS = {  # those that are not read below concern only the program that quantize
 
 
 def read_sizes(config: ConfigReader, module: str) -> tuple[int, int]:
-    """Returns a module's bits and the columns of a group (0: all of them)."""
+    """Returns a module's bits and group size (0: all columns)."""
     bits, group = config.size("bits"), config.size_or_all("group_size")
     exceptions = config.table("extra_config")
     for name in exceptions.names():
@@ -73,7 +72,6 @@ def read_sizes(config: ConfigReader, module: str) -> tuple[int, int]:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Returns whether a pattern of extra_config matches a module's whole name."""
     try:
         return re.fullmatch(pattern, module) is not None
     except re.error as error:
@@ -83,7 +81,6 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of AutoRound."""
     config.refuse_others(KEYS)
     packing = config.text("packing_format", config.text("backend", "auto_round:auto_gptq"))
     config.require("data_type", ("int", "int_sym"), "int")

@@ -1,4 +1,4 @@
-"""Reads AWQ as its `gemm` version stores it: a word holds 8 columns of the output, in an order of its own."""
+"""Reads AWQ's `gemm` layout: a word holds 8 output columns in a permuted order."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ KEYS = {
     "version",
     "zero_point",
 }
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of a word belong to, lowest bits first
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each 4 bits of a word, lowest bits first
 
 
 def scheme(group_of: Callable[[str], int]) -> Scheme:
-    """Returns the scheme; `group_of` gives the group size of a module (0: all columns)."""
     return ModuleScheme(
         lambda module, tensors: weight(module, tensors, group_of(module)),
         marker="qweight",
@@ -40,7 +39,6 @@ def scheme(group_of: Callable[[str], int]) -> Scheme:
 
 
 def weight(module: str, tensors: ModuleTensors, group: int) -> Tensor:
-    """Returns the weight of a module."""
     words, scales = tensors["qweight"], tensors["scales"]
     (width, each), (groups, _) = matrix_shape(words), matrix_shape(scales)
     rows = 8 * each
@@ -64,7 +62,7 @@ def weight(module: str, tensors: ModuleTensors, group: int) -> Tensor:
 
 
 def unpack_outputs(words: NDArray[Any], first: int, last: int) -> NDArray[np.uint8]:
-    """Unpacks columns `first` to `last` of the output, each of which becomes a row: [n, words] -> [last - first, n]."""
+    """Unpacks output columns `first` to `last` as rows: [n, words] -> [last - first, n]."""
     start, end = first // 8, -(-last // 8)
     transposed = np.ascontiguousarray(words[:, start:end].T).view(np.uint32)  # [words, n]
     codes = np.empty((end - start, 8, transposed.shape[1]), np.uint8)
@@ -74,7 +72,6 @@ def unpack_outputs(words: NDArray[Any], first: int, last: int) -> NDArray[np.uin
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of AWQ."""
     config.refuse_others(KEYS)
     config.require("bits", (4,))
     config.require("zero_point", (True,), True)

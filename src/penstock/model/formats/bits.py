@@ -1,4 +1,4 @@
-"""Unpacks codes of a few bits from words."""
+"""Unpacks small codes from words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Codes = NDArray[np.uint8]
 
 
 def unpack(words: Words, bits: int) -> Codes:
-    """Cuts each row of words, one stream of bits with the lowest first, into codes: [rows, n] -> [rows, codes]."""
+    """Splits each row, a bit stream with the lowest bits first, into codes: [rows, n] -> [rows, codes]."""
     data = np.ascontiguousarray(words).view(np.uint8)
     rows = len(data)
     if bits == 8:
@@ -27,11 +27,11 @@ def unpack(words: Words, bits: int) -> Codes:
 
 
 def unpack_range(words: Words, bits: int, first: int, last: int) -> Codes:
-    """Unpacks codes `first` to `last` of each row of words, and no others."""
+    """Unpacks only codes `first` to `last` of each row."""
     start, end = first // 32, -(-last // 32)
     return unpack(words[:, start * bits : end * bits], bits)[:, first - 32 * start : last - 32 * start]
 
 
 def unpack_columns(words: Words, bits: int) -> Codes:
-    """Unpacks each column of words, which becomes a row of codes: [n, columns] -> [columns, codes]."""
+    """Unpacks each column of words into a row of codes: [n, columns] -> [columns, codes]."""
     return unpack(np.ascontiguousarray(words.T), bits)

@@ -1,5 +1,6 @@
-"""Reads bitsandbytes. Codes of 4 bits index a table of 16 numbers; the scale of a block is its largest value, which may
-be quantized to 8 bits itself. Weights of 8 bits have a scale for each row."""
+"""Reads bitsandbytes. 4-bit codes index a table of 16 numbers; a block's scale is its largest value, which may itself
+be quantized to 8 bits. 8-bit weights have a scale per row.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, 
 from penstock.model.open_files import parse_json
 from penstock.model.tensor import NF4, Bytes, Format, Scales, Tensor
 
-KEYS = {  # those that matter are said again beside each weight
+KEYS = {  # the relevant ones are repeated next to each weight
     "_load_in_4bit",
     "_load_in_8bit",
     "bnb_4bit_compute_dtype",
@@ -43,7 +44,7 @@ STATE_KEYS = {
 
 
 def four_bits(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns a weight of 4 bits: as NF4 blocks if its table and sizes allow it, else as values."""
+    """Returns a 4-bit weight: as NF4 blocks if its table and sizes allow it, else as values."""
     kind, state = read_state(module, tensors)
     (rows, width), block = state.sizes("shape", 2), state.size("blocksize")
     packed, table = tensors["weight"], plain_values(tensors["weight.quant_map"]).reshape(-1)
@@ -57,7 +58,8 @@ def four_bits(module: str, tensors: ModuleTensors) -> Tensor:
 
     def values(first: int, last: int) -> Bytes:
         at = np.arange(first * width, last * width)
-        codes = stored[at // 2] >> (4 - at % 2 * 4).astype(np.uint8) & 15  # the first of a byte lies higher
+        # the first code is in the high half of its byte
+        codes = stored[at // 2] >> (4 - at % 2 * 4).astype(np.uint8) & 15
         made: Floats = table[codes] * scales[at // block]
         return made.view(np.uint8)
 
@@ -65,8 +67,9 @@ def four_bits(module: str, tensors: ModuleTensors) -> Tensor:
 
 
 def nf4_blocks(stored: Bytes, scales: Floats, width: int, block: int, first: int, last: int) -> Bytes:
-    """Returns rows as storage blocks. bitsandbytes has neighbours in one byte, the first in its higher half; a storage
-    block has value i and value i + 16 in one byte."""
+    """Returns rows as storage blocks. bitsandbytes packs neighbours into one byte, the first in the high half; a
+    storage block packs values i and i + 16 into one byte.
+    """
     out = np.empty((last - first) * width // BLOCK, LAYOUTS["NF4"])
     pairs = stored[first * width // 2 : last * width // 2].reshape(len(out), 2, 8)
     codes = np.stack([pairs >> 4, pairs & 15], -1).reshape(len(out), 2, 16)
@@ -76,7 +79,7 @@ def nf4_blocks(stored: Bytes, scales: Floats, width: int, block: int, first: int
 
 
 def read_state(module: str, tensors: ModuleTensors) -> tuple[str, ConfigReader]:
-    """Reads what a tensor of its own says about a weight, in JSON; returns the kind of its table and the rest."""
+    """Reads the JSON tensor about a weight; returns its table's kind and the rest."""
     kinds = [kind for kind, name in STATES.items() if name in tensors]
     if len(kinds) != 1:
         raise MalformedFile(f"{module}.weight has {len(kinds)} quant_state tensors of bitsandbytes, not 1")
@@ -88,7 +91,6 @@ def read_state(module: str, tensors: ModuleTensors) -> tuple[str, ConfigReader]:
 
 
 def scales_of(tensors: ModuleTensors, state: ConfigReader, blocks: int) -> Floats:
-    """Returns the scale of each block, its largest value."""
     largest = tensors["weight.absmax"]
     check_shape(largest, (blocks,))
     if "weight.nested_absmax" not in tensors:
@@ -109,7 +111,6 @@ def scales_of(tensors: ModuleTensors, state: ConfigReader, blocks: int) -> Float
 
 
 def eight_bits(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns a weight of 8 bits, with a scale for each row."""
     codes, largest = tensors["weight"], tensors["SCB"]
     integers(codes, "I8")
     rows, width = matrix_shape(codes)
@@ -120,7 +121,7 @@ def eight_bits(module: str, tensors: ModuleTensors) -> Tensor:
 
 
 def check_order(tensors: ModuleTensors) -> None:
-    """Raises unless the rows are stored one after the other."""
+    """Raises unless the rows are stored in order."""
     if "weight_format" in tensors and integers(tensors["weight_format"], "U8").any():
         raise MalformedFile(f"{tensors['weight_format'].name!r} is not 0: only the row-major order is supported")
 
@@ -135,7 +136,6 @@ EIGHT_BITS = ModuleScheme(eight_bits, marker="SCB", needed=("weight", "SCB"), op
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of bitsandbytes."""
     config.refuse_others(KEYS)
     config.require("llm_int8_has_fp16_weight", (False,), False)
     config.require("bnb_4bit_quant_type", tuple(STATES), "nf4")

@@ -1,8 +1,7 @@
-"""Finds out how a Hugging Face folder quantizes its weights, and reads them as one tensor each.
+"""Detects a Hugging Face folder's quantization format, and reads its weights as one tensor each.
 
-A format's file says what its `quantization_config` may hold, which tensors make up a quantized weight, and how they
-become one tensor: in storage blocks that every backend has kernels for, if that loses nothing. Weights that are not
-quantized stay as they are.
+A format's file defines the valid fields of `quantization_config`, the tensors of a quantized weight, and how to combine
+them: into storage blocks that every backend has kernels for, if that is lossless. Unquantized weights are unchanged.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from penstock.model.formats.modules import Scheme, Unquantized
 from penstock.model.open_files import read_json
 from penstock.model.tensor import FP8, INTEGERS, Tensor
 
-MODELOPT = "hf_quant_config.json"  # where older folders of modelopt say what a config.json says now
-METHODS = {  # what quant_method calls a format: its file
+MODELOPT = "hf_quant_config.json"  # older modelopt folders use it instead of config.json
+METHODS = {  # quant_method: format file
     "fp8": "fp8_checkpoint",
     "awq": "awq",
     "gptq": "gptq",
@@ -36,14 +35,13 @@ METHODS = {  # what quant_method calls a format: its file
 
 
 class FormatFile(Protocol):
-    """Describes the module of a format."""
+    """Describes a format's module."""
 
     def read(self, config: ConfigReader) -> Scheme:
-        """Checks what quantization_config says; returns how weights are stored."""
+        """Checks the quantization_config and returns the storage scheme."""
 
 
 def weights_of(tensors: Mapping[str, Tensor], config: ConfigReader, folder: Path) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint, by their names in its files."""
     found = read_scheme(config, folder).weights(tensors)
     for tensor in found.values():
         if tensor.scales is None and tensor.format.name in INTEGERS:
@@ -56,7 +54,6 @@ def weights_of(tensors: Mapping[str, Tensor], config: ConfigReader, folder: Path
 
 
 def read_scheme(config: ConfigReader, folder: Path) -> Scheme:
-    """Reads how weights are stored from the first place that says it."""
     if "quantization" in config:
         return reader("mlx")(config.table("quantization"))
     key = "quantization_config" if "quantization_config" in config else "compression_config"
@@ -72,12 +69,10 @@ def read_scheme(config: ConfigReader, folder: Path) -> Scheme:
 
 
 def read_modelopt(folder: Path) -> Scheme:
-    """Reads modelopt's own file, if the folder has one."""
     if not (folder / MODELOPT).exists():
         return Unquantized()
     return reader("modelopt")(ConfigReader(read_json(folder / MODELOPT), MODELOPT).table("quantization"))
 
 
 def reader(file: str) -> Callable[[ConfigReader], Scheme]:
-    """Returns the `read` function of a format's file."""
     return cast(FormatFile, import_module(f"penstock.model.formats.{file}")).read

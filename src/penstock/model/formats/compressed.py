@@ -1,4 +1,4 @@
-"""Reads compressed-tensors: whole numbers, packed or not, and floats of 4 or 8 bits."""
+"""Reads compressed-tensors: packed or unpacked integers, and floats of 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ WEIGHT_KEYS = {
 
 
 def packed_weight(bits: int, configured: int, module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns a weight whose words hold whole numbers with half their range added, as do those of its zero points,
-    which are packed along the rows. `configured`: the group size that the config says."""
+    """Returns a weight packed into words with half of its range added; zero points are packed along the rows.
+    `configured` is the config's group size.
+    """
     words, scale = tensors["weight_packed"], tensors["weight_scale"]
     check_shape(tensors["weight_shape"], (2,))
     rows, width = (int(size) for size in integers(tensors["weight_shape"], "I32", "I64"))
@@ -75,14 +76,13 @@ def packed_weight(bits: int, configured: int, module: str, tensors: ModuleTensor
 
 
 def check_scale(scale: Tensor, rows: int) -> int:
-    """Returns how many groups a row has, if the shape of the scales is possible."""
+    """Returns the groups per row; raises if the scales' shape is impossible."""
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
     check_shape(scale, (rows, groups), (rows,), (1,))
     return groups
 
 
 def zeros_of(packed: Tensor | None, bits: int, rows: int, groups: int) -> Callable[[int, int], Array]:
-    """Returns a function that gives the zero points of some rows, or the one that all share."""
     if packed is None:
         return lambda first, last: np.int16(1 << bits - 1)
     check_shape(packed, (-(-rows * bits // 32), groups))
@@ -98,8 +98,9 @@ def scales_of(scale: Tensor, first: int, last: int) -> Array:
 
 
 def int_weight(bits: int, configured: int, module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns a weight of whole numbers that take a byte each, however few bits they have. `configured`: the group size
-    that the config says."""
+    """Returns a weight of integers with one byte each, regardless of their bits. `configured` is the config's
+    group size.
+    """
     stored, scale, zero = tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero_point")
     numbers, half = integers(stored, "I8").view(np.uint8), 1 << bits - 1
     rows, width = matrix_shape(stored)
@@ -123,17 +124,14 @@ def int_weight(bits: int, configured: int, module: str, tensors: ModuleTensors) 
 
 
 def mxfp4_weight(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns an MXFP4 weight."""
     return mxfp4(tensors["weight_packed"], tensors["weight_scale"])
 
 
 def mxfp8_weight(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns an MXFP8 weight."""
     return mxfp8(tensors["weight"], tensors["weight_scale"])
 
 
 def nvfp4_weight(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns an NVFP4 weight. The scale of the whole tensor divides."""
     whole = np.float32(1) / plain_values(tensors["weight_global_scale"])
     return nvfp4(tensors["weight_packed"], tensors["weight_scale"], whole)
 
@@ -150,7 +148,7 @@ SCHEMES = {
 
 
 def packed_scheme(bits: int, group: int) -> Scheme:
-    """Returns the scheme of packed whole numbers; a group of 0 columns means all of them."""
+    """Returns the scheme of packed integers; group 0 means all columns."""
     return ModuleScheme(
         partial(packed_weight, bits, group),
         "weight_packed",
@@ -161,7 +159,7 @@ def packed_scheme(bits: int, group: int) -> Scheme:
 
 
 def int_scheme(bits: int, group: int) -> Scheme:
-    """Returns the scheme of whole numbers that take a byte each; a group of 0 columns means all of them."""
+    """Returns the scheme of integers with one byte each; group 0 means all columns."""
     return ModuleScheme(
         partial(int_weight, bits, group),
         "weight_scale",
@@ -172,7 +170,6 @@ def int_scheme(bits: int, group: int) -> Scheme:
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of compressed-tensors."""
     config.require("format", FORMATS)
     format = config.text("format")
     config.refuse_others(KEYS)
@@ -191,8 +188,9 @@ def read(config: ConfigReader) -> Scheme:
 
 
 def read_group(group: ConfigReader, format: str) -> tuple[int, ...]:
-    """Reads what is said about the weights of a group. Returns the rows and columns that share a scale for FP8 (none: a
-    whole row or matrix does), and else the bits and the columns that share a scale (0: all of them)."""
+    """Reads a group's weight options. Returns the scale block's rows and columns for FP8 (empty: one scale per row or
+    matrix), and else the bits and the group size (0: all columns).
+    """
     group.refuse_others(GROUP_KEYS)
     group.require("format", (format,), format)
     weights = group.table("weights")
@@ -213,7 +211,7 @@ def read_group(group: ConfigReader, format: str) -> tuple[int, ...]:
 
 
 def read_fp8_weights(weights: ConfigReader) -> tuple[int, ...]:
-    """Reads what is said about FP8 weights; returns the rows and columns of a block, if blocks have scales."""
+    """Reads the options of FP8 weights; returns the rows and columns of a block, if scales are per block."""
     weights.require("type", ("float",))
     weights.require("num_bits", (8,))
     weights.require("symmetric", (True,), True)

@@ -1,4 +1,4 @@
-"""Reads EXL3: trellis.py says what a weight is."""
+"""Reads EXL3; trellis.py defines its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, 
 from penstock.model.formats.trellis import FACTORS, HADAMARD_SIZE, MCG, MUL1, NAME, PLAIN, TILE, Trellis
 from penstock.model.tensor import Format, Tensor
 
-KEYS = {  # those that matter are said again beside each weight
+KEYS = {  # the relevant ones are repeated next to each weight
     "bits",
     "calibration",
     "codebook",
@@ -22,11 +22,10 @@ KEYS = {  # those that matter are said again beside each weight
     "tensor_storage",
     "version",
 }
-NOT_FETCHED = 0  # the factor in a file of which only the header is here, to plan its memory
+NOT_FETCHED = 0  # placeholder if only a file's header was downloaded, to plan its memory
 
 
 def weight(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns the weight of a module."""
     trellis = tensors["trellis"]
     stored = integers(trellis, "I16")
     if stored.ndim != 3 or stored.shape[2] % TILE or not 0 < stored.shape[2] <= 8 * TILE:
@@ -42,7 +41,7 @@ def weight(module: str, tensors: ModuleTensors) -> Tensor:
 
 
 def read_kind(module: str, tensors: ModuleTensors) -> str:
-    """Returns the kind of the code book; those other than the default have their factor as a tensor."""
+    """Returns the code book's kind; non-default kinds store their factor as a tensor."""
     kinds = [kind for kind in (MCG, MUL1) if kind in tensors]
     for kind in kinds:
         factor = integers(tensors[kind], "I32", "U32").reshape(-1).view(np.uint32).tolist()
@@ -52,7 +51,7 @@ def read_kind(module: str, tensors: ModuleTensors) -> str:
 
 
 def signs(module: str, tensors: ModuleTensors, side: str, count: int) -> Floats:
-    """Returns the factors of rows or columns: float16 numbers, or signs, which older files store as bits."""
+    """Returns the row or column factors: float16 numbers or, in older files, sign bits."""
     plain, packed = tensors.get(f"s{side}h"), tensors.get(f"s{side}")
     if plain is not None:
         check_shape(plain, (count,))
@@ -65,6 +64,5 @@ def signs(module: str, tensors: ModuleTensors, side: str, count: int) -> Floats:
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of EXL3."""
     config.refuse_others(KEYS)
     return ModuleScheme(weight, marker="trellis", needed=("trellis",), optional=("suh", "svh", "su", "sv", MCG, MUL1))

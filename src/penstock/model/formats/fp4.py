@@ -1,5 +1,6 @@
-"""Turns floats of 4 bits, two in a byte, with a scale for 32 or 16 of them, into storage blocks. Floats of 8 bits keep
-their codes."""
+"""Converts 4-bit floats, two per byte with a scale for 32 or 16 of them, to storage blocks. 8-bit floats keep
+their codes.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from penstock.model.formats.modules import check_shape, integers, matrix_shape
 from penstock.model.tensor import FORMATS, Bytes, Format, Scales, Tensor
 
 NVFP4_GROUP, NVFP4_BLOCK = 16, 64
-NAN = 0x7F  # in e4m3; greater codes have a sign
-E8M0_BIAS = 127  # the code above twice the bias is NaN
+NAN = 0x7F  # in e4m3; larger codes are negative
+E8M0_BIAS = 127  # codes above twice the bias are NaN
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Returns an MXFP4 weight, whose scales are powers of two. Only the order of the codes differs from GGUF's."""
+    """Returns an MXFP4 weight, whose scales are powers of two. It differs from GGUF's only in code order."""
     rows, half = matrix_shape(packed)
     width = 2 * half
     check_shape(scale, (rows, width // BLOCK))
@@ -41,7 +42,7 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def mxfp8(codes: Tensor, scale: Tensor) -> Tensor:
-    """Returns an MXFP8 weight: F8_E4M3 with a power of two for each run of 32 columns."""
+    """Returns an MXFP8 weight: F8_E4M3 with a power-of-two scale for each run of 32 columns."""
     rows, width = matrix_shape(codes)
     check_shape(scale, (rows, width // BLOCK))
     if codes.format.name != "F8_E4M3" or width % BLOCK:
@@ -52,8 +53,7 @@ def mxfp8(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def nvfp4(packed: Tensor, scale: Tensor, whole: Floats) -> Tensor:
-    """Returns an NVFP4 weight, whose scales are FP8, with a float32 for all of them. Only the order of the codes
-    differs from GGUF's NVFP4."""
+    """Returns an NVFP4 weight, with FP8 scales and one float32 scale. It differs from GGUF's only in code order."""
     rows, half = matrix_shape(packed)
     width = 2 * half
     check_shape(scale, (rows, width // NVFP4_GROUP))
@@ -61,7 +61,7 @@ def nvfp4(packed: Tensor, scale: Tensor, whole: Floats) -> Tensor:
         raise MalformedFile(f"the scales of {packed.name!r} must be F8_E4M3, with one float32 factor for all of them")
     stored, scales = integers(packed, "U8"), scale.data.reshape(scale.shape)
     outer = Scales(whole.reshape(1, 1), rows, width)
-    if width % NVFP4_BLOCK or (scales >= NAN).any():  # GGUF's blocks have no signs
+    if width % NVFP4_BLOCK or (scales >= NAN).any():  # GGUF's block scales are unsigned
         return Tensor(
             packed.name, Format("odd NVFP4", 1, 4), (rows, width), partial(nvfp4_values, stored, scales), outer
         )

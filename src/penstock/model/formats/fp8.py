@@ -1,4 +1,4 @@
-"""Defines what the codes of FP8 formats mean."""
+"""Defines the values of FP8 codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ Floats = NDArray[np.float32]
 
 
 def table(exponent_bits: int, mantissa_bits: int) -> Floats:
-    """Returns the values of all 256 codes, as if none were reserved for infinity or NaN."""
     code = np.arange(256)
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     mantissa = code & ((1 << mantissa_bits) - 1)
@@ -29,7 +28,6 @@ def e4m3() -> Floats:
 
 
 def e5m2() -> Floats:
-    """Returns the values of e5m2, whose highest exponent means infinity or NaN, as in wider floats."""
     values = table(5, 2)
     values[[0x7C, 0xFC]] = np.inf, -np.inf
     values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
@@ -40,7 +38,6 @@ TABLES = {"F8_E4M3": e4m3(), "F8_E5M2": e5m2()}
 
 
 def fp8_values(data: NDArray[np.uint8], format_name: str, shape: tuple[int, ...], scales: Scales | None) -> Floats:
-    """Returns the values of FP8 codes, scaled."""
     values = TABLES[format_name][data].reshape(shape)
     return values if scales is None else values * expand_scales(scales, shape)
 

@@ -1,7 +1,7 @@
-"""Reads FP8 checkpoints of Hugging Face folders: finds the scales that belong to each weight.
+"""Reads FP8 checkpoints of Hugging Face folders, matching each weight with its scales.
 
-Only weights keep their scales. Activations are scaled row by row as they are computed, and the KV cache scales its own
-values, so what a checkpoint says about either is read and not used.
+Only weights keep their scales. Activations are scaled per row at run time, and the KV cache scales its own values, so
+the checkpoint's settings for both are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.model.dequantize import dequantize
 from penstock.model.formats.modules import Scheme, drop_unused
 from penstock.model.tensor import FP8, Scales, Tensor
 
-SCALE = (".weight_scale", ".weight_scale_inv")  # both multiply: the second is the inverse of what quantized
+SCALE = (".weight_scale", ".weight_scale_inv")  # both multiply: the second is the inverse of the quantization factor
 UNUSED = ("input_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 KEYS = {
     "activation_scheme",
@@ -32,12 +32,11 @@ KEYS = {
 
 
 class Fp8Scheme(NamedTuple):
-    """Is the scheme of FP8 weights that have their scales beside them."""
+    """Reads FP8 weights with separate scale tensors."""
 
-    block: tuple[int, ...] | None  # rows and columns that share a scale, if scales form a matrix
+    block: tuple[int, ...] | None  # rows and columns per scale, if scales form a matrix
 
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the weights; those of 8 bits have their scales."""
         found = dict(tensors)
         drop_unused(found, UNUSED)
         for name in [name for name in found if name.endswith(SCALE)]:
@@ -48,9 +47,9 @@ class Fp8Scheme(NamedTuple):
 
 
 def scales_of(weight: Tensor | None, scale: Tensor, block: tuple[int, ...] | None) -> Scales:
-    """Returns the scales of a matrix: one for all, one for each row, or one for each block, as their shape says."""
+    """Returns a matrix's scales: one for all, per row, or per block, by their shape."""
     if weight is None or weight.format.name not in FP8 or len(weight.shape) != 2:
-        raise MalformedFile(f"tensor {scale.name!r} holds scales, but there is no FP8 matrix that it belongs to")
+        raise MalformedFile(f"tensor {scale.name!r} holds scales, but its FP8 matrix is missing")
     rows, columns = weight.shape
     values = dequantize(scale)
     if values.size == 1:
@@ -68,7 +67,7 @@ def scales_of(weight: Tensor | None, scale: Tensor, block: tuple[int, ...] | Non
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of `fp8`, with a scale for each matrix or for each block of one."""
+    """Reads the quantization_config of `fp8`, with a scale per matrix or per block."""
     config.refuse_others(KEYS)
     config.require("activation_scheme", ("dynamic", "static"), "dynamic")
     config.require("fmt", ("e4m3", "e5m2", "float8_e4m3fn"), "e4m3")

@@ -1,6 +1,6 @@
-"""Reads GPTQ: codes lie in columns of words, zero points in rows of words; version 1 stores zero points less 1.
+"""Reads GPTQ: codes in columns of words, zero points in rows of words; version 1 stores zero points minus 1.
 
-With `desc_act`, g_idx says which group each column belongs to, so groups are not runs of neighbouring columns.
+With `desc_act`, g_idx gives each column's group, so groups are not runs of neighbouring columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.tensor import Tensor
 
-KEYS = {  # those that are not read below concern the program that quantized, or are said again by the tensors
+KEYS = {  # unread ones only concern the quantizer or are visible in the tensors
     "act_group_aware",
     "backend",
     "batch_size",
@@ -63,16 +63,15 @@ BITS = (2, 3, 4, 8)
 
 
 class GptqPacking(NamedTuple):
-    """Says how the tensors of a module are packed."""
+    """Describes how a module's tensors are packed."""
 
     bits: int
     group: int  # 0: all columns
-    zero_offset: int  # is added to a stored zero point
+    zero_offset: int  # added to a stored zero point
     needs_g_idx: bool = False  # columns are ordered by activations
 
 
 def scheme(packing_of: Callable[[str], GptqPacking]) -> Scheme:
-    """Returns the scheme; `packing_of` gives the packing of a module."""
     return ModuleScheme(
         lambda module, tensors: weight(module, tensors, packing_of(module)),
         marker="qweight",
@@ -82,10 +81,9 @@ def scheme(packing_of: Callable[[str], GptqPacking]) -> Scheme:
 
 
 def weight(module: str, tensors: ModuleTensors, packing: GptqPacking) -> Tensor:
-    """Returns the weight of a module."""
     words, scales, places = tensors["qweight"], tensors["scales"], places_of(tensors)
     (lines, rows), (groups, _) = matrix_shape(words), matrix_shape(scales)
-    bits = packing.bits if places is None else 32 * lines // len(places)  # a module may have its own
+    bits = packing.bits if places is None else 32 * lines // len(places)  # may differ per module
     if bits not in BITS:
         raise MalformedFile(f"g_idx of {module!r} does not fit its {lines} rows of words")
     width = lines * 32 // bits
@@ -118,7 +116,6 @@ def weight(module: str, tensors: ModuleTensors, packing: GptqPacking) -> Tensor:
 
 
 def places_of(tensors: ModuleTensors) -> Array | None:
-    """Returns the group of each column, if the module says it."""
     return integers(tensors["g_idx"], "I32", "I64").reshape(-1) if "g_idx" in tensors else None
 
 
@@ -132,15 +129,13 @@ def check_places(module: str, places: Array | None, width: int, group: int, grou
 
 
 def group_size(module: str, said: int, width: int, groups: int) -> int:
-    """Returns the group size that the config says, or else the one that the module's scales imply."""
     for size in (said or width, width // groups):
         if size and -(-width // size) == groups:
             return size
-    raise MalformedFile(f"{module}.scales has {groups} groups; a row of {width} columns cannot be divided into so many")
+    raise MalformedFile(f"{module}.scales has {groups} groups; a row of {width} columns does not divide evenly")
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of GPTQ."""
     config.refuse_others(KEYS)
     config.require("bits", BITS)
     config.require("pack_dtype", ("int32",), "int32")

@@ -1,9 +1,9 @@
-"""Turns codes of a few bits with a scale for each group of columns, as most formats have them, into storage blocks.
+"""Converts small codes with a scale per group of columns, the common case, to storage blocks.
 
     value = scale * (code - zero), or scale * code + minimum
 
-They become storage blocks of 32 or 64 values that kernels know if nothing is lost: groups are runs of whole blocks, and
-scales are exact in float16. Otherwise values are computed as they are read, and backends store those.
+They become storage blocks of 32 or 64 values that kernels support if that is lossless: groups are runs of whole blocks,
+and scales are exact in float16. Otherwise values are computed on reading, and backends store those.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock.model.formats.near_blocks import NearBlocks
 from penstock.model.tensor import AFFINE, STORAGE, AffineFormat, Bytes, Format, Tensor
 
 BLOCK, LONG_BLOCK = 32, 64
-CHUNK_VALUES = 1 << 20  # that a thread repacks together: they stay in a CPU cache
+CHUNK_VALUES = 1 << 20  # per thread; fits into a CPU cache
 MAX_THREADS = 16
-LIMITS = {"Q4_0": 8, "Q8_0": 128}  # a format holds whole numbers from -limit to limit - 1
-WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}  # bits of a code: the format of GGUF that holds it with a minimum
+LIMITS = {"Q4_0": 8, "Q8_0": 128}  # formats of integers from -limit to limit - 1
+WITH_MINIMUM = {4: "Q4_1", 5: "Q5_1"}  # code bits: GGUF format with a minimum
 
-MAX_STEP = 2**-7  # of a scale, that rounding a minimum may move values by
+MAX_STEP = 2**-7  # largest error from rounding a minimum, in scales
 
 PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 ALL = slice(None)
@@ -39,36 +39,36 @@ Array = Any
 
 
 class Factors(NamedTuple):
-    """Holds what turns the codes of some rows into values."""
+    """Holds the scales and zero points or minima of some rows."""
 
     scales: Floats  # [rows, groups]
-    zeros: Array  # [rows, groups] whole numbers, or one for all
+    zeros: Array  # [rows, groups] integers, or one for all
     minima: Floats | None = None  # [rows, groups]
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Describes a matrix of codes, whose rows are unpacked when they are read."""
+    """Describes a matrix of codes, whose rows are unpacked on reading."""
 
-    name: str  # the tensor's
-    kind: str  # the format's name, for messages
+    name: str  # tensor name
+    kind: str  # format name in messages
     shape: tuple[int, ...]
     bits: int
-    group: int  # columns that share a scale
+    group: int  # columns per scale
     codes: Callable[[int, int], NDArray[np.uint8]]  # unpacks rows a to b: [rows, width]
     factors: Callable[[int, int], Factors]
     places: Array | None = None  # [width] each column's group, if groups are not runs of columns
 
     def tensor(self) -> Tensor:
-        """Returns the matrix as a tensor, in storage blocks if possible."""
         stored = self.storage_format(self.factors(0, self.shape[0]))
         if stored is None:
             return Tensor(self.name, Format(self.kind, 1, 4), self.shape, self.near_rows())
         return Tensor(self.name, STORAGE[stored], self.shape, partial(self.blocks, stored))
 
     def near_rows(self) -> Callable[[int, int], Bytes]:
-        """Returns what makes rows as float32, and as storage blocks if rounding the minima to float16 is all that it
-        takes and moves values less than 16 bits would."""
+        """Returns a source of float32 rows, or of storage blocks if they only require rounding minima to float16, by
+        less than 16-bit values would round.
+        """
         scales, zeros, minima = self.factors(0, self.shape[0])
         if minima is None:
             return self.values
@@ -80,7 +80,6 @@ class Grouped:
         return NearBlocks(self.values, partial(self.blocks, stored), stored)
 
     def storage_format(self, factors: Factors) -> str | None:
-        """Returns the smallest format that holds all values exactly."""
         scales, zeros, minima = factors
         size = self.block_size
         if not size or not is_half(scales) or not (minima is None or is_half(minima)):
@@ -96,13 +95,12 @@ class Grouped:
 
     @property
     def block_size(self) -> int:
-        """Returns how many values a block has that lies in one group; 0 if there are no such blocks."""
+        """Returns the largest block size within groups; 0: none fits."""
         if self.places is not None:
             return 0
         return next((size for size in (LONG_BLOCK, BLOCK) if self.shape[1] % size == self.group % size == 0), 0)
 
     def values(self, first: int, last: int) -> Bytes:
-        """Returns rows `first` to `last` as float32."""
         scales, zeros, minima = self.factors(first, last)
         place = np.arange(self.shape[1]) // self.group if self.places is None else self.places
         values = self.codes(first, last).astype(np.float32)
@@ -144,7 +142,6 @@ class Grouped:
 
 
 def put_codes(codes: Array, format: str, out: Array) -> None:
-    """Puts the codes of blocks [..., values] into them."""
     if out.dtype["qs"].shape[0] == codes.shape[-1]:
         out["qs"] = (codes ^ 128).view(np.int8) if format == "Q8_0" else codes
         return
@@ -159,7 +156,7 @@ def put_codes(codes: Array, format: str, out: Array) -> None:
 
 
 def together(codes: Array, size: int) -> Array:
-    """Packs codes [..., n] into `size` bytes: the first of them in the lowest bits of all, then the next."""
+    """Packs codes [..., n] into `size` bytes: the first codes in the lowest bits of all bytes, then the next."""
     runs = codes.reshape(*codes.shape[:-1], -1, size)
     packed = runs[..., 0, :]
     for i in range(1, runs.shape[-2]):
@@ -168,19 +165,17 @@ def together(codes: Array, size: int) -> Array:
 
 
 def zeros_at(zeros: Array, place: Array) -> Array:
-    """Returns the zero points of these groups, or the one that all share."""
     zeros = np.asarray(zeros)
     return zeros[:, place] if zeros.ndim else zeros[None, None]
 
 
 def is_half(values: Floats) -> bool:
-    """Returns whether all values are exact in float16."""
     with np.errstate(over="ignore"):
         return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
 
 
 def plain_values(tensor: Tensor, rows: slice = ALL, columns: slice = ALL) -> Floats:
-    """Returns values of a plain matrix or vector, whose entries count as rows; only these rows and columns are read."""
+    """Reads some rows and columns of an unquantized matrix or vector; a vector's entries count as rows."""
     if tensor.format.name not in PLAIN:
         raise MalformedFile(f"tensor {tensor.name!r} is stored as {tensor.format.name}; it must be {', '.join(PLAIN)}")
     stored = tensor.data.view(PLAIN[tensor.format.name]).reshape((len(tensor.shape) and tensor.shape[0]) or 1, -1)

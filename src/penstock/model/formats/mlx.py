@@ -1,5 +1,6 @@
-"""Reads MLX: the codes of a row are one stream of bits, and each group has a scale and a minimum (`biases`), or, in the
-modes with floats of 4 or 8 bits, a scale of 8 bits alone."""
+"""Reads MLX: a row's codes are one bit stream, and each group has a scale and a minimum (`biases`) or, in float modes,
+an 8-bit scale.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +23,17 @@ AFFINE = "affine"
 
 
 class MlxModule(NamedTuple):
-    """Says how the weight of a module is stored."""
+    """Describes how a module's weight is stored."""
 
     mode: str
     bits: int
-    group: int  # columns that share a scale
+    group: int  # columns per scale
 
 
 FLOATS = {mode: MlxModule(mode, *sizes) for mode, sizes in (("mxfp4", (4, 32)), ("mxfp8", (8, 32)), ("nvfp4", (4, 16)))}
 
 
 def weight(config: ConfigReader, module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns the weight of a module."""
     own = read_module(config, module)
     biased = own.mode == AFFINE
     if biased != ("biases" in tensors):
@@ -42,7 +42,6 @@ def weight(config: ConfigReader, module: str, tensors: ModuleTensors) -> Tensor:
 
 
 def floats(own: MlxModule, words: Tensor, scales: Tensor) -> Tensor:
-    """Returns a weight of floats, whose codes lie in the words as bytes, two in each for 4 bits."""
     rows, each = matrix_shape(words)
     integers(words, "U32")
     integers(scales, "U8")
@@ -55,7 +54,6 @@ def floats(own: MlxModule, words: Tensor, scales: Tensor) -> Tensor:
 
 
 def affine(own: MlxModule, tensors: ModuleTensors) -> Tensor:
-    """Returns a weight of whole numbers with minima."""
     words, scales, minima = tensors["weight"], tensors["scales"], tensors["biases"]
     bits, group = own.bits, own.group
     rows, each = matrix_shape(words)
@@ -84,7 +82,7 @@ def affine(own: MlxModule, tensors: ModuleTensors) -> Tensor:
 
 
 def read_module(config: ConfigReader, module: str) -> MlxModule:
-    """Returns how a module is stored: as its own table says, or as all are."""
+    """Returns a module's options: its own table or the defaults."""
     own = config.table(module) if module in config else config
     own.require("mode", (AFFINE, *FLOATS), AFFINE)
     mode = own.text("mode", AFFINE)
@@ -95,12 +93,10 @@ def read_module(config: ConfigReader, module: str) -> MlxModule:
 
 
 def is_module(name: str) -> bool:
-    """Returns whether a key of the config names a module."""
     return "." in name or name == "lm_head"
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization config of MLX."""
     read_module(config, "")
     config.refuse_others({"bits", "group_size", "mode", *(name for name in config.names() if is_module(name))})
     return ModuleScheme(partial(weight, config), marker="scales", needed=("weight", "scales"), optional=("biases",))

@@ -1,4 +1,4 @@
-"""Reads modelopt: floats of 4 bits (`NVFP4`) and of 8 bits (`FP8`), from config.json or hf_quant_config.json."""
+"""Reads modelopt: 4-bit (`NVFP4`) and 8-bit (`FP8`) floats, from config.json or hf_quant_config.json."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ UNUSED = ("input_scale", "k_scale", "v_scale", "q_scale", "kv_scale")
 
 
 def weight(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns the NVFP4 weight of a module."""
     return nvfp4(tensors["weight"], tensors["weight_scale"], plain_values(tensors["weight_scale_2"]))
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization config of modelopt."""
     config.refuse_others(KEYS)
     config.require("quant_algo", ("NVFP4", "FP8"))
     config.require("has_zero_point", (False,), False)

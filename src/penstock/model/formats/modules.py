@@ -1,4 +1,4 @@
-"""Finds the tensors that make up each quantized weight of a checkpoint, and puts them together."""
+"""Groups the tensors of each quantized weight, and combines them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from numpy.typing import NDArray
 from penstock.errors import MalformedFile
 from penstock.model.tensor import Tensor
 
-ModuleTensors = Mapping[str, Tensor]  # of one module, by what follows its name and a dot
+ModuleTensors = Mapping[str, Tensor]  # one module's tensors, by the name after the module's and a dot
 DTYPES = {"U8": "u1", "I8": "i1", "F8_E8M0": "u1", "I16": "<i2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 
 
 class Scheme(Protocol):
-    """Says how a checkpoint stores its weights."""
+    """Describes how a checkpoint stores its weights."""
 
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns one tensor for each weight, by its name in the file; what is not quantized stays as it is."""
+        """Returns one tensor per weight, by file name; unquantized tensors are unchanged."""
 
 
 class ModuleScheme(NamedTuple):
-    """Is the scheme of formats that store several tensors for each quantized module."""
+    """Reads formats that store several tensors per quantized module."""
 
-    weight: Callable[[str, ModuleTensors], Tensor]  # makes the weight of a module from its tensors
-    marker: str  # the tensor that only quantized modules have
+    weight: Callable[[str, ModuleTensors], Tensor]  # combines a module's tensors
+    marker: str  # a tensor that only quantized modules have
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    rename: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # makes each tensor's kind follow a dot
-    unused: tuple[str, ...] = ()  # scales of activations or of the cache, which this engine computes itself
+    rename: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # normalizes names to module.kind
+    unused: tuple[str, ...] = ()  # scales of activations or the cache, which Penstock computes itself
 
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the quantized weights as one tensor each, and all others as they are."""
         left = self.rename(tensors)
         drop_unused(left, self.unused)
         found: dict[str, Tensor] = {}
@@ -48,7 +47,7 @@ class ModuleScheme(NamedTuple):
         return left | found
 
     def _take(self, left: dict[str, Tensor], module: str) -> ModuleTensors:
-        """Takes a module's tensors out of those that are left."""
+        """Removes a module's tensors from `left` and returns them."""
         names = {kind: f"{module}.{kind}" for kind in (*self.needed, *self.optional)}
         for kind in self.needed:
             if names[kind] not in left:
@@ -57,20 +56,18 @@ class ModuleScheme(NamedTuple):
 
 
 class Unquantized:
-    """Is the scheme of checkpoints that are not quantized."""
+    """Reads unquantized checkpoints."""
 
     def weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors as they are."""
         return dict(tensors)
 
 
 def drop_unused(left: dict[str, Tensor], kinds: Collection[str]) -> None:
-    """Removes tensors of these kinds, and logs how many there were."""
     unused = [name for name in left if name.endswith(tuple(f".{kind}" for kind in kinds))]
     for name in unused:
         del left[name]
     if unused:
-        import logging  # takes longer than reading most checkpoints
+        import logging  # slow to import
 
         logging.getLogger(__name__).info(
             "%d static scales of activations are not used: activations are scaled row by row", len(unused)
@@ -78,7 +75,7 @@ def drop_unused(left: dict[str, Tensor], kinds: Collection[str]) -> None:
 
 
 def integers(tensor: Tensor, *kinds: str) -> NDArray[Any]:
-    """Returns the tensor's numbers in its own shape, if it is of one of these types."""
+    """Returns the tensor's integers in its own shape; raises for other types."""
     if tensor.format.name not in kinds:
         raise MalformedFile(
             f"tensor {tensor.name!r} is stored as {tensor.format.name}; it must be {' or '.join(kinds)}"
@@ -88,7 +85,6 @@ def integers(tensor: Tensor, *kinds: str) -> NDArray[Any]:
 
 
 def matrix_shape(tensor: Tensor) -> tuple[int, int]:
-    """Returns the rows and columns of a matrix."""
     if len(tensor.shape) != 2:
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; it must be a matrix")
     return tensor.shape[0], tensor.shape[1]

@@ -1,5 +1,6 @@
-"""Reads MXFP4 as gpt-oss stores it: all experts of a layer share one tensor of codes, [experts, rows, groups, 16], and
-one of scales."""
+"""Reads gpt-oss's MXFP4: one tensor has the codes of all experts in a layer, [experts, rows, groups, 16], and another
+the scales.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +20,15 @@ KEYS = {"dequantize", "modules_to_not_convert", "quant_method"}
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of MXFP4."""
     config.refuse_others(KEYS)
     return ModuleScheme(weight, "blocks", ("blocks", "scales"), rename=with_dots)
 
 
 def with_dots(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors with names in which "blocks" and "scales" follow a dot, as in other formats."""
     return {KIND.sub(r".\1", name): tensor for name, tensor in tensors.items()}
 
 
 def weight(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns the weights of all experts of a layer."""
     blocks, scales = tensors["blocks"], tensors["scales"]
     if len(blocks.shape) < 3 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
         raise MalformedFile(

@@ -1,5 +1,6 @@
-"""Turns matrices whose factors float16 does not hold exactly into storage blocks that kernels know, where that is more
-exact than values of 16 bits would be."""
+"""Converts matrices whose factors are not exact in float16 to storage blocks, if that is more accurate than 16-bit
+values.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ from penstock.model.dequantize import LAYOUTS
 from penstock.model.tensor import FORMATS, STORAGE, Bytes, Tensor
 
 BLOCK = 32
-MAX_ERROR = 2**-11  # relative, of a scale in float16
+MAX_ERROR = 2**-11  # relative error of a float16 scale
 
 
 @dataclass(frozen=True, slots=True)
 class NearBlocks:
-    """Makes the rows of a tensor exactly, or as storage blocks with factors rounded to float16."""
+    """Produces a tensor's rows exactly, or as storage blocks with float16 factors."""
 
     values: Callable[[int, int], Bytes]
     blocks: Callable[[int, int], Bytes]
-    format: str  # of the blocks
+    format: str  # block format
 
     def __call__(self, first: int, last: int) -> Bytes:
-        """Returns the exact values of rows `first` to `last`."""
         return self.values(first, last)
 
 
 def as_near_blocks(tensor: Tensor) -> Tensor | None:
-    """Returns the tensor in storage blocks with factors rounded to float16, which is more exact than values of 16 bits
-    would be. Returns None if there are no such blocks, or if float16 cannot hold its factors that exactly."""
+    """Returns the tensor in storage blocks with float16 factors; None if there is no such format, or if 16-bit values
+    would be more accurate.
+    """
     if isinstance(tensor.source, NearBlocks):
         return replace(tensor, format=STORAGE[tensor.source.format], source=tensor.source.blocks)
     if tensor.format.name != "I8" or tensor.scales is None or tensor.shape[-1] % BLOCK:

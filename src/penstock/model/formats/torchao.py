@@ -1,10 +1,10 @@
-"""Reads torchao as transformers saves it: each tensor of a quantized weight is named `_weight_` and its kind.
+"""Reads torchao as saved by transformers: each tensor of a quantized weight is named `_weight_` plus its kind.
 
     int8, and fewer bits in bytes: value = scale * (code - zero_point)
     int4, two codes in a byte:     value = scale * code + zero_point; scales and zero points are [groups, rows]
     float8:                        value = scale * code
 
-The types of the tensors show which it is, so the recipes that the config lists are not needed to read a weight.
+Tensor types identify the format, so the config's recipes are not needed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,15 @@ KEYS = {
     "quant_type_kwargs",
     "untie_embedding_weights",
 }
-HALF = 8  # of the range of 4 bits
+HALF = 8  # half of the 4-bit range
 
 
 def read(config: ConfigReader) -> Scheme:
-    """Reads the quantization_config of torchao."""
     config.refuse_others(KEYS)
     return ModuleScheme(weight, QDATA, (QDATA, SCALE), optional=(ZERO,))
 
 
 def weight(module: str, tensors: ModuleTensors) -> Tensor:
-    """Returns the weight of a module."""
     codes, scale, zero = tensors[QDATA], tensors[SCALE], tensors.get(ZERO)
     if codes.format.name in FP8 and zero is None:
         return fp8(codes, scale)
@@ -55,7 +53,6 @@ def weight(module: str, tensors: ModuleTensors) -> Tensor:
 
 
 def fp8(codes: Tensor, scale: Tensor) -> Tensor:
-    """Returns an FP8 weight with a scale for each matrix, row or block."""
     rows, width = matrix_shape(codes)
     down, across = matrix_shape(scale)
     if not (down and across) or rows % down or width % across:
@@ -64,7 +61,6 @@ def fp8(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def int8(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Returns a weight of whole numbers that take a byte each."""
     rows, width = matrix_shape(codes)
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
     check_shape(scale, (rows, groups), (1, groups))
@@ -95,7 +91,7 @@ def int8(codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def int4(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Returns a weight of signed codes of 4 bits. A zero point is what is added; without any, scales alone are kept."""
+    """Returns a weight of signed 4-bit codes. Zero points are added; if all are 0, only scales are stored."""
     rows, half = matrix_shape(codes)
     groups, width = scale.shape[0] if scale.shape else 0, 2 * half
     check_shape(scale, (groups, rows))

@@ -1,10 +1,10 @@
-"""Holds weights of EXL3: tiles of 16 x 16 numbers in a trellis, multiplied by Hadamard matrices on both sides.
+"""Holds EXL3 weights: trellis-coded tiles of 16 x 16 numbers, multiplied by Hadamard matrices on both sides.
 
-A tile of K bits for each number is a ring of 256 * K bits. The 16 bits that end with a number's own bits are its state.
-A code book computes the number: a product of the state, whose halves or bytes are added up. The weight is
+A tile with K bits per number is a ring of 256 * K bits. A number's state is the 16 bits that end with its own bits.
+A code book maps the state to the number: a product whose halves or bytes are summed. The weight is
     W[out, in] = svh[out] * (H @ numbers @ H)[out, in] * suh[in]
-with a Hadamard matrix H for 128 values at a time. A tensor makes these values when they are asked for. Backends take
-what they are made of from `trellis_of`, and multiply with the numbers as they are:
+with a Hadamard matrix H for 128 values at a time. A tensor computes these values on demand. Backends take the
+components from `trellis_of`, and multiply with the numbers as they are:
     y = svh * (H @ (numbers @ (H @ (suh * x))))
 """
 
@@ -24,7 +24,7 @@ TILE, HADAMARD_SIZE = 16, 128
 PLAIN, MCG, MUL1 = "3inst", "mcg", "mul1"
 FACTORS = {PLAIN: 89226354, MCG: 0xCBAC1FED, MUL1: 0x83DCD12D}
 NAME = "EXL3"
-WIDENED = MLA | {Role.EMBEDDING, Role.PER_LAYER_EMBEDDING, Role.POSITIONS}  # no plain product of a matrix
+WIDENED = MLA | {Role.EMBEDDING, Role.PER_LAYER_EMBEDDING, Role.POSITIONS}  # not used in plain matrix products
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -32,7 +32,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Trellis:
-    """Holds what a weight is made of, and makes its values."""
+    """Holds a weight's components, and computes its values."""
 
     tiles: Array  # [inputs / 16, outputs / 16, 16 * bits] int16
     code_book: str
@@ -41,21 +41,17 @@ class Trellis:
 
     @property
     def bits(self) -> int:
-        """Returns the bits of one number."""
         return int(self.tiles.shape[2]) // TILE
 
     @property
     def name(self) -> str:
-        """Returns the format's name with its bits."""
         return f"{NAME}-{self.bits}"
 
     @property
     def bits_with_vectors(self) -> float:
-        """Returns the bits that one value takes in memory, its share of both vectors in float32 included."""
         return self.bits + 32 * (len(self.svh) + len(self.suh)) / (len(self.svh) * len(self.suh))
 
     def __call__(self, first: int, last: int) -> Bytes:
-        """Returns rows `first` to `last` of the weight as float32."""
         start, end = first // HADAMARD_SIZE * HADAMARD_SIZE, -(-last // HADAMARD_SIZE) * HADAMARD_SIZE
         h = hadamard()
         found = np.empty((end - start, len(self.suh)), np.float32)
@@ -69,27 +65,27 @@ class Trellis:
         return found[first - start : last - start].reshape(-1).view(np.uint8)
 
     def cut(self, first: int, last: int) -> Trellis | None:
-        """Returns rows `first` to `last`; None if a Hadamard matrix has others beside them."""
+        """Returns rows `first` to `last`; None if that splits a Hadamard matrix."""
         if first % HADAMARD_SIZE or last % HADAMARD_SIZE:
             return None
         return replace(self, tiles=self.tiles[:, first // TILE : last // TILE], svh=self.svh[first:last])
 
 
 def trellis_bits(format: str) -> int:
-    """Returns the bits of one number in a format that names them, as in "EXL3-3"."""
     return int(format.split("-")[1])
 
 
 def trellis_of(tensor: Tensor) -> Trellis | None:
-    """Returns what the tensor is made of, if it is a whole EXL3 weight that rows are multiplied by. The heads of MLA
-    and tables, of which single rows are read, have no such kernel."""
+    """Returns the tensor's trellis if it is a whole EXL3 weight for a plain product. MLA heads and row-indexed tables
+    have no such kernel.
+    """
     source = tensor.source
     return source if isinstance(source, Trellis) and tensor.role not in WIDENED else None
 
 
 @cache
 def code_book(kind: str) -> Floats:
-    """Returns the number that each state of 16 bits stands for, all exact in float16: [65536]."""
+    """Returns the number of each 16-bit state, all exact in float16: [65536]."""
     products = np.arange(1 << 16, dtype=np.uint32) * np.uint32(FACTORS[kind])
     if kind == MUL1:
         sums = products.view(np.uint8).reshape(-1, 4).sum(1, dtype=np.float32)
@@ -104,8 +100,9 @@ def code_book(kind: str) -> Floats:
 
 @cache
 def places() -> Array:
-    """Returns which number of a tile stands at [in, out]. The eight numbers of a lane lie in rows 2 * (lane % 4) +
-    (0, 1, 8, 9) of columns lane // 4 and lane // 4 + 8."""
+    """Returns the index of the number at [in, out] of a tile. A lane's eight numbers lie in rows 2 * (lane % 4) + (0,
+    1, 8, 9) of columns lane // 4 and lane // 4 + 8.
+    """
     lane, own = np.divmod(np.arange(256), 8)
     row = 2 * (lane % 4) + own % 2 + own // 2 % 2 * 8
     column = lane // 4 + own // 4 * 8
@@ -125,7 +122,7 @@ def hadamard() -> Floats:
 
 def numbers_of(tiles: Array, kind: str) -> Floats:
     """Decodes tiles [down, across, words], with inputs down and outputs across: [16 * across, 16 * down]."""
-    words = np.ascontiguousarray(tiles).view(np.uint32)  # the first bit of each is its highest
+    words = np.ascontiguousarray(tiles).view(np.uint32)  # the highest bit comes first
     count = words.shape[-1]
     ends = (np.arange(256) + 1) * (count // 8)
     last = (ends - 1) // 32

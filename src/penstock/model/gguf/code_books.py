@@ -1,4 +1,4 @@
-"""Reads the code books of GGUF's i-quants: each point of a book stands for the levels of 4 or 8 neighbouring values."""
+"""Reads the code books of GGUF's i-quants: each point of a book holds the levels of 4 or 8 neighbouring values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 TEXT = Path(__file__).with_name("code_books.inc")
 
-# in the order of the text: how many levels there are, and how many values a point has
+# In the text's order: levels per value, values per point
 BOOKS = {"IQ2_XXS": (3, 8), "IQ2_XS": (3, 8), "IQ2_S": (3, 8), "IQ1_S": (3, 8), "IQ3_XXS": (8, 4), "IQ3_S": (8, 4)}
 
 

@@ -1,5 +1,4 @@
-"""Reads a model's spec from the metadata of a GGUF file; its tensors tell the size of the vocabulary and whether it is
-tied."""
+"""Reads a model's spec from GGUF metadata; tensors determine the vocabulary size and tying."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ KEYS = {
     "tensor_data_layout",
     "vocab_size",
 }
-KV_HEADS = "attention.head_count_kv"  # one number, or one for each layer
+KV_HEADS = "attention.head_count_kv"  # one number, or one per layer
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 EXPERTS = {  # keys of MoE families
     "expert_feed_forward_length",
@@ -50,10 +49,10 @@ EXPERTS = {  # keys of MoE families
     "expert_weights_scale",
 }
 SCORINGS: dict[int, Literal["softmax", "sigmoid", "softmax_top_k"]] = {1: "softmax", 2: "sigmoid", 3: "softmax_top_k"}
-POOLINGS = ("mean", "mean", "cls", "last")  # what the numbers mean; 0 means none, which is taken as mean
-SECTIONS = "rope.dimension_sections"  # pairs that rotate by time, height and width: one position in a text
-WINDOW = "attention.sliding_window"  # a key of families that may have one
-PATTERN = "attention.sliding_window_pattern"  # which layers have it
+POOLINGS = ("mean", "mean", "cls", "last")  # the index is GGUF's number; 0 means none and counts as mean
+SECTIONS = "rope.dimension_sections"  # pairs rotated by time, height and width; in text all three are the position
+WINDOW = "attention.sliding_window"  # optional, in some families
+PATTERN = "attention.sliding_window_pattern"  # which layers have a window
 
 
 def read_decoder(
@@ -68,8 +67,9 @@ def read_decoder(
     hidden_key: str = "feed_forward_length",
     experts: bool = False,
 ) -> ModelSpec:
-    """Reads what all families say in the same words. `keys`: other keys of this family. `interleaved` and `partial` (a
-    part of a head is rotated) describe its RoPE. `experts`: it may have experts, whose keys it reads itself."""
+    """Reads the metadata that all families share. `keys` are the family's extra keys. `interleaved` and `partial` (RoPE
+    on part of a head) describe its RoPE. `experts` allows experts, whose keys the family reads.
+    """
     config.refuse_others(KEYS.union(keys, (eps_key,), EXPERTS if experts else ()))
     if not experts:
         config.require("expert_count", (0,), 0)
@@ -105,7 +105,7 @@ def read_decoder(
 
 
 def read_experts(config: ConfigReader, spec: ModelSpec, *, scoring: int = 1, renormalize: bool = True) -> ExpertSpec:
-    """Reads the sizes of an MoE layer and how experts are chosen; `scoring` and `renormalize` are defaults."""
+    """Reads the expert sizes and selection; `scoring` and `renormalize` are defaults."""
     kind = config.size("expert_gating_func", scoring)
     if kind not in SCORINGS:
         raise config.unsupported("expert_gating_func", kind, SCORINGS)
@@ -123,8 +123,9 @@ def read_experts(config: ConfigReader, spec: ModelSpec, *, scoring: int = 1, ren
 
 
 def read_attentive(config: ConfigReader) -> tuple[ConfigReader, list[bool]]:
-    """Reads which layers have attention, where the number of KV heads is 0 for those without. Returns a reader that
-    sees one number of KV heads, too."""
+    """Reads which layers have attention, where others have 0 KV heads. Returns it with a reader that sees a single
+    number of KV heads.
+    """
     counts, layers = config.counts(KV_HEADS), config.size("block_count", most=MAX_LAYERS)
     if len(counts) != layers or len({*counts} - {0}) != 1:
         raise config.unsupported(KV_HEADS, list(counts), (f"0 or the same number for {layers} layers",))
@@ -132,18 +133,17 @@ def read_attentive(config: ConfigReader) -> tuple[ConfigReader, list[bool]]:
 
 
 def read_pooling(config: ConfigReader) -> str:
-    """Reads how embeddings are pooled."""
     config.require("pooling_type", tuple(range(len(POOLINGS))), 0)
     return POOLINGS[int(config.number("pooling_type", 0.0, least=0.0))]
 
 
 def read_window(config: ConfigReader) -> int:
-    """Reads the size of the attention window; 0: none."""
+    """Reads the attention window; 0: none."""
     return config.size(WINDOW) if WINDOW in config else 0
 
 
 def read_sliding(config: ConfigReader, layers: int, period: int) -> Sequence[bool]:
-    """Reads which layers have a window: a flag for each, or all but each nth."""
+    """Reads which layers have a window: a flag per layer, or all except each nth."""
     if config.is_list(PATTERN):
         return config.flags(PATTERN, layers)
     return all_but_each(config.size(PATTERN, period), layers)
@@ -172,7 +172,6 @@ def read_rope(
 def read_yarn(
     config: ConfigReader, freqs: rope.Freqs, base: float, factor: float, max_len: int, whole: bool
 ) -> RopeSpec:
-    """Reads YaRN's scaling of the frequencies."""
     stretched = rope.yarn(
         freqs,
         base=base,
@@ -187,7 +186,6 @@ def read_yarn(
 
 
 def read_factors(tensor: Tensor, count: int) -> rope.Freqs:
-    """Reads a tensor of factors that divide the frequencies."""
     if tensor.shape != (count,):
         raise MalformedFile(f"tensor {tensor.name!r} has shape {tensor.shape}; the model's config needs {(count,)}")
     factors = tuple(dequantize(tensor).tolist())

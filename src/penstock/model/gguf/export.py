@@ -1,4 +1,4 @@
-"""Turns a checkpoint into a GGUF file in another format: decides which keys and which tensors it gets."""
+"""Converts a checkpoint to a GGUF file in another format: chooses the file's keys and tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.model.spec import ModelSpec
 from penstock.model.split_heads import split_kv_b
 from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor, flat, some_rows
 
-FILE_TYPES = {  # what general.file_type calls a file most of whose weights are in this format
+FILE_TYPES = {  # general.file_type of a file with mostly this format
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18,
     "BF16": 32,
 }  # fmt: skip
@@ -37,16 +37,16 @@ FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "kv_a": ("latent", "
 WRITTEN_SPLIT = {
     "glm4": ("qkv",),
     "phi2": ("qkv",),
-}  # what a family's files may have in one tensor, and are written without
-PUBLISHED = ("MXFP4",)  # formats that experts are published in: they stay so while other weights change
+}  # parts that files may fuse; they are written separately
+PUBLISHED = ("MXFP4",)  # formats of published experts, which are kept
 DROPPED = ("general.alignment", "split.")  # keys about the file itself
-WITHOUT_SUFFIX = ("ssm_a", "ssm_d")  # tensors whose names in a file end in neither .weight nor .bias
+WITHOUT_SUFFIX = ("ssm_a", "ssm_d")  # tensors whose file names lack .weight or .bias
 EXPERT = re.compile(r"experts\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Describes a GGUF file that can be written."""
+    """Describes a GGUF file to be written."""
 
     keys: Mapping[str, bytes]
     tensors: tuple[PendingTensor, ...]
@@ -54,7 +54,7 @@ class Export:
 
 
 class Unpacked:
-    """Is a backend that keeps nothing: building a model with it checks the shapes of all tensors."""
+    """Discards everything: building a model with this backend checks all tensor shapes."""
 
     def pack_matrix(self, parts: Any, bias: Any) -> None: ...
 
@@ -66,29 +66,30 @@ class Unpacked:
 
 
 class FileTensor(NamedTuple):
-    """Describes one tensor of the file, made of one or several tensors of the checkpoint."""
+    """Describes one tensor of the file, built from one or more tensors of the checkpoint."""
 
     name: str  # in the file
     sources: tuple[Tensor, ...]
-    stacked: bool = False  # along an axis of their own
-    rotated: int = 0  # dimensions of each head whose RoPE pairs become neighbours; 0: rows stay in their order
+    stacked: bool = False  # along a new axis
+    rotated: int = 0  # dimensions per head whose RoPE pairs become neighbours; 0: rows keep their order
     head_dim: int = 0
-    plus: float = 0.0  # is added to every value
+    plus: float = 0.0  # added to every value
 
 
 class Destination(NamedTuple):
-    """Says where a tensor of the checkpoint goes."""
+    """Places a tensor of the checkpoint in the file."""
 
-    name: str  # canonical, of the tensor of the file that holds it
-    source: int  # its place among the sources of that tensor
+    name: str  # canonical name of the file's tensor
+    source: int  # index among its sources
     stacked: bool
 
 
 def export(
     path: Path, to: str, encode: Encode, *, again: bool = False, changes: Sequence[str] = (), strict: bool = False
 ) -> Export:
-    """Plans a GGUF file in format `to`, one of TARGETS. `again` also quantizes what is quantized already; `changes` and
-    `strict`: see `open_checkpoint`."""
+    """Plans a GGUF file in format `to`, one of TARGETS. `again` also requantizes quantized weights; `changes` and
+    `strict`: see `open_checkpoint`.
+    """
     target = FORMATS[to.upper()]
     if path.is_dir() or changes:
         return from_folder(open_checkpoint(path, changes, strict), target, encode, again)
@@ -96,7 +97,6 @@ def export(
 
 
 def from_gguf(path: Path, to: Format, encode: Encode, again: bool) -> Export:
-    """Plans a copy of a GGUF file whose metadata stays the same, but for the key that says the format."""
     file = read_shards(path)
     naming = family_of_gguf(ConfigReader(file.metadata, METADATA)).GGUF
     keys = {key: file.metadata.stored(key) for key in file.metadata if not key.startswith(DROPPED)}
@@ -111,21 +111,20 @@ def from_gguf(path: Path, to: Format, encode: Encode, again: bool) -> Export:
 
 
 def with_role(tensor: Tensor, naming: names.Naming) -> Tensor:
-    """Returns a file's tensor with its role; a tensor that is no weight has none."""
     return (
         tensor if naming.ignored.fullmatch(tensor.name) else tensor.with_role(names.identify(tensor.name, naming).role)
     )
 
 
 def chosen(tensors: Mapping[str, Tensor], to: Format, again: bool) -> FormatChoice:
-    """Chooses the formats of the tensors; refuses to quantize a second time unless `again`."""
+    """Chooses the tensors' formats; refuses to quantize twice unless `again`."""
     if not again:
         check_plain(tensors, to)
     return choose(tensors, to.name, again)
 
 
 def check_plain(tensors: Mapping[str, Tensor], to: Format) -> None:
-    """Raises if weights that may be quantized are quantized already, but for experts that were published so."""
+    """Raises if quantizable weights are already quantized, except for experts published that way."""
     quantized = {
         tensor.format.name
         for tensor in tensors.values()
@@ -141,8 +140,8 @@ def check_plain(tensors: Mapping[str, Tensor], to: Format) -> None:
 
 
 def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool) -> Export:
-    """Plans a GGUF file of a Hugging Face folder, with its tokenizer and chat template."""
-    from penstock.text.gguf_export import text_keys  # slow to import, and GGUF files need none of it
+    """Plans a GGUF file from a Hugging Face folder, with its tokenizer and chat template."""
+    from penstock.text.gguf_export import text_keys  # slow to import; only folders need it
 
     if checkpoint.classifier and not checkpoint.spec.generates:
         raise UnsupportedModel("a model with a classification head cannot be written as GGUF yet: it would be lost")
@@ -174,7 +173,6 @@ def from_folder(checkpoint: Checkpoint, to: Format, encode: Encode, again: bool)
 
 
 def file_tensors(checkpoint: Checkpoint) -> dict[str, FileTensor]:
-    """Returns what the file will hold, by canonical name; weights that its family has in one tensor are fused."""
     spec = checkpoint.spec
     naming = family(spec.arch).GGUF
     theirs = {ours: name for name, ours in (*naming.top.items(), *naming.parts.items())}
@@ -194,7 +192,7 @@ def file_tensors(checkpoint: Checkpoint) -> dict[str, FileTensor]:
 
 
 def split_name(name: str) -> tuple[str, str, str]:
-    """Returns three parts of a canonical name: "layers.N." or nothing, the part, and ".bias" or nothing."""
+    """Splits a canonical name: "layers.N." or "", the part, and ".bias" or ""."""
     stem, suffix = (name.removesuffix(BIAS), BIAS) if name.endswith(BIAS) else (name, "")
     layer = names.LAYER.match(stem)
     prefix = layer[0] if layer else ""
@@ -202,7 +200,7 @@ def split_name(name: str) -> tuple[str, str, str]:
 
 
 def destination_of(name: str, whole: Mapping[str, str]) -> Destination:
-    """Returns where a tensor goes; `whole` says which parts are fused into which."""
+    """Returns a tensor's place in the file; `whole` maps parts to their fused tensor."""
     layer, part, suffix = split_name(name)
     if match := EXPERT.fullmatch(part):
         return Destination(f"{layer}experts.{match[2]}{suffix}", int(match[1]), stacked=True)
@@ -212,7 +210,6 @@ def destination_of(name: str, whole: Mapping[str, str]) -> Destination:
 
 
 def file_name(name: str, theirs: Mapping[str, str], arch: str) -> str:
-    """Returns the name that a GGUF file has for a canonical one."""
     layer, part, suffix = split_name(name)
     if part not in theirs:
         raise UnsupportedModel(f"a GGUF file of {arch} has no tensor that could hold {name!r}")
@@ -223,7 +220,6 @@ def file_name(name: str, theirs: Mapping[str, str], arch: str) -> str:
 
 
 def interleaved(name: str, part: FileTensor, spec: ModelSpec) -> FileTensor:
-    """Returns the tensor with the rows of q and k in the order of interleaved RoPE pairs."""
     if split_name(name)[1] not in ("q", "k"):
         return part
     rotated = max(2 * len(attn.rope.inv_freq) for attn in (spec.attn, *spec.layer_attn))
@@ -231,8 +227,9 @@ def interleaved(name: str, part: FileTensor, spec: ModelSpec) -> FileTensor:
 
 
 def format_of(name: str, part: FileTensor, choice: FormatChoice) -> Format:
-    """Returns the format that was chosen. Tensors that are never quantized become F32, as readers expect, and formats
-    that GGUF does not have become BF16."""
+    """Returns the chosen format. Tensors that are never quantized become F32, as readers expect, and formats that GGUF
+    lacks become BF16.
+    """
     if name in choice.formats:
         return choice.formats[name]
     if len(part.sources[0].shape) == 1 or precision_of(part.sources[0]) is Precision.PLAIN:
@@ -242,14 +239,12 @@ def format_of(name: str, part: FileTensor, choice: FormatChoice) -> Format:
 
 
 def pending_tensor(part: FileTensor, format: Format, encode: Encode) -> PendingTensor:
-    """Returns a tensor that is encoded as it is written."""
     rows, *width = part.sources[0].shape
     shape = (len(part.sources), rows) if part.stacked else (sum(tensor.shape[0] for tensor in part.sources),)
     return PendingTensor(part.name, format, (*shape, *width), partial(pieces, part, format, encode))
 
 
 def pieces(part: FileTensor, format: Format, encode: Encode) -> Iterator[NDArray[np.uint8]]:
-    """Yields the bytes of a tensor, some rows at a time."""
     for tensor in part.sources:
         ordered = reordered(tensor, part)
         matrix = replace(ordered, shape=(1, *ordered.shape)) if len(ordered.shape) == 1 else flat(ordered)
@@ -258,7 +253,6 @@ def pieces(part: FileTensor, format: Format, encode: Encode) -> Iterator[NDArray
 
 
 def plus(tensor: Tensor, offset: float) -> Tensor:
-    """Returns the tensor with `offset` added to every value."""
     if not offset:
         return tensor
     values = dequantize(tensor) + np.float32(offset)
@@ -266,7 +260,7 @@ def plus(tensor: Tensor, offset: float) -> Tensor:
 
 
 def reordered(tensor: Tensor, part: FileTensor) -> Tensor:
-    """Returns q or k with each head's pair of rows (i, i + rotated / 2) moved to (2i, 2i + 1)."""
+    """Returns q or k with each head's rows (i, i + rotated / 2) moved to (2i, 2i + 1)."""
     if not part.rotated:
         return tensor
     if tensor.scales is not None:

@@ -1,4 +1,4 @@
-"""Turns GGUF's Q1_0 and Q2_0, codes of one or two bits with a float16 scale for each run of them, into Q4_0.
+"""Converts GGUF's Q1_0 and Q2_0, codes of one or two bits with a float16 scale per run, to Q4_0.
 
     Q1_0: value = d * (2 * code - 1)
     Q2_0: value = d * (code - 1)
@@ -22,7 +22,6 @@ BITS = {"Q1_0": 1, "Q2_0": 2}
 
 
 def as_q4_0(tensor: Tensor) -> Tensor:
-    """Returns the tensor as Q4_0; as float32 if a damaged file has scales that are no numbers."""
     name, run, size = tensor.format
     *outer, width = tensor.shape
     rows, bits = prod(outer), BITS[name]

@@ -1,8 +1,8 @@
-"""Defines what the bytes of GGUF's i-quants and ternary formats mean.
+"""Defines the bytes of GGUF's i-quants and ternary formats.
 
-However they are stored, each is a table of at most 16 numbers and a small whole scale for every 16 or 32 values:
+Each format reduces to a table of at most 16 numbers and a small integer scale for every 16 or 32 values:
     value = d * scale * factor * table[code]
-`split_blocks` returns d, scales and codes, and fast kernels store those: nothing is rounded.
+`split_blocks` returns d, scales and codes, which fast kernels store without rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.model.gguf.code_books import code_books
 
-Array = Any  # an ndarray; NumPy's types do not follow the fields of a structured one
+Array = Any  # an ndarray; NumPy's types do not cover structured fields
 
 LAYOUTS = {
     "IQ1_S": np.dtype([("d", "<f2"), ("qs", "u1", 32), ("qh", "<u2", 8)]),
@@ -29,8 +29,8 @@ LAYOUTS = {
     "TQ2_0": np.dtype([("qs", "u1", 64), ("d", "<f2")]),
 }
 
-TWO_BITS = (8, 25, 43, 0, -8, -25, -43, 0)  # a level and its sign
-ONE_BIT = (-7, 1, 9, 0, -9, -1, 7, 0)  # eight times -1, 0 or 1, an eighth higher or lower
+TWO_BITS = (8, 25, 43, 0, -8, -25, -43, 0)  # level and sign
+ONE_BIT = (-7, 1, 9, 0, -9, -1, 7, 0)  # eight times -1, 0 or 1, plus or minus an eighth
 TERNARY = (-1, 0, 1, 2)
 
 TABLES = {
@@ -49,7 +49,7 @@ FACTORS = dict.fromkeys(TABLES, 0.125) | {"IQ3_XXS": 0.25, "IQ3_S": 1.0, "TQ1_0"
 
 
 class SplitBlocks(NamedTuple):
-    """Holds what the values of some storage blocks are computed from."""
+    """Holds the factors and codes of some storage blocks."""
 
     d: Array  # [blocks] float16
     scales: Array  # [blocks, 1, 8 or 16]
@@ -57,7 +57,6 @@ class SplitBlocks(NamedTuple):
 
 
 def values_of(name: str, blocks: Array) -> NDArray[np.float32]:
-    """Returns the values of storage blocks: [blocks, 256]."""
     d, scales, codes = split_blocks(name, blocks)
     numbers = np.array(TABLES[name], np.float32)[codes].reshape(*scales.shape, -1)
     scale = d.astype(np.float32)[:, None] * (scales * np.float32(FACTORS[name]))
@@ -66,7 +65,6 @@ def values_of(name: str, blocks: Array) -> NDArray[np.float32]:
 
 
 def split_blocks(name: str, blocks: Array) -> SplitBlocks:
-    """Splits storage blocks into factors, scales and codes."""
     d, scales, codes = SPLIT[name](blocks)
     return SplitBlocks(
         d, scales.reshape(len(blocks), -1).astype(np.int8), codes.reshape(len(blocks), -1).astype(np.uint8)
@@ -74,27 +72,23 @@ def split_blocks(name: str, blocks: Array) -> SplitBlocks:
 
 
 def fields(packed: Array, shifts: tuple[int, ...], mask: int) -> Array:
-    """Splits each number into fields, as the last axis."""
     return packed[..., None] >> np.array(shifts, packed.dtype) & packed.dtype.type(mask)
 
 
 def odd(scales: Array) -> Array:
-    """Returns the odd numbers that scales are stored as halves of."""
     return 2 * scales + 1
 
 
 def nibbles(scales: Array) -> Array:
-    """Returns the scales that each byte holds two of."""
     return odd(fields(scales, (0, 4), 15))
 
 
 def sign_bits(signs: Array) -> Array:
-    """Returns a bit for each of 8 values."""
     return fields(signs.astype(np.uint8), tuple(range(8)), 1)
 
 
 def even_sign_bits(signs: Array) -> Array:
-    """Returns a bit for each of 8 values from numbers of 7 bits: an even number of bits is set, which gives the 8th."""
+    """Returns a bit for each of 8 values from 7-bit numbers; the 8th makes the number of set bits even."""
     return sign_bits(signs | (np.bitwise_count(signs) & 1).astype(signs.dtype) << 7)
 
 
@@ -106,7 +100,6 @@ def iq1_s(blocks: Array) -> tuple[Array, Array, Array]:
 
 
 def iq1_m(blocks: Array) -> tuple[Array, Array, Array]:
-    """Splits IQ1_M, whose d is made of the highest nibbles of its scales."""
     scales = blocks["scales"]
     d = (fields(scales, (12,), 15)[..., 0] << np.array([0, 4, 8, 12], np.uint16)).sum(-1, dtype=np.uint16)
     qh = fields(blocks["qh"], (0, 4), 15).reshape(-1, 32).astype(np.uint16)
@@ -144,7 +137,7 @@ def iq3_s(blocks: Array) -> tuple[Array, Array, Array]:
 
 
 def digits(packed: Array, count: int) -> Array:
-    """Returns digits in base 3 of bytes that are fractions of 256: all first digits, then all second ones: [b, n]."""
+    """Returns base-3 digits of bytes that are fractions of 256: all first digits, then all second ones: [b, n]."""
     moved = packed[:, None] * (3 ** np.arange(count, dtype=np.uint8))[:, None]
     return (moved.astype(np.uint16) * 3 >> 8).reshape(len(packed), -1)
 

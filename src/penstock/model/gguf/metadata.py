@@ -1,7 +1,7 @@
-"""Translates a Hugging Face folder's config into the metadata of a GGUF file: the inverse of each family's `read_gguf`.
+"""Translates a Hugging Face config into GGUF metadata: the inverse of each family's `read_gguf`.
 
-What will be written is read back at once and compared with what the folder says. A model that GGUF metadata cannot
-describe is refused, with the difference, instead of being written wrongly.
+The result is read back and compared with the original spec. A model that GGUF metadata cannot describe is refused, and
+the error names the difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.model.tensor import Tensor
 
 Own = Callable[[ConfigReader, ModelSpec], Keys]
 
-NOT_IN_METADATA = (  # of the spec: it describes the file, or its tensors tell it
+NOT_IN_METADATA = (  # spec fields about the file, or visible in its tensors
     *("arch", "biases", "gain_offset", "interleaved", "unused_layers"),
     *("first_position", "tiled", "generates", "stores_hidden"),
 )
@@ -47,8 +47,9 @@ ARCHITECTURES = {family: name for name, family in reversed(registry.GGUF.items()
 def config_keys(
     config: ConfigReader, spec: ModelSpec, weights: Mapping[str, Tensor]
 ) -> tuple[Keys, Tensors, ModelSpec]:
-    """Returns the keys, the tensors that belong to the config, and the spec as a reader of the file will have it.
-    `weights`: the other tensors of the file, by their names there."""
+    """Returns the metadata, the tensors derived from the config, and the spec that a reader of the file will get.
+    `weights` are the file's other tensors, by file name.
+    """
     check_family(spec)
     check_read_alike(spec)
     arch = architecture(spec)
@@ -65,7 +66,7 @@ def config_keys(
 
 
 def check_family(spec: ModelSpec) -> None:
-    """Raises if models of this family are not written as GGUF at all."""
+    """Raises if GGUF export does not support the family."""
     if spec.arch not in ARCHITECTURES:
         raise UnsupportedModel(
             f"llama.cpp has no architecture for {spec.arch}, so there are no GGUF files of it: use the folder"
@@ -75,14 +76,12 @@ def check_family(spec: ModelSpec) -> None:
 
 
 def architecture(spec: ModelSpec) -> str:
-    """Returns general.architecture; some families have a second name for models with experts."""
     name = ARCHITECTURES[spec.arch]
     routed = (f"{name}{moe}" for moe in ("moe", "-moe") if spec.experts)
     return next((one for one in routed if registry.GGUF.get(one) == spec.arch), name)
 
 
 def decoder_keys(spec: ModelSpec) -> Keys:
-    """Returns the keys that all families have."""
     attn = global_attention(spec)
     embeds = not spec.generates or spec.pooling != "mean"
     pooling = {"pooling_type": gguf_config.POOLINGS.index(spec.pooling, 1)} if embeds else {}
@@ -101,7 +100,6 @@ def decoder_keys(spec: ModelSpec) -> Keys:
 
 
 def expert_keys(spec: ModelSpec) -> Keys:
-    """Returns the keys of MoE models."""
     if spec.experts is None:
         return {}
     experts = spec.experts
@@ -163,7 +161,6 @@ def gemma_3(config: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def windowed(_: ConfigReader, spec: ModelSpec) -> Keys:
-    """Returns the keys of a family whose files say of each layer whether it has a window."""
     window = local_attention(spec).window
     flags = [spec.attention(layer).window > 0 for layer in range(spec.layers)]
     return {gguf_config.WINDOW: window, gguf_config.PATTERN: flags} if window else {}
@@ -251,8 +248,7 @@ def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def qwen_3_5(config: ConfigReader, spec: ModelSpec) -> Keys:
-    """Returns the keys of Qwen 3.5. Unless the config says which pairs rotate by time, height and width, each gets a
-    third of them."""
+    """Adds the keys of Qwen 3.5. By default, time, height and width rotate a third of the pairs each."""
     pairs = len(spec.attn.rope.inv_freq)
     stated = rope_table(config).counts("mrope_section") or tuple((pairs + 2 - i) // 3 for i in range(3))
     sections = {"rope.dimension_sections": [*stated, *[0] * (4 - len(stated))]}
@@ -270,7 +266,6 @@ def encoder(config: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def modern_bert(config: ConfigReader, spec: ModelSpec) -> Keys:
-    """Returns the keys of ModernBERT, whose windows have as many positions on each side."""
     near, far = local_attention(spec), global_attention(spec)
     sliding = [spec.attention(layer).window > 0 for layer in range(spec.layers)]
     return encoder(config, spec) | {
@@ -282,8 +277,9 @@ def modern_bert(config: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
-    """Returns the keys of DeepSeek as newer converters write them: head sizes are those of the latents, and those
-    of keys and values have keys of their own."""
+    """Adds the keys of DeepSeek as newer converters write them: the plain head sizes describe latents, and keys and
+    values have keys of their own.
+    """
     config.require("rope_interleave", (True,), True)
     assert spec.mla is not None
     assert spec.experts is not None
@@ -297,7 +293,7 @@ def deepseek_2(config: ConfigReader, spec: ModelSpec) -> Keys:
         "attention.q_lora_rank": mla.q_lora_rank or None,
         "leading_dense_block_count": len(spec.dense),
         "expert_shared_count": spec.shared_hidden // spec.experts.hidden,
-        "rope.scaling.attn_factor": None,  # readers make it of the next one
+        "rope.scaling.attn_factor": None,  # readers derive it from the next key
         deepseek2.LOG_MULTIPLIER: 0.1 * stretch or None,
     }
 
@@ -326,13 +322,13 @@ def llama_4(_: ConfigReader, spec: ModelSpec) -> Keys:
 
 
 def layer_kv_heads(spec: ModelSpec) -> Keys:
-    """Returns the number of KV heads of each layer, 0 for those without attention."""
+    """Returns the number of KV heads per layer; 0 without attention."""
     attentive = spec.attention_layers
     return {gguf_config.KV_HEADS: [spec.attn.kv_heads if i in attentive else 0 for i in range(spec.layers)]}
 
 
 def check_biases(spec: ModelSpec, readable: Collection[str], said: str) -> None:
-    """Raises if layers have biases that llama.cpp has no tensors for; `said`: the field that says so."""
+    """Raises if layers have biases that llama.cpp does not read; `said` names the config field."""
     if odd := sorted((spec.biases or frozenset()) ^ frozenset(readable)):
         raise UnsupportedModel(
             f"a GGUF file of {spec.arch} cannot express {said}: llama.cpp reads other biases of {', '.join(odd)}"
@@ -415,11 +411,11 @@ OWN: dict[str, Own] = {
 }
 
 
-# ---- comparing ----
+# ---- comparison ----
 
 
 def difference(wanted: Any, found: Any, name: str = "spec") -> str:
-    """Describes the first difference; returns nothing if they are alike as far as float32 numbers can say."""
+    """Describes the first difference; "" if the specs agree within float32 precision."""
     if is_dataclass(wanted):
         parts = [field.name for field in fields(wanted) if field.name not in NOT_IN_METADATA]
         differences = (difference(getattr(wanted, part), getattr(found, part), part) for part in parts)

@@ -1,4 +1,4 @@
-"""Knows what llama.cpp makes of GGUF files, where that is not what a folder says: such models are not written."""
+"""Detects models that llama.cpp would interpret differently from their Hugging Face folder; they are not exported."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from penstock.errors import UnsupportedModel
 from penstock.model.spec import ModelSpec
 
-WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2", "modernbert")  # whose windows llama.cpp computes
-EXAONE_LAYERS = 64  # those of EXAONE 4 only in models of so many layers
-COHERE_LAYERS = 64  # it expects norms of queries and keys in a Command R of so many layers or more
+WINDOWED = ("gemma2", "gemma3", "gptoss", "olmo2", "cohere2", "modernbert")  # llama.cpp supports their windows
+EXAONE_LAYERS = 64  # only EXAONE 4 with this many layers has windows
+COHERE_LAYERS = 64  # Command R with at least this many layers must have QK norms
 ALL_BIASED = (
     "llama",
     "granite",
@@ -22,23 +22,23 @@ ALL_BIASED = (
     "gptneox",
     "phi2",
 )  # it reads biases of all products
-RENORMALIZED = ("qwen3moe", "qwen3next", "lfm2")  # it always divides the selected experts' scores by their sum
-NEVER_RENORMALIZED = ("qwen2moe", "olmoe")  # it never does
-EACH_KV = ("dots1", "olmoe")  # it expects a KV head for each head
-SQUARE = ("glm", "qwen2")  # it expects heads that share the width
-UNTIED = ("minimaxm2", "olmo2", "olmoe", "stablelm", "gptneox")  # it expects an output head
-LITE_LAYERS = (26, 27)  # it knows a DeepSeek that projects queries from x by how many layers it has
+RENORMALIZED = ("qwen3moe", "qwen3next", "lfm2")  # it always renormalizes expert scores
+NEVER_RENORMALIZED = ("qwen2moe", "olmoe")  # it never renormalizes expert scores
+EACH_KV = ("dots1", "olmoe")  # it requires kv_heads == heads
+SQUARE = ("glm", "qwen2")  # it requires heads * head_dim == width
+UNTIED = ("minimaxm2", "olmo2", "olmoe", "stablelm", "gptneox")  # it requires an output head
+LITE_LAYERS = (26, 27)  # layer counts of DeepSeek models without low-rank queries
 
 
 def check_read_alike(spec: ModelSpec) -> None:
-    """Raises if llama.cpp would read the file as another model, or not at all: files of this family have no words for
-    a part of it that llama.cpp knows. bench/export.py has llama.cpp judge these rules."""
+    """Raises if llama.cpp would misread or reject the file, because the family's metadata cannot express part of the
+    model. bench/export.py checks these rules against llama.cpp.
+    """
     for unsaid in (*unsaid_experts(spec), *unsaid_attention(spec), *unsaid_tensors(spec)):
         raise UnsupportedModel(f"a GGUF file of {spec.arch} cannot express {unsaid}")
 
 
 def unsaid_attention(spec: ModelSpec) -> Iterator[str]:
-    """Yields what the attention is, and what llama.cpp makes of it."""
     window, attn = max(one.window for one in (spec.attn, *spec.layer_attn)), spec.attn
     computed = spec.arch in WINDOWED or (spec.arch == "exaone4" and spec.layers == EXAONE_LAYERS)
     if not computed and 0 < window < spec.max_len:
@@ -47,10 +47,7 @@ def unsaid_attention(spec: ModelSpec) -> Iterator[str]:
             "--config sliding_window=null writes the model without a window; it then answers long prompts differently"
         )
     if spec.arch in EACH_KV and attn.kv_heads != attn.heads:
-        yield (
-            f"num_key_value_heads = {attn.kv_heads}: llama.cpp expects as many as there are heads, which are "
-            f"{attn.heads}"
-        )
+        yield (f"num_key_value_heads = {attn.kv_heads}: llama.cpp expects {attn.heads}, the number of heads")
     if spec.arch in SQUARE and attn.q_width != spec.dim:
         yield f"head_dim = {attn.head_dim}: llama.cpp expects the width, {spec.dim}, over {attn.heads} heads"
     rotated = 2 * len(attn.rope.inv_freq)
@@ -71,7 +68,6 @@ def unsaid_attention(spec: ModelSpec) -> Iterator[str]:
 
 
 def unsaid_experts(spec: ModelSpec) -> Iterator[str]:
-    """Yields how experts are chosen, and how llama.cpp does it."""
     experts = spec.experts
     if experts is None:
         return
@@ -92,7 +88,6 @@ def unsaid_experts(spec: ModelSpec) -> Iterator[str]:
 
 
 def unsaid_tensors(spec: ModelSpec) -> Iterator[str]:
-    """Yields tensors that llama.cpp has no place for, or misses."""
     odd = sorted((spec.biases or frozenset()) & {"o", "gate", "up", "down"})
     if odd and spec.arch not in ALL_BIASED:
         said = "attention_bias" if "o" in odd else "mlp_bias"

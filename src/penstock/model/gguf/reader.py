@@ -2,9 +2,8 @@
 
     magic  version  tensor count  key count | key kind value ... | name dims kind offset ... | padding | tensor data
 
-The file is mapped, never read whole: a tensor is a view of its bytes, and a metadata value is decoded when it is first
-asked for, because vocabularies are long and not every reader wants them. Whatever the header says is checked against
-the size of the file before it is used.
+The file is mapped, never read whole: tensors are views, and a metadata value is decoded on first use, because
+vocabularies are long and not every reader needs them. Every header value is checked against the file size before use.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.open_files import map_file
 from penstock.model.tensor import FEW_LEVELS, FORMATS, VECTORS_ONLY, Format, Tensor
 
-# the formats' numbers in the file; those that FORMATS does not list are known by name only
+# Format numbers in the file; those missing in FORMATS are only named in errors.
 KINDS = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -50,22 +49,22 @@ NUMBERS = {
 U32, U64 = NUMBERS[4], NUMBERS[10]
 STRING, ARRAY = 8, 9
 
-MAX_COUNT = 1 << 22  # keys, tensors or items of an array: above any real file, below any harm
+MAX_COUNT = 1 << 22  # keys, tensors or array items: above any real file, and harmless
 MAX_NAME = 1 << 16
 MAX_STRING = 1 << 24
 MAX_DIMS = 4
-SHORT_STRING = 32  # bytes that the strings of a vocabulary take at most on average, with their lengths
+SHORT_STRING = 32  # bound on the average bytes per vocabulary string, including its length
 
 
 class Cursor:
-    """Is a position in the file that moves forward; nothing is read past the end."""
+    """Moves forward through the file; reading past the end is an error."""
 
     def __init__(self, data: mmap.mmap, at: int = 0) -> None:
         self.data = data
         self.at = at
 
     def skip(self, size: int) -> int:
-        """Moves past `size` bytes; returns where they begin."""
+        """Moves past `size` bytes; returns their start."""
         start = self.at
         if size > len(self.data) - start:
             raise MalformedFile(f"the file ends at byte {len(self.data)}, inside a value that begins at byte {start}")
@@ -73,7 +72,6 @@ class Cursor:
         return start
 
     def number(self, layout: struct.Struct) -> Any:
-        """Reads one number."""
         return layout.unpack_from(self.data, self.skip(layout.size))[0]
 
     def count(self, what: str, most: int = MAX_COUNT) -> int:
@@ -89,7 +87,6 @@ class Cursor:
         return decoded(self.data[start : self.at])
 
     def skip_value(self, kind: int) -> None:
-        """Moves past a value."""
         if kind == STRING:
             self.skip(self.count("the length of a string", MAX_STRING))
         elif kind == ARRAY:
@@ -98,7 +95,6 @@ class Cursor:
             self.skip(number_layout(kind).size)
 
     def skip_array(self) -> None:
-        """Moves past an array."""
         kind, count = self.array_head()
         if kind == STRING:
             self.skip_strings(count)
@@ -106,15 +102,12 @@ class Cursor:
             self.skip(count * number_layout(kind).size)
 
     def skip_strings(self, count: int) -> None:
-        """Moves past the strings of an array."""
         self.skip(int(string_heads(self.data, self.at, count)[-1]) - self.at)
 
     def array_head(self) -> tuple[int, int]:
-        """Reads the kind of an array's items and their number."""
         return self.number(U32), self.count("the length of an array")
 
     def value(self, kind: int) -> Any:
-        """Reads a value."""
         if kind == STRING:
             return self.text()
         if kind == ARRAY:
@@ -122,7 +115,6 @@ class Cursor:
         return self.number(NUMBERS[kind])
 
     def array(self) -> list[Any]:
-        """Reads an array."""
         kind, count = self.array_head()
         if kind == STRING:
             return self.strings(count)
@@ -131,7 +123,7 @@ class Cursor:
         return [value for (value,) in layout.iter_unpack(self.data[start : self.at])]
 
     def strings(self, count: int) -> list[str]:
-        """Reads the strings of an array at once: if every length is overwritten with zeros, the rest is one text."""
+        """Reads all strings of an array at once: with every length overwritten by zeros, the rest is one text."""
         heads = string_heads(self.data, self.at, count)
         raw: NDArray[np.uint8] = np.frombuffer(self.data, np.uint8)[self.at : heads[-1]].copy()
         for i in range(U64.size):
@@ -143,14 +135,14 @@ class Cursor:
 
 
 def string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
-    """Returns where each string of an array begins, and where the last one ends: [count + 1]."""
     heads = short_string_heads(data, at, count)
     return step_by_step(data, at, count) if heads is None else heads
 
 
 def short_string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64] | None:
-    """Finds the strings of a vocabulary without a step for each, which every start would take: lengths below 256 show
-    as a byte with seven zeros after it. Returns None if that does not lead from each string to the next."""
+    """Finds the strings of a vocabulary without a Python loop, which would slow down every start: lengths below 256 are
+    a byte followed by seven zeros. Returns None if these candidates do not form a consistent chain.
+    """
     window: NDArray[np.uint8] = np.frombuffer(data, np.uint8)[at : at + (count + 1) * SHORT_STRING]
     two = (window[:-1] == 0) & (window[1:] == 0)
     four = two[:-2] & two[2:]
@@ -162,7 +154,6 @@ def short_string_heads(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64
 
 
 def step_by_step(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
-    """Finds the strings of an array one after the other."""
     heads, last = [at], len(data) - U64.size
     for _ in range(count):
         if heads[-1] > last:
@@ -174,7 +165,6 @@ def step_by_step(data: mmap.mmap, at: int, count: int) -> NDArray[np.int64]:
 
 
 def decoded(text: bytes) -> str:
-    """Decodes UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
@@ -182,7 +172,6 @@ def decoded(text: bytes) -> str:
 
 
 def number_layout(kind: int) -> struct.Struct:
-    """Returns how a number of this kind is stored."""
     if kind == ARRAY:
         raise MalformedFile("the metadata has an array of arrays; only arrays of strings and numbers are supported")
     if kind not in NUMBERS:
@@ -191,11 +180,11 @@ def number_layout(kind: int) -> struct.Struct:
 
 
 class Metadata(Mapping[str, Any]):
-    """Holds a file's keys and values; each value is decoded when it is first asked for."""
+    """Holds a file's keys and values; a value is decoded on first use."""
 
     def __init__(self, cursor: Cursor, count: int) -> None:
         self._data = cursor.data
-        self._places: dict[str, tuple[int, int]] = {}  # key: (kind, where its value begins)
+        self._places: dict[str, tuple[int, int]] = {}  # key: (kind, offset of its value)
         self._values: dict[str, Any] = {}
         for _ in range(count):
             key = cursor.text(MAX_NAME)
@@ -217,7 +206,6 @@ class Metadata(Mapping[str, Any]):
         return len(self._places)
 
     def stored(self, key: str) -> bytes:
-        """Returns the bytes of a value in the file, with its kind before them."""
         kind, at = self._places[key]
         cursor = Cursor(self._data, at)
         cursor.skip_value(kind)
@@ -225,7 +213,7 @@ class Metadata(Mapping[str, Any]):
 
 
 class TensorEntry(NamedTuple):
-    """Describes a tensor as the header does."""
+    """Describes a tensor's header entry."""
 
     name: str
     format: Format
@@ -234,27 +222,25 @@ class TensorEntry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Returns the number of bytes."""
         return math.prod(self.shape) // self.format.values * self.format.bytes
 
 
 class GgufFile:
-    """Is an open GGUF file."""
+    """Holds an open GGUF file."""
 
     def __init__(self, metadata: Metadata, tensors: dict[str, Tensor], data: mmap.mmap) -> None:
         self.metadata = metadata
-        self.tensors = tensors  # by the file's own names
+        self.tensors = tensors  # file name: tensor
         self._data = data
 
     def close(self) -> None:
-        """Closes the file; a tensor that someone still holds keeps it mapped."""
+        """Closes the file; tensors still in use keep it mapped."""
         self.tensors = {}
         with suppress(BufferError):
             self._data.close()
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Opens a GGUF file, which may be a shard of a model."""
     data = map_file(path)
     try:
         cursor = Cursor(data)
@@ -270,7 +256,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def read_head(cursor: Cursor) -> tuple[int, int]:
-    """Reads the beginning of the file; returns the number of tensors and of keys."""
+    """Reads the file's beginning; returns the number of tensors and of keys."""
     magic = cursor.data[cursor.skip(4) : cursor.at]
     if magic != b"GGUF":
         raise MalformedFile(f"it begins with {magic!r} instead of b'GGUF' (a Hugging Face model is a folder)")
@@ -281,7 +267,6 @@ def read_head(cursor: Cursor) -> tuple[int, int]:
 
 
 def alignment(metadata: Metadata) -> int:
-    """Returns what offsets of tensors are multiples of."""
     value = metadata.get("general.alignment", 32)
     if type(value) is not int or value <= 0 or value & (value - 1):
         raise MalformedFile(f"general.alignment is {value!r} instead of a power of two")
@@ -289,7 +274,6 @@ def alignment(metadata: Metadata) -> int:
 
 
 def read_entry(cursor: Cursor) -> TensorEntry:
-    """Reads the entry of one tensor."""
     name = cursor.text(MAX_NAME)
     dims = cursor.number(U32)
     if not 1 <= dims <= MAX_DIMS:
@@ -310,7 +294,7 @@ def read_entry(cursor: Cursor) -> TensorEntry:
 
 
 def cut_tensors(entries: list[TensorEntry], cursor: Cursor, align: int) -> dict[str, Tensor]:
-    """Returns views of the mapped file, if every tensor lies inside it, aligned and without overlap."""
+    """Returns views of the mapped file; raises unless every tensor lies inside it, aligned and without overlap."""
     base = -(-cursor.at // align) * align
     data: NDArray[np.uint8] = np.frombuffer(cursor.data, np.uint8)
     tensors: dict[str, Tensor] = {}
@@ -333,15 +317,13 @@ def cut_tensors(entries: list[TensorEntry], cursor: Cursor, align: int) -> dict[
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Returns a tensor in a format that the rest of the engine knows."""
     if tensor.format.name in FEW_LEVELS:
-        from penstock.model.gguf.few_levels import as_q4_0  # few files need it
+        from penstock.model.gguf.few_levels import as_q4_0  # rarely needed
 
         return as_q4_0(tensor)
     return widened(tensor) if tensor.format.name in VECTORS_ONLY else tensor
 
 
 def widened(vector: Tensor) -> Tensor:
-    """Returns a vector of whole numbers or of float64 as F32."""
     numbers = vector.data.view(f"<{vector.format.name[0].lower()}{vector.format.bytes}").astype(np.float32)
     return Tensor(vector.name, FORMATS["F32"], vector.shape, numbers.view(np.uint8))

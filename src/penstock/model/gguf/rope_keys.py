@@ -1,4 +1,4 @@
-"""Describes the RoPE of a Hugging Face folder in the words of GGUF: keys, and tensors of factors."""
+"""Translates a Hugging Face folder's RoPE to GGUF keys and factor tensors."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ SCALED_BY_TENSOR = (
 
 
 def global_attention(spec: ModelSpec) -> AttentionSpec:
-    """Returns the attention of a layer that has RoPE and, if there is one, no window."""
+    """Returns the attention of a layer with RoPE, preferably one without a window."""
     rotating = [attn for attn in (spec.attn, *spec.layer_attn) if attn.rope.inv_freq] or [spec.attn]
     return next((attn for attn in rotating if not attn.window), rotating[0])
 
 
 def local_attention(spec: ModelSpec) -> AttentionSpec:
-    """Returns the attention of a layer that has a window, if there is one."""
     return next((attn for attn in (spec.attn, *spec.layer_attn) if attn.window), spec.attn)
 
 
 def base_of(config: ConfigReader, freqs: rope.Freqs) -> float:
-    """Returns RoPE's base as the config says it, or else as the frequencies imply it."""
     for place in (rope_table(config), config):
         if "rope_theta" in place:
             return place.number("rope_theta")
@@ -46,18 +44,15 @@ def base_of(config: ConfigReader, freqs: rope.Freqs) -> float:
 
 
 def plain_base(freqs: rope.Freqs) -> float:
-    """Returns the base of unscaled frequencies."""
     return float((freqs[0] / freqs[1]) ** len(freqs))
 
 
 def rope_table(config: ConfigReader) -> ConfigReader:
-    """Returns a reader of the table that describes the RoPE of full attention."""
     table = config_hf.rope_fields(config)
     return table.table("full_attention") if "full_attention" in table else table
 
 
 def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
-    """Returns the keys and tensors that describe RoPE."""
     table, spec_rope = rope_table(config), global_attention(spec).rope
     if not spec_rope.inv_freq:
         return {}, {}
@@ -75,7 +70,6 @@ def rope_keys(config: ConfigReader, spec: ModelSpec) -> tuple[Keys, Tensors]:
 
 
 def scaling_keys(table: ConfigReader, base: float, spec: RopeSpec, max_len: int) -> tuple[Keys, Tensors]:
-    """Returns the keys and tensors that describe how RoPE is scaled."""
     match table.text("rope_type", table.text("type", "default")):
         case "linear":
             return {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / spec.inv_freq[0]}, {}
@@ -104,6 +98,5 @@ def scaling_keys(table: ConfigReader, base: float, spec: RopeSpec, max_len: int)
 
 
 def vector(name: str, values: Any) -> Tensor:
-    """Returns a vector of float32."""
     numbers = np.ascontiguousarray(values, "<f4")
     return Tensor(name, FORMATS["F32"], numbers.shape, numbers.view(np.uint8))

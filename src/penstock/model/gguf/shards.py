@@ -1,6 +1,6 @@
-"""Reads models that are split over several GGUF files: name-00001-of-00003.gguf and so on. Any shard may be given.
+"""Reads models split over several GGUF files: name-00001-of-00003.gguf and so on. Any shard may be given.
 
-The first shard has the metadata. Each knows its own number, how many there are, and how many tensors all have together.
+The first shard has the metadata. Each shard has its number, the number of shards, and the total number of tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ MAX_SHARDS = 1000
 
 
 def read_shards(path: Path) -> GgufFile:
-    """Returns the whole model, with the tensors of all shards."""
     file = read_gguf(path)
     count = file.metadata.get("split.count", 1)
     if type(count) is not int or not 0 <= count <= MAX_SHARDS:
@@ -49,7 +48,6 @@ def joined(path: Path, count: int) -> GgufFile:
 
 
 def shard_paths(path: Path, count: int) -> list[Path]:
-    """Returns the paths of all shards, given that of one."""
     match = NAME.fullmatch(path.name)
     if match is None or int(match[3]) != count:
         raise MalformedFile(

@@ -1,4 +1,4 @@
-"""Reorders tensors of a Hugging Face folder as GGUF files of their family hold them, where the two differ."""
+"""Reorders tensors of a Hugging Face folder to the family's GGUF layout, where the two differ."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Bytes, Scales, Tensor, some_rows
 
 Order = NDArray[np.intp]
-Tensors = Mapping[str, Tensor]  # by canonical name
+Tensors = Mapping[str, Tensor]  # canonical name: tensor
 
 
 def reorder_for_gguf(tensors: Tensors, spec: ModelSpec) -> Tensors:
-    """Returns the tensors, by canonical name, as a GGUF file of this family holds them."""
     reorder = REORDER.get(spec.arch)
     if reorder is None:
         return tensors
@@ -29,7 +28,6 @@ def reorder_for_gguf(tensors: Tensors, spec: ModelSpec) -> Tensors:
 
 
 def rows_in(tensor: Tensor, order: Order) -> Tensor:
-    """Returns the rows of a matrix, or the values of a vector, in another order."""
     scales = tensor.scales
     if scales is not None:
         scales = Scales(scales.values[order // scales.rows], 1, scales.columns)
@@ -43,7 +41,7 @@ def rows_in(tensor: Tensor, order: Order) -> Tensor:
 
 
 def columns_in(tensor: Tensor, order: Order) -> Tensor:
-    """Returns a matrix with its columns in another order, in F32: formats share scales among neighbours of a row."""
+    """Permutes a matrix's columns, in F32: quantized formats share scales among neighbours of a row."""
 
     def rows(first: int, last: int) -> Bytes:
         return np.ascontiguousarray(dequantize(some_rows(tensor, first, last))[:, order]).reshape(-1).view(np.uint8)
@@ -55,8 +53,7 @@ def columns_in(tensor: Tensor, order: Order) -> Tensor:
 
 
 def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a hybrid model. `tiled`: value head h belongs to key head h % k_heads in the file, not to
-    its neighbours' key head."""
+    """Yields the tensors of a hybrid model. `tiled`: value head h belongs to key head h % k_heads in the file."""
     d = spec.recurrence
     assert isinstance(d, DeltaSpec)
     layer, _, part = name.rpartition(".")
@@ -78,7 +75,7 @@ def hybrid_layout(name: str, tensor: Tensor, spec: ModelSpec, tiled: bool) -> It
 
 
 def fused_rows(d: DeltaSpec) -> tuple[Order, Order]:
-    """Returns the rows of q, k and v, and those of z, in a tensor that stores them key head by key head."""
+    """Returns the rows of q, k and v, and those of z, in a tensor interleaved by key head."""
     shared = d.v_heads // d.k_heads * d.v_dim
     kinds = decoder.alternating(d.k_heads, d.k_dim, d.k_dim, shared, shared)
     q, k, v, z = (np.concatenate([np.arange(*span) for span in spans]) for spans in kinds)
@@ -86,7 +83,6 @@ def fused_rows(d: DeltaSpec) -> tuple[Order, Order]:
 
 
 def tiled_heads(part: str, tensor: Tensor, d: DeltaSpec) -> Tensor:
-    """Returns a part of a delta net with its value heads in tiled order."""
     heads = np.arange(d.v_heads).reshape(d.k_heads, -1).T.reshape(-1)
     values = (heads[:, None] * d.v_dim + np.arange(d.v_dim)).reshape(-1)
     match part:
@@ -105,8 +101,9 @@ def tiled_heads(part: str, tensor: Tensor, d: DeltaSpec) -> Tensor:
 
 
 def convolving_layout(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of LFM2 and Jamba: convolutions and decays are matrices in the file, which has decays
-    themselves, not their logarithms."""
+    """Yields the tensors of LFM2 and Jamba: in the file, convolutions and decays are matrices, and decays are not
+    stored as logarithms.
+    """
     layer, _, part = name.rpartition(".")
     width = spec.recurrence.width if isinstance(spec.recurrence, ConvSpec) else 0
     if isinstance(spec.recurrence, MambaSpec):
@@ -125,17 +122,16 @@ def convolving_layout(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tu
 
 
 def encoder_layout(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of an encoder; its table of positions keeps only the rows that prompts use."""
+    """Yields an encoder's tensors; the position table keeps only the used rows."""
     if name == "positions":
         tensor = some_rows(tensor, spec.first_position, spec.first_position + spec.max_len)
     yield name, tensor
 
 
-# ---- norms of each head ----
+# ---- norms per head ----
 
 
 def norms_of_heads(name: str, tensor: Tensor, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a model whose files have the gains of queries and keys as a row for each head."""
     by_head = name.endswith((".q_norm", ".k_norm"))
     yield (
         name,

@@ -1,4 +1,4 @@
-"""Writes GGUF files: keys and places first, then one tensor after the other, so that only one is in memory."""
+"""Writes GGUF files: first keys and tensor entries, then one tensor at a time, so that only one is in memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from penstock.model.tensor import Format
 
 ALIGNMENT = 32
 VERSION = 3
-NUMBER_KINDS: dict[type, int] = {bool: 7, int: 4, float: 6}  # of one value
-ITEM_KINDS: dict[type, int] = {bool: 7, int: 5, float: 6}  # of an array's
+NUMBER_KINDS: dict[type, int] = {bool: 7, int: 4, float: 6}  # kinds of single values
+ITEM_KINDS: dict[type, int] = {bool: 7, int: 5, float: 6}  # kinds of array items
 FORMAT_KINDS = {name: kind for kind, name in KINDS.items()}
 
-Advance = Callable[[str, int], None]  # the tensor's name, bytes that were written of it
+Advance = Callable[[str, int], None]  # tensor name, bytes written
 
 
 class PendingTensor(NamedTuple):
-    """Describes a tensor to be written; its bytes are made when their turn comes."""
+    """Describes a tensor to be written; its bytes are computed when needed."""
 
     name: str
     format: Format
@@ -36,12 +36,10 @@ class PendingTensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Returns the number of bytes."""
         return prod(self.shape) // self.format.values * self.format.bytes
 
 
 def encoded(value: Any) -> bytes:
-    """Returns the bytes of a metadata value, with its kind before it."""
     if isinstance(value, str):
         return U32.pack(STRING) + text(value)
     if isinstance(value, list):
@@ -51,7 +49,6 @@ def encoded(value: Any) -> bytes:
 
 
 def items(values: list[Any]) -> bytes:
-    """Returns the bytes of an array: the kind of its items, their number, and the items."""
     if not values or isinstance(values[0], str):
         return U32.pack(STRING) + U64.pack(len(values)) + b"".join(map(text, values))
     kind = ITEM_KINDS[type(values[0])]
@@ -59,18 +56,15 @@ def items(values: list[Any]) -> bytes:
 
 
 def text(value: str) -> bytes:
-    """Returns the bytes of a string, with its length before it."""
     raw = value.encode()
     return U64.pack(len(raw)) + raw
 
 
 def aligned(size: int) -> int:
-    """Rounds a size up to the alignment of tensors."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def header(keys: Mapping[str, bytes], tensors: Sequence[PendingTensor]) -> bytes:
-    """Returns everything before the tensors' data."""
     parts = [b"GGUF", U32.pack(VERSION), U64.pack(len(tensors)), U64.pack(len(keys))]
     parts += [text(key) + value for key, value in keys.items()]
     at = 0
@@ -83,12 +77,11 @@ def header(keys: Mapping[str, bytes], tensors: Sequence[PendingTensor]) -> bytes
 
 
 def file_size(keys: Mapping[str, bytes], tensors: Sequence[PendingTensor]) -> int:
-    """Returns the size of the whole file in bytes."""
     return aligned(len(header(keys, tensors))) + sum(aligned(tensor.size) for tensor in tensors)
 
 
 def write_gguf(path: Path, keys: Mapping[str, bytes], tensors: Sequence[PendingTensor], advance: Advance) -> None:
-    """Writes the whole file or none: the file gets its name when it is complete."""
+    """Writes the whole file or nothing: a complete temporary file replaces `path`."""
     check_room(path, file_size(keys, tensors))
     with replacing(path) as file:
         write(file, header(keys, tensors))
@@ -100,7 +93,6 @@ def write_gguf(path: Path, keys: Mapping[str, bytes], tensors: Sequence[PendingT
 
 
 def write(file: IO[bytes], data: bytes) -> None:
-    """Writes data, then zeros up to the next place where a tensor may begin."""
     file.write(data)
     file.write(bytes(-file.tell() % ALIGNMENT))
 
@@ -114,7 +106,7 @@ def check_room(path: Path, size: int) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a temporary file that takes the place of `path` if nothing goes wrong."""
+    """Opens a temporary file that replaces `path` on success."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -127,6 +119,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def rows_at_once(rows: int, width: int, most: int = 1 << 25) -> Iterable[tuple[int, int]]:
-    """Yields ranges of rows that hold at most `most` values each."""
+    """Yields ranges of rows with at most `most` values each."""
     step = max(most // width, 1)
     return ((first, min(first + step, rows)) for first in range(0, rows, step))

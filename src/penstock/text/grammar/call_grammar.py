@@ -14,11 +14,11 @@ from penstock.text.quoted_grammar import in_json_string
 from penstock.text.tool_formats import CallSyntax, ToolFormat, pieces
 
 ANYTHING = r"/(.|\n)*/"
-BARE = r"[ \t\r\n]*(\[[ \t\r\n]*)?\{(.|\n)*"  # an answer that may be a call without a marker
-SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # templates write JSON so
+BARE = r"[ \t\r\n]*(\[[ \t\r\n]*)?\{(.|\n)*"  # a possible call without a marker
+SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # JSON as templates write it
 DEFINITIONS = ("$defs", "definitions")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-INPUT = "input"  # the argument of a tool that takes a text
+INPUT = "input"  # argument name of tools that take a plain text
 NO_INPUTS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -33,11 +33,12 @@ def call_grammar(
     inputs: Mapping[str, str] = NO_INPUTS,
 ) -> str:
     """Returns the grammar of an answer that calls one of the tools or, in parallel, several. `inputs` are Lark grammars
-    of tools whose one argument is a text.
+    of tools whose only argument is a text.
 
-    `free` also allows an answer without a call, and text before one. `content` is a schema that the answer may match
-    instead of calling. `special` are the model's special tokens by text; grammars name them by id. Reasoning before the
-    call is not part of the grammar, except in channels."""
+    `free` also allows an answer without a call, and text before a call. `content` is a schema that the answer may match
+    instead of calling. `special` maps the texts of special tokens to ids. Reasoning before the call is not part of the
+    grammar, except in channels.
+    """
     return _GrammarWriter(tool_format, special, free, content, inputs).write(tools, parallel)
 
 
@@ -61,7 +62,7 @@ class _GrammarWriter:
         self._inputs = inputs
         opening = pieces(self._syntax.section[0] or self._syntax.head)[:1]
         spelled = free and not tool_format.channels and not self._split.match("".join(opening))
-        self._mark = "".join(opening) if spelled else ""  # begins a call after text; the lexer needs it apart
+        self._mark = "".join(opening) if spelled else ""  # separate terminal for the lexer, before a call after text
         self._lines: list[str] = []
 
     def write(self, tools: Schemas, parallel: bool) -> str:
@@ -94,7 +95,6 @@ class _GrammarWriter:
         return f"FREE_TEXT? | lead group {more}"
 
     def _free_text(self) -> None:
-        """Adds the terminal of text in which nothing begins like a call."""
         markers = (re.escape(opening) for syntax in self._tool_format.calls for opening in syntax.openings)
         never = [rf"(.|\n)*{marker}(.|\n)*" for marker in markers]
         never += [BARE] if any(syntax.bare for syntax in self._tool_format.calls) else []
@@ -126,7 +126,6 @@ class _GrammarWriter:
             self._arguments(arguments, syntax, schema)
 
     def _input(self, rule: str, syntax: CallSyntax, grammar: str) -> None:
-        """Adds the rule of arguments that are one text."""
         if syntax.quote:
             around = self._text(f"{{{INPUT}:{syntax.quote}"), self._text(f"{syntax.quote}}}")
         elif syntax.parameter is not None:
@@ -183,7 +182,7 @@ class _GrammarWriter:
             self._lines.append(f"{rule}_text[suffix={json.dumps(ending, ensure_ascii=False)}]: {ANYTHING}")
 
     def _gemma_object(self, rule: str, parts: list[tuple[str, bool]]) -> None:
-        """Adds the rule of an object: members in order, with commas between those that are present."""
+        """Adds the rule of an object: members in order, separated by commas, where some may be absent."""
         chosen = [member for member, needed in parts if needed] or [member for member, _ in parts[:1]]
         rest = [member for member, _ in parts if member not in chosen]
         members = self._join(' "," '.join(chosen), *(f'("," {member})?' for member in rest))
@@ -196,7 +195,7 @@ class _GrammarWriter:
         answer = ANYTHING if self._content is None else "content"
         self._rule("final", self._text("<|channel|>final<|message|>"), answer)
 
-    # -- symbols --------------------------------------------------------------------------------------------------
+    # ---- symbols ----
 
     def _rule(self, name: str, *parts: str) -> None:
         self._lines.append(f"{name}: " + (self._join(*parts) or '""'))
@@ -221,7 +220,6 @@ class _GrammarWriter:
         return self._join(*written)
 
     def _text(self, text: str) -> str:
-        """Returns a text as grammar symbols, with special tokens by id."""
         written, done = [], 0
         for found in self._split.finditer(text):
             written += [json.dumps(text[done : found.start()], ensure_ascii=False), f"<[{self._special[found[0]]}]>"]
@@ -231,8 +229,9 @@ class _GrammarWriter:
 
 
 def _as_object(name: str, key: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a call. The lexer never goes back, so a call beside other JSON must be one schema with it.
-    References of the parameters are resolved from the root."""
+    """Returns the schema of a whole call. The lexer does not backtrack, so a call and other JSON must be alternatives
+    of one schema. References in the parameters are resolved from the root.
+    """
     known = {place: schema[place] for place in DEFINITIONS if place in schema}
     members = {"properties": {"name": {"const": name}, key: dict(schema)}, "required": ["name", key]}
     return {"type": "object", "additionalProperties": False, **members, **known}

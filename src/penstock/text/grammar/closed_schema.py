@@ -1,6 +1,6 @@
-"""Closes the objects of a JSON schema: an answer has the properties that the schema lists, and invents no others.
+"""Closes the objects of a JSON schema, so that answers have no unlisted properties.
 
-The schema is in the one form of schema_normal.py. The closed schema accepts a subset of what the original accepts.
+The schema is in schema_normal.py's normal form. The closed schema accepts a subset of the original.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from penstock.errors import InvalidGrammar
 from penstock.text.grammar.schema_normal import Schema
 
-CLOSED_ONE_OF = "closedOneOf"  # the closed options beside a oneOf, whose original options can be negated
-ALONE = "_alone"  # ends the name of a definition as it is where no other schema applies to the same value
+CLOSED_ONE_OF = "closedOneOf"  # closed options next to a oneOf, whose original options may be negated
+ALONE = "_alone"  # suffix of a definition's variant for values to which no other schema applies
 MAX_VISITS = 100_000
 
-Place = str | tuple[str, ...]  # where values are nested: a property's name, or one of the two below
+Place = str | tuple[str, ...]  # location of nested values: a property's name, or one of the two below
 ITEMS, OTHERS = ("items",), ("others",)
-Places = Counter[Place]  # and how many schemas describe the values there
+Places = Counter[Place]  # number of schemas that describe the values at each place
 Visit = Callable[[Schema, Places | None], Schema]
 
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas")
@@ -28,20 +28,22 @@ _NESTING = (*_OF_OBJECTS, "unevaluatedProperties", "items", "prefixItems", "cont
 
 
 def close_objects(root: Schema) -> Schema:
-    """Returns the schema with `additionalProperties: false` in every object that lists properties and does not say
-    whether it has others. Where several schemas apply to one object (`allOf`, `$ref` and others), the object has the
-    properties of all of them. An object without listed properties stays open."""
+    """Adds `additionalProperties: false` to every object that lists properties and does not mention others. Where
+    several schemas apply to one object (`allOf`, `$ref` and so on), it has the properties of all of them. An object
+    without listed properties stays open.
+    """
     return _Closing(root).whole(root) if isinstance(root, dict) else root
 
 
 class _Closing:
-    """Closes one document. A schema is visited with None if no other schema applies to the same value, and with the
-    places that all of them describe if others do."""
+    """Closes one document. Each schema is visited with the places described by all schemas of the same value, or with
+    None if it is the only one.
+    """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._definitions: dict[str, Schema] = root.get("$defs", {})
-        self._combined: dict[str, Places] = {}  # references to definitions that apply together with other schemas
-        self._known: dict[str, Places] = {}  # what definitions describe
+        self._combined: dict[str, Places] = {}  # definitions that apply together with other schemas
+        self._known: dict[str, Places] = {}  # places described by each definition
         self._visits = 0
         for each in (root, *self._definitions.values()):
             self._find_combined(each, None)
@@ -55,7 +57,6 @@ class _Closing:
         return {**closed, "$defs": definitions} if definitions and isinstance(closed, dict) else closed
 
     def _find_combined(self, schema: Schema, beside: Places | None) -> Schema:
-        """Notes which definitions apply together with other schemas."""
         if isinstance(schema, bool):
             return schema
         places = self._combination(schema, beside)
@@ -89,10 +90,10 @@ class _Closing:
             closed["additionalProperties"] = False
         return closed
 
-    # -- several schemas for one value ----------------------------------------------------------------------------
+    # ---- several schemas for one value ----
 
     def _combination(self, schema: dict[str, Any], beside: Places | None) -> Places | None:
-        """Returns the places that all schemas of a value describe; None if nothing is described twice."""
+        """Returns the places described by all schemas of a value; None if each place is described once."""
         if beside is not None:
             return beside
         patterns = schema.get("patternProperties", {})
@@ -101,8 +102,9 @@ class _Closing:
         return self._places(schema) if overlap or combines else None
 
     def _places(self, schema: Schema) -> Places:
-        """Returns the places that a schema describes, with all that apply to the same value. Of alternatives, those
-        count that describe a place most often."""
+        """Returns the places described by a schema and everything that applies to the same value. Of alternatives, the
+        one that describes a place most often counts.
+        """
         self._count_visit()
         places: Places = Counter()
         if isinstance(schema, bool):
@@ -128,12 +130,11 @@ class _Closing:
 
     def _places_of(self, reference: str) -> Places:
         if reference not in self._known:
-            self._known[reference] = Counter()  # if it refers to itself
+            self._known[reference] = Counter()  # ends recursion
             self._known[reference] = self._places(self._target(reference))
         return self._known[reference]
 
     def _applied(self, schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields a schema and all that apply to the same value."""
         pending: list[Schema] = [schema]
         followed = set()
         while pending:
@@ -152,10 +153,10 @@ class _Closing:
     def _target(self, reference: str) -> Schema:
         return self._definitions[reference.removeprefix("#/$defs/")]
 
-    # -- the walk -------------------------------------------------------------------------------------------------
+    # ---- traversal ----
 
     def _visited(self, schema: dict[str, Any], places: Places | None, visit: Visit) -> dict[str, Any]:
-        """Returns the schema with its parts as `visit` returns them. What may be negated stays as it is."""
+        """Applies `visit` to a schema's parts. Negated parts are unchanged."""
         self._count_visit()
         visited = {key: value for key, value in schema.items() if key != "$defs"}
 
@@ -182,7 +183,7 @@ class _Closing:
         return visited
 
     def _repeated(self, schema: Schema) -> Places:
-        """Returns the places of a schema beside which there are others for the same value."""
+        """Returns the places of a schema that shares its value with others."""
         return self._places(schema) + self._places(schema)
 
     def _count_visit(self) -> None:
@@ -194,7 +195,6 @@ class _Closing:
 
 
 def _passes_on(schema: dict[str, Any]) -> bool:
-    """Returns whether a schema leaves a value to at most one other at a time."""
     in_place = [key for key in _IN_PLACE if key in schema]
     if not in_place:
         return False
@@ -203,7 +203,6 @@ def _passes_on(schema: dict[str, Any]) -> bool:
 
 
 def _is_open(schema: dict[str, Any]) -> bool:
-    """Returns whether a schema says which properties an object may have that it does not list."""
     says = [schema.get(key, False) is not False for key in ("additionalProperties", "unevaluatedProperties")]
     return any(says) or any(key in schema for key in _OPENING)
 

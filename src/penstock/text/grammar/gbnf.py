@@ -1,7 +1,7 @@
-"""Translates llama.cpp's GBNF, and the EBNF of SGLang and xgrammar, to Lark as llguidance reads it.
+"""Translates llama.cpp's GBNF, and SGLang's and xgrammar's EBNF, to llguidance's Lark.
 
-These notations are about characters. A lexer that takes the longest match would read `[a-z]* "end"` otherwise, so every
-character becomes a terminal of its own: the parser, which keeps all readings, decides.
+These notations are about characters. A lexer that takes the longest match would misread `[a-z]* "end"`, so every
+character becomes its own terminal, and the parser keeps all readings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 from penstock.errors import InvalidGrammar
 
 MAX_REPEAT = 2000
-MAX_DEPTH = 100  # of groups in groups
+MAX_DEPTH = 100  # nested groups
 ROOT = "root"
 ANY_CHARACTER = r"/(?s:.)/"
 
@@ -33,7 +33,7 @@ _NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 class Symbol(NamedTuple):
-    """Is one symbol of a grammar's text."""
+    """Represents one symbol of a grammar's text."""
 
     kind: str
     text: str
@@ -41,8 +41,9 @@ class Symbol(NamedTuple):
 
 
 def to_lark(grammar: str, special: Mapping[str, int] | None = None) -> str:
-    """Returns the grammar in Lark; raises InvalidGrammar, which says where, if it is not well formed. A text in it that
-    spells one of the `special` tokens may also come as that token."""
+    """Translates a grammar to Lark; raises InvalidGrammar with the position of an error. Texts that spell one of the
+    `special` tokens may also be generated as that token.
+    """
     return _Translation(grammar, special or {}).lark()
 
 
@@ -56,7 +57,7 @@ class _Translation:
         self._next = 0
         self._depth = 0
         self._rules = {symbol.text: f"r{index}" for index, symbol in enumerate(self._of_kind("define"))}
-        self._used: dict[str, int] = {ROOT: 0}  # names, and where each was used first
+        self._used: dict[str, int] = {ROOT: 0}  # rule name: position of its first use
 
     def lark(self) -> str:
         lines = [f"start: {self._rules.get(ROOT, '')}"]
@@ -74,7 +75,7 @@ class _Translation:
                 self._fail(f"the rule {missing!r} is not defined", at)
         return "\n".join(lines)
 
-    # -- the parts of a rule --------------------------------------------------------------------------------------
+    # ---- parts of a rule ----
 
     def _alternatives(self) -> str:
         written = [self._sequence()]
@@ -171,7 +172,7 @@ class _Translation:
             digits = found[1] or found[2] or found[3]
             characters.append((int(digits, 16) if digits else self._escaped(found[4], symbol.at), True))
             if characters[-1][0] > 0x10FFFF or 0xD800 <= characters[-1][0] < 0xE000:
-                self._fail(f"the escape {found[0]!r} is no character", symbol.at)
+                self._fail(f"the escape {found[0]!r} is not a character", symbol.at)
             at = found.end()
         return characters
 
@@ -181,7 +182,7 @@ class _Translation:
         return ord(_NAMED.get(character, character))
 
     def _spelled(self, characters: list[int]) -> str:
-        """Returns a text as Lark: a terminal for each character, or a special token in place of several."""
+        """Returns a text as Lark: a terminal per character, with special tokens as alternatives."""
         written, at = [], 0
         while at < len(characters):
             tokens = [text for text in self._special if tuple(characters[at : at + len(text)]) == text]
@@ -191,7 +192,7 @@ class _Translation:
             at += len(token)
         return f"({' '.join(written)})" if len(written) > 1 else "".join(written) or '""'
 
-    # -- symbols --------------------------------------------------------------------------------------------------
+    # ---- symbols ----
 
     def _read_symbols(self) -> list[Symbol]:
         symbols, at = [], 0

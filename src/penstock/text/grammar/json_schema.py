@@ -1,7 +1,7 @@
-"""Rewrites JSON schemas into the keywords that llguidance enforces, and names the ones that cannot be.
+"""Rewrites JSON schemas into the keywords that llguidance enforces, and lists those that it cannot enforce.
 
-Most keywords have an equivalent: `oneOf` of options that exclude each other is `anyOf`, `not` and `if` are negated, and
-of an `enum` only those values are left that the rest of the schema allows. What has none is left out of the grammar.
+Most keywords have an equivalent: `oneOf` of mutually exclusive options is `anyOf`, `not` and `if` are negated, and
+`enum` keeps only the values that the rest of the schema allows. The grammar omits keywords without an equivalent.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from penstock.text.grammar.schema_validator import is_valid, mended, usable
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 THOROUGH, PLAIN, LOOSE = 2, 1, 0  # efforts
-UNSATISFIABLE = "Unsatisfiable schema"  # how the library begins to say so
-IN_PART = "while processing"  # and how it goes on where that is a definition, which nothing may need
-CONTAINS_WITHIN = 6  # items, one of which is the contained one: others may follow
-MAX_PARTS = 4000  # schemas that a rewritten one may have
+UNSATISFIABLE = "Unsatisfiable schema"  # prefix of the library's error
+IN_PART = "while processing"  # the error's next words if it concerns a definition, which may be unused
+CONTAINS_WITHIN = 6  # candidate positions of the contained item; more items may follow
+MAX_PARTS = 4000  # schemas in a rewritten one
 
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KEPT = ("type", "minLength", "maxLength", *_NUMBERS, "minItems", "maxItems", "required", "$ref")
 
 
 class RewrittenSchema(NamedTuple):
-    """Holds a schema that the library takes, and the schema that an answer can be checked against."""
+    """Holds a schema for the library, and one to validate answers against."""
 
     schema: Schema
-    unenforced: tuple[str, ...]  # the paths of keywords that the grammar does not enforce
-    unchecked: tuple[str, ...]  # those of them that no check knows either
+    unenforced: tuple[str, ...]  # paths of keywords that the grammar does not enforce
+    unchecked: tuple[str, ...]  # those that validation does not check either
     normal: Schema
 
 
 @lru_cache(maxsize=128)
 def rewrite(text: str, verified: bool = True) -> RewrittenSchema:
-    """Returns the rewritten form of a JSON schema's text. It raises InvalidGrammar for a schema that is none, or that
-    no value matches. The most thorough way is taken that the library accepts, with closed objects where it accepts
-    both. Unless that is to be `verified`, the library is not asked: it needs a large stack."""
+    """Rewrites a JSON schema; raises InvalidGrammar for an invalid or unsatisfiable one. Tries the most thorough
+    rewriting that the library accepts, with closed objects if possible. Unless `verified`, the library is not asked,
+    because it needs a large stack.
+    """
     try:
         normal = normalize(json.loads(text))
         closed, opened = close_objects(normal.schema), normal.schema
@@ -57,21 +58,20 @@ def rewrite(text: str, verified: bool = True) -> RewrittenSchema:
                 raise InvalidGrammar(f"the JSON schema cannot be used: no value matches it. {problem}")
     except RecursionError as error:
         raise InvalidGrammar("the JSON schema cannot be used: it is nested too deep") from error
-    except (ArithmeticError, ValueError) as error:  # numbers that are too large, for a check or for the library
+    except (ArithmeticError, ValueError) as error:  # numbers too large for a check or the library
         raise InvalidGrammar(f"the JSON schema cannot be used: {error}") from error
     raise InvalidGrammar(f"the JSON schema cannot be used: {problem}")
 
 
 def guaranteed(text: str) -> dict[str, Any]:
-    """Returns the rewritten form of a JSON schema's text; raises InvalidGrammar if its grammar does not enforce all of
-    it."""
+    """Rewrites a JSON schema; raises InvalidGrammar if its grammar would not enforce all of it."""
     rewritten = rewrite(text)
     check_enforced(rewritten)
     return rewritten.schema if isinstance(rewritten.schema, dict) else {}
 
 
 def check_enforced(rewritten: RewrittenSchema) -> None:
-    """Raises InvalidGrammar for a schema with a keyword that its grammar does not enforce."""
+    """Raises InvalidGrammar if a keyword is not enforced."""
     for path in rewritten.unenforced:
         place, _, keyword = path.rpartition(".")
         where = f" at {place}" if place else ""
@@ -81,7 +81,6 @@ def check_enforced(rewritten: RewrittenSchema) -> None:
 
 
 def library_problem(schema: Schema) -> str:
-    """Returns why the library refuses a schema; an empty text if it does not."""
     from llguidance import LLMatcher
 
     grammar = LLMatcher.grammar_from_json_schema(json.dumps({} if schema is True else schema))
@@ -89,9 +88,9 @@ def library_problem(schema: Schema) -> str:
 
 
 class _Rewriting:
-    """Rewrites one schema, closed or not. What is negated or checked is the original. A THOROUGH effort looks for
-    equivalents, which make a schema larger. A LOOSE one also leaves out what the library may not be able to
-    intersect."""
+    """Rewrites one schema, closed or not. Negations and checks use the original. THOROUGH looks for equivalents, which
+    enlarge a schema. LOOSE also drops parts that the library may be unable to intersect.
+    """
 
     def __init__(self, normal: NormalSchema, form: Schema, effort: int) -> None:
         self.unenforced = list(normal.unresolved)
@@ -117,7 +116,6 @@ class _Rewriting:
         return RewrittenSchema(schema, unenforced, unchecked, self._root)
 
     def _used_by(self, schema: Schema) -> dict[str, Schema]:
-        """Returns the rewritten definitions that a rewritten schema refers to, and those that these refer to."""
         used: dict[str, Schema] = {}
         pending = [schema]
         while pending:
@@ -154,7 +152,7 @@ class _Rewriting:
             self._leave_out(path, *(name for name in ("minProperties", "maxProperties") if name in schema))
         return _merged(plain, parts)
 
-    # -- keywords that are kept -----------------------------------------------------------------------------------
+    # ---- keywords that are kept ----
 
     def _copy_texts(self, schema: dict[str, Any], plain: dict[str, Any], path: str) -> None:
         if "pattern" in schema:
@@ -197,7 +195,6 @@ class _Rewriting:
             self._leave_out(path, "additionalProperties")
 
     def _values(self, schema: dict[str, Any]) -> Schema:
-        """Returns the values of an enum that the rest of the schema allows."""
         values = schema.get("enum", [schema.get("const")])
         rest = {name: value for name, value in schema.items() if name not in ("$defs", "x-guidance")}
         if rest.keys() - {"enum"}:
@@ -205,7 +202,7 @@ class _Rewriting:
         kinds = {"type": schema["type"]} if "type" in schema else {}
         return {**kinds, "enum": values} if values else False
 
-    # -- keywords that have an equivalent -------------------------------------------------------------------------
+    # ---- keywords with an equivalent ----
 
     def _rewritings(self) -> dict[str, Callable[[dict[str, Any]], Schema]]:
         return {
@@ -221,7 +218,6 @@ class _Rewriting:
     def _tried(
         self, rewriting: Callable[[dict[str, Any]], Schema], schema: dict[str, Any], name: str, path: str
     ) -> Schema:
-        """Returns the equivalent of a keyword, or something weaker if it has none."""
         try:
             if not self._thorough:
                 raise NotExpressible
@@ -246,7 +242,7 @@ class _Rewriting:
         others = [[each for at, each in enumerate(refused) if at != own] for own in range(len(options))]
         return any_of([all_of([option, *rest]) for option, rest in zip(closed, others, strict=True)])
 
-    # -- keywords that have none ----------------------------------------------------------------------------------
+    # ---- keywords without an equivalent ----
 
     def _matters(self, schema: dict[str, Any], name: str) -> bool:
         match name:
@@ -271,7 +267,6 @@ def _definitions(schema: Schema) -> dict[str, Schema]:
 
 
 def _references(schema: Schema) -> Iterator[str]:
-    """Yields the names of the definitions that a schema refers to."""
     if isinstance(schema, dict):
         if "$ref" in schema:
             yield schema["$ref"].removeprefix("#/$defs/")
@@ -284,7 +279,6 @@ def _in_place(schema: dict[str, Any]) -> bool:
 
 
 def _merged(plain: dict[str, Any], others: list[Schema]) -> Schema:
-    """Returns one schema of several that all apply."""
     kept = [other for other in others if other is not True and other != {}]
     if any(other is False for other in kept):
         return False
@@ -294,7 +288,6 @@ def _merged(plain: dict[str, Any], others: list[Schema]) -> Schema:
 
 
 def _contains(schema: dict[str, Any]) -> Schema:
-    """Returns alternatives of where the contained item is: among the first ones."""
     if schema.get("minContains", 1) == 0:
         return True
     if "prefixItems" in schema:
@@ -316,6 +309,5 @@ def _dependent_schemas(schema: dict[str, Any]) -> Schema:
 
 
 def _depends(key: str, schema: Schema) -> Schema:
-    """Returns a schema that applies to objects with a property, and accepts all others."""
     absent: Schema = {"properties": {key: False}}
     return any_of([absent, all_of([{"type": "object", "required": [key]}, schema])])

@@ -1,4 +1,4 @@
-"""Tells whether JSON schemas exclude each other, so that `oneOf` of them is the same as `anyOf`."""
+"""Decides whether JSON schemas exclude each other, so that their `oneOf` equals `anyOf`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DEPTH = 8
 
 
 def are_disjoint(options: Sequence[Schema], definitions: Mapping[str, Schema]) -> bool:
-    """Returns whether no value can match two of the options. False may also mean that it is not known."""
+    """Returns True if no value can match two of the options; False if unknown."""
     return all(_exclude(one, other, definitions, MAX_DEPTH) for one, other in combinations(options, 2))
 
 
@@ -36,7 +36,6 @@ def _exclude(one: Schema, other: Schema, definitions: Mapping[str, Schema], dept
 
 
 def _resolved(schema: dict[str, Any], definitions: Mapping[str, Schema]) -> dict[str, Any]:
-    """Returns the schema with what it refers to as one of its parts."""
     if "$ref" not in schema:
         return schema
     rest = {name: value for name, value in schema.items() if name != "$ref"}

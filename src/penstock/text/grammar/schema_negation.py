@@ -1,7 +1,7 @@
-"""Negates JSON schemas in the one form of schema_normal.py, where the result can be said without `not`.
+"""Negates JSON schemas in schema_normal.py's normal form, where possible without `not`.
 
-A keyword restricts values of one type only, so its negation names the type: what fails `minimum: 3` is a number below
-3.
+A keyword restricts values of one type only, so its negation names the type: the negation of `minimum: 3` is a number
+below 3.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ MAX_ALTERNATIVES = 64
 
 
 class NotExpressible(Exception):
-    """Tells that a negation needs keywords that there are not, or is too large."""
+    """Signals that a negation is too large or needs keywords that do not exist."""
 
 
 def negate(schema: Schema, definitions: Mapping[str, Schema]) -> Schema:
-    """Returns the schema of all values that the given one refuses; raises NotExpressible if there is none."""
+    """Returns the schema of all values that the given one refuses; raises NotExpressible if that is impossible."""
     return _Negation(definitions).of(schema, 0)
 
 
 def any_of(options: Iterable[Schema]) -> Schema:
-    """Returns the schema that accepts what one of the options accepts."""
     kept = [option for option in options if option is not False]
     if any(option is True or option == {} for option in kept):
         return True
@@ -38,7 +37,6 @@ def any_of(options: Iterable[Schema]) -> Schema:
 
 
 def all_of(parts: Iterable[Schema]) -> Schema:
-    """Returns the schema that accepts what all of the parts accept."""
     kept = [part for part in parts if part is not True and part != {}]
     if any(part is False for part in kept):
         return False
@@ -46,7 +44,7 @@ def all_of(parts: Iterable[Schema]) -> Schema:
 
 
 class _Negation:
-    """Negates one schema, in a bounded number of steps."""
+    """Negates one schema in a bounded number of steps."""
 
     def __init__(self, definitions: Mapping[str, Schema]) -> None:
         self._definitions = definitions
@@ -117,13 +115,12 @@ def _not_required(names: list[str]) -> Schema:
 def _not_type(kinds: str | list[str]) -> Schema:
     given = {kinds} if isinstance(kinds, str) else set(kinds)
     if "integer" in given and "number" not in given:
-        raise NotExpressible  # numbers with a fraction have no name
+        raise NotExpressible  # non-integers cannot be expressed
     others = [kind for kind in KINDS if kind not in given]
     return {"type": others} if others else False
 
 
 def _not_values(values: list[Any]) -> Schema:
-    """Returns the schema of every value but these, which are texts, numbers, booleans or null."""
     texts = [value for value in values if isinstance(value, str)]
     numbers = sorted({value for value in values if isinstance(value, int | float) and not isinstance(value, bool)})
     flags = [value for value in values if isinstance(value, bool)]
@@ -144,12 +141,11 @@ def _not_values(values: list[Any]) -> Schema:
 
 
 def other_texts(texts: Iterable[str]) -> str:
-    """Returns a regular expression of every text but these."""
     return f"^{_other(sorted(set(texts)), 0)}$"
 
 
 def _other(texts: list[str], at: int) -> str:
-    """Returns the expression of what may follow `at` characters that all of the texts share."""
+    """Returns the expression for the rest of a text, after `at` characters that all the texts share."""
     nexts: dict[str, list[str]] = {}
     for text in texts:
         if len(text) > at:
@@ -164,7 +160,7 @@ def _other(texts: list[str], at: int) -> str:
 
 
 def _bound(kind: str, name: str, step: int = 0) -> Callable[[Any], Schema]:
-    """Returns the negation of a bound: the other bound, `step` further."""
+    """Returns the negation of a bound: the opposite bound, shifted by `step`."""
 
     def negated(value: Any) -> Schema:
         return False if step < 0 and value <= 0 else {"type": kind, name: value + step}

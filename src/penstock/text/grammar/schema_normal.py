@@ -1,4 +1,4 @@
-"""Brings a JSON schema of any draft into one form: the keywords of draft 2020-12, with every reference to `$defs`."""
+"""Converts a JSON schema of any draft to a normal form: draft 2020-12 keywords, with all references to `$defs`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.errors import InvalidGrammar
 Schema = dict[str, Any] | bool
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_DEPTH = 200  # of schemas in schemas
+MAX_DEPTH = 200  # nested schemas
 
 _ITEMS = ("items", "additionalItems")
 _UNEVALUATED = ("unevaluatedItems", "unevaluatedProperties")
@@ -25,8 +25,9 @@ _SPACING = ("whitespace_pattern", "whitespace_flexible", "item_separator", "key_
 
 
 class NormalSchema(NamedTuple):
-    """Holds a schema in the one form. `places` are the paths in the original of what is in `$defs` now, and
-    `unresolved` those of references that lead nowhere."""
+    """Holds a normalized schema. `places` are the original paths of `$defs`, and `unresolved` the paths of dangling
+    references.
+    """
 
     schema: Schema
     places: dict[str, str]
@@ -34,7 +35,7 @@ class NormalSchema(NamedTuple):
 
 
 def normalize(schema: Schema) -> NormalSchema:
-    """Returns the schema in the one form; raises InvalidGrammar for one that is none."""
+    """Normalizes a schema; raises InvalidGrammar for an invalid one."""
     normalizer = _Normalizer(schema)
     normal = normalizer.normal(schema, "", "", 0)
     normalizer.define()
@@ -47,15 +48,15 @@ def normalize(schema: Schema) -> NormalSchema:
 
 
 class _Normalizer:
-    """Walks through one document. A path names a place in it, with dots."""
+    """Traverses one document. A path is the dotted location of a schema."""
 
     def __init__(self, root: Schema) -> None:
         self.definitions: dict[str, Any] = {}
         self.places: dict[str, str] = {}
         self.unresolved: list[str] = []
         self._root = root
-        self._names: dict[int, str] = {}  # of targets by identity
-        self._pending: list[tuple[str, Any, str]] = []  # names of targets, themselves, and their base URIs
+        self._names: dict[int, str] = {}  # name of each target by identity
+        self._pending: list[tuple[str, Any, str]] = []  # names, targets and base URIs
         self._known: dict[str, tuple[Any, str]] = {"": (root, "")}  # URI -> schema and its path
         self._bases: dict[int, str] = {}
         draft = root.get("$schema") if isinstance(root, dict) else None
@@ -63,7 +64,6 @@ class _Normalizer:
         self._index(root, "", "", 0)
 
     def _index(self, schema: Any, base: str, path: str, depth: int) -> None:
-        """Finds the URIs and anchors of all schemas."""
         if not isinstance(schema, dict):
             return
         if depth > MAX_DEPTH:
@@ -79,7 +79,7 @@ class _Normalizer:
         for name, each in children(schema):
             self._index(each, base, _path(path, name), depth + 1)
 
-    # -- the form -------------------------------------------------------------------------------------------------
+    # ---- normal form ----
 
     def normal(self, schema: Any, base: str, path: str, depth: int) -> Schema:
         if isinstance(schema, bool):
@@ -149,10 +149,9 @@ class _Normalizer:
                 schemas = normal.get("dependentSchemas", {})
                 normal["dependentSchemas"] = schemas | {key: each(value, "dependencies", key)}
 
-    # -- references -----------------------------------------------------------------------------------------------
+    # ---- references ----
 
     def define(self) -> None:
-        """Brings what is referred to into the form, and what that refers to."""
         while self._pending:
             name, target, base = self._pending.pop()
             self.definitions[name] = self.normal(target, base, self.places[name], 0)
@@ -185,7 +184,7 @@ class _Normalizer:
 
 
 def _pointed(document: Any, path: str, pointer: str) -> tuple[Any, str] | None:
-    """Returns what a JSON pointer points to, and its path; None if it is no schema."""
+    """Resolves a JSON pointer to a schema and its path; None if it is not a schema."""
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
         path = _path(path, key)
@@ -199,7 +198,6 @@ def _pointed(document: Any, path: str, pointer: str) -> tuple[Any, str] | None:
 
 
 def children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the schemas within a schema, with their paths."""
     for name in _ONE:
         if isinstance(schema.get(name), dict):
             yield name, schema[name]

@@ -1,4 +1,4 @@
-"""Rewrites what JSON schemas say about the names and the number of an object's properties."""
+"""Rewrites keywords about the names and the number of an object's properties."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SUBSETS = 64
 
 
 def with_names(schema: dict[str, Any]) -> Schema:
-    """Returns what `propertyNames` says in other keywords."""
+    """Expresses `propertyNames` in other keywords."""
     names = schema["propertyNames"]
     if names is True:
         return True
@@ -31,8 +31,9 @@ def with_names(schema: dict[str, Any]) -> Schema:
 
 
 def with_counts(schema: dict[str, Any], plain: dict[str, Any]) -> Schema:
-    """Returns what `minProperties` and `maxProperties` say, or puts them into `plain` where the library takes them:
-    next to properties that are all required."""
+    """Expresses `minProperties` and `maxProperties`, or puts them into `plain` where the library supports them: next to
+    properties that are all required.
+    """
     least, most = schema.get("minProperties", 0), schema.get("maxProperties")
     needed = list(dict.fromkeys(schema.get("required", ())))
     possible = [key for key, each in schema.get("properties", {}).items() if each is not False]
@@ -61,7 +62,6 @@ def _no_object() -> Schema:
 
 
 def _subsets(needed: list[str], optional: list[str], least: int, most: int | None) -> Schema:
-    """Returns alternatives of which properties are there."""
     sizes = range(max(least - len(needed), 0), (len(optional) if most is None else most - len(needed)) + 1)
     chosen = [subset for size in sizes for subset in combinations(optional, min(size, len(optional)))]
     if len(chosen) > MAX_SUBSETS:

@@ -1,7 +1,7 @@
-"""Checks JSON values against a schema in the one form of schema_normal.py.
+"""Validates JSON values against a schema in schema_normal.py's normal form.
 
-jsonschema does the work. Regular expressions are matched by llguidance instead of Python, whose matching of a client's
-pattern could take forever.
+jsonschema does the work, but llguidance matches the regular expressions, because Python could take forever on a
+client's pattern.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Schema = dict[str, Any] | bool
 
 
 def is_valid(value: Any, schema: Schema, root: Schema) -> bool:
-    """Returns whether a value matches a schema, whose references are to the definitions of `root`."""
+    """Returns True if a value matches a schema that uses the definitions of `root`."""
     return first_problem(value, _within(schema, root)) is None
 
 
 def first_problem(value: Any, schema: Schema) -> str | None:
-    """Returns the path of the first keyword that a value fails; None if it matches."""
+    """Returns the path of the first keyword that a value fails; None if it is valid."""
     for error in _validator(schema).iter_errors(value):
         return ".".join(str(each) for each in error.absolute_schema_path)
     return None
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Returns whether a pattern is found in a text; True for a pattern that cannot be used."""
+    """Returns True if a pattern is found in a text, or if the pattern cannot be used."""
     matcher = _search(pattern)
     if matcher is None:
         return True
@@ -45,8 +45,9 @@ _NEGATED_SET = re.compile(r"(?<!\\)((?:\\\\)*)(\[\^(?:[^\]\\]|\\.)+\])", re.DOTA
 
 @lru_cache(maxsize=1024)
 def mended(pattern: str) -> str:
-    """Returns a pattern whose sets that exclude a quotation mark or a backslash exclude control characters, too.
-    Without that the library lets both through where they are escaped, as JSON strings must."""
+    """Extends sets that exclude a quotation mark or a backslash to exclude control characters too. Otherwise the
+    library would allow both in escaped form, as JSON strings must.
+    """
     return _NEGATED_SET.sub(lambda found: found[1] + _without_controls(found[2]), pattern)
 
 
@@ -62,13 +63,12 @@ def _without_controls(negated: str) -> str:
 
 @lru_cache(maxsize=1024)
 def usable(pattern: str) -> bool:
-    """Returns whether a pattern can be enforced."""
     return _search(pattern) is not None
 
 
 @lru_cache(maxsize=256)
 def _search(pattern: str) -> LLMatcher | None:
-    """Returns a matcher of JSON strings that contain the pattern; None if the library cannot use it."""
+    """Returns a matcher of JSON strings that contain the pattern; None if the library does not support it."""
     from llguidance import LLMatcher, LLTokenizer
 
     grammar = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": mended(pattern)})

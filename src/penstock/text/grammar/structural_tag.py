@@ -1,7 +1,7 @@
-"""Translates structural tags, as vLLM and SGLang take them, to Lark as llguidance reads it.
+"""Translates vLLM's and SGLang's structural tags to llguidance's Lark.
 
-A structural tag describes free text in which marked parts must match schemas. The older shape lists `structures` and
-the `triggers` that begin them. The newer one has a `format`, which is a tree.
+A structural tag describes free text in which marked parts must match schemas. The older form lists `structures` and the
+`triggers` that begin them. The newer one has a `format` tree.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Format = Mapping[str, Any]
 
 
 def to_lark(tag: Format, special: Mapping[str, int], schema: Callable[[Any], Any]) -> str:
-    """Returns the grammar of a structural tag. `special` are the model's special tokens by text, and `schema` returns a
-    JSON schema in the form that the library takes."""
+    """Returns the grammar of a structural tag. `special` maps the texts of special tokens to ids, and `schema` rewrites
+    a JSON schema for the library.
+    """
     writer = _TagWriter(special, schema)
     if "structures" in tag:
         start = writer.triggered(_from_structures(tag), "structures", 0)
@@ -33,7 +34,6 @@ def to_lark(tag: Format, special: Mapping[str, int], schema: Callable[[Any], Any
 
 
 def _from_structures(tag: Format) -> dict[str, Any]:
-    """Returns the older shape in the words of the newer one."""
     tags = []
     for index, each in enumerate(_field(tag, "structures", list, "")):
         where = f"structures[{index}]"
@@ -53,7 +53,6 @@ class _TagWriter:
         self._schema = schema
 
     def write(self, format: Any, where: str, depth: int) -> str:
-        """Returns the symbols of a format, in parentheses where they need them."""
         if not isinstance(format, dict):
             raise InvalidGrammar(f"structural_tag: {where} must be an object; got {str(format)[:100]!r}")
         if depth > MAX_DEPTH or len(self.lines) > MAX_PARTS:
@@ -90,7 +89,6 @@ class _TagWriter:
                 raise InvalidGrammar(f"structural_tag: {where}.type is not supported with this value: {other!r}")
 
     def triggered(self, format: Format, where: str, depth: int) -> str:
-        """Returns the symbols of text in which each trigger begins one of its tags."""
         triggers, tags = (_field(format, name, list, where) for name in ("triggers", "tags"))
         parts = []
         for trigger in triggers:
@@ -133,7 +131,7 @@ class _TagWriter:
         return f"({' '.join(written) or EMPTY})"
 
     def _tag(self, tag: Any, where: str, depth: int, begun: str = "") -> str:
-        """Returns the symbols of a tag, without the text that has `begun` it."""
+        """Returns the symbols of a tag, without the `begun` text."""
         begin = self._text(_field(tag, "begin", str, where)[len(begun) :])
         ends = tag.get("end")
         ends = ends if isinstance(ends, list) and ends else [_field(tag, "end", str, where)]
@@ -143,7 +141,7 @@ class _TagWriter:
         content = self.write(tag.get("content"), f"{where}.content", depth + 1)
         return self._rule(f"{begin} {content} ({' | '.join(self._text(end) for end in ends)})")
 
-    # -- symbols --------------------------------------------------------------------------------------------------
+    # ---- symbols ----
 
     def _rule(self, symbols: str) -> str:
         name = f"part_{len(self.lines)}"
@@ -151,7 +149,6 @@ class _TagWriter:
         return name
 
     def _until(self, text: str) -> str:
-        """Returns the symbols of any text up to and with this one."""
         if self._split.match(text):
             return f"{ANY_TEXT} {self._text(text)}"
         name = f"part_{len(self.lines)}"
@@ -160,7 +157,6 @@ class _TagWriter:
         return f"{name} {self._text(text[len(first) :])}"
 
     def _text(self, text: str) -> str:
-        """Returns a text as symbols, with special tokens by id."""
         written, done = [], 0
         for found in self._split.finditer(text):
             written += [_quoted(text[done : found.start()]), f"<[{self._special[found[0]]}]>"]
@@ -173,7 +169,6 @@ EMPTY = '""'
 
 
 def as_lark(pattern: str) -> str:
-    """Returns the grammar of the texts that a regular expression matches from their beginning to their end."""
     return f"start: {_regex(pattern.removeprefix('^').removesuffix('$'))}"
 
 

@@ -1,4 +1,4 @@
-"""A closed-loop load generator for engines and OpenAI-compatible servers."""
+"""Generates closed-loop load for engines and OpenAI-compatible servers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A minimal HTTP/1.1 client that times server-sent events.
+"""Implements a minimal HTTP/1.1 client that times server-sent events.
 
-It is written by hand for two reasons: no dependency that is always installed has a client, and a load generator that
-shares its machine with the engine must cost little. This one takes about 15 µs per event.
+It exists for two reasons: no required dependency has a client, and a load generator that shares its machine with the
+engine must be cheap. It takes about 15 µs per event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from penstock.errors import ConfigError, EngineUnavailable
 
-LINE = 1 << 20  # bytes of the longest line and header
+LINE = 1 << 20  # longest line and header in bytes
 
 
 class Connection:
@@ -43,7 +43,6 @@ class Connection:
         self._writer.close()
 
     async def ask(self, method: str, body: Any = None) -> HttpResponse:
-        """Sends the request and returns the response once its headers have come."""
         try:
             self._writer.write(self._request(method, body))
             await self._writer.drain()
@@ -69,14 +68,13 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """Reads the body of a response as it comes."""
+    """Reads the body of a response incrementally."""
 
     status: int
     chunked: bool
     reader: asyncio.StreamReader
 
     async def json(self) -> Any:
-        """Returns the body as JSON, or an error object with its text if it is not JSON."""
         content = await self.text()
         try:
             return json.loads(content)
@@ -84,11 +82,10 @@ class HttpResponse:
             return {"error": {"message": content[:200]}}
 
     async def text(self) -> str:
-        """Returns the body as text."""
         return b"".join([chunk async for chunk in self._chunks()]).decode(errors="replace")
 
     async def events(self) -> AsyncIterator[Any]:
-        """Yields the JSON of each `data:` line up to [DONE]; raises EngineUnavailable if that does not come."""
+        """Yields the JSON of each `data:` line up to [DONE]; raises EngineUnavailable if [DONE] is missing."""
         rest = b""
         async for chunk in self._chunks():
             *lines, rest = (rest + chunk).split(b"\n")
@@ -101,7 +98,6 @@ class HttpResponse:
         raise EngineUnavailable("the server closed the connection within an answer")
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        """Yields pieces of the body as they come."""
         body = Chunked()
         try:
             while data := await self.reader.read(1 << 16):
@@ -122,7 +118,6 @@ class Chunked:
         self._rest = b""
 
     def take(self, data: bytes) -> bytes:
-        """Returns the content of the chunks that are complete."""
         data = self._rest + data
         found, at = [], 0
         while (line := data.find(b"\r\n", at)) >= 0:
@@ -138,7 +133,7 @@ class Chunked:
 
 
 def split_url(text: str) -> SplitResult:
-    """Returns the parts of an HTTP URL; raises ConfigError if it is not one."""
+    """Splits an HTTP URL; raises ConfigError for other texts."""
     url = urlsplit(text)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"{text!r} is not a URL such as http://127.0.0.1:8000/v1")

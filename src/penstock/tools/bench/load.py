@@ -1,4 +1,4 @@
-"""Closed-loop load: each of several clients sends its next request as soon as it is answered."""
+"""Generates closed-loop load: each client sends its next request when the previous one is answered."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Says how many clients send which requests."""
+    """Describes the clients and requests of a benchmark."""
 
     concurrency: int
     requests: int
     input_len: int
     output_len: int
-    shared_prefix: int = 0  # leading tokens that all prompts have in common
+    shared_prefix: int = 0  # leading tokens that all prompts share
     seed: int = 0
 
 
 @dataclass(slots=True)
 class RequestTiming:
-    """Records the times and tokens of one request as its client sees them. Times are of `time.perf_counter`."""
+    """Records the times and tokens of one request on the client side. Times are from `time.perf_counter`."""
 
     started: float = 0.0
-    arrivals: list[float] = field(default_factory=list)  # of each piece of the answer
+    arrivals: list[float] = field(default_factory=list)  # one per piece of the answer
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -48,19 +48,19 @@ class RequestTiming:
 
 
 class Target(Protocol):
-    """Is measured: an engine or a server."""
+    """Represents a measured engine or server."""
 
     vocab: range  # token ids for prompts
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, timing: RequestTiming) -> None:
-        """Requests `max_tokens` tokens after `prompt` and records what comes in `timing`. Raises PenstockError."""
+        """Requests `max_tokens` tokens after `prompt` and records them in `timing`. Raises PenstockError."""
 
     async def drafts(self) -> DraftTotals:
-        """Returns what was drafted since it started, as far as it tells."""
+        """Returns the draft counts since the start, where known."""
 
 
 class DraftTotals(NamedTuple):
-    """Counts tokens that were drafted, and those of them that turned out right."""
+    """Counts drafted and accepted tokens."""
 
     drafted: int = 0
     accepted: int = 0
@@ -69,7 +69,8 @@ class DraftTotals(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """Holds the measured speed of a workload. Times are in milliseconds; inter-token latency (itl) is the time between
-    two pieces of one answer."""
+    two pieces of one answer.
+    """
 
     concurrency: int
     requests: int
@@ -85,12 +86,12 @@ class Result:
     ttft_p99: float
     itl_p50: float
     itl_p99: float
-    drafted_tokens: int = 0  # 0 also if the server does not tell
+    drafted_tokens: int = 0  # also 0 if the server does not report it
     accepted_tokens: int = 0
 
 
 def run(measuring: Coroutine[Any, Any, T]) -> T:
-    """Runs a measurement, with uvloop if it is installed: that halves the cost of a token."""
+    """Runs a measurement with uvloop if installed, which halves the cost of a token."""
     try:
         import uvloop
     except ImportError:
@@ -100,7 +101,6 @@ def run(measuring: Coroutine[Any, Any, T]) -> T:
 
 
 async def run_workload(target: Target, workload: Workload, on_done: Callable[[], None]) -> Result:
-    """Sends the requests of a workload to a target and returns the measured speed."""
     todo = prompts(workload, target.vocab)
     timings: list[RequestTiming] = []
 
@@ -123,7 +123,7 @@ async def run_workload(target: Target, workload: Workload, on_done: Callable[[],
 
 
 def prompts(workload: Workload, vocab: range) -> Iterator[list[int]]:
-    """Yields the prompts of a workload, always the same ones. After the shared prefix, no two begin alike."""
+    """Yields a workload's prompts, deterministically. After the shared prefix, no two begin alike."""
     dice = random.Random(f"{workload.seed}")
     prefix = dice.choices(vocab, k=workload.shared_prefix)
     dice = random.Random(f"{workload.seed} {workload.concurrency}")
@@ -132,7 +132,6 @@ def prompts(workload: Workload, vocab: range) -> Iterator[list[int]]:
 
 
 def summarize(workload: Workload, timings: Sequence[RequestTiming], seconds: float) -> Result:
-    """Returns the speed of all requests together."""
     good = [timing for timing in timings if not timing.error]
     output = sum(timing.output_tokens for timing in good)
     prompt = sum(timing.prompt_tokens for timing in good)
@@ -157,6 +156,6 @@ def summarize(workload: Workload, timings: Sequence[RequestTiming], seconds: flo
 
 
 def _percentiles(seconds: list[float]) -> tuple[float, float]:
-    """Returns the 50th and the 99th percentile in milliseconds; 0 if there are no values."""
+    """Returns the 50th and the 99th percentile in milliseconds; 0 without values."""
     p50, p99 = np.percentile(seconds or [0.0], [50, 99]) * 1000
     return float(p50), float(p99)

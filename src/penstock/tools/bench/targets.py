@@ -1,4 +1,4 @@
-"""Sends the requests of a workload to an engine or to an OpenAI-compatible server."""
+"""Sends a workload's requests to an engine or an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EngineTarget:
 
 
 class UrlTarget:
-    """Measures `/completions` of a server. `negotiate` first finds out which requests it supports."""
+    """Measures `/completions` of a server. `negotiate` first detects the supported requests."""
 
     vocab = PLAIN_IDS
 
@@ -62,8 +62,9 @@ class UrlTarget:
         self._extras: dict[str, Any] = {}
 
     async def negotiate(self) -> None:
-        """Finds the first kind of request that the server accepts. Token ids are preferred to words, and answers of
-        full length to answers that may end early."""
+        """Finds the best kind of request that the server accepts: token ids before words, and full-length answers
+        before answers that may end early.
+        """
         self.model = self.model or await self._first_model()
         refusal: PenstockError | None = None
         for self._takes_ids in (True, False):
@@ -93,7 +94,7 @@ class UrlTarget:
                 _take(event, timing)
 
     async def drafts(self) -> DraftTotals:
-        """Reads the server's metrics, which have vLLM's names in several engines."""
+        """Reads the server's metrics under vLLM's names, which several engines use."""
         url = split_url(self._url)._replace(path="/metrics").geturl()
         try:
             async with Connection(url, self._api_key) as connection:
@@ -113,7 +114,7 @@ class UrlTarget:
 
 
 def _metric(text: str, *names: str) -> int:
-    """Returns the sum of a metric's samples; of several names, the first that there is counts."""
+    """Returns the sum of a metric's samples; the first existing name counts."""
     for name in names:
         values = [line.rpartition(" ")[2] for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
         if values:

@@ -1,4 +1,4 @@
-"""Simulates a gateway: what it knows of the replicas, who waits at it, and where requests go."""
+"""Simulates a gateway: its knowledge of the replicas, its queue, and its routing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ NOBODY: frozenset[int] = frozenset()
 
 
 class SimulatedGateway:
-    """Routes requests by what it knows: its own decisions, and the replicas' reports. With the policy kv, requests wait
-    here while every replica has enough to do, as in GatewayLine; other policies stand for routers that hold nothing
-    back. Times are in milliseconds."""
+    """Routes requests with a real gateway's knowledge: its own decisions, and the replicas' reports. With the policy
+    kv, requests wait here while every replica is busy enough, as in GatewayLine; other policies stand for routers
+    without a queue. Times are in milliseconds.
+    """
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class SimulatedGateway:
         self._waiting: dict[int, TracedRequest] = {}
 
     def take(self, id: int, traced: TracedRequest, now: float) -> ChosenReplica | None:
-        """Returns where a request goes that has just come; None: it waits."""
+        """Routes a new request; None: it waits."""
         queue = self._queue
         if queue is None:
             return self._choose(traced, now)
@@ -57,8 +58,7 @@ class SimulatedGateway:
         return None
 
     def next(self, now: float) -> tuple[int, TracedRequest, ChosenReplica] | None:
-        """Returns a request whose turn it is, its id before it, and where it goes; None: nobody waits, or no replica
-        has room."""
+        """Returns the next waiting request with its id and replica; None if none waits, or no replica has room."""
         queue = self._queue
         if queue is None or not len(queue):
             return None
@@ -69,7 +69,7 @@ class SimulatedGateway:
         return request.id, traced, self._choose(traced, now)
 
     def end(self, ids: Iterable[int]) -> None:
-        """Forgets requests that have been answered. Those of other gateways are not known."""
+        """Removes answered requests. Unknown ids belong to other gateways."""
         if self._queue is not None:
             for id in ids:
                 self._queue.abort(id)

@@ -1,4 +1,4 @@
-"""Offers several ways to choose a replica, so that they can be compared in the simulator."""
+"""Implements several routing policies, to compare them in the simulator."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NAMES = (KV, "round-robin", "least-loaded", "dynamo")
 
 
 class ChosenReplica(NamedTuple):
-    """Says where a request goes."""
+    """Holds a routing decision."""
 
     replica: int
-    uncached: int  # tokens that it is expected to compute there
-    pulled: int = 0  # leading blocks that are there, or come from another replica
+    uncached: int  # tokens expected to be computed there
+    pulled: int = 0  # leading blocks that are cached there or pulled from another replica
 
 
 class GatewaySeat(NamedTuple):
-    """Says which of how many gateways a policy works for. Those that draw lots do so differently at each."""
+    """Identifies a gateway among several. Randomized policies use it as a seed."""
 
     number: int = 0
     gateways: int = 1
@@ -36,8 +36,9 @@ class RoutingPolicy(Protocol):
     """Chooses the replica of a request."""
 
     def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
-        """Returns where the request goes, and enters it in the ledger. The replicas to avoid have no row for it; only
-        the router of this fleet goes by that."""
+        """Routes a request and enters it in the ledger. The replicas in `avoid` have no free row; only the fleet's own
+        router heeds that.
+        """
 
 
 class KvPolicy:
@@ -48,42 +49,40 @@ class KvPolicy:
         router.gateways = gateways
 
     def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
-        """Returns the router's choice."""
         route = self._router.route(prompt, now, avoid)
         blocks = (route.cached + route.pulled + 1) // prompt.block_size if route.pulled else 0
         return ChosenReplica(route.replica, route.uncached, blocks)
 
 
 class RoundRobin:
-    """Chooses one replica after the other."""
+    """Chooses the replicas in turn."""
 
     def __init__(self, ledger: Ledger, first: int = 0) -> None:
         self._ledger = ledger
         self._next = count(first)
 
     def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
-        """Returns the next replica."""
         replica = next(self._next) % len(self._ledger)
         self._ledger.sent(replica, load_of(prompt.tokens, prompt.tokens))
         return ChosenReplica(replica, prompt.tokens)
 
 
 class LeastLoaded:
-    """Chooses the replica that owes least, whatever it holds."""
+    """Chooses the replica with the least outstanding work, ignoring caches."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
-        """Returns the replica that owes least."""
         replica = self._ledger.least(1)[0]
         self._ledger.sent(replica, load_of(prompt.tokens, prompt.tokens))
         return ChosenReplica(replica, prompt.tokens)
 
 
 class DynamoCost:
-    """Chooses by the cost that Dynamo's router has by default, in blocks: prefill that is queued or new and not cached,
-    plus the blocks of active requests. The lowest cost wins; ties are broken at random."""
+    """Chooses by the default cost of Dynamo's router, in blocks: queued and new uncached prefill, plus the blocks of
+    active requests. The lowest cost wins; ties are broken at random.
+    """
 
     def __init__(self, index: BlockIndex, ledger: Ledger, seed: int = 0) -> None:
         self._index = index
@@ -91,7 +90,6 @@ class DynamoCost:
         self._random = Random(seed)
 
     def choose(self, prompt: RoutedPrompt, now: float, avoid: AbstractSet[int]) -> ChosenReplica:
-        """Returns the replica of the lowest cost."""
         size = prompt.block_size
         held = self._index.lookup(prompt.hashes)
         best, costs = float("inf"), []
@@ -111,7 +109,6 @@ class DynamoCost:
 def make_policy(
     name: str, timing: EngineTiming, index: BlockIndex, ledger: Ledger, weights: RoutingWeights, seat: GatewaySeat
 ) -> RoutingPolicy:
-    """Returns the policy of a name."""
     if name == KV:
         return KvPolicy(Router(timing, index, ledger, weights, seat.number), seat.gateways)
     if name == "round-robin":

@@ -1,7 +1,7 @@
 """Simulates one replica on a virtual clock: its queue, its steps, its KV cache.
 
-Steps in which nobody's prompt is computed and nobody's answer ends are jumped over at once. Blocks of an answer are
-reserved when the request is admitted, so nothing is preempted.
+Steps without prefill or finished answers are skipped at once. An answer's blocks are reserved when the request is
+admitted, so nothing is preempted.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from penstock.fleet.ledger import Load
 from penstock.fleet.timing import EngineTiming
 from penstock.tools.traces import TracedRequest
 
-_private = count(-1, -1)  # names of blocks that only their own request can use
+_private = count(-1, -1)  # names of blocks that only one request can use
 
 
 class SimulatedRequest:
-    """Follows one request through the simulation."""
+    """Tracks one request through the simulation."""
 
     __slots__ = ("cached", "finished", "first_token", "id", "pulled", "remaining", "request", "sent", "taken")
 
     def __init__(self, id: int, request: TracedRequest, pulled: int = 0, sent: float | None = None) -> None:
         self.id = id
         self.request = request
-        self.sent = request.arrival if sent is None else sent  # when it came to its replica
-        self.pulled = pulled  # leading blocks that are there or come from another replica
-        self.cached = 0  # tokens that were not computed
+        self.sent = request.arrival if sent is None else sent  # arrival time at its replica
+        self.pulled = pulled  # leading blocks that are cached or pulled from another replica
+        self.cached = 0  # tokens not computed
         self.remaining = request.prompt  # tokens to compute
-        self.taken = 0  # blocks that it needs
+        self.taken = 0  # blocks needed
         self.first_token = 0.0
         self.finished = 0.0
 
 
 class SimulatedCache:
-    """Counts the blocks in use and keeps the others, in the order of their last use. A RAM tier takes what leaves."""
+    """Counts the blocks in use and keeps the others, in the order of their last use. Evicted blocks move to a RAM
+    tier.
+    """
 
     def __init__(self, blocks: int, host_blocks: int) -> None:
         self._blocks = blocks
@@ -50,8 +52,9 @@ class SimulatedCache:
         self.changes: list[BlockChange] = []  # since they were last taken
 
     def admit(self, hashes: tuple[int, ...], pulled: int, needed: int) -> tuple[int, int, int] | None:
-        """Takes the blocks of a request. Returns how many leading ones were on the device, came from host memory and
-        were pulled; None if the blocks do not fit."""
+        """Allocates a request's blocks. Returns the number of leading ones found on the device, found in host memory,
+        and pulled; None if the blocks do not fit.
+        """
         users, idle = self._users, self._idle
         device = shared = 0
         for block in hashes:
@@ -70,7 +73,7 @@ class SimulatedCache:
                 users[block] = 1
         host = device
         while host < len(hashes) and hashes[host] in self._host:
-            self._host.move_to_end(hashes[host], last=False)  # a second copy is the first to make room
+            self._host.move_to_end(hashes[host], last=False)  # a second copy is evicted first
             host += 1
         computed = hashes[device:]
         users.update(dict.fromkeys(computed, 1))
@@ -80,7 +83,7 @@ class SimulatedCache:
         return device, host - device, max(pulled - host, 0)
 
     def release(self, hashes: tuple[int, ...], needed: int, filled: int) -> None:
-        """Gives back the blocks of a request, of which `filled` are full. The last ones are evicted first."""
+        """Frees a request's blocks, of which `filled` are full. The last ones are evicted first."""
         users, idle = self._users, self._idle
         for _ in range(filled - len(hashes)):
             idle[next(_private)] = None
@@ -105,7 +108,7 @@ class SimulatedCache:
             self.changes += [(REMOVED, block) for block in evicted if block >= 0]
 
     def _demote(self, blocks: list[int]) -> None:
-        """Moves blocks to the RAM tier. What leaves it is gone, unless the device has it too."""
+        """Moves blocks to the RAM tier. Blocks evicted from there are gone, unless the device has them too."""
         host = self._host
         for block in blocks:
             self.changes.append((HOST, block))
@@ -118,7 +121,7 @@ class SimulatedCache:
 
 
 class _Run(NamedTuple):
-    """Describes the steps that run now."""
+    """Describes the current run of steps."""
 
     begin: float
     step_ms: float
@@ -126,7 +129,7 @@ class _Run(NamedTuple):
 
 
 class SimulatedReplica:
-    """Runs requests in steps. `end` is the time at which the present run of steps ends; None: it is idle."""
+    """Runs requests in steps. `end` is the time at which the current run of steps ends; None: idle."""
 
     def __init__(self, timing: EngineTiming, block_size: int, host_factor: float = 0) -> None:
         self._timing = timing
@@ -135,10 +138,10 @@ class SimulatedReplica:
         self.cache = SimulatedCache(self._blocks, int(self._blocks * host_factor))
         self._waiting: deque[SimulatedRequest] = deque()
         self._prefilling: deque[SimulatedRequest] = deque()
-        self._rows: list[tuple[int, int, SimulatedRequest]] = []  # heap: the step after which each ends
+        self._rows: list[tuple[int, int, SimulatedRequest]] = []  # heap by the step that ends each request
         self._steps = 0
         self._run: _Run | None = None
-        self._completed: list[SimulatedRequest] = []  # their prompt is complete when this step ends
+        self._completed: list[SimulatedRequest] = []  # prompts that this step completes
         self._queued = 0
         self._pending = 0
         self._waiting_tokens = 0
@@ -147,11 +150,10 @@ class SimulatedReplica:
         self.end: float | None = None
 
     def fits(self, request: TracedRequest) -> bool:
-        """Returns True if the KV cache is large enough for a request."""
         return ceil((request.prompt + request.output) / self._block_size) <= self._blocks
 
     def submit(self, request: SimulatedRequest, now: float, expected: int) -> None:
-        """Takes a request that is expected to compute so many tokens. It ends a run of decode steps."""
+        """Adds a request with `expected` tokens to compute, interrupting a run of decode steps."""
         request.remaining = expected
         self._queued += expected
         self._pending += expected
@@ -166,7 +168,7 @@ class SimulatedReplica:
             self.end = run.begin + steps * run.step_ms
 
     def advance(self) -> list[SimulatedRequest]:
-        """Ends the present run, begins the next one and returns the requests that have finished."""
+        """Ends the current run, begins the next one and returns the finished requests."""
         run, now = self._run, self.end
         assert run is not None
         assert now is not None
@@ -190,7 +192,7 @@ class SimulatedReplica:
         return finished
 
     def set_pace(self, pace: float, now: float) -> None:
-        """Makes steps take so many times as long as the timing says, beginning with what is left of the present run."""
+        """Multiplies step times by `pace`, including the rest of the current run."""
         run = self._run
         if run is not None and pace != self._pace:
             step = run.step_ms * pace / self._pace
@@ -199,7 +201,6 @@ class SimulatedReplica:
         self._pace = pace
 
     def load(self) -> Load:
-        """Returns what the replica reports that it owes."""
         kv_tokens = self.cache.active * self._block_size + self._waiting_tokens
         busy_until = self.end if self._computing and self.end is not None else 0.0
         waiting = len(self._waiting) + len(self._prefilling) + len(self._completed)
@@ -238,8 +239,9 @@ class SimulatedReplica:
         self.end = now + steps * step
 
     def _admit(self, now: float) -> float | None:
-        """Starts the next prompt. Returns the milliseconds for which its step waits for its blocks; None if none can
-        start. Blocks from another replica have been under way since the request was sent."""
+        """Starts the next prompt. Returns the milliseconds for which its step waits for blocks; None if none can start.
+        Blocks from another replica have been in transit since the request was sent.
+        """
         if not self._waiting or len(self._rows) + len(self._completed) >= self._timing.max_rows:
             return None
         request = self._waiting[0]

@@ -1,4 +1,4 @@
-"""Simulates a fleet on a virtual clock: a trace, replicas, and the parts that route requests in a real fleet."""
+"""Simulates a fleet on a virtual clock: a trace, replicas, and the routing of a real fleet."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class FleetOptions(NamedTuple):
     policy: str
     timing: EngineTiming = EngineTiming()
     weights: RoutingWeights = RoutingWeights()
-    host_factor: float = 0  # blocks in a replica's RAM tier, as a multiple of those on its device
-    targets: ServiceTargets = TARGETS  # what goodput counts
-    gateways: int = 1  # take requests in turn; each hears of the others' requests from the replicas' reports only
-    contention: tuple[float, ...] = ()  # times as long that steps take while 1, 2, ... replicas compute; empty: 1
+    host_factor: float = 0  # size of a replica's RAM tier, as a multiple of its device blocks
+    targets: ServiceTargets = TARGETS  # limits of goodput
+    gateways: int = 1  # share the requests in turn; each learns of the others' requests only from the replicas' reports
+    contention: tuple[float, ...] = ()  # slowdown of steps while 1, 2, ... replicas compute; empty: none
 
 
 class FleetReport(NamedTuple):
-    """Sums up a simulation."""
+    """Holds the results of a simulation."""
 
     policy: str
     ttft_mean_ms: float
     ttft_p99_ms: float
     itl_mean_ms: float
-    reuse: float  # share of the prompts' tokens that were not computed
+    reuse: float  # share of prompt tokens that were not computed
     goodput: float  # requests per second that met both targets
 
 
@@ -56,11 +56,10 @@ class FleetSimulation:
         self._gateways = [SimulatedGateway(*about, seat) for seat in seats]
         self._replicas = [SimulatedReplica(options.timing, size, options.host_factor) for _ in range(options.replicas)]
         self._received = [[0] * options.gateways for _ in self._replicas]  # requests of each gateway
-        self._numbers = [0] * options.replicas  # of the next block event of each
-        self._ends: list[tuple[float, int]] = []  # heap; an entry that is not the replica's own end is out of date
+        self._numbers = [0] * options.replicas  # next block event number of each replica
+        self._ends: list[tuple[float, int]] = []  # heap; an entry that differs from the replica's own end is outdated
 
     def run(self) -> FleetReport:
-        """Runs the trace to its end and returns what came of it."""
         for id, traced in enumerate(self._trace.requests):
             if not self._replicas[0].fits(traced):
                 raise InvalidRequest(
@@ -86,7 +85,6 @@ class FleetSimulation:
         self.requests.append(request)
 
     def good_share(self) -> float:
-        """Returns the share of requests that met both targets."""
         targets = self._options.targets
         good = sum(
             each.first_token - each.request.arrival <= targets.ttft and _itl(each) <= targets.itl
@@ -95,11 +93,9 @@ class FleetSimulation:
         return good / len(self.requests)
 
     def ttfts(self) -> list[float]:
-        """Returns the milliseconds to each request's first token, rising."""
         return sorted(each.first_token - each.request.arrival for each in self.requests)
 
     def imbalance(self) -> float:
-        """Returns the requests of the replica that got most, as a multiple of the mean."""
         received = [sum(each) for each in self._received]
         return max(received) * len(received) / sum(received)
 
@@ -128,14 +124,14 @@ class FleetSimulation:
                 self._send_next([each.id for each in finished], end)
 
     def _send_next(self, finished: list[int], now: float) -> None:
-        """Sends those whose turn it is at their gateways, now that a replica has reported."""
+        """Sends waiting requests after a replica's report."""
         for number, gateway in enumerate(self._gateways):
             gateway.end(finished)
             while (turn := gateway.next(now)) is not None:
                 self._send(number, *turn, now)
 
     def _share_machine(self, now: float) -> None:
-        """Slows replicas of one machine down by how many of them compute now."""
+        """Slows down replicas that share a machine, by the number that compute now."""
         if not self._options.contention:
             return
         busy = [id for id, replica in enumerate(self._replicas) if replica.end is not None]
@@ -148,7 +144,7 @@ class FleetSimulation:
                 heappush(self._ends, (replica.end, id))
 
     def _report(self, id: int) -> None:
-        """Takes a replica's block events and load, as a step's message carries them, and notes when its run ends."""
+        """Processes a replica's block events and load, as in a step's message, and the end of its run."""
         replica = self._replicas[id]
         changes, load, first = replica.cache.changes, replica.load(), self._numbers[id]
         for gateway, received in zip(self._gateways, self._received[id], strict=True):
@@ -163,10 +159,8 @@ class FleetSimulation:
 
 
 def simulate(trace: Trace, options: FleetOptions) -> FleetReport:
-    """Runs a trace on a simulated fleet."""
     return FleetSimulation(trace, options).run()
 
 
 def _itl(request: SimulatedRequest) -> float:
-    """Returns the mean time between two tokens of an answer."""
     return (request.finished - request.first_token) / max(request.request.output - 1, 1)
