@@ -52,8 +52,11 @@ def doctor(
 ) -> None:
     """Check this machine and measure its speed. The exit code is 1 if something is broken.
 
-    penstock doctor penstock doctor --measure penstock doctor --tune penstock doctor --kv-disk DIR penstock doctor
-    --json
+    penstock doctor
+    penstock doctor --measure
+    penstock doctor --tune
+    penstock doctor --kv-disk DIR
+    penstock doctor --json
 
     The speed is measured once, in about 20 seconds, and saved for penstock plan, unless other processes are busy
     meanwhile. The last lines are commands to type next.

@@ -72,8 +72,10 @@ def add(
 ) -> None:
     """Create an API key and print it. The file stores only its hash, so it cannot be shown again.
 
-    penstock keys add alice penstock keys add ci --expires 30d --requests 60 --tokens 20000 --concurrent 4 penstock keys
-    add app --weight 3 --priority -1 --ttft-target 500 penstock serve --keys ~/.config/penstock/keys.json
+    penstock keys add alice
+    penstock keys add ci --expires 30d --requests 60 --tokens 20000 --concurrent 4
+    penstock keys add app --weight 3 --priority -1 --ttft-target 500
+    penstock serve --keys ~/.config/penstock/keys.json
 
     A running server accepts the key at once.
     """

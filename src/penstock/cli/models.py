@@ -82,7 +82,8 @@ def show(
 ) -> None:
     """Show a model's properties and its needs on this machine, without downloading or loading it.
 
-    penstock show smollm2 penstock show ./model.gguf --json
+    penstock show smollm2
+    penstock show ./model.gguf --json
     """
     from penstock.errors import ModelNotFound
     from penstock.store import find
