@@ -85,8 +85,8 @@ ADVICE = {
     " A server restarts its engines itself ([crashes](crashes.md)).",
     "step_failed": "Send the request again; the server's log has the reason. If the error returns, run"
     " `penstock doctor`.",
-    "poisoned_request": "Do not send the request again: it kills the engine. The [post-mortem file](crashes.md) has the details;"
-    " please report it.",
+    "poisoned_request": "Do not send the request again: it kills the engine. The [post-mortem file](crashes.md) has"
+    " the details; please report it.",
     "out_of_memory": "Reduce memory: a smaller `--max-len`, `--max-rows` or `--kv-memory`, `--kv int8`, or a smaller"
     " quantization. `penstock plan` shows the sizes that fit.",
     "non_finite_logits": "The weights or an adapter are damaged, or a value overflows: fetch them again, or try"
@@ -94,8 +94,8 @@ ADVICE = {
     "overloaded": "Retry after `retry-after`; raise `--max-waiting`, or add [replicas](fleet.md).",
     "engine_unavailable": "The engine is starting: retry in a second. If the error persists, `GET /health` has"
     " the reason.",
-    "engine_died": "Send the request again; the server restarts the engine. [Crashes](crashes.md) lists the answers that continue by"
-    " themselves.",
+    "engine_died": "Send the request again; the server restarts the engine. [Crashes](crashes.md) lists"
+    " the answers that continue by themselves.",
     "server_stopping": "Send the request to another server, or retry after the restart.",
     "storage_failed": "Free disk space, or set another folder with `--data`.",
     "duplicate_custom_id": "Give every line its own.",
