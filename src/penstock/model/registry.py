@@ -1,6 +1,6 @@
 """Finds the family of a checkpoint by its name there. A new one is a file in families/ and a line in each table.
 
-docs/families.md describes what such a file holds.
+docs/families.md describes such a file. Other packages add families as entry points in `penstock.families`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from penstock.model.ops import Ops, V
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
+from penstock.plugins import plugin
 
 HUGGING_FACE = {  # the architecture in config.json: the family's file
     "LlamaForCausalLM": "llama",
@@ -181,6 +182,8 @@ GGUF = {  # general.architecture in a GGUF file: the family's file
     "qwen35": "qwen35",
     "qwen35moe": "qwen35",
 }
+PLUGINS = "penstock.families"  # entry points: an architecture, or the `arch` of a ModelSpec, and the family's module
+FAMILY_HAS = ("HUGGING_FACE", "GGUF", "read_hf", "read_gguf", "build")
 NO_MODELS = {  # what general.type calls files that are no model by themselves
     "adapter": "a LoRA adapter, which changes a model's weights; give the model, and this file with --adapter",
     "imatrix": "an importance matrix, which llama.cpp quantizes with; give the model itself",
@@ -213,6 +216,8 @@ class FamilyModule(Protocol):
 def family(name: str) -> FamilyModule:
     """Returns the module of a family."""
     if name not in {*HUGGING_FACE.values(), *GGUF.values()}:
+        if (found := plugin(PLUGINS, name)) is not None:
+            return cast(FamilyModule, found.load(has=FAMILY_HAS))
         raise UnsupportedModel(f"the family {name!r} is not supported; supported: {', '.join(HUGGING_FACE.values())}")
     return cast(FamilyModule, import_module(f"penstock.model.families.{name}"))
 
@@ -224,6 +229,8 @@ def family_of_hf(config: ConfigReader) -> FamilyModule:
         raise UnsupportedModel(
             f"{', '.join(names)} is a head that drafts for a model: give the model itself, and this with --draft"
         )
+    if len(names) == 1 and names[0] not in HUGGING_FACE and plugin(PLUGINS, names[0]) is not None:
+        return family(names[0])
     if len(names) != 1 or names[0] not in HUGGING_FACE:
         raise config.unsupported("architectures", names, HUGGING_FACE)
     return family(HUGGING_FACE[names[0]])
@@ -237,6 +244,8 @@ def family_of_gguf(metadata: ConfigReader) -> FamilyModule:
     name = metadata.text("general.architecture")
     if name == "clip":
         raise UnsupportedModel(f"this GGUF file is {NO_MODELS['mmproj']}: general.architecture is 'clip'")
+    if name not in GGUF and plugin(PLUGINS, name) is not None:
+        return family(name)
     if name not in GGUF:
         raise metadata.unsupported("general.architecture", name, GGUF)
     return family(GGUF[name])
