@@ -7,13 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.chat.stream import all_deltas
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.fields import SamplingFields, sampling
 from penstock.server.generation.prompts import encode_prompts
 from penstock.server.http.bodies import read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import reply
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 
 

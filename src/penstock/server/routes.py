@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from penstock.server.access.authentication import READING
 from penstock.server.access.rights import Right, check_right
+from penstock.server.context.request_context import RequestContext, context_of
 from penstock.server.dialects import dialects
 from penstock.server.http.bodies import model_named_in
 from penstock.server.http.endpoint import TEXT, AnyRouteEntry, Dialect, Endpoint, RouteEntry, ServerRouteEntry
@@ -21,7 +22,6 @@ from penstock.server.http.openapi import DocumentedRoute
 from penstock.server.http.shared_route import share
 from penstock.server.models.fallback_response import FallbackResponse
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext, context_of
 from penstock.server.services import Services
 from penstock.server.streams.endpoints import sent_again
 
@@ -102,7 +102,7 @@ def _route(
 
     async def call(request: Request) -> Response:
         context = context_of(request.scope)
-        check_right(entry.right, f"{entry.method} {request.url.path}", context.payer, context.page)
+        check_right(entry.right, f"{entry.method} {request.url.path}", context.caller.payer, context.caller.page)
         endpoint = await dialect.endpoint(entry, services)
         if isinstance(entry, ServerRouteEntry):
             return await endpoint(pool, request, context)
@@ -131,8 +131,8 @@ async def _answer(
     """Answers a request by the model that it has named or, if that is given, by a fallback."""
     name = fallback or named
     if pool.foreign is not None and (model := pool.foreign_model(name, context)) is not None:
-        context.check_allowed(model)
-        context.model = model
+        context.caller.check_allowed(model)
+        context.notes.model = model
         return await pool.foreign.answer(model, request, context)
     served = await pool.use(name, context)
     if fallback is not None and named is not None:  # the dialect finds the request's own name in the body

@@ -12,9 +12,9 @@ from penstock.errors import InvalidRequest
 from penstock.server.chat.schema_check import Deltas
 from penstock.server.chat.stream import Complete, deltas, together
 from penstock.server.chat.tools import ToolUse, constrain_to_tools
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ignore_unsupported
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.continuation import continue_last
 from penstock.text.parse import AnswerParser, AnswerPart, Content

@@ -10,9 +10,9 @@ import msgspec
 
 from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.server.access.bounds import check_count, read_json
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import leave_out, read_object, unsupported
 from penstock.server.http.openapi import read_as
-from penstock.server.request_context import RequestContext
 from penstock.templates.call_arguments import CallArguments
 from penstock.text import Text
 from penstock.text.grammar.call_grammar import NO_INPUTS, call_grammar
@@ -233,5 +233,5 @@ def _enforced(context: RequestContext, schema: dict[str, Any], where: str, stric
     except InvalidGrammar as error:
         raise InvalidGrammar(str(error), param=where) from error
     for path in rewritten.unenforced[:MAX_REPORTED]:
-        context.ignore(f"{where}.{path}")
+        context.notes.ignore(f"{where}.{path}")
     return rewritten.schema if isinstance(rewritten.schema, dict) else {}

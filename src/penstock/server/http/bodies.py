@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import read_json
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 
 MAX_BODY = 16 * 2**20  # bytes
 MAX_DIGITS = 20  # of its announced length
@@ -76,7 +76,7 @@ def _drop(context: RequestContext, given: dict[str, Any], kind: type[S], refusal
         return True
     if refusal.code != UNKNOWN_VALUE or not _drop_setting(given, param, where):
         return False
-    context.ignore(param)
+    context.notes.ignore(param)
     return True
 
 
@@ -99,7 +99,7 @@ def _drop_unknown(context: RequestContext, value: Any, kind: inspect.Type, where
             known = {field.encode_name: field.type for field in kind.fields}
             for name in [name for name in value if name not in known and name != kind.tag_field]:
                 del value[name]
-                context.ignore(_path(where, name))
+                context.notes.ignore(_path(where, name))
             for name in value.keys() & known.keys():
                 _drop_unknown(context, value[name], known[name], _path(where, name))
 
@@ -192,14 +192,14 @@ def ignore_unsupported(context: RequestContext, param: str, value: object) -> No
     """Lists a setting as ignored because its value is not supported; raises if the server is strict."""
     if not context.lenient:
         raise unsupported(param, value)
-    context.ignore(param)
+    context.notes.ignore(param)
 
 
 def leave_out(context: RequestContext, where: str, kind: object) -> None:
     """Lists an entry of a list as ignored because its kind is not supported; raises if the server is strict."""
     if not context.lenient or not isinstance(kind, str):
         raise unsupported(f"{where}.type", kind)
-    context.ignore_kind(where, kind)
+    context.notes.ignore_kind(where, kind)
 
 
 def unsupported(param: str, value: object) -> InvalidRequest:

@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 from penstock import __version__
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitOutcome
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
 from penstock.server.telemetry.fleet_metrics import FleetCollector
@@ -212,11 +212,11 @@ class RequestTimer:
 
     def __enter__(self) -> Self:
         self._metrics.open[self] = None
-        charged, prompt = self.context.outcome.charged, hash(self.request.prompt)
+        charged, prompt = self.context.notes.outcome.charged, hash(self.request.prompt)
         self._aside = 0 if prompt in charged else len(self.request.prompt)
         charged.add(prompt)
-        if self.context.payer is not None:
-            self.context.payer.set_aside(self._aside)
+        if self.context.caller.payer is not None:
+            self.context.caller.payer.set_aside(self._aside)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
@@ -231,9 +231,9 @@ class RequestTimer:
         """Charges the payer, and returns the tokens of the prompt that it is charged for. Choices share a prompt: the
         first of them has it. An error before the first token costs nothing."""
         if unanswered and self._aside:
-            self.context.outcome.charged.discard(hash(self.request.prompt))
+            self.context.notes.outcome.charged.discard(hash(self.request.prompt))
         charged = 0 if unanswered else self._aside
-        if (payer := self.context.payer) is not None:
+        if (payer := self.context.caller.payer) is not None:
             payer.set_aside(-self._aside)
             payer.charge("prompt", charged)
             payer.charge("generated", self.generated)

@@ -28,6 +28,7 @@ from penstock.server.chat.tools import (
     ToolUse,
     read_tools,
 )
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.openai.chat_answer import (
     AssistantMessage,
     ChatChoice,
@@ -66,7 +67,6 @@ from penstock.server.http.bodies import NoEffect
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import ChunkTemplate, encode, reply
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.parse import AnswerPart, CallEnded, Content, Reasoning
 

@@ -16,6 +16,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.chat.logprobs import PromptLogprobs, finite_logprob, prompt_entries, spelled_id
 from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.stream import all_deltas
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.adapter_fields import choose_adapters
 from penstock.server.generation.beams import beam_deltas, check_beams
 from penstock.server.generation.explain import AnswerReport, Explanation
@@ -38,7 +39,6 @@ from penstock.server.http.bodies import unsupported
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import ChunkTemplate, encode, reply
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.types import Request, TokenLogprob
