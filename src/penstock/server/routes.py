@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from glob import escape
 
@@ -100,18 +100,24 @@ def _route(
     dialect, entry = sharing[0] if len(sharing) == 1 else (OWN, share(sharing, services))
     find_operation = partial(dialect.operation, entry)
 
+    bound: Callable[..., Awaitable[Response]] | None = None  # once the first request has imported it
+    generates = False
+
     async def call(request: Request) -> Response:
+        nonlocal bound, generates
         context = context_of(request.scope)
         check_right(entry.right, f"{entry.method} {request.url.path}", context.caller.payer, context.caller.page)
-        endpoint = await dialect.endpoint(entry, services)
+        if bound is None:
+            generates = entry.method == "POST" and find_operation().streams is not None
+            bound = await dialect.endpoint(entry, services)
+        endpoint = bound
         if isinstance(entry, ServerRouteEntry):
             return await endpoint(pool, request, context)
         if (rest := await sent_again(services.streams, request, context)) is not None:
             return rest
         named = await named_model(request, context)
         answer = partial(_answer, pool, endpoint, request, context, named)
-        generates = entry.method == "POST" and find_operation().streams is not None
-        if generates and len(models := pool.with_fallbacks(named)) > 1:
+        if generates and pool.settings.fallbacks and len(models := pool.with_fallbacks(named)) > 1:
             return FallbackResponse(models, answer, context, pool.metrics)
         return await answer(None)
 

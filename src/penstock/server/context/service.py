@@ -43,6 +43,8 @@ class Service:
 
     def read_headers(self, headers: Headers) -> None:
         """Takes over the deadline and the targets that the headers state."""
+        if DEADLINE not in headers and TTFT not in headers and ITL not in headers:
+            return
         self.state_times(*((name, _whole_number(name, headers.get(name))) for name in (DEADLINE, TTFT, ITL)))
 
     def state_times(self, *times: tuple[str, int | None]) -> None:

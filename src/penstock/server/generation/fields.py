@@ -168,9 +168,9 @@ async def read_fields(
     if fields.cache_prompt is False and not context.service.salt:
         context.service.share_nothing()
     _take_priority(fields, context)
-    context.service.state_times(
-        *((name, getattr(fields, name)) for name in ("deadline_ms", "ttft_target_ms", "itl_target_ms"))
-    )
+    times = [(name, getattr(fields, name)) for name in ("deadline_ms", "ttft_target_ms", "itl_target_ms")]
+    if any(time is not None for _, time in times):
+        context.service.state_times(*times)
     return fields
 
 
@@ -245,7 +245,7 @@ def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[
     check_count(fields.bad_words or (), MAX_BAD_WORDS, "bad_words")
     named = {name: getattr(fields, name) for name in _SAMPLING}
     settings = {name: value for name, value in (named | given).items() if value is not None} | sampler_settings(fields)
-    settings["logit_bias"] = logit_biases(served, fields.logit_bias)
+    settings["logit_bias"] = logit_biases(served, fields.logit_bias) if fields.logit_bias else {}
     settings["bad_words"] = tuple(fields.bad_words or ())
     settings["allowed_token_ids"] = None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)
     settings["top_k"] = 0 if fields.top_k == -1 else fields.top_k  # some clients send -1 for "off"

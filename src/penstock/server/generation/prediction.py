@@ -19,11 +19,9 @@ class Prediction(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[ChatTextPart]
 
 
-async def draft_prediction(served: ServedModel, context: RequestContext, given: Prediction | None) -> None:
+async def draft_prediction(served: ServedModel, context: RequestContext, given: Prediction) -> None:
     """Has a request's prediction drafted, in the tokens of an answer: without BOS, and special tokens are plain text.
     It is listed as ignored where nothing is drafted."""
-    if given is None:
-        return
     if not served.draft_tokens or context.service.speculation == 0:
         context.notes.ignore("prediction")
         return

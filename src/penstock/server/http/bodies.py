@@ -133,7 +133,10 @@ async def body_of(http: HttpRequest, context: RequestContext) -> bytes:
 async def json_of(http: HttpRequest, context: RequestContext) -> dict[str, Any]:
     """Returns the fields of the body. It is decoded once, for the route and for its endpoint."""
     if context.json is None:
-        context.json = _json_object(await body_of(http, context))
+        given = read_json(await body_of(http, context), "the body")
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"the body must be a JSON object; got {type(given).__name__}", code="invalid_type")
+        context.json = given
     return context.json
 
 
@@ -164,13 +167,6 @@ def _check_size(size: int, bound: str) -> None:
         raise InvalidRequest(
             f"the body has {bound}{size} bytes; the limit is {MAX_BODY}: send less", code="request_too_large"
         )
-
-
-def _json_object(body: bytes) -> dict[str, Any]:
-    given = read_json(body, "the body")
-    if not isinstance(given, dict):
-        raise InvalidRequest(f"the body must be a JSON object; got {type(given).__name__}", code="invalid_type")
-    return given
 
 
 def _drop_without_effect(context: RequestContext, given: dict[str, Any], no_effect: NoEffect, where: str) -> None:

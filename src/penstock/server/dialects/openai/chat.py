@@ -143,9 +143,11 @@ async def chat_completions(
     params = drawn_as_llamacpp(params) if style.own_seeds and body.seed is not None else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
-    await draft_prediction(served, context, body.prediction)
+    if body.prediction is not None:
+        await draft_prediction(served, context, body.prediction)
     prompt = await _prompt(served, context, body, messages, use)
-    prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
+    if body.truncate_prompt_tokens is not None:
+        prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
     params = [fitting(served, prompt.tokens, each) for each in params] if style.fits or body.n_predict else params
     shown = shown_special(served, body)
     param, budget = thinking_budget(body.thinking, body.reasoning, body.thinking_budget)
@@ -180,16 +182,18 @@ async def _prompt(
 
 def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
     """Returns the template's fields beside messages and tools."""
-    fields = think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+    fields: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        fields |= think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
     if body.enable_thinking is not None:
         fields |= switch_thinking(context, text, body.enable_thinking, "enable_thinking", body.enable_thinking)
     for param, wish in (("thinking", body.thinking), ("reasoning", body.reasoning)):
         fields |= {} if wish is None else read_wish(context, text, wish, param)
-    return (
-        fields
-        | read_verbosity(context, text, body.verbosity, "verbosity")
-        | read_template_kwargs(context, text, body.chat_template_kwargs)
-    )
+    if body.verbosity is not None:
+        fields |= read_verbosity(context, text, body.verbosity, "verbosity")
+    if body.chat_template_kwargs:
+        fields |= read_template_kwargs(context, text, body.chat_template_kwargs)
+    return fields
 
 
 def _max_tokens(body: ChatBody) -> int | None:
