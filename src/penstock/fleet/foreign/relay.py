@@ -76,7 +76,7 @@ class RelayAccount:
     def begin(self) -> None:
         """Takes note of the first bytes."""
         self._first = perf_counter()
-        self._metrics.first_token.observe(self._first - self._began)
+        self._metrics.distributions.first_token.observe(self._first - self._began)
 
     def end(self, estimate: int) -> None:
         """Charges the request. `estimate` stands for the tokens of its prompt if the engine has not told them. One that

@@ -178,8 +178,17 @@ class Explanation:
         )
         resumed_on, route = context.notes.resumed_on if context.notes.explain else [], _route(context)
         loops = [EndedLoop(at, self._loops[choice]) for at, choice in enumerate(chosen) if choice in self._loops]
-        facts = choices, loading, version or UNSET, weights or UNSET, resumed_on or UNSET, route, loops or UNSET
-        return AnswerReport(sorted(context.notes.ignored), context.notes.truncated, *facts)
+        return AnswerReport(
+            ignored_fields=sorted(context.notes.ignored),
+            truncated_tokens=context.notes.truncated,
+            choices=choices,
+            loading_seconds=loading,
+            weight_version=version or UNSET,
+            weights=weights or UNSET,
+            resumed_on=resumed_on or UNSET,
+            route=route,
+            loops=loops or UNSET,
+        )
 
     def _ordered(self, order: Iterable[int] | None) -> list[ChoiceExplanation]:
         chosen = sorted(self._choices) if order is None else order

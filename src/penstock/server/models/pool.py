@@ -437,9 +437,17 @@ class ModelPool:
         await asyncio.gather(*(self._unload(each) for each in leaving))
 
     def _served(self, source: ModelSource, client: EngineClient, text: Text) -> ServedModel:
-        aliases, trusted = self._aliases_of(source.name), self.settings.trust_templates
-        named = client, text, source.name, self.created, self.metrics, source.path, aliases, trusted
-        return ServedModel(*named, waits=WaitForecast())
+        return ServedModel(
+            client,
+            text,
+            source.name,
+            self.created,
+            self.metrics,
+            path=source.path,
+            aliases=self._aliases_of(source.name),
+            trust_templates=self.settings.trust_templates,
+            waits=WaitForecast(),
+        )
 
     def _aliases_of(self, name: str) -> tuple[str, ...]:
         names = (name, "") if name == self.default.name else (name,)
