@@ -1,17 +1,16 @@
-"""Finds what other packages add to Penstock: they list it as entry points, which docs/plugins.md describes."""
+"""Finds plug-ins: other packages list them as entry points, which docs/plugins.md describes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-T = TypeVar("T")
 
 
 class Plugin:
@@ -21,15 +20,17 @@ class Plugin:
         self.name = entry.name
         self._entry = entry
 
-    def load(self, kind: type[T] | None = None) -> Any:
-        """Returns the object that the entry point names; raises ConfigError if it cannot be imported or is of another
-        kind."""
+    def load(self, kind: type = object, has: Iterable[str] = ()) -> Any:
+        """Returns the object that the entry point names. Raises ConfigError if it cannot be imported, is not of this
+        kind or lacks one of these attributes."""
         try:
             found = self._entry.load()
         except Exception as error:
             raise self._broken(f"cannot be imported: {type(error).__name__}: {error}") from error
-        if kind is not None and not isinstance(found, kind):
-            raise self._broken(f"is a {type(found).__name__}, and must be a {kind.__name__}")
+        if not isinstance(found, kind):
+            raise self._broken(f"must be a {kind.__name__}, and is a {type(found).__name__}")
+        if lacking := [name for name in has if not hasattr(found, name)]:
+            raise self._broken(f"lacks {', '.join(lacking)}")
         return found
 
     def _broken(self, problem: str) -> ConfigError:

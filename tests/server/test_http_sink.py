@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.sse import HttpSink
-from penstock.server.request_context import RequestContext
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 

@@ -28,8 +28,9 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.server.access import bounds, guard, protocol
 from penstock.server.access.guard import Rules, check
 from penstock.server.access.in_flight import Admission, requests_in_flight
+from penstock.server.context.request_context import RequestContext
+from penstock.server.context.service import Service
 from penstock.server.dialects.ollama import pulls
-from penstock.server.request_context import RequestContext
 from penstock.templates.template import Template
 from tests.server import toys
 from tests.server.conftest import WAIT, Server, serving
@@ -441,7 +442,7 @@ def test_a_request_whose_answer_is_computed_only_waits_for_its_client() -> None:
 
 
 def test_background_requests_take_no_place() -> None:
-    with RequestContext(background=True).answer():
+    with RequestContext(service=Service(background=True)).answer():
         pass
 
 

@@ -17,11 +17,12 @@ from penstock.cli.app import run_command
 from penstock.errors import EngineUnavailable, MalformedFile, ModelError, ModelNotFound
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, create_app
+from penstock.server.context.request_context import RequestContext
+from penstock.server.context.service import Service
 from penstock.server.models.entry import FOR_EVER, ModelState
 from penstock.server.models.ledger import Budget, Loaded, Refuse, Unload, Wait, excess, make_room
 from penstock.server.models.pool import Alias, ModelPool, PoolSettings, client_aliases
 from penstock.server.models.source import ModelSource
-from penstock.server.request_context import RequestContext
 from tests.server import conftest, toys
 
 GB = 10**9
@@ -98,7 +99,7 @@ def test_a_model_is_loaded_when_it_is_first_used_and_makes_room_when_another_is(
         second = RequestContext()
         assert (await pool.use("b", second)).name == "b"
         assert states(pool) == {"a": "stored", "b": "awake"}
-        assert second.loading_seconds > 0
+        assert second.service.loading_seconds > 0
         second.end()
 
     run(ModelPool([source("a"), source("b")], PoolSettings(Budget(100, 1))), scenario)
@@ -163,7 +164,7 @@ def test_requests_that_wait_for_one_load_share_it_and_one_that_leaves_harms_no_o
 
 def test_an_idle_model_is_unloaded_when_its_time_is_over_or_at_once_or_never() -> None:
     async def after(pool: ModelPool, seconds: float | None) -> None:
-        context = RequestContext(keep_alive=seconds)
+        context = RequestContext(service=Service(keep_alive=seconds))
         await pool.use("a", context)
         context.end()
 
@@ -189,7 +190,7 @@ def test_an_idle_model_is_unloaded_when_its_time_is_over_or_at_once_or_never() -
 
 def test_a_pinned_model_leaves_room_for_no_other() -> None:
     async def scenario(pool: ModelPool) -> None:
-        context = RequestContext(keep_alive=FOR_EVER)
+        context = RequestContext(service=Service(keep_alive=FOR_EVER))
         await pool.use("a", context)
         context.end()
         with pytest.raises(EngineUnavailable, match=r"stay loaded for ever.*a"):
@@ -246,7 +247,7 @@ def test_adapters_in_memory_count_and_idle_models_make_room_for_them() -> None:
             await asyncio.sleep(0.01)
         assert pool.get("b").state is ModelState.AWAKE
         context = RequestContext()
-        pinned = RequestContext(keep_alive=FOR_EVER)
+        pinned = RequestContext(service=Service(keep_alive=FOR_EVER))
         await pool.use("b", pinned)
         pinned.end()
         with pytest.raises(EngineUnavailable, match=r"c needs 0.00 GB.*b"):

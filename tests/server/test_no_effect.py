@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http import openapi
 from penstock.server.http.bodies import ANY_VALUE, ContentValues, NoEffect, read_object
-from penstock.server.request_context import RequestContext
 from penstock.server.routes import all_routes
 
 OTHER = {"another": "value"}
@@ -39,7 +39,7 @@ NAMES = {(id(table), field): f"{where}:{field}" for where, table in TABLES for f
 def read(table: NoEffect, field: str, value: Any, lenient: bool) -> set[str]:
     context = RequestContext(lenient=lenient)
     read_object(context, {field: value}, Nothing, table)
-    return context.ignored
+    return context.notes.ignored
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES.__getitem__)

@@ -15,10 +15,10 @@ from penstock.engine.engine import Engine
 from penstock.errors import OutOfMemory
 from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, create_app
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.ledger import Budget
 from penstock.server.models.pool import ModelPool, PoolSettings
 from penstock.server.models.source import ModelSource
-from penstock.server.request_context import RequestContext
 from tests.server import conftest, toys
 from tests.server.test_model_pool import run, states
 

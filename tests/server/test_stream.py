@@ -14,8 +14,8 @@ from penstock.errors import EngineUnavailable, InvalidRequest, PenstockError, St
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.request_stream import EventReader
 from penstock.server.chat.stream import deltas, together
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.text import Delta
 from penstock.types import (

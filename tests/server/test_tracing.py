@@ -27,7 +27,7 @@ from penstock.errors import ConfigError
 from penstock.ipc.inprocess import InProcessClient
 from penstock.ipc.placement import RequestPlacement
 from penstock.ipc.spawn import ProcessClient
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import RequestTimer
 from penstock.server.telemetry.tracing import RequestSpan, Traces, traces_to
 from penstock.types import Request, SamplingParams

@@ -67,8 +67,8 @@ def cp(source: Annotated[str, Argument(metavar="MODEL", help="A model of the sto
 def _check(made: Modelfile) -> None:
     """Raises for unsupported parameters and templates."""
     from penstock.errors import ConfigError, InvalidRequest
+    from penstock.server.context.request_context import RequestContext
     from penstock.server.generation.modelfile import check_options
-    from penstock.server.request_context import RequestContext
     from penstock.text.ollama_template import OllamaTemplate
 
     try:

@@ -1,6 +1,7 @@
 """Finds a checkpoint's family by its architecture name. A new family is a file in families/ and a line in each table.
 
-docs/families.md describes the contents of such a file.
+docs/families.md describes the contents of such a file. Other packages add families as entry points in
+`penstock.families`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from penstock.model.ops import Ops, V
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
 from penstock.model.weights import Packer
+from penstock.plugins import plugin
 
 HUGGING_FACE = {  # architecture in config.json: family file
     "LlamaForCausalLM": "llama",
@@ -181,6 +183,8 @@ GGUF = {  # general.architecture of a GGUF file: family file
     "qwen35": "qwen35",
     "qwen35moe": "qwen35",
 }
+PLUGINS = "penstock.families"  # entry points: an architecture, or the `arch` of a ModelSpec, and the family's module
+FAMILY_HAS = ("HUGGING_FACE", "GGUF", "read_hf", "read_gguf", "build")
 NO_MODELS = {  # general.type of GGUF files that are not models
     "adapter": "a LoRA adapter, which changes a model's weights; give the model, and this file with --adapter",
     "imatrix": "an importance matrix, which llama.cpp quantizes with; give the model itself",
@@ -210,6 +214,8 @@ class FamilyModule(Protocol):
 
 def family(name: str) -> FamilyModule:
     if name not in {*HUGGING_FACE.values(), *GGUF.values()}:
+        if (found := plugin(PLUGINS, name)) is not None:
+            return cast(FamilyModule, found.load(has=FAMILY_HAS))
         raise UnsupportedModel(f"the family {name!r} is not supported; supported: {', '.join(HUGGING_FACE.values())}")
     return cast(FamilyModule, import_module(f"penstock.model.families.{name}"))
 
@@ -220,6 +226,8 @@ def family_of_hf(config: ConfigReader) -> FamilyModule:
         raise UnsupportedModel(
             f"{', '.join(names)} is a head that drafts for a model: give the model itself, and this with --draft"
         )
+    if len(names) == 1 and names[0] not in HUGGING_FACE and plugin(PLUGINS, names[0]) is not None:
+        return family(names[0])
     if len(names) != 1 or names[0] not in HUGGING_FACE:
         raise config.unsupported("architectures", names, HUGGING_FACE)
     return family(HUGGING_FACE[names[0]])
@@ -232,6 +240,8 @@ def family_of_gguf(metadata: ConfigReader) -> FamilyModule:
     name = metadata.text("general.architecture")
     if name == "clip":
         raise UnsupportedModel(f"this GGUF file is {NO_MODELS['mmproj']}: general.architecture is 'clip'")
+    if name not in GGUF and plugin(PLUGINS, name) is not None:
+        return family(name)
     if name not in GGUF:
         raise metadata.unsupported("general.architecture", name, GGUF)
     return family(GGUF[name])

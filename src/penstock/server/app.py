@@ -30,10 +30,10 @@ from penstock.server.access.protocol import IDLE_SECONDS, BoundedProtocol, limit
 from penstock.server.access.usage import UsageRecord
 from penstock.server.batch.archive import SPACE, Archive, Space
 from penstock.server.batch.run import BatchRunner
+from penstock.server.context.middleware import ContextMiddleware
 from penstock.server.dialects import load_busiest
 from penstock.server.http.errors import on_bug, on_client_left, on_error, on_http_error, on_missing_package
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import ContextMiddleware
 from penstock.server.routes import all_routes, error_shapes
 from penstock.server.services import Services
 from penstock.server.streams.kept import KeepLimits, KeptStreams

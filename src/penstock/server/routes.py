@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from glob import escape
 
@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from penstock.server.access.authentication import READING
 from penstock.server.access.rights import Right, check_right
+from penstock.server.context.request_context import RequestContext, context_of
 from penstock.server.dialects import dialects
 from penstock.server.http.bodies import model_named_in
 from penstock.server.http.endpoint import TEXT, AnyRouteEntry, Dialect, Endpoint, RouteEntry, ServerRouteEntry
@@ -21,7 +22,6 @@ from penstock.server.http.openapi import DocumentedRoute
 from penstock.server.http.shared_route import share
 from penstock.server.models.fallback_response import FallbackResponse
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext, context_of
 from penstock.server.services import Services
 from penstock.server.streams.endpoints import sent_again
 
@@ -100,18 +100,24 @@ def _route(
     dialect, entry = sharing[0] if len(sharing) == 1 else (OWN, share(sharing, services))
     find_operation = partial(dialect.operation, entry)
 
+    bound: Callable[..., Awaitable[Response]] | None = None  # once the first request has imported it
+    generates = False
+
     async def call(request: Request) -> Response:
+        nonlocal bound, generates
         context = context_of(request.scope)
-        check_right(entry.right, f"{entry.method} {request.url.path}", context.payer, context.page)
-        endpoint = await dialect.endpoint(entry, services)
+        check_right(entry.right, f"{entry.method} {request.url.path}", context.caller.payer, context.caller.page)
+        if bound is None:
+            generates = entry.method == "POST" and find_operation().streams is not None
+            bound = await dialect.endpoint(entry, services)
+        endpoint = bound
         if isinstance(entry, ServerRouteEntry):
             return await endpoint(pool, request, context)
         if (rest := await sent_again(services.streams, request, context)) is not None:
             return rest
         named = await named_model(request, context)
         answer = partial(_answer, pool, endpoint, request, context, named)
-        generates = entry.method == "POST" and find_operation().streams is not None
-        if generates and len(models := pool.with_fallbacks(named)) > 1:
+        if generates and pool.settings.fallbacks and len(models := pool.with_fallbacks(named)) > 1:
             return FallbackResponse(models, answer, context, pool.metrics)
         return await answer(None)
 
@@ -131,8 +137,8 @@ async def _answer(
     """Answers a request by the model that it has named or, if that is given, by a fallback."""
     name = fallback or named
     if pool.foreign is not None and (model := pool.foreign_model(name, context)) is not None:
-        context.check_allowed(model)
-        context.model = model
+        context.caller.check_allowed(model)
+        context.notes.model = model
         return await pool.foreign.answer(model, request, context)
     served = await pool.use(name, context)
     if fallback is not None and named is not None:  # the dialect finds the request's own name in the body

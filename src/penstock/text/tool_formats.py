@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
+from penstock.plugins import plugins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,13 +274,19 @@ class AnswerFormat(NamedTuple):
 def find_tool_format(template: str, override: str | None = None) -> ToolFormat:
     """Returns the format named `override`, or the one whose markers are in the template, or plain JSON."""
     if override is None:
-        return next(
-            (each for each in TOOL_FORMATS if all(marker in template for marker in each.template_markers)), PLAIN
-        )
-    known = {each.name: each for each in (*TOOL_FORMATS, PLAIN)}
+        matching = (each for each in _formats() if all(marker in template for marker in each.template_markers))
+        return next(matching, PLAIN)
+    known = {each.name: each for each in (*_formats(), PLAIN)}
     if override not in known:
         raise ConfigError(f"there is no tool format {override!r}; there are {', '.join(known)}")
     return known[override]
+
+
+def _formats() -> Iterator[ToolFormat]:
+    """Yields our formats and those of other packages, for which no package is searched before they are needed."""
+    yield from TOOL_FORMATS
+    for each in plugins("penstock.tool_formats"):
+        yield each.load(ToolFormat)
 
 
 def reasoning_of(template: str) -> tuple[str, str] | None:

@@ -26,9 +26,9 @@ from penstock.ipc.spawn import ProcessClient
 from penstock.keys import Key, changing, digest, new_key, now
 from penstock.server.access.guard import Rules
 from penstock.server.access.usage import Price, UsageRecord, read_usage
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.fallback_response import FallbackResponse
 from penstock.server.models.fallbacks import fallbacks_of, parse_fallbacks
-from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from tests.fleet.foreign.scripted import ScriptedEngine, chat, engine, gateway, metric, states
 from tests.server import toys
@@ -238,7 +238,7 @@ def test_the_first_attempt_is_the_request_as_it_is() -> None:
     asyncio.run(response({"type": "http"}, asyncio.Event().wait, send))  # type: ignore[arg-type]
     assert asked == [None, "small", "tiny"]
     assert [message.get("body") for message in sent] == [None, b"answer"]
-    assert context.route == "tiny in place of big (it is down)"
+    assert context.notes.route == "tiny in place of big (it is down)"
 
 
 def test_usage_and_rights_are_those_of_the_model_that_answers(

@@ -9,12 +9,12 @@ import msgspec
 
 from penstock.server.access.bounds import check_stops
 from penstock.server.chat.tools import ToolUse, read_tools
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.anthropic import fields as anthropic
 from penstock.server.dialects.anthropic.tools import read_use
 from penstock.server.dialects.ollama import fields as ollama
 from penstock.server.generation import modelfile
 from penstock.server.http.bodies import unsupported
-from penstock.server.request_context import RequestContext
 
 Body = dict[str, Any]
 
@@ -78,10 +78,10 @@ def _ollama_settings(context: RequestContext, body: ollama.OllamaFields) -> Body
         made["repetition_penalty"] = options.repeat_penalty
     for name in OTHER_OPTIONS:
         if getattr(options, name) is not None:
-            context.ignore(f"options.{name}")
+            context.notes.ignore(f"options.{name}")
     for name in ("logprobs", "speculation"):
         if getattr(body, name):
-            context.ignore(name)
+            context.notes.ignore(name)
     if body.format:
         made["response_format"] = {"type": "json_object"} if body.format == "json" else _schema(body.format)
     if isinstance(body.think, str):

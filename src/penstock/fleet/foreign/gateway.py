@@ -26,6 +26,7 @@ from penstock.fleet.foreign.relayed_turn import RelayedTurn
 from penstock.fleet.foreign.sse_stream import Said
 from penstock.server.access.bounds import read_json
 from penstock.server.chat.stream import while_connected
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.anthropic import messages as anthropic
 from penstock.server.dialects.anthropic.fields import NO_EFFECT as ANTHROPIC_NO_EFFECT
 from penstock.server.dialects.anthropic.fields import MessagesBody, MessagesConversation
@@ -45,7 +46,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.sse import OPENAI, StreamResponse, json_response, reply, sent
 from penstock.server.models.foreign import ForeignModel
 from penstock.server.models.pool import Alias
-from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 
 START_SECONDS = 5.0  # that engines have to answer before the server starts without them
@@ -251,7 +251,7 @@ def _as_refused(refused: EngineRefused, context: RequestContext) -> Response:
     """Returns a refusal in the engine's own words if the request is wrong, and an error of ours otherwise."""
     if refused.status not in (400, 413, 422):
         raise refused.error
-    context.outcome.fail(refused.error)
+    context.notes.outcome.fail(refused.error)
     return Response(refused.body, refused.status, media_type="application/json")
 
 

@@ -32,7 +32,7 @@ from penstock.fleet.foreign.sse_stream import (
     usage_in,
 )
 from penstock.ipc.placement import RELAYED, RequestPlacement
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import FinishedRequest, Metrics
 from penstock.types import Request, SamplingParams
 
@@ -76,7 +76,7 @@ class RelayAccount:
     def begin(self) -> None:
         """Takes note of the first bytes."""
         self._first = perf_counter()
-        self._metrics.first_token.observe(self._first - self._began)
+        self._metrics.distributions.first_token.observe(self._first - self._began)
 
     def end(self, estimate: int) -> None:
         """Charges the request. `estimate` stands for the tokens of its prompt if the engine has not told them. One that
@@ -84,7 +84,7 @@ class RelayAccount:
         if self.reason == REFUSED:
             return
         prompt, generated, cached = self.use or TokenUse(estimate if self._first else 0, self.events)
-        if (payer := self._context.payer) is not None:
+        if (payer := self._context.caller.payer) is not None:
             payer.charge("prompt", prompt)
             payer.charge("generated", generated)
         limit = self._job.body.get("max_tokens")

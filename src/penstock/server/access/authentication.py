@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import PenstockError, Unauthorized
 from penstock.keys import Key
 from penstock.server.access.accounts import Account, Accounts
+from penstock.server.context.request_context import context_of
 from penstock.server.http.errors import error_response
-from penstock.server.request_context import context_of
 
 PROBES = ("/health", "/v1/health", "/ping", "/v2/health/live", "/v2/health/ready")  # for those who watch servers
 OPEN = {*PROBES, "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
@@ -32,7 +32,7 @@ class Authentication:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         if _is_open(scope) and not self._known(scope):
-            context_of(scope).anonymous = True
+            context_of(scope).caller.anonymous = True
             return await self._app(scope, receive, send)
         account = None
         try:
@@ -41,7 +41,7 @@ class Authentication:
         except PenstockError as error:
             answer = error_response(Request(scope), error)
             return await answer(scope, receive, _with_headers(send, account))
-        context_of(scope).charge_to(account)
+        context_of(scope).caller.charge_to(account)
         with account:
             await self._app(scope, receive, _with_headers(send, account))
 

@@ -23,10 +23,10 @@ from penstock.server.access.accounts import Accounts
 from penstock.server.access.authentication import READING, Authentication, ends_work
 from penstock.server.access.in_flight import Admission, InFlight, requests_in_flight
 from penstock.server.access.origins import Origins, check_origins
+from penstock.server.context.request_context import context_of
 from penstock.server.http.bodies import MAX_BODY
 from penstock.server.http.errors import error_response
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import context_of
 from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 
 MAX_URL = 8192  # bytes
@@ -92,7 +92,7 @@ class Guard:
         admission = context.admission = Admission(self._in_flight)
         try:
             _check_url(scope)
-            context.read_headers(Request(scope).headers)
+            context.service.read_headers(Request(scope).headers)
             if takes_place := scope["method"] not in READING and not ends_work(scope):
                 self._in_flight.check()  # refused at once, before its body comes
         except PenstockError as error:

@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ConfigError, Forbidden
+from penstock.server.context.request_context import context_of
 from penstock.server.http.errors import error_response
-from penstock.server.request_context import context_of
 
 METHODS = ("GET", "POST", "DELETE", "HEAD")
 EXPOSED = (
@@ -55,7 +55,7 @@ class Origins:
         if self._keyless and scope["type"] == "http" and (error := self._refusal(Request(scope))):
             return await error_response(Request(scope), error)(scope, receive, send)
         if self._keyless and scope["type"] == "http":
-            context_of(scope).page = self._foreign_page(Request(scope))
+            context_of(scope).caller.page = self._foreign_page(Request(scope))
         await self._app(scope, receive, send)
 
     def _refusal(self, request: Request) -> Forbidden | None:

@@ -18,8 +18,8 @@ from uvicorn.server import ServerState
 
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.server.access.lingering import AnyLength, LingeringTransport, TurnWrites
+from penstock.server.context.middleware import WRITE
 from penstock.server.http.errors import OPENAI_ERRORS
-from penstock.server.request_context import WRITE
 from penstock.server.telemetry.http_responses import refused_connections
 
 MAX_HEAD = 64 * 2**10  # bytes of the request line and the headers

@@ -18,7 +18,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, StorageFailed
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import FinishedRequest
 from penstock.system.private_files import make_private_file, make_private_folder
 
@@ -118,12 +118,14 @@ class UsageRecord:
         if finished.reason == "error" and not finished.first:
             return
         tokens, cached = finished.charged, min(finished.cached, finished.charged)
-        price = self._prices.get(context.model)
+        price = self._prices.get(context.notes.model)
         cost = 0.0 if price is None else price.cost(tokens, cached, finished.generated)
-        key = context.owner_name or ""
-        use = KeyUsage(key, context.model, int(not context.outcome.recorded), tokens, cached, finished.generated, cost)
-        context.outcome.recorded = True
-        place = datetime.now(UTC).date().isoformat(), key, context.model
+        key = context.caller.owner_name or ""
+        use = KeyUsage(
+            key, context.notes.model, int(not context.notes.outcome.recorded), tokens, cached, finished.generated, cost
+        )
+        context.notes.outcome.recorded = True
+        place = datetime.now(UTC).date().isoformat(), key, context.notes.model
         self._hold(place, use)
 
     def _hold(self, place: tuple[str, str, str], use: KeyUsage) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message
 
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 
 log = logging.getLogger(__name__)
 

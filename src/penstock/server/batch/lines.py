@@ -11,8 +11,8 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import read_json
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import MAX_BODY, read_object, unsupported
-from penstock.server.request_context import RequestContext
 
 MAX_LINES = 50_000
 MAX_LINE = MAX_BODY + 2**16  # bytes: a body and the fields around it

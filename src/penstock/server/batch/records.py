@@ -15,7 +15,7 @@ from penstock.server.access.in_flight import owner_limit
 from penstock.server.batch import file_records
 from penstock.server.batch.file_records import OWN, ExpiresAfter, FileRecord, ListPage, rows_of
 from penstock.server.batch.lines import InputLine
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 
 PENDING, COMPLETED, FAILED = range(3)  # states of a line
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -106,8 +106,8 @@ class Ownership(NamedTuple):
 
     @classmethod
     def of(cls, context: RequestContext) -> Ownership:
-        payer = None if context.payer is None else context.payer.name
-        return cls(context.owner, payer, context.owner_name)
+        payer = None if context.caller.payer is None else context.caller.payer.name
+        return cls(context.caller.owner, payer, context.caller.owner_name)
 
 
 class PendingLine(NamedTuple):

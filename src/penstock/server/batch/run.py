@@ -37,8 +37,10 @@ from penstock.server.batch.records import (
     Ownership,
     PendingLine,
 )
+from penstock.server.context.caller import Caller
+from penstock.server.context.request_context import RequestContext
+from penstock.server.context.service import Service
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 
 CHUNK = 100  # lines per transaction
@@ -200,7 +202,11 @@ class BatchRunner:
     def _context(self, ownership: Ownership) -> RequestContext:
         owner = ownership.owner or secrets.token_hex(8)  # unknown: nobody's
         payer = self._payer(ownership.payer)
-        return RequestContext(owner=owner, payer=payer, lenient=self._lenient, background=True, terms=self._terms)
+        return RequestContext(
+            lenient=self._lenient,
+            caller=Caller(owner=owner, payer=payer, tenants=bool(self._terms.tenant_header)),
+            service=Service(background=True, terms=self._terms),
+        )
 
     def _payer(self, name: str | None) -> Account | None:
         return None if name is None or self._accounts is None else self._accounts.named(name)

@@ -12,9 +12,9 @@ from penstock.errors import InvalidRequest
 from penstock.server.chat.schema_check import Deltas
 from penstock.server.chat.stream import Complete, deltas, together
 from penstock.server.chat.tools import ToolUse, constrain_to_tools
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ignore_unsupported
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 from penstock.text import ChatPrompt, Delta, Text
 from penstock.text.continuation import continue_last
 from penstock.text.parse import AnswerParser, AnswerPart, Content
@@ -134,9 +134,9 @@ def begin_turn(
 ) -> ChatTurn:
     """Returns the turn with one choice for each of `sampling`. Nothing runs before its deltas are read."""
     text, budget = served.text, options.thinking_budget
-    constrained = [
-        after_thinking(text, prompt, constrain_to_tools(context, text, use, each), budget) for each in sampling
-    ]
+    constrained = [constrain_to_tools(context, text, use, each) if use.calling else each for each in sampling]
+    if budget is not None or any(each.grammar is not None for each in constrained):
+        constrained = [after_thinking(text, prompt, each, budget) for each in constrained]
     if budget is not None and not _has_thinking(constrained[0]):
         ignore_unsupported(context, options.budget_param, budget)
     requests = [served.request(context, prompt.tokens, each, options.param, options.max_tokens) for each in constrained]

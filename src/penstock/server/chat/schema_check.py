@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import InvalidGrammar, Overloaded
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.system.thread_stacks import large_stacks
 from penstock.text import Delta
 from penstock.text.grammar.json_schema import RewrittenSchema, check_enforced, rewrite
@@ -150,4 +150,4 @@ def _passes(text: str, rewritten: RewrittenSchema, reasoning: tuple[str, str] | 
 
 def _report(context: RequestContext, request: Request, paths: tuple[str, ...]) -> None:
     for path in paths[:MAX_REPORTED]:
-        context.ignore(f"{_grammar(request).param}.{path}".removeprefix("."))
+        context.notes.ignore(f"{_grammar(request).param}.{path}".removeprefix("."))

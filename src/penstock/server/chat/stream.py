@@ -12,11 +12,9 @@ from starlette.types import Receive
 
 from penstock.errors import StepFailed, error_of
 from penstock.ipc.client import EngineClient
-from penstock.server.chat.schema_check import Deltas as Deltas
-from penstock.server.chat.schema_check import TakeDelta as TakeDelta
-from penstock.server.chat.schema_check import checked
+from penstock.server.chat.schema_check import Deltas, TakeDelta, checked
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.served_model import ServedModel, TakeTokens
-from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import RequestTimer
 from penstock.text import Delta, TextStream, one_by_one, read_step
 from penstock.types import Aborted, Event, Failed, Finished, Request, Tokens

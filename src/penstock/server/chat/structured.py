@@ -86,6 +86,8 @@ class Structured(msgspec.Struct, kw_only=True):
 
 def grammar_of(fields: Structured) -> Grammar | None:
     """Returns what answers must match, whichever field asks for it; raises if two do."""
+    if all(getattr(fields, name) is None for name in Structured.__struct_fields__):
+        return None
     given = [(name, grammar) for name, grammar in _ways(fields) if grammar is not None]
     if len(given) > 1:
         names = " and ".join(name for name, _ in given)

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ignore_unsupported
-from penstock.server.request_context import RequestContext
 from penstock.text import Text
 
 NO_EFFORT = "none"  # the effort that turns thinking off

@@ -10,9 +10,9 @@ import msgspec
 
 from penstock.errors import InvalidGrammar, InvalidRequest
 from penstock.server.access.bounds import check_count, read_json
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import leave_out, read_object, unsupported
 from penstock.server.http.openapi import read_as
-from penstock.server.request_context import RequestContext
 from penstock.templates.call_arguments import CallArguments
 from penstock.text import Text
 from penstock.text.grammar.call_grammar import NO_INPUTS, call_grammar
@@ -80,6 +80,8 @@ def read_tools(
     choice: str | dict[str, Any] | None = None,
     parallel: bool | None = None,
 ) -> ToolUse:
+    if not given and choice is None:
+        return ToolUse([], parallel is not False)
     check_count(given or (), MAX_TOOLS, "tools")
     read = (_function(context, tool, f"tools[{index}]") for index, tool in enumerate(given or ()))
     functions = [function for function in read if function is not None]
@@ -189,8 +191,8 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 def constrain_to_tools(context: RequestContext, text: Text, use: ToolUse, sampling: SamplingParams) -> SamplingParams:
     """Returns sampling with the grammar of calls (if a call is forced, calls are strict or the answer has a schema),
     and with the tokens that end a call in the model's tool format."""
-    grammar = _tools_grammar(context, text, use, sampling.grammar) if use.calling else sampling.grammar
-    stops = text.special_in(*text.format.tool_format.stops) if use.calling else frozenset()
+    grammar = _tools_grammar(context, text, use, sampling.grammar)
+    stops = text.special_in(*text.format.tool_format.stops)
     return dataclasses.replace(sampling, grammar=grammar, stop_token_ids=(*sampling.stop_token_ids, *stops))
 
 
@@ -233,5 +235,5 @@ def _enforced(context: RequestContext, schema: dict[str, Any], where: str, stric
     except InvalidGrammar as error:
         raise InvalidGrammar(str(error), param=where) from error
     for path in rewritten.unenforced[:MAX_REPORTED]:
-        context.ignore(f"{where}.{path}")
+        context.notes.ignore(f"{where}.{path}")
     return rewritten.schema if isinstance(rewritten.schema, dict) else {}

@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from penstock.config import AdapterOption
 from penstock.errors import AdapterNotFound, InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.types import AdapterInfo, AdapterUse
 
 MAX_ADAPTERS = 16  # on one request
@@ -49,7 +49,7 @@ def choose_adapters(
         return
     uses = [AdapterUse(each.name, each.scale) for each in named or ()]
     uses += numbered_uses(served.listed_adapters, numbered or ())
-    context.adapters = with_uses(served, uses, "lora" if named is None else "adapters")
+    context.service.adapters = with_uses(served, uses, "lora" if named is None else "adapters")
 
 
 def with_uses(served: ServedModel, uses: Sequence[AdapterUse], param: str) -> tuple[AdapterUse, ...]:

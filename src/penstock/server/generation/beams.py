@@ -11,10 +11,10 @@ from functools import partial
 
 from penstock.errors import InvalidRequest
 from penstock.server.chat.schema_check import Deltas, TakeDelta
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.fields import GenerationFields
 from penstock.server.http.bodies import ignore_unsupported
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.server.telemetry.metrics import RequestTimer
 from penstock.text import Delta, TextStream, read_step
 from penstock.text.beam_search import Beam, BeamSearch

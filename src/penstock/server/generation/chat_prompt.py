@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ignore_unsupported
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 from penstock.templates.process import RenderProcess
 from penstock.text import ChatPrompt, ChatTemplate, Text, Tokenizer
 from penstock.text.continuation import continue_last

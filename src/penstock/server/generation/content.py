@@ -9,8 +9,8 @@ import msgspec
 
 from penstock.server.access.bounds import MAX_PARTS, check_count
 from penstock.server.chat.tools import left_out_text
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, leave_out, read_object, unsupported
-from penstock.server.request_context import RequestContext
 
 PART_NO_EFFECT: NoEffect = {"prompt_cache_breakpoint": ANY_VALUE}
 

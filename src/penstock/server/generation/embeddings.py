@@ -12,11 +12,11 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
 from penstock.server.chat.stream import deltas, while_connected
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.prompts import encode_prompts, separate
 from penstock.server.http.bodies import ANY_VALUE, NoEffect
 from penstock.server.http.sse import encode
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta, embedding_request
 from penstock.text.embedding import Vector, pooling_of
 from penstock.types import Request

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 from penstock.types import FIRST_VERSION, Nearest, Report, Request, WeightSpan
 
@@ -110,14 +110,14 @@ class AnswerReport(msgspec.Struct):
 
 def report_of(context: RequestContext) -> AnswerReport | UnsetType:
     """Returns the report of an answer of which only its way is explained; UNSET if there is nothing to tell."""
-    if not context.ignored and not (context.explain and context.placements):
+    if not context.notes.ignored and not (context.notes.explain and context.notes.placements):
         return UNSET
-    return AnswerReport(sorted(context.ignored), context.truncated, route=_route(context))
+    return AnswerReport(sorted(context.notes.ignored), context.notes.truncated, route=_route(context))
 
 
 def _route(context: RequestContext) -> list[str] | UnsetType:
     """Returns where an answer was sent, and why, if that is to be explained."""
-    told = [placement.why for _, placement in context.placements] if context.explain else []
+    told = [placement.why for _, placement in context.notes.placements] if context.notes.explain else []
     return told or UNSET
 
 
@@ -135,7 +135,7 @@ class RelayReport:
         """Returns the report; UNSET if there is nothing to tell."""
         if not self._resumed_on:
             return report_of(self._context)
-        ignored, route = sorted(self._context.ignored), _route(self._context)
+        ignored, route = sorted(self._context.notes.ignored), _route(self._context)
         return AnswerReport(ignored, 0, resumed_on=list(self._resumed_on), route=route)
 
 
@@ -159,7 +159,7 @@ class Explanation:
             self._weights[choice] = delta.report.weights
         if phrase := delta.loop:
             self._loops[choice] = phrase
-        if self._context.explain:
+        if self._context.notes.explain:
             self._choices[choice] = self._choice(choice, delta)
 
     def report(self, order: Iterable[int] | None = None) -> AnswerReport | UnsetType:
@@ -167,15 +167,28 @@ class Explanation:
         the choices to report, if not all of them or not in their order."""
         context, chosen = self._context, sorted(self._weights) if order is None else list(order)
         version, weights = _weights_of([self._weights.get(choice, ()) for choice in chosen])
-        told = context.explain or context.ignored or context.truncated or version or self._loops
+        told = context.notes.explain or context.notes.ignored or context.notes.truncated or version or self._loops
         if self._running or not told:
             return UNSET
-        choices = self._ordered(order) if context.explain else UNSET
-        loading = round(context.loading_seconds, 6) if context.explain and context.loading_seconds else UNSET
-        resumed_on, route = context.resumed_on if context.explain else [], _route(context)
+        choices = self._ordered(order) if context.notes.explain else UNSET
+        loading = (
+            round(context.service.loading_seconds, 6)
+            if context.notes.explain and context.service.loading_seconds
+            else UNSET
+        )
+        resumed_on, route = context.notes.resumed_on if context.notes.explain else [], _route(context)
         loops = [EndedLoop(at, self._loops[choice]) for at, choice in enumerate(chosen) if choice in self._loops]
-        facts = choices, loading, version or UNSET, weights or UNSET, resumed_on or UNSET, route, loops or UNSET
-        return AnswerReport(sorted(context.ignored), context.truncated, *facts)
+        return AnswerReport(
+            ignored_fields=sorted(context.notes.ignored),
+            truncated_tokens=context.notes.truncated,
+            choices=choices,
+            loading_seconds=loading,
+            weight_version=version or UNSET,
+            weights=weights or UNSET,
+            resumed_on=resumed_on or UNSET,
+            route=route,
+            loops=loops or UNSET,
+        )
 
     def _ordered(self, order: Iterable[int] | None) -> list[ChoiceExplanation]:
         chosen = sorted(self._choices) if order is None else order

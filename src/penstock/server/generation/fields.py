@@ -16,13 +16,13 @@ from penstock import __version__
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count, check_stops
 from penstock.server.chat.structured import Structured, grammar_of
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.adapter_fields import NamedAdapters, NumberedAdapters
 from penstock.server.generation.prediction import PredictionTally
 from penstock.server.generation.sampler_fields import LogitBias, logit_biases, sampler_settings
 from penstock.server.generation.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_body
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta, new_seed, seed_of_choice
 from penstock.types import Request, SamplerChain, SamplingParams
 
@@ -158,17 +158,19 @@ async def read_fields(
     if fields.stream_options is not None and not fields.stream:
         if not context.lenient:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-        context.ignore("stream_options")
+        context.notes.ignore("stream_options")
     if fields.stream_options is not None and fields.stream_options.include_obfuscation:
         ignore_unsupported(context, "stream_options.include_obfuscation", True)
     _unify_limits(fields)
     limit_drafts(served, context, fields.speculation, (N_MAX, fields.speculative_n_max))
-    context.explain |= bool(fields.penstock)
-    context.salt = fields.cache_salt or ""
-    if fields.cache_prompt is False and not context.salt:
-        context.share_nothing()
+    context.notes.explain |= bool(fields.penstock)
+    context.service.salt = fields.cache_salt or ""
+    if fields.cache_prompt is False and not context.service.salt:
+        context.service.share_nothing()
     _take_priority(fields, context)
-    context.state_times(*((name, getattr(fields, name)) for name in ("deadline_ms", "ttft_target_ms", "itl_target_ms")))
+    times = [(name, getattr(fields, name)) for name in ("deadline_ms", "ttft_target_ms", "itl_target_ms")]
+    if any(time is not None for _, time in times):
+        context.service.state_times(*times)
     return fields
 
 
@@ -178,7 +180,7 @@ def _take_priority(fields: GenerationFields, context: RequestContext) -> None:
         return context.ask_priority(fields.priority, "priority")
     asked = TIER_PRIORITIES[fields.service_tier or "auto"]
     context.ask_priority(asked, "service_tier")
-    if context.priority != asked:
+    if context.service.priority != asked:
         fields.service_tier = "default"
 
 
@@ -214,7 +216,7 @@ def truncate(
             f"truncate_prompt_tokens must be -1, or from 1 to {room}, for which the context has room; got {length}",
             param="truncate_prompt_tokens",
         )
-    context.truncated += max(len(prompt) - length, 0)
+    context.notes.truncated += max(len(prompt) - length, 0)
     return prompt[-length:]
 
 
@@ -243,7 +245,7 @@ def sampling(served: ServedModel, fields: SamplingFields, **given: Any) -> list[
     check_count(fields.bad_words or (), MAX_BAD_WORDS, "bad_words")
     named = {name: getattr(fields, name) for name in _SAMPLING}
     settings = {name: value for name, value in (named | given).items() if value is not None} | sampler_settings(fields)
-    settings["logit_bias"] = logit_biases(served, fields.logit_bias)
+    settings["logit_bias"] = logit_biases(served, fields.logit_bias) if fields.logit_bias else {}
     settings["bad_words"] = tuple(fields.bad_words or ())
     settings["allowed_token_ids"] = None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids)
     settings["top_k"] = 0 if fields.top_k == -1 else fields.top_k  # some clients send -1 for "off"

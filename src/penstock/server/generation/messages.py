@@ -9,10 +9,10 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, check_count
 from penstock.server.chat.tools import PastCall, read_calls, template_reasoning
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.content import PART_NO_EFFECT, ChatRefusalPart, ChatTextPart, read_content
 from penstock.server.http.bodies import ContentValues, NoEffect, read_object
 from penstock.server.http.openapi import read_as
-from penstock.server.request_context import RequestContext
 
 MESSAGE_NO_EFFECT: NoEffect = {"annotations": ([],), "audio": ContentValues(), "function_call": ContentValues()}
 

@@ -9,11 +9,11 @@ from msgspec import Meta
 
 from penstock.server.access.bounds import MAX_MESSAGES, check_count, check_stops
 from penstock.server.chat.tools import template_call, template_reasoning
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.sampler_fields import sampler_settings
 from penstock.server.generation.speculation_fields import DraftLimit
 from penstock.server.http.bodies import ANY_VALUE, ContentValues, NoEffect, read_object
 from penstock.server.http.openapi import read_as
-from penstock.server.request_context import RequestContext
 from penstock.types import SamplingParams
 
 MESSAGE_NO_EFFECT: NoEffect = {"images": ContentValues([[]])}

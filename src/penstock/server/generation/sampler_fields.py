@@ -55,6 +55,8 @@ def sampler_settings(fields: object) -> dict[str, Any]:
     is left out. What is there replaces settings of the same name: an order without penalties turns these off."""
     named = ((name, getattr(fields, name, None)) for name in SAMPLER_FIELDS)
     given = {name: value for name, value in named if value is not None}
+    if not given:
+        return {}
     order = sampler_order(given["samplers"]) if "samplers" in given else None
     settings: dict[str, Any] = {}
     if "repeat_penalty" in given:

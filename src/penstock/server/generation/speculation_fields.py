@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ignore_unsupported
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 
 DraftLimit = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 SpeculationWish = DraftLimit | Literal["auto", "off"]
@@ -25,6 +25,6 @@ def limit_drafts(
     param, wanted = ("speculation", wish) if wish is not None else other
     if wanted is None or wanted == "auto":
         return
-    context.speculation = 0 if wanted == "off" else wanted
-    if context.speculation and not served.draft_tokens:
+    context.service.speculation = 0 if wanted == "off" else wanted
+    if context.service.speculation and not served.draft_tokens:
         ignore_unsupported(context, param, wanted)

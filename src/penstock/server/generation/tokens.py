@@ -11,13 +11,13 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.chat.template_fields import read_template_kwargs
 from penstock.server.chat.tools import FunctionTool, read_tools
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.chat_prompt import PromptFields, render_chat
 from penstock.server.generation.messages import MESSAGE_NO_EFFECT, ChatMessage, read_messages
 from penstock.server.http.bodies import NoEffect, read_body
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import json_response
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 
 
 class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import read_json
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 
 MAX_BODY = 16 * 2**20  # bytes
 MAX_DIGITS = 20  # of its announced length
@@ -76,7 +76,7 @@ def _drop(context: RequestContext, given: dict[str, Any], kind: type[S], refusal
         return True
     if refusal.code != UNKNOWN_VALUE or not _drop_setting(given, param, where):
         return False
-    context.ignore(param)
+    context.notes.ignore(param)
     return True
 
 
@@ -99,7 +99,7 @@ def _drop_unknown(context: RequestContext, value: Any, kind: inspect.Type, where
             known = {field.encode_name: field.type for field in kind.fields}
             for name in [name for name in value if name not in known and name != kind.tag_field]:
                 del value[name]
-                context.ignore(_path(where, name))
+                context.notes.ignore(_path(where, name))
             for name in value.keys() & known.keys():
                 _drop_unknown(context, value[name], known[name], _path(where, name))
 
@@ -133,7 +133,10 @@ async def body_of(http: HttpRequest, context: RequestContext) -> bytes:
 async def json_of(http: HttpRequest, context: RequestContext) -> dict[str, Any]:
     """Returns the fields of the body. It is decoded once, for the route and for its endpoint."""
     if context.json is None:
-        context.json = _json_object(await body_of(http, context))
+        given = read_json(await body_of(http, context), "the body")
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"the body must be a JSON object; got {type(given).__name__}", code="invalid_type")
+        context.json = given
     return context.json
 
 
@@ -166,13 +169,6 @@ def _check_size(size: int, bound: str) -> None:
         )
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
-    given = read_json(body, "the body")
-    if not isinstance(given, dict):
-        raise InvalidRequest(f"the body must be a JSON object; got {type(given).__name__}", code="invalid_type")
-    return given
-
-
 def _drop_without_effect(context: RequestContext, given: dict[str, Any], no_effect: NoEffect, where: str) -> None:
     for name in given.keys() & no_effect.keys():
         value, accepted = given.pop(name), no_effect[name]
@@ -192,14 +188,14 @@ def ignore_unsupported(context: RequestContext, param: str, value: object) -> No
     """Lists a setting as ignored because its value is not supported; raises if the server is strict."""
     if not context.lenient:
         raise unsupported(param, value)
-    context.ignore(param)
+    context.notes.ignore(param)
 
 
 def leave_out(context: RequestContext, where: str, kind: object) -> None:
     """Lists an entry of a list as ignored because its kind is not supported; raises if the server is strict."""
     if not context.lenient or not isinstance(kind, str):
         raise unsupported(f"{where}.type", kind)
-    context.ignore_kind(where, kind)
+    context.notes.ignore_kind(where, kind)
 
 
 def unsupported(param: str, value: object) -> InvalidRequest:

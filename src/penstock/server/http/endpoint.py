@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.access.rights import Right
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.errors import OPENAI_ERRORS, ErrorShape
 from penstock.server.http.openapi import Operation
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Services
 
 Endpoint = Callable[[ServedModel, Request, RequestContext], Awaitable[Response]]

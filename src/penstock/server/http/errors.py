@@ -26,7 +26,7 @@ from penstock.errors import (
     RateLimited,
     Unauthorized,
 )
-from penstock.server.request_context import SHAPES, context_of
+from penstock.server.context.request_context import SHAPES, context_of
 
 RETRY_AFTER = "1"  # seconds: about as long as an engine takes to restart
 CLIENT_LEFT = Response(status_code=499)  # nobody reads it
@@ -127,7 +127,7 @@ def error_response(request: Request, error: PenstockError) -> Response:
 def respond(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
     """Returns the error in the request's dialect."""
     context = context_of(request.scope)
-    context.outcome.fail(error)
+    context.notes.outcome.fail(error)
     shape = shape_of(request.scope)
     body = shape.encode(error, status, context.id)
     return Response(body, shape.statuses.get(status, status), headers, "application/json")

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import NoEffect, json_of
 from penstock.server.http.endpoint import AnyRouteEntry, Dialect, RouteEntry
 from penstock.server.http.openapi import Operation
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Services
 
 Sharing = Sequence[tuple[Dialect, AnyRouteEntry]]

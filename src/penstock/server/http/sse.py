@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.errors import PenstockError
 from penstock.server.chat.schema_check import Deltas
 from penstock.server.chat.stream import while_connected
+from penstock.server.context.request_context import STREAM, RequestContext
 from penstock.server.http.errors import CLIENT_LEFT, OPENAI_ERRORS
-from penstock.server.request_context import STREAM, RequestContext
 from penstock.text import Delta
 
 _encoder = msgspec.json.Encoder()
@@ -261,7 +261,7 @@ class StreamResponse(Response):
         except PenstockError as error:
             if not sink.begun:
                 raise
-            self._context.outcome.fail(error)
+            self._context.notes.outcome.fail(error)
             sink.put(self._framing.frame(self._framing.error(error)))
         await sink.end()
 

@@ -17,9 +17,9 @@ from penstock.config import AdapterOption
 from penstock.errors import AdapterError, AdapterNotFound, PenstockError
 from penstock.ipc.client import EngineClient
 from penstock.model.adapters import adapter_bytes, missing_text, tensors_of
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.entry import ModelEntry
 from penstock.server.models.served_model import UNLISTED, ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.types import AdapterInfo, AdapterUse
 from penstock.types.messages import RegisterAdapter, UnregisterAdapter
 
@@ -79,7 +79,7 @@ async def register(
         )
     served = await pool.use(model, context)
     served.check_model(model, context)
-    entry = pool.get(context.model)
+    entry = pool.get(context.notes.model)
     if any(option.name == each.name for each in pool.entries) or store.derived_model(option.name) is not None:
         raise AdapterError(f"{option.name!r} is the name of a model: take another", param="lora_name")
     owner = next((each for each in pool.entries if option.name in each.adapters), None)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from penstock import store
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.modelfile import read_messages
 from penstock.server.models.entry import ModelEntry
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.store import DerivedModel
 from penstock.text.sampling_defaults import defaults_in_modelfile
 from penstock.text.text import with_modelfile

@@ -16,7 +16,7 @@ from penstock.errors import (
     PenstockError,
     RateLimited,
 )
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 
 UNANSWERED = (EngineUnavailable, Overloaded, RateLimited, ModelNotFound)  # by which nobody says no to the request
@@ -55,7 +55,7 @@ class FallbackResponse(Response):
                     raise
                 error = error or refused
         assert error is not None
-        self._context.end_fallbacks(self._models[0])
+        self._context.notes.end_fallbacks(self._models[0])
         raise error
 
     async def _try(self, model: str, error: PenstockError | None, scope: Scope, receive: Receive, begin: Send) -> None:

@@ -21,6 +21,7 @@ from penstock import store
 from penstock.errors import EngineUnavailable, ModelNotFound, PenstockError
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitForecast
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.adapters import adapted, kept, restore
 from penstock.server.models.derived import base_of, derive, serves
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
@@ -32,7 +33,6 @@ from penstock.server.models.served_model import CLIENTS_NAMES, ServedModel
 from penstock.server.models.source import Discover, ModelSource
 from penstock.server.models.visible import may_see, unknown_model
 from penstock.server.models.weights import restore_weights
-from penstock.server.request_context import RequestContext
 from penstock.server.status.health_probe import GenerateProbes
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
@@ -250,20 +250,20 @@ class ModelPool:
         if entry is None:
             stands_in = self.default.awake is not None and may_see(context, self.default)
             entry = self.default if stands_in else self.get(name or "", context)
-        context.check_allowed(entry.name)
-        if not context.may_see(self.derived(entry, name)):
+        context.caller.check_allowed(entry.name)
+        if not context.caller.may_see(self.derived(entry, name)):
             raise context.unknown_model(name or entry.name)
-        context.model = entry.name
+        context.notes.model = entry.name
         entry.users += 1
-        context.on_end(lambda: self._release(entry, context.keep_alive))
+        context.on_end(lambda: self._release(entry, context.service.keep_alive))
         if entry.awake is None:
             began = time.monotonic()
             try:
                 await self._awake(entry)
             finally:
-                context.loading_seconds = time.monotonic() - began
+                context.service.loading_seconds = time.monotonic() - began
         served = await adapted(entry, self._variant(entry, name), name)
-        context.adapters = served.adapters or entry.default_adapters
+        context.service.adapters = served.adapters or entry.default_adapters
         return served
 
     def derived(self, entry: ModelEntry, name: str | None) -> DerivedModel | None:
@@ -437,9 +437,17 @@ class ModelPool:
         await asyncio.gather(*(self._unload(each) for each in leaving))
 
     def _served(self, source: ModelSource, client: EngineClient, text: Text) -> ServedModel:
-        aliases, trusted = self._aliases_of(source.name), self.settings.trust_templates
-        named = client, text, source.name, self.created, self.metrics, source.path, aliases, trusted
-        return ServedModel(*named, waits=WaitForecast())
+        return ServedModel(
+            client,
+            text,
+            source.name,
+            self.created,
+            self.metrics,
+            path=source.path,
+            aliases=self._aliases_of(source.name),
+            trust_templates=self.settings.trust_templates,
+            waits=WaitForecast(),
+        )
 
     def _aliases_of(self, name: str) -> tuple[str, ...]:
         names = (name, "") if name == self.default.name else (name,)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from penstock.errors import EngineUnavailable, InvalidRequest, Overloaded, WaitTooLong
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitForecast, limit_of
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 from penstock.store import DerivedModel
 from penstock.templates.process import RenderProcess
@@ -56,7 +56,7 @@ class ServedModel(NamedTuple):
         try:
             waits.measure(client.stats, self._engines())
             held = client.cached_tokens(request)
-            expected = waits.admit(request, context.terms.patience, perf_counter(), limits, context, held)
+            expected = waits.admit(request, context.service.terms.patience, perf_counter(), limits, context, held)
         except WaitTooLong:
             client.note_refused(request)
             self._count_refused(context, request)
@@ -86,8 +86,8 @@ class ServedModel(NamedTuple):
 
     def _count_refused(self, context: RequestContext, request: Request) -> None:
         self.metrics.refused.labels(limit_of(request.claim)).inc()
-        if context.payer is not None:
-            context.payer.refused["wait"] += 1
+        if context.caller.payer is not None:
+            context.caller.payer.refused["wait"] += 1
 
     @property
     def limits(self) -> Limits:
@@ -126,7 +126,7 @@ class ServedModel(NamedTuple):
             return
         if not self.stands_for_it(name):
             raise context.unknown_model(name)
-        context.stood_in = self.name
+        context.notes.stood_in = self.name
 
     def check_answers(self) -> None:
         check_answers(self.limits)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from penstock import store
 from penstock.errors import ModelNotFound
+from penstock.server.context.notes import MAX_NAME
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.entry import ModelEntry
-from penstock.server.request_context import MAX_NAME, RequestContext
 
 if TYPE_CHECKING:
     from penstock.server.models.pool import ModelPool
@@ -22,12 +23,12 @@ MOST_NAMED = 10  # models in an error
 
 def may_see(context: RequestContext | None, entry: ModelEntry) -> bool:
     """Returns whether the request's owner may know of a model."""
-    return context is None or (may_use(context, entry.name) and context.may_see(entry.source.derived))
+    return context is None or (may_use(context, entry.name) and context.caller.may_see(entry.source.derived))
 
 
 def may_use(context: RequestContext | None, name: str) -> bool:
     """Returns whether the request's key may use a model; without keys, everybody may use all."""
-    return context is None or context.payer is None or context.payer.may_use(name)
+    return context is None or context.caller.payer is None or context.caller.payer.may_use(name)
 
 
 def visible_names(pool: ModelPool, context: RequestContext | None) -> list[str]:
@@ -41,7 +42,7 @@ def unknown_model(pool: ModelPool, context: RequestContext | None, name: str) ->
     """Returns the error for a name that no model has which the request may know of. It names those that there are."""
     here = f"this server serves {named(name, visible_names(pool, context))}"
     plain = name.removesuffix(":latest")
-    if (context is None or context.payer is None) and plain in store.stored_names():
+    if (context is None or context.caller.payer is None) and plain in store.stored_names():
         return ModelNotFound(f"the model {plain!r} is in the store, but {here}: run `penstock serve {plain}`")
     return ModelNotFound(
         f"the model {name[:MAX_NAME]!r} does not exist here; {here}: ask for that, or start the server with --alias"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, WeightsError
 from penstock.ipc.client import EngineClient
+from penstock.server.context.request_context import RequestContext
 from penstock.server.models.entry import ModelEntry
-from penstock.server.request_context import RequestContext
 from penstock.types import WeightState
 from penstock.types.messages import Pause, UpdateWeights
 

@@ -14,11 +14,11 @@ from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.authentication import wants_generation
 from penstock.server.access.rights import Right, check_right
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.sse import json_response
 from penstock.server.models.entry import ModelEntry
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.visible import may_see, may_use, unknown_model
-from penstock.server.request_context import RequestContext
 from penstock.types import Hello
 
 
@@ -38,16 +38,16 @@ def listed(pool: ModelPool, context: RequestContext) -> list[tuple[ModelEntry, d
 async def show_model(pool: ModelPool, request: Request, context: RequestContext) -> Response:
     name = request.path_params["id"]
     if (foreign := pool.foreign_model(name, context)) is not None:
-        context.check_allowed(foreign)
+        context.caller.check_allowed(foreign)
         return json_response(_foreign_model(pool, foreign))
     entry = pool.get(name, context)
-    context.check_allowed(entry.name)
-    if not context.may_see(pool.derived(entry, name)):
+    context.caller.check_allowed(entry.name)
+    if not context.caller.may_see(pool.derived(entry, name)):
         raise unknown_model(pool, context, name)
     if adapter := entry.adapter_named(name):
         return json_response(_model(pool, entry, adapter))
     if name != entry.name:
-        context.stood_in = entry.name
+        context.notes.stood_in = entry.name
     return json_response(_model(pool, entry, entry.name))
 
 
@@ -102,7 +102,7 @@ async def health(pool: ModelPool, http: Request, context: RequestContext) -> Res
 
 
 def _health(context: RequestContext, told: dict[str, Any], code: int) -> Response:
-    return json_response({"status": told["status"]} if context.anonymous else told, code)
+    return json_response({"status": told["status"]} if context.caller.anonymous else told, code)
 
 
 async def _generate(pool: ModelPool, entries: Sequence[ModelEntry], models: Sequence[dict[str, Any]]) -> None:

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.ipc.client import EngineClient
 from penstock.ipc.placement import ReplicaFigures
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.sse import json_response
 from penstock.server.models.entry import ModelEntry
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.visible import may_see
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Endpoints, Services
 from penstock.server.status.endpoints import state_of
 from penstock.server.telemetry.metrics import RequestTimer, sum_stats
@@ -54,12 +54,14 @@ class EngineView(Endpoints):
         pool.refresh()
         clients = [client for _, client in pool.clients()]
         stats = sum_stats([client.stats for client in clients])
-        seen = None if context.payer is not None and context.payer.admin else context.tenant or None
+        seen = (
+            None if context.caller.payer is not None and context.caller.payer.admin else context.caller.tenant or None
+        )
         medians = self._recent.medians()
         told: dict[str, Any] = {"version": __version__, "time": time(), "stats": _figures(stats)}
         told["latency"] = medians._asdict()
         told["models"] = [_model(entry) for entry in pool.entries if may_see(context, entry)]
-        timers = [timer for timer in pool.metrics.open if seen is None or timer.context.tenant == seen]
+        timers = [timer for timer in pool.metrics.open if seen is None or timer.context.caller.tenant == seen]
         told["requests"] = [_live(timer) for timer in timers]
         told["ended"] = self._recent.of(seen)
         figures = [each for client in clients for each in client.replica_figures]
@@ -72,8 +74,8 @@ def _live(timer: RequestTimer) -> LiveRequest:
     context, request, generated = timer.context, timer.request, timer.generated
     return LiveRequest(
         id=context.id,
-        model=context.model,
-        key=context.owner_name or UNSET,
+        model=context.notes.model,
+        key=context.caller.owner_name or UNSET,
         phase=timer.phase,
         seconds=round(perf_counter() - timer.began, 6),
         first_token=round(timer.first - timer.began, 6) if generated else None,
@@ -81,7 +83,7 @@ def _live(timer: RequestTimer) -> LiveRequest:
         cached_tokens=timer.cached if generated else None,
         generated_tokens=generated,
         max_tokens=request.max_tokens,
-        route=context.route or UNSET,
+        route=context.notes.route or UNSET,
     )
 
 

@@ -69,8 +69,15 @@ async def _generate(client: EngineClient) -> str:
     it has not; nothing if it has."""
     limits = client.hello.limits if client.hello is not None else None
     pooling = "" if limits is None or limits.generates else limits.pooling
-    asked = (0,), SamplingParams(seed=0), 0 if pooling else 1
-    request = Request(client.next_id(), *asked, priority=FIRST, pooling=pooling, durable=False)
+    request = Request(
+        client.next_id(),
+        (0,),
+        SamplingParams(seed=0),
+        0 if pooling else 1,
+        priority=FIRST,
+        pooling=pooling,
+        durable=False,
+    )
     try:
         async with aclosing(client.submit(request)) as steps:
             async for events in steps:

@@ -9,9 +9,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.openapi import JSON, DocumentedRoute, document
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Endpoints
 
 

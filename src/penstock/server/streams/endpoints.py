@@ -11,11 +11,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import body_of, read_object
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Endpoints, Services
 from penstock.server.streams.kept import KeptStream, KeptStreams
 
@@ -45,11 +45,11 @@ class StreamEndpoints(Endpoints):
 
     async def read(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_object(context, dict(http.query_params), StreamQuery, {}, strict=False)
-        stream = self._streams.get(http.path_params["id"], context.owner_name)
+        stream = self._streams.get(http.path_params["id"], context.caller.owner_name)
         return read_on(self._streams, context, stream, position(http, stream.id, query.starting_after))
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
-        stream = self._streams.get(http.path_params["id"], context.owner_name)
+        stream = self._streams.get(http.path_params["id"], context.caller.owner_name)
         await self._streams.delete(stream)
         return json_response(DeletedStream(id=stream.id))
 
@@ -61,7 +61,7 @@ async def sent_again(streams: KeptStreams, http: HttpRequest, context: RequestCo
     if context.streams is None or not given:
         return None
     await body_of(http, context)  # which is the same as before
-    stream = streams.get(given.rpartition(":")[0], context.owner_name)
+    stream = streams.get(given.rpartition(":")[0], context.caller.owner_name)
     return read_on(streams, context, stream, position(http, stream.id, None))
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from penstock.errors import Gone, NotFound, PenstockError
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.sse import EVENT_STREAM, Framing, StreamResponse, sent
-from penstock.server.request_context import RequestContext
 from penstock.server.streams.buffer import ByteBudget, EventBuffer
 
 RESUME_SECONDS = 60.0  # that a stream without a reader is kept
@@ -109,11 +109,11 @@ class KeptStreams:
         self._make_room(streams=1)
         id = context.stream_id or f"stream_{secrets.token_hex(16)}"
         buffer = EventBuffer(self.limits.stream, self._budget)
-        stream = self._streams[id] = KeptStream(id, context.owner_name, framing, buffer)
+        stream = self._streams[id] = KeptStream(id, context.caller.owner_name, framing, buffer)
         task = stream.task = asyncio.create_task(self._run(stream, chunks))
         self._leave(stream)
         self._counts["kept"] += 1
-        if (payer := context.payer) is not None:
+        if (payer := context.caller.payer) is not None:
             context.on_end(lambda: payer.count_until_done(task))
         return self._response(context, stream, -1)
 

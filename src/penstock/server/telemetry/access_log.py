@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import ConfigError
+from penstock.server.context.notes import Outcome
+from penstock.server.context.request_context import RequestContext, context_of
 from penstock.server.http.errors import OVERLOADED
-from penstock.server.request_context import Outcome, RequestContext, context_of
 from penstock.server.telemetry.http_responses import HttpResponses
 from penstock.server.telemetry.metrics import FinishedRequest, Metrics
 from penstock.system.printing import escaped, escaped_json
@@ -130,12 +131,14 @@ class AccessLog:
             await self._app(scope, receive, send_and_note)
         finally:
             context, ended = context_of(scope), perf_counter()
-            self._responses.count(scope, status, context.outcome.error)
-            level = _level(scope["path"], status, context.outcome)
+            self._responses.count(scope, status, context.notes.outcome.error)
+            level = _level(scope["path"], status, context.notes.outcome)
             if access.isEnabledFor(level):
                 fields = _fields(context, status, began, ended)
-                if level >= logging.WARNING and context.outcome.reason:  # of others, it may quote what a client sent
-                    fields["reason"] = _one_line(context.outcome.reason)[:MAX_REASON]
+                if (
+                    level >= logging.WARNING and context.notes.outcome.reason
+                ):  # of others, it may quote what a client sent
+                    fields["reason"] = _one_line(context.notes.outcome.reason)[:MAX_REASON]
                 if self._prompts and context.body:
                     fields["body"] = context.body.decode(errors="replace")[:MAX_BODY]
                 path = _one_line(scope["path"])[:MAX_PATH]
@@ -144,7 +147,7 @@ class AccessLog:
 
 def _count(context: RequestContext, finished: FinishedRequest) -> None:
     """Adds an answer that has ended to the outcome of its HTTP request. Choices share a prompt, which counts once."""
-    outcome, prompt, report = context.outcome, finished.request.prompt, finished.report
+    outcome, prompt, report = context.notes.outcome, finished.request.prompt, finished.report
     if hash(prompt) not in outcome.prompts:
         outcome.cached += min(finished.cached, len(prompt))
         for tier, tokens in report.reused if report is not None else ():
@@ -161,9 +164,9 @@ def _count(context: RequestContext, finished: FinishedRequest) -> None:
 
 def _fields(context: RequestContext, status: int, began: float, ended: float) -> dict[str, Any]:
     """Returns what a request's line says beside its method and path. What does not apply is left out."""
-    outcome, fields = context.outcome, dict[str, Any]()
+    outcome, fields = context.notes.outcome, dict[str, Any]()
     fields |= {"status": status, "seconds": round(ended - began, 4), "id": context.id}
-    fields |= {"model": context.model} if context.model else {}
+    fields |= {"model": context.notes.model} if context.notes.model else {}
     if outcome.finish_reason:
         fields |= {"prompt_tokens": sum(outcome.prompts.values()), "cached_tokens": outcome.cached}
         fields |= {"generated_tokens": outcome.generated, "finish": outcome.finish_reason}
@@ -171,11 +174,11 @@ def _fields(context: RequestContext, status: int, began: float, ended: float) ->
         fields |= {"ttft_seconds": round(outcome.first - began, 4)} if outcome.first else {}
     further = {
         "reused_from": ",".join(f"{tier}:{tokens}" for tier, tokens in outcome.reused.items()),
-        "loading_seconds": round(context.loading_seconds, 4),
+        "loading_seconds": round(context.service.loading_seconds, 4),
         "preemptions": outcome.preemptions,
         "loop_tokens": outcome.loop,
-        "key": context.owner_name,
-        "engine": ",".join(dict.fromkeys(placement.replica for _, placement in context.placements)),
+        "key": context.caller.owner_name,
+        "engine": ",".join(dict.fromkeys(placement.replica for _, placement in context.notes.placements)),
         "error": outcome.error,
     }
     return fields | {name: value for name, value in further.items() if value}

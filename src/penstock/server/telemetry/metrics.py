@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 from penstock import __version__
 from penstock.ipc.client import EngineClient, EngineState
 from penstock.server.access.expected_wait import WaitOutcome
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry import compat_metrics
 from penstock.server.telemetry.compat_metrics import CompatMetrics
 from penstock.server.telemetry.fleet_metrics import FleetCollector
@@ -51,14 +51,10 @@ class FinishedRequest(NamedTuple):
 Engines = Callable[[], Iterable[tuple[str, EngineClient]]]  # the name and the client of every loaded model
 
 
-class Metrics:
-    """Holds all metrics of a server. `listeners` are called with every request that has ended."""
+class RequestDistributions:
+    """Holds the histograms of requests: their times and their tokens."""
 
-    def __init__(self, engines: Engines, model: str, sets: Collection[str] = compat_metrics.DEFAULT_SETS) -> None:
-        """Takes what lists the engines, the default model, and the other engines whose metric names are exported
-        beside our own."""
-        self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
-        self.open: dict[RequestTimer, None] = {}  # those of requests in flight, the oldest first
+    def __init__(self) -> None:
         self.first_token = Distribution(
             "time_to_first_token_seconds", "From the start of a request to its first token", SOON
         )
@@ -77,6 +73,29 @@ class Metrics:
         self.most = Distribution(
             "request_max_tokens", "Most tokens that a request could generate", compat_metrics.TOKENS
         )
+
+    def end(self, finished: FinishedRequest) -> None:
+        self.request.observe(finished.ended - finished.began)
+        self.prompt.observe(len(finished.request.prompt))
+        self.most.observe(finished.request.max_tokens)
+        self.generated.observe(finished.generated)
+        if finished.generated > 1:
+            self.mean_token.observe((finished.last - finished.first) / (finished.generated - 1))
+        if finished.report is not None:
+            self.queued.observe(finished.report.queued)
+            self.prefill.observe(finished.report.prefill)
+            self.decode.observe(finished.report.decode)
+
+
+class Metrics:
+    """Holds all metrics of a server. `listeners` are called with every request that has ended."""
+
+    def __init__(self, engines: Engines, model: str, sets: Collection[str] = compat_metrics.DEFAULT_SETS) -> None:
+        """Takes what lists the engines, the default model, and the other engines whose metric names are exported
+        beside our own."""
+        self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
+        self.open: dict[RequestTimer, None] = {}  # those of requests in flight, the oldest first
+        self.distributions = RequestDistributions()
         self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
         self.refused = Counter(
             "penstock_requests_refused",
@@ -102,7 +121,8 @@ class Metrics:
             ["model", "to"],
             registry=None,
         )
-        own = [each for each in vars(self).values() if isinstance(each, Distribution | Counter)]
+        held = [*vars(self.distributions).values(), *vars(self).values()]
+        own = [each for each in held if isinstance(each, Distribution | Counter)]
         sources: list[Collector] = [EngineCollector(engines), FleetCollector(engines), *own]
         self._rendering = asyncio.Lock()
         self._registry = CollectorRegistry()
@@ -126,17 +146,8 @@ class Metrics:
             self.wait_forecasts.labels(outcome.forecast).inc()
 
     def end(self, context: RequestContext, finished: FinishedRequest) -> None:
-        self.request.observe(finished.ended - finished.began)
+        self.distributions.end(finished)
         self.finished.labels(finished.reason).inc()
-        self.prompt.observe(len(finished.request.prompt))
-        self.most.observe(finished.request.max_tokens)
-        self.generated.observe(finished.generated)
-        if finished.generated > 1:
-            self.mean_token.observe((finished.last - finished.first) / (finished.generated - 1))
-        if finished.report is not None:
-            self.queued.observe(finished.report.queued)
-            self.prefill.observe(finished.report.prefill)
-            self.decode.observe(finished.report.decode)
         for listener in self.listeners:
             listener(context, finished)
 
@@ -196,9 +207,9 @@ class RequestTimer:
     def tokens(self, count: int, cached: int) -> None:
         now = perf_counter()
         if self._last:
-            self._metrics.inter_token.observe((now - self._last) / count)
+            self._metrics.distributions.inter_token.observe((now - self._last) / count)
         else:
-            self._metrics.first_token.observe(now - self.began)
+            self._metrics.distributions.first_token.observe(now - self.began)
             self.first, self.cached = now, cached
         self._last = now
         self.generated += count
@@ -212,28 +223,38 @@ class RequestTimer:
 
     def __enter__(self) -> Self:
         self._metrics.open[self] = None
-        charged, prompt = self.context.outcome.charged, hash(self.request.prompt)
+        charged, prompt = self.context.notes.outcome.charged, hash(self.request.prompt)
         self._aside = 0 if prompt in charged else len(self.request.prompt)
         charged.add(prompt)
-        if self.context.payer is not None:
-            self.context.payer.set_aside(self._aside)
+        if self.context.caller.payer is not None:
+            self.context.caller.payer.set_aside(self._aside)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         del self._metrics.open[self]
         reason = "error" if kind is not None and issubclass(kind, Exception) else self.reason
         charged = self._charge(unanswered=reason == "error" and not self.first)
-        times = (self.began, self.first, self._last, perf_counter())
-        finished = FinishedRequest(self.request, reason, *times, self.generated, self.cached, self.report, charged)
+        finished = FinishedRequest(
+            self.request,
+            reason,
+            began=self.began,
+            first=self.first,
+            last=self._last,
+            ended=perf_counter(),
+            generated=self.generated,
+            cached=self.cached,
+            report=self.report,
+            charged=charged,
+        )
         self._metrics.end(self.context, finished)
 
     def _charge(self, unanswered: bool) -> int:
         """Charges the payer, and returns the tokens of the prompt that it is charged for. Choices share a prompt: the
         first of them has it. An error before the first token costs nothing."""
         if unanswered and self._aside:
-            self.context.outcome.charged.discard(hash(self.request.prompt))
+            self.context.notes.outcome.charged.discard(hash(self.request.prompt))
         charged = 0 if unanswered else self._aside
-        if (payer := self.context.payer) is not None:
+        if (payer := self.context.caller.payer) is not None:
             payer.set_aside(-self._aside)
             payer.charge("prompt", charged)
             payer.charge("generated", self.generated)

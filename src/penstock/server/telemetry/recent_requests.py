@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.server.request_context import RequestContext
+from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import FinishedRequest
 from penstock.types import Report
 
@@ -55,7 +55,7 @@ class RecentRequests:
 
     def add(self, context: RequestContext, finished: FinishedRequest) -> None:
         """Takes a request that has ended: a listener of Metrics."""
-        self._ended.append((context.tenant, _ended(context, finished)))
+        self._ended.append((context.caller.tenant, _ended(context, finished)))
 
     def of(self, tenant: str | None) -> list[EndedRequest]:
         """Returns those of a tenant, the latest first; None: those of all."""
@@ -72,8 +72,8 @@ def _ended(context: RequestContext, finished: FinishedRequest) -> EndedRequest:
     between = (finished.last - finished.first) / (finished.generated - 1) if finished.generated > 1 else None
     ended = EndedRequest(
         id=context.id,
-        model=context.model,
-        key=context.owner_name or UNSET,
+        model=context.notes.model,
+        key=context.caller.owner_name or UNSET,
         ended=time(),
         reason=finished.reason,
         seconds=round(finished.ended - finished.began, 6),
@@ -82,8 +82,8 @@ def _ended(context: RequestContext, finished: FinishedRequest) -> EndedRequest:
         prompt_tokens=len(finished.request.prompt),
         cached_tokens=finished.cached,
         generated_tokens=finished.generated,
-        loading=round(context.loading_seconds, 6) or UNSET,
-        route=context.route or UNSET,
+        loading=round(context.service.loading_seconds, 6) or UNSET,
+        route=context.notes.route or UNSET,
     )
     if finished.report is not None:
         _add_report(ended, finished.report)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock import __version__
 from penstock.errors import ConfigError
 from penstock.ipc.placement import RELAYED, RequestPlacement
-from penstock.server.request_context import RequestContext, context_of
+from penstock.server.context.request_context import RequestContext, context_of
 from penstock.server.telemetry.metrics import FinishedRequest, Metrics
 
 OPERATIONS = {
@@ -161,7 +161,7 @@ class Traces:
         try:
             await app(scope, receive, send_with_status)
         finally:
-            self._name(span, operation, context.model)
+            self._name(span, operation, context.notes.model)
             traced.end()
 
     def _name(self, span: Span, operation: str, model: str) -> None:

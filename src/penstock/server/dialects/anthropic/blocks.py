@@ -13,9 +13,9 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_PARTS, check_count
 from penstock.server.chat.tools import left_out_text
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, read_object
 from penstock.server.http.openapi import read_as
-from penstock.server.request_context import RequestContext
 
 BLOCK_NO_EFFECT: NoEffect = {
     "cache_control": ANY_VALUE,
@@ -140,7 +140,7 @@ class BlockReader:
         """Returns what stands for a block that cannot be read: a text in a tool's result, nothing in an answer, where
         such blocks tell what a service did by itself. Elsewhere the block is refused."""
         if self._context.lenient and isinstance(kind, str) and role in ("assistant", "tool"):
-            self._context.ignore_kind(where, kind)
+            self._context.notes.ignore_kind(where, kind)
             return AnthropicText("text", left_out_text(kind)) if role == "tool" else None
         raise InvalidRequest(
             f"{where}.type: {str(kind)[:100]!r} is not supported here; use {', '.join(BLOCKS[role])}",

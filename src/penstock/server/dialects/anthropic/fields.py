@@ -13,6 +13,7 @@ from penstock.server.access.bounds import MAX_MESSAGES, check_count
 from penstock.server.chat.structured import json_grammar
 from penstock.server.chat.template_fields import switch_thinking
 from penstock.server.chat.tools import template_call, template_reasoning
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.anthropic.blocks import (
     BLOCK_NO_EFFECT,
     AnthropicText,
@@ -28,7 +29,6 @@ from penstock.server.generation.speculation_fields import SpeculationWish
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, ignore_unsupported, read_object
 from penstock.server.http.openapi import read_as
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.types import Grammar
 
 NO_EFFECT: NoEffect = {

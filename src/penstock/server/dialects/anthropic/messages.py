@@ -26,6 +26,7 @@ from penstock.server.chat.chat_turn import (
     render_prompt,
 )
 from penstock.server.chat.tools import ToolUse
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.anthropic.errors import ANTHROPIC_ERRORS
 from penstock.server.dialects.anthropic.fields import (
     NO_EFFECT,
@@ -42,7 +43,6 @@ from penstock.server.http.bodies import read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import EVENT_STREAM, ChunkTemplate, Framing, encode, json_response, reply
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import ChatPrompt, Delta
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
 from penstock.types import SamplingParams
@@ -50,7 +50,7 @@ from penstock.types import SamplingParams
 
 async def messages(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, MessagesBody, NO_EFFECT)
-    context.explain |= bool(body.penstock)
+    context.notes.explain |= bool(body.penstock)
     limit_drafts(served, context, body.speculation)
     sampling, use = _sampling(served, body), read_use(context, body.tools or [], body.tool_choice)
     messages, prompt = await _prompt(served, context, body, use)

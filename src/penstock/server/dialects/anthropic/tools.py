@@ -10,8 +10,8 @@ import msgspec
 
 from penstock.server.access.bounds import check_count
 from penstock.server.chat.tools import MAX_TOOLS, ToolUse, for_template, known
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, leave_out, read_object
-from penstock.server.request_context import RequestContext
 
 TOOL_NO_EFFECT: NoEffect = {
     "allowed_callers": (["direct"],),

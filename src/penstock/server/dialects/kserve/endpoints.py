@@ -19,6 +19,7 @@ from penstock.errors import EngineUnavailable, InvalidRequest, NotFound
 from penstock.ipc.client import EngineState
 from penstock.server.access.bounds import read_json
 from penstock.server.chat.stream import all_deltas
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.kserve.errors import KSERVE_ERRORS
 from penstock.server.generation.explain import AnswerReport, Explanation
 from penstock.server.generation.fields import SamplingFields, sampling
@@ -28,7 +29,6 @@ from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import EVENT_STREAM, Framing, encode, event, json_response, reply
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 from penstock.types import SamplingParams
 

@@ -8,13 +8,13 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import read_json
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.adapter_fields import NumberedAdapters, numbered_uses
 from penstock.server.http.bodies import body_of, read_object
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.entry import ModelEntry
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 
 
 class AdapterQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -59,5 +59,5 @@ async def scale_adapters(pool: ModelPool, http: HttpRequest, context: RequestCon
 def _model(pool: ModelPool, http: HttpRequest, context: RequestContext) -> ModelEntry:
     query = read_object(context, dict(http.query_params), AdapterQuery, {}, strict=False)
     entry = pool.default if query.model is None else pool.get(query.model, context)
-    context.check_allowed(entry.name)
+    context.caller.check_allowed(entry.name)
     return entry

@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.server.chat.stream import Cut, deltas, together
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.llamacpp.errors import LLAMACPP_ERRORS
 from penstock.server.dialects.llamacpp.fields import (
     NO_EFFECT,
@@ -30,7 +31,6 @@ from penstock.server.http.bodies import read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import EVENT_STREAM, Framing, encode, event, reply
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 from penstock.types import Request, SamplingParams
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.llamacpp.prompts import Prompts, encode_prompts
 from penstock.server.generation.embeddings import floats_of, pooled
 from penstock.server.generation.tokens import only_one
@@ -18,7 +19,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import encode
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import embedding_request
 from penstock.text.embedding import Vector, pooling_of, state_of
 

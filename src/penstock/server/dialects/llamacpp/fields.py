@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.llamacpp.prompts import Prompts
 from penstock.server.generation.adapter_fields import NumberedAdapters
 from penstock.server.generation.fields import N_MAX, SamplingFields, drawn_as_llamacpp, sampling
@@ -16,7 +17,6 @@ from penstock.server.generation.sampler_fields import sampler_order
 from penstock.server.generation.speculation_fields import DraftLimit, SpeculationWish, limit_drafts
 from penstock.server.http.bodies import ANY_VALUE, NoEffect
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.types import SAMPLERS, DryPenalty, SamplerChain, SamplingParams
 
 MAX_LOGPROBS = 20  # as many as the engine returns
@@ -78,16 +78,16 @@ def sampling_of(
     served: ServedModel, context: RequestContext, body: NativeFields, ends: Sequence[int] = ()
 ) -> list[SamplingParams]:
     """Returns sampling for each choice; `ends` are tokens that end an answer beside the model's own."""
-    context.explain |= bool(body.penstock)
+    context.notes.explain |= bool(body.penstock)
     limit_drafts(served, context, body.speculation, (N_MAX, body.speculative_n_max))
     if body.cache_prompt is False:
-        context.share_nothing()
+        context.service.share_nothing()
     if body.samplers is not None:
         body.samplers = _known_samplers(context, body.samplers)
     if isinstance(body.stop, list):
         body.stop = [each for each in body.stop if each]
     if body.n_probs is not None and body.n_probs > MAX_LOGPROBS:
-        context.ignore("n_probs")
+        context.notes.ignore("n_probs")
     if body.seed is not None and body.seed < 0:
         body.seed = None  # llama.cpp's -1: a random one
     body.stop_token_ids = [*(body.stop_token_ids or ()), *ends]
@@ -104,7 +104,7 @@ def _known_samplers(context: RequestContext, given: list[str] | str) -> list[str
     order = sampler_order(given)
     known = [each for each in order if each in SAMPLERS or each in PENALTIES]
     if len(known) < len(order):
-        context.ignore("samplers")
+        context.notes.ignore("samplers")
     return known
 
 

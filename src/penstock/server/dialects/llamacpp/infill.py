@@ -8,12 +8,12 @@ from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.llamacpp.completion import NativeChunk, answer
 from penstock.server.dialects.llamacpp.fields import NO_EFFECT, NativeFields
 from penstock.server.http.bodies import read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 from penstock.text.infill import ContextFile, infill_of, infill_prompt
 
 MAX_FILES = 1024

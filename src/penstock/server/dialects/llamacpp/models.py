@@ -8,12 +8,12 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.entry import ModelEntry, ModelState
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 from penstock.server.status.endpoints import list_models, listed
 
 STATUS = {

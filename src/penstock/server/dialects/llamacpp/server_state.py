@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.errors import EngineUnavailable, NotFound, NotSupported
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.llamacpp.fields import settings_of
 from penstock.server.http.bodies import read_body, read_object
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 
 BUILD_INFO = f"b0-penstock-{__version__}"  # llama.cpp's clients expect b, a number and a commit
 

@@ -7,11 +7,11 @@ import asyncio
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.sse import json_response
 from penstock.server.models.entry import ModelState
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.visible import may_see
-from penstock.server.request_context import RequestContext
 
 STATES = {ModelState.LOADING: "starting", ModelState.AWAKE: "ready", ModelState.UNLOADING: "stopping"}
 

@@ -20,6 +20,7 @@ from penstock.server.chat.chat_turn import NO_TOOLS, ChatTurn, TurnOptions, begi
 from penstock.server.chat.logprobs import TokenEntry, token_entries
 from penstock.server.chat.stream import deltas
 from penstock.server.chat.tools import ToolUse, read_tools
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.ollama.derived_settings import settings_of, with_options, with_template
 from penstock.server.dialects.ollama.errors import OLLAMA_ERRORS
 from penstock.server.dialects.ollama.fields import (
@@ -39,7 +40,6 @@ from penstock.server.http.bodies import ignore_unsupported, read_body, unsupport
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import ChunkTemplate, Framing, encode, json_response, reply
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning
@@ -140,9 +140,9 @@ def _loaded(
     """Answers a request that only loads or unloads the model: that happens when the request ends. Wrong options are
     errors all the same."""
     read_options(served, context, body)
-    if unloads(body) and context.payer is not None and not context.payer.admin:
-        raise context.payer.forbidden("admin", f"unload {served.name!r}: this needs a key made with --admin")
-    reason, ignored = "unload" if unloads(body) else "load", sorted(context.ignored)
+    if unloads(body) and context.caller.payer is not None and not context.caller.payer.admin:
+        raise context.caller.payer.forbidden("admin", f"unload {served.name!r}: this needs a key made with --admin")
+    reason, ignored = "unload" if unloads(body) else "load", sorted(context.notes.ignored)
     answer = line(OllamaAssistantMessage(""), model=served.name, created_at=now(), done=True, done_reason=reason)
     if ignored:
         answer.penstock = AnswerReport(ignored, 0)

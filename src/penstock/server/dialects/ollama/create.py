@@ -18,6 +18,7 @@ from starlette.responses import Response
 from penstock import store
 from penstock.errors import InvalidRequest, ModelError
 from penstock.model.check_text import check_text
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.ollama.models import KnownModel, PullStatus, all_known, facts_of, find_known
 from penstock.server.generation.modelfile import (
     MESSAGE_NO_EFFECT,
@@ -32,7 +33,6 @@ from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import encode, json_response
 from penstock.server.models.derived import base_of, serves
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 from penstock.store import DerivedModel, Upload
 from penstock.text.ollama_template import OllamaTemplate
 
@@ -160,7 +160,7 @@ def _template(pool: ModelPool, template: str, root: DerivedModel) -> str:
 def _store(pool: ModelPool, context: RequestContext, derived: DerivedModel) -> None:
     """Saves a derived model as its owner's own; raises if its name is taken."""
     store.check_name(derived.name)
-    if not context.may_see(store.derived_model(derived.name)):
+    if not context.caller.may_see(store.derived_model(derived.name)):
         raise InvalidRequest(f"{derived.name!r} is taken: choose another name", param="model")
     if any(known.derived is None and known.name == derived.name for known in all_known(pool, RequestContext())):
         raise InvalidRequest(f"{derived.name!r} is a model that is not derived: choose another name", param="model")
@@ -170,7 +170,7 @@ def _store(pool: ModelPool, context: RequestContext, derived: DerivedModel) -> N
         raise InvalidRequest(
             f"{derived.name!r} is being served, so its base cannot change: choose another name", param="model"
         )
-    store.save_derived(replace(derived, key=context.owner_name or ""))
+    store.save_derived(replace(derived, key=context.caller.owner_name or ""))
 
 
 # -- files --------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.ollama.fields import OllamaFields
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.store import DerivedModel
 from penstock.text.ollama_template import OllamaTemplate
 

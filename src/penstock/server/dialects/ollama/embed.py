@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.ollama.derived_settings import settings_of
 from penstock.server.dialects.ollama.fields import context_length, note_keep_alive
 from penstock.server.generation.embeddings import check_count, check_texts, floats_of, names_of, pooled
@@ -21,7 +22,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import json_response
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import check_dimensions, embedding, embedding_request
 from penstock.text.embedding import state_of, truncate_prompt
 from penstock.types import Request

@@ -17,6 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.chat.structured import ANY_OBJECT, json_grammar
 from penstock.server.chat.template_fields import switch_thinking, think_with_effort
 from penstock.server.chat.tools import FunctionTool
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.modelfile import (
     MESSAGE_NO_EFFECT,
     OPTION_NO_EFFECT,
@@ -31,7 +32,6 @@ from penstock.server.http.bodies import ANY_VALUE, ContentValues, NoEffect, igno
 from penstock.server.http.openapi import read_as
 from penstock.server.models.entry import FOR_EVER
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.types import Grammar, SamplingParams
 
 PENALTY_WINDOW = 64  # tokens, by default: Ollama's
@@ -77,7 +77,7 @@ class OllamaGenerateBody(OllamaFields):
 
 def check(context: RequestContext, body: OllamaFields) -> None:
     """Checks what all requests share, and notes what the context must know."""
-    context.explain |= bool(body.penstock)
+    context.notes.explain |= bool(body.penstock)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     note_keep_alive(context, body.keep_alive)
@@ -89,11 +89,13 @@ def note_keep_alive(context: RequestContext, keep_alive: float | str | None) -> 
     if keep_alive is None:
         return
     given = seconds(keep_alive)
-    if context.payer is not None and not context.payer.admin:
+    if context.caller.payer is not None and not context.caller.payer.admin:
         if not context.lenient:
-            raise context.payer.forbidden("admin", "set keep_alive: leave it out, or use a key made with --admin")
-        return context.ignore("keep_alive")
-    context.keep_alive = FOR_EVER if given < 0 else given
+            raise context.caller.payer.forbidden(
+                "admin", "set keep_alive: leave it out, or use a key made with --admin"
+            )
+        return context.notes.ignore("keep_alive")
+    context.service.keep_alive = FOR_EVER if given < 0 else given
 
 
 def unloads(body: OllamaFields) -> bool:

@@ -24,6 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from penstock import __version__, store
 from penstock.errors import InvalidRequest, ModelError, ModelNotFound
 from penstock.model.load import open_checkpoint
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.ollama.chat import OLLAMA
 from penstock.server.dialects.ollama.pulls import pulling
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, read_body
@@ -34,7 +35,6 @@ from penstock.server.models.entry import FOR_EVER, ModelEntry
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
 from penstock.server.models.visible import may_use, named
-from penstock.server.request_context import RequestContext
 from penstock.server.status.page import page
 from penstock.store import DerivedModel
 from penstock.store.refs import catalogue_source, parse, with_scheme
@@ -175,9 +175,9 @@ def all_known(pool: ModelPool, context: RequestContext) -> list[KnownModel]:
 
 def _may_see(context: RequestContext, known: KnownModel) -> bool:
     """Returns whether a model exists for a request: its key may use the model, or has made it."""
-    if context.payer is None or (known.derived is not None and known.derived.key == context.payer.name):
-        return context.may_see(known.derived)
-    return context.may_see(known.derived) and context.payer.may_use(known.name)
+    if context.caller.payer is None or (known.derived is not None and known.derived.key == context.caller.payer.name):
+        return context.caller.may_see(known.derived)
+    return context.caller.may_see(known.derived) and context.caller.payer.may_use(known.name)
 
 
 def _foreign(pool: ModelPool, context: RequestContext, taken: set[str], began: str) -> list[KnownModel]:

@@ -19,13 +19,13 @@ from penstock.server.batch import file_records, records
 from penstock.server.batch.archive import Space
 from penstock.server.batch.file_records import DAY, ExpiresAfter, ListPage
 from penstock.server.batch.records import BatchJob, Ownership
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.openai.files import page_response, read_query
 from penstock.server.dialects.openai.metadata import read_metadata
 from penstock.server.http.bodies import read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Endpoints, Services
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -80,15 +80,15 @@ class Batches(Endpoints):
     async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_query(context, http, BatchesQuery)
         page = ListPage(query.after, query.limit)
-        return page_response(await self._archive.do(records.listed, page, context.owner_name), page)
+        return page_response(await self._archive.do(records.listed, page, context.caller.owner_name), page)
 
     async def show(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         id = http.path_params["id"]
-        return json_response(_present(await self._archive.do(records.find, id, context.owner_name), id))
+        return json_response(_present(await self._archive.do(records.find, id, context.caller.owner_name), id))
 
     async def cancel(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         id = http.path_params["id"]
-        batch = _present(await self._archive.do(records.cancel, id, context.owner_name), id)
+        batch = _present(await self._archive.do(records.cancel, id, context.caller.owner_name), id)
         if batch.status not in ("cancelling", "cancelled"):
             raise InvalidRequest(f"the batch {id!r} is {batch.status} and can no longer be cancelled")
         self._runner.stop(id)

@@ -28,6 +28,7 @@ from penstock.server.chat.tools import (
     ToolUse,
     read_tools,
 )
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.openai.chat_answer import (
     AssistantMessage,
     ChatChoice,
@@ -66,8 +67,7 @@ from penstock.server.http.bodies import NoEffect
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import ChunkTemplate, encode, reply
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
-from penstock.text import ChatPrompt, Delta, Text
+from penstock.text import ChatPrompt, Delta, Text, Tokenizer
 from penstock.text.parse import AnswerPart, CallEnded, Content, Reasoning
 
 CHAT_NO_EFFECT: NoEffect = {name: values for name, values in NO_EFFECT.items() if name not in ("metadata", "store")} | {
@@ -143,9 +143,11 @@ async def chat_completions(
     params = drawn_as_llamacpp(params) if style.own_seeds and body.seed is not None else params
     messages = read_messages(context, body.messages)
     use = read_tools(context, body.tools, body.tool_choice, body.parallel_tool_calls)
-    await draft_prediction(served, context, body.prediction)
+    if body.prediction is not None:
+        await draft_prediction(served, context, body.prediction)
     prompt = await _prompt(served, context, body, messages, use)
-    prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
+    if body.truncate_prompt_tokens is not None:
+        prompt = prompt._replace(tokens=truncate(served, context, body, prompt.tokens, params[0].max_tokens))
     params = [fitting(served, prompt.tokens, each) for each in params] if style.fits or body.n_predict else params
     shown = shown_special(served, body)
     param, budget = thinking_budget(body.thinking, body.reasoning, body.thinking_budget)
@@ -180,16 +182,18 @@ async def _prompt(
 
 def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
     """Returns the template's fields beside messages and tools."""
-    fields = think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
+    fields: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        fields |= think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
     if body.enable_thinking is not None:
         fields |= switch_thinking(context, text, body.enable_thinking, "enable_thinking", body.enable_thinking)
     for param, wish in (("thinking", body.thinking), ("reasoning", body.reasoning)):
         fields |= {} if wish is None else read_wish(context, text, wish, param)
-    return (
-        fields
-        | read_verbosity(context, text, body.verbosity, "verbosity")
-        | read_template_kwargs(context, text, body.chat_template_kwargs)
-    )
+    if body.verbosity is not None:
+        fields |= read_verbosity(context, text, body.verbosity, "verbosity")
+    if body.chat_template_kwargs:
+        fields |= read_template_kwargs(context, text, body.chat_template_kwargs)
+    return fields
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -218,6 +222,31 @@ def _wanted_logprobs(body: ChatBody) -> int | None:
 CHAT_COMPLETIONS = Operation(ChatBody, CHAT_NO_EFFECT, ChatCompletion, ChatCompletionChunk)
 
 
+class AnswerTokens:
+    """Writes the tokens of a chat's answer, next to its text: their logprobs, their ids and those of the prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], body: ChatBody) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self.scored = bool(body.logprobs)
+        self.prompt_ids = prompt if body.return_token_ids else UNSET
+        self.prompt_logprobs: PromptLogprobs | UnsetType = UNSET if body.prompt_logprobs is None else [None]
+
+    def entries(self, delta: Delta) -> list[TokenEntry]:
+        return token_entries(self._tokenizer, delta, as_ids=self._as_ids) if self.scored else []
+
+    def logprobs(self, entries: list[TokenEntry]) -> ChatLogprobs | None:
+        return ChatLogprobs(entries) if self.scored else None
+
+    def ids(self, delta: Delta) -> list[int] | UnsetType:
+        return UNSET if self.prompt_ids is UNSET else list(delta.tokens)
+
+    def score_prompt(self, delta: Delta) -> None:
+        """Adds the logprobs of the prompt's tokens, which come with the first choice."""
+        if self.prompt_logprobs is not UNSET:
+            self.prompt_logprobs += prompt_entries(self._tokenizer, delta.scores)
+
+
 class ChatWriter:
     def __init__(
         self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody, style: ChatStyle
@@ -225,22 +254,19 @@ class ChatWriter:
         self._opening = style.opening
         self._stopwatches = [Stopwatch(each) for each in turn.requests] if style.timed or body.timings_per_token else []
         self._timed_chunks = bool(body.timings_per_token)
-        self._tokenizer = served.text.tokenizer
-        self._verbose = VerboseReport(self._spell_prompt(turn)) if body.verbose else UNSET
+        self._tokens = AnswerTokens(served.text.tokenizer, turn.request.prompt, body)
+        self._verbose = VerboseReport(_spelled_prompt(served, turn)) if body.verbose else UNSET
         self._head = new_head("chatcmpl", served.name, body.service_tier, body.request_id)
-        self._as_ids = bool(body.return_tokens_as_token_ids)
         self._reasons = body.include_reasoning is not False
-        self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET if body.prompt_logprobs is None else [None]
         self._echo = _last_answer(body) if body.echo else ""
-        self._prompt_ids = turn.request.prompt if body.return_token_ids else UNSET
         self._turn = turn
         self._tally = TokenTally(turn.requests, body.choices)
         self._explanation = Explanation(served, context, turn.requests)
-        self._scored = bool(body.logprobs)
-        self._plain = not (self._scored or self._timed_chunks or body.return_token_ids)  # chunks have text alone
+        self._plain = not (body.logprobs or self._timed_chunks or body.return_token_ids)  # chunks have only text
         self._usage = None if body.wants_usage else UNSET
         self._choices = [
-            ChatChoice(index, AssistantMessage(self._echo), self._logprobs([])) for index in range(len(turn.requests))
+            ChatChoice(index, AssistantMessage(self._echo), self._tokens.logprobs([]))
+            for index in range(len(turn.requests))
         ]
         self._templates: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
         self.on_end: Callable[[ChatCompletion], None] | None = None  # is called with the whole answer, streamed or not
@@ -256,14 +282,14 @@ class ChatWriter:
         answer = self._choices[choice]
         for part in parts:
             add_part(answer.message, part)
-        if self._prompt_logprobs is not UNSET and choice == 0:
-            self._prompt_logprobs += prompt_entries(self._tokenizer, delta.scores)
+        if choice == 0:
+            self._tokens.score_prompt(delta)
         if delta.finish:
             answer.finish_reason = self._finish(choice, delta)
             answer.stop_reason = stop_reason(self._turn.requests[choice], delta)
         if answer.logprobs is not None:
-            answer.logprobs.content += token_entries(self._tokenizer, delta, as_ids=self._as_ids)
-        if self._prompt_ids is not UNSET:
+            answer.logprobs.content += self._tokens.entries(delta)
+        if self._tokens.prompt_ids is not UNSET:
             answer.token_ids = [*(answer.token_ids or ()), *delta.tokens]
 
     def result(self) -> ChatCompletion:
@@ -281,8 +307,8 @@ class ChatWriter:
             object="chat.completion",
             choices=self._choices,
             usage=self._final_usage(),
-            prompt_logprobs=self._prompt_logprobs,
-            prompt_token_ids=self._prompt_ids,
+            prompt_logprobs=self._tokens.prompt_logprobs,
+            prompt_token_ids=self._tokens.prompt_ids,
             timings=self._timings(0),
             verbose=self._verbose,
             penstock=self._explanation.report(),
@@ -300,7 +326,7 @@ class ChatWriter:
         """Yields the chunks of any delta: the first, the last, and those in between."""
         if choice not in self._templates:
             first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", self._echo or self._opening)))
-            first.prompt_token_ids = self._prompt_ids
+            first.prompt_token_ids = self._tokens.prompt_ids
             yield encode(first)
             self._templates[choice] = ChunkTemplate(
                 lambda text: self._chunk(ChatChunkChoice(choice, ChatDelta(content=text)))
@@ -337,11 +363,10 @@ class ChatWriter:
     def _detailed_chunks(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> Iterator[bytes]:
         """Yields a chunk for each part. The first one has the delta's tokens: they may be markers, which are in no
         part."""
-        entries = token_entries(self._tokenizer, delta, as_ids=self._as_ids) if self._scored else []
-        ids = UNSET if self._prompt_ids is UNSET else list(delta.tokens)
+        entries, ids = self._tokens.entries(delta), self._tokens.ids(delta)
         deltas = [added for part in parts if (added := chat_delta(part))]
         for each in deltas or ([ChatDelta(content="")] if entries or ids else []):
-            chunk = self._chunk(ChatChunkChoice(choice, each, self._logprobs(entries), token_ids=ids))
+            chunk = self._chunk(ChatChunkChoice(choice, each, self._tokens.logprobs(entries), token_ids=ids))
             chunk.timings = self._timings(choice) if self._timed_chunks else UNSET
             yield encode(chunk)
             entries, ids = [], ids and []
@@ -355,9 +380,6 @@ class ChatWriter:
         self._tally.add(choice, delta)
         if self._stopwatches:
             self._stopwatches[choice].add(delta)
-
-    def _spell_prompt(self, turn: ChatTurn) -> str:
-        return self._tokenizer.decode(turn.request.prompt, special=True, continuing=True)
 
     def _timings(self, choice: int) -> Timings | UnsetType:
         return self._stopwatches[choice].timings() if self._stopwatches else UNSET
@@ -373,8 +395,9 @@ class ChatWriter:
     def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=[choice], usage=self._usage)
 
-    def _logprobs(self, entries: list[TokenEntry]) -> ChatLogprobs | None:
-        return ChatLogprobs(entries) if self._scored else None
+
+def _spelled_prompt(served: ServedModel, turn: ChatTurn) -> str:
+    return served.text.tokenizer.decode(turn.request.prompt, special=True, continuing=True)
 
 
 def _last_answer(body: ChatBody) -> str:

@@ -16,6 +16,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.chat.logprobs import PromptLogprobs, finite_logprob, prompt_entries, spelled_id
 from penstock.server.chat.stop_reason import stop_reason
 from penstock.server.chat.stream import all_deltas
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.adapter_fields import choose_adapters
 from penstock.server.generation.beams import beam_deltas, check_beams
 from penstock.server.generation.explain import AnswerReport, Explanation
@@ -38,7 +39,6 @@ from penstock.server.http.bodies import unsupported
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import ChunkTemplate, encode, reply
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta, Tokenizer
 from penstock.text.infill import infill_of, infill_prompt
 from penstock.types import Request, TokenLogprob
@@ -184,6 +184,33 @@ class TextCompletion(CompletionHead, kw_only=True):
 COMPLETIONS = Operation(CompletionBody, NO_EFFECT, TextCompletion, TextCompletion)
 
 
+class BestChoices:
+    """Chooses the likeliest of each prompt's choices."""
+
+    def __init__(self, count: int, body: CompletionBody) -> None:
+        self._of_each, self._returned = body.choices, body.n or 1
+        self._logprobs: list[list[float]] = [[] for _ in range(count)]
+        self._beams = bool(body.use_beam_search)  # they come in the order of their scores
+
+    def add(self, choice: int, delta: Delta) -> None:
+        self._logprobs[choice] += [scored.logprob for scored in delta.logprobs]
+
+    def chosen(self) -> list[int]:
+        """Returns the choices whose tokens are likeliest on average, the best first, for each prompt."""
+        starts = range(0, len(self._logprobs), self._of_each)
+        prompts = [range(start, start + self._of_each) for start in starts]
+        return [
+            each
+            for choices in prompts
+            for each in sorted(choices, key=self._likelihood, reverse=True)[: self._returned]
+        ]
+
+    def _likelihood(self, choice: int) -> float:
+        if self._beams:
+            return -choice
+        return sum(self._logprobs[choice]) / max(len(self._logprobs[choice]), 1)
+
+
 class CompletionWriter:
     def __init__(
         self,
@@ -204,10 +231,7 @@ class CompletionWriter:
         self._usage = None if body.wants_usage else UNSET
         self._templates: dict[int, ChunkTemplate] = {}
         self._begun: set[int] = set()  # choices of which token ids were streamed
-        self._returned = body.n or 1  # of each prompt's choices
-        self._likely: list[list[float]] = [[] for _ in requests]  # logprobs, if the best are to be chosen
-        self._selective = body.selective
-        self._beams = bool(body.use_beam_search)  # they come in the order of their scores
+        self._best = BestChoices(len(requests), body) if body.selective else None
         self._choices = [CompletionChoice(index, logprobs=self._no_logprobs()) for index in range(len(requests))]
         self._transcripts = [
             Transcript(served.text.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)) for _ in requests
@@ -218,8 +242,8 @@ class CompletionWriter:
 
     def collect(self, choice: int, delta: Delta) -> None:
         self._tally.add(choice, delta)
-        if self._selective:
-            self._likely[choice] += [scored.logprob for scored in delta.logprobs]
+        if self._best is not None:
+            self._best.add(choice, delta)
         answer, added = self._choices[choice], self._choice(choice, delta)
         answer.text += added.text
         if delta.finish:
@@ -234,21 +258,9 @@ class CompletionWriter:
             answer.prompt_token_ids = self._prompts[choice]
 
     def result(self) -> TextCompletion:
-        best = self._best() if self._selective else range(len(self._choices))
+        best = range(len(self._choices)) if self._best is None else self._best.chosen()
         choices = [msgspec.structs.replace(self._choices[each], index=index) for index, each in enumerate(best)]
         return self._completion(choices, self._tally.usage(), self._explanation.report(best))
-
-    def _best(self) -> list[int]:
-        """Returns those of each prompt's choices whose tokens are likeliest on average, the best first."""
-
-        def likelihood(choice: int) -> float:
-            if self._beams:
-                return -choice
-            return sum(self._likely[choice]) / max(len(self._likely[choice]), 1)
-
-        size = self._tally.n
-        prompts = [range(first, first + size) for first in range(0, len(self._choices), size)]
-        return [each for choices in prompts for each in sorted(choices, key=likelihood, reverse=True)[: self._returned]]
 
     def chunks(self, choice: int, delta: Delta) -> Iterable[bytes]:
         self._tally.add(choice, delta)

@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.embeddings import (
     NO_EFFECT,
     EmbeddingsBody,
@@ -22,7 +23,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import encode
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import check_dimensions, embedding
 
 

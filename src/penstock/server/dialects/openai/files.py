@@ -19,11 +19,11 @@ from penstock.server.batch import file_records
 from penstock.server.batch.archive import Draft
 from penstock.server.batch.file_records import DAY, ExpiresAfter, FileRecord, FileRoom, ListPage, Order
 from penstock.server.batch.form import Form
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import read_object
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Endpoints, Services
 
 BATCH_INPUT_SECONDS = 30 * DAY  # that a batch's input is kept by default
@@ -62,17 +62,19 @@ class Files(Endpoints):
         await self._drop_expired()
         async with self._archive.draft() as draft:
             try:
-                await self._receive(http, form, draft, context.owner_name)
+                await self._receive(http, form, draft, context.caller.owner_name)
                 file = _file(context, draft, form)
-                await self._archive.keep([draft], file_records.add, file, context.owner_name, self._archive.space)
+                await self._archive.keep(
+                    [draft], file_records.add, file, context.caller.owner_name, self._archive.space
+                )
             finally:
-                self._uploading[context.owner_name] -= draft.size
+                self._uploading[context.caller.owner_name] -= draft.size
         return json_response(file)
 
     async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = read_query(context, http, FilesQuery)
         page = ListPage(query.after, query.limit, query.order)
-        found = await self._archive.do(file_records.listed, page, query.purpose, context.owner_name)
+        found = await self._archive.do(file_records.listed, page, query.purpose, context.caller.owner_name)
         return page_response(found, page)
 
     async def show(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
@@ -91,14 +93,14 @@ class Files(Endpoints):
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         id = http.path_params["id"]
-        if not await self._archive.do(file_records.drop, id, context.owner_name):
+        if not await self._archive.do(file_records.drop, id, context.caller.owner_name):
             raise _missing(id)
         await self._archive.remove([id])
         return json_response({"id": id, "object": "file", "deleted": True})
 
     async def _find(self, http: HttpRequest, context: RequestContext) -> FileRecord:
         id = http.path_params["id"]
-        file = await self._archive.do(file_records.find, id, context.owner_name)
+        file = await self._archive.do(file_records.find, id, context.caller.owner_name)
         if file is None:
             raise _missing(id)
         return file

@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.openai.chat import LLAMACPP_STYLE, OPENAI_STYLE, ChatBody, chat_completions
 from penstock.server.dialects.openai.chat_answer import ChatCompletion
 from penstock.server.dialects.openai.metadata import read_metadata
@@ -23,7 +24,6 @@ from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import encode, json_response
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Endpoints, Services
 from penstock.server.storage.lasting_answers import AnswerRecord, LastingAnswers
 from penstock.server.storage.owned_store import OwnedStore
@@ -145,14 +145,14 @@ class StoredChats(Endpoints):
         fields |= {name: getattr(body, name) for name in (*asked, "response_format")}
         fields |= {"request_id": context.id, "metadata": read_metadata(body.metadata)}
         completion = StoredChatCompletion(**fields)
-        self._store.put(StoredChat(completion, body.messages, time.time_ns(), context.owner_name))
+        self._store.put(StoredChat(completion, body.messages, time.time_ns(), context.caller.owner_name))
 
     async def list_all(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         query = _read_query(context, http, ChatsQuery)
         wanted = (query.metadata or {}).items()
         found = [
             each.completion
-            for each in sorted(self._store.of(context.owner_name), key=lambda each: each.stored_at)
+            for each in sorted(self._store.of(context.caller.owner_name), key=lambda each: each.stored_at)
             if query.model in (None, each.completion.model) and wanted <= each.completion.metadata.items()
         ]
         return _page(found, query)
@@ -168,7 +168,7 @@ class StoredChats(Endpoints):
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
         stored = self._find(http, context)
-        self._store.remove(stored.id, context.owner_name)
+        self._store.remove(stored.id, context.caller.owner_name)
         return json_response(DeletedChat(id=stored.id))
 
     async def messages(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
@@ -176,7 +176,7 @@ class StoredChats(Endpoints):
         return _page([_message(stored.id, *each) for each in enumerate(stored.messages)], query)
 
     def _find(self, http: HttpRequest, context: RequestContext) -> StoredChat:
-        return self._store.get(http.path_params["id"], context.owner_name)
+        return self._store.get(http.path_params["id"], context.caller.owner_name)
 
 
 def _message(chat: str, index: int, given: dict[str, Any]) -> StoredMessage:

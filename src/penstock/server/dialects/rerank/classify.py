@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.rerank import scoring
 from penstock.server.dialects.rerank.score import Tokens, cutting_of
 from penstock.server.dialects.rerank.scoring import Cutting, Pair, ScoreUsage, Single, activation_of, usage_of
@@ -19,7 +20,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text.embedding import Vector
 from penstock.text.pairs import scores
 from penstock.types import Limits

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.rerank.score import Tokens, cutting_of
 from penstock.server.dialects.rerank.scoring import (
     Cutting,
@@ -25,7 +26,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text.pairs import scores
 
 NO_EFFECT: NoEffect = {
@@ -154,7 +154,7 @@ def _texts(body: RerankBody, context: RequestContext) -> list[str]:
     if body.rank_fields not in (None, [], ["text"]):
         raise InvalidRequest("rank_fields other than text are not supported: send the text", param="rank_fields")
     if body.max_chunks_per_doc is not None:
-        context.ignore("max_chunks_per_doc")
+        context.notes.ignore("max_chunks_per_doc")
     if not body.query:
         raise InvalidRequest("query is empty: send a text", param="query")
     given = body.texts if body.documents is None else body.documents

@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.rerank.scoring import (
     Cutting,
     Pair,
@@ -24,7 +25,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text.pairs import scores
 
 NO_EFFECT: NoEffect = {"user": ANY_VALUE, "encoding_format": ["float"], "priority": [0], "mm_processor_kwargs": []}

@@ -10,9 +10,9 @@ import numpy as np
 from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.embeddings import last_deltas, pooled
 from penstock.server.models.served_model import ServedModel, off_loop
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta, embedding_request
 from penstock.text.embedding import Vector, shortened, state_of, truncate_prompt
 from penstock.text.pairs import PairPrompts, check_labels, check_scores, classify_request, cosine

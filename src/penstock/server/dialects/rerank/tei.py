@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequest
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.rerank.scoring import Cutting, Pair, Single, embed_texts, score_pairs
 from penstock.server.generation.embeddings import floats_of
 from penstock.server.http.bodies import NoEffect, read_body
@@ -14,7 +15,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import check_dimensions
 from penstock.text.embedding import Vector, shortened
 

@@ -15,6 +15,7 @@ from msgspec import UNSET
 from penstock.errors import PenstockError
 from penstock.server.chat.chat_turn import ChatTurn, call_input
 from penstock.server.chat.logprobs import TokenEntry, token_entries
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.responses.events import (
     LIFECYCLE,
     ArgumentsDelta,
@@ -57,7 +58,6 @@ from penstock.server.generation.explain import Explanation
 from penstock.server.http.errors import status_of
 from penstock.server.http.sse import EVENT_STREAM, Framing
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta
 from penstock.text.grammar.call_grammar import INPUT
 from penstock.text.parse import AnswerPart, Arguments, CallEnded, CallStarted, Content, Reasoning

@@ -16,6 +16,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.in_flight import OwnerPlaces
 from penstock.server.chat.chat_turn import TurnOptions, begin_turn, render_prompt
 from penstock.server.chat.template_fields import read_template_kwargs, read_verbosity, think_with_effort
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.responses.answer import ResponseWriter
 from penstock.server.dialects.responses.background import BackgroundResponse
 from penstock.server.dialects.responses.events import EVENTS
@@ -42,7 +43,6 @@ from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import StreamResponse, encode, json_response, reply, sent
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.server.services import Endpoints, Services
 from penstock.server.storage.lasting_answers import LastingAnswers
 from penstock.server.streams.endpoints import position, read_on
@@ -80,7 +80,7 @@ class Responses(Endpoints):
         prompt = await self._prompt(served, context, body, settings, items)
         options = TurnOptions("input", body.max_output_tokens)
         turn = begin_turn(served, context, prompt, settings.tools.use, params, options)
-        stored = StoredResponse(_response(served, body, settings, params[0]), items, tenant=context.owner_name)
+        stored = StoredResponse(_response(served, body, settings, params[0]), items, tenant=context.caller.owner_name)
         writer = ResponseWriter(served, context, stored.response, turn, settings.tools, sealed=body.includes(SEALED))
         if body.background:
             return await self._start(context, stored, writer, streamed=bool(body.stream))
@@ -102,13 +102,13 @@ class Responses(Endpoints):
             return self._stream_again(context, id, position(http, id, query.starting_after))
         if query.starting_after is not None:
             raise InvalidRequest("starting_after needs stream=true", param="starting_after")
-        return json_response(self._store.get(id, context.owner_name).response)
+        return json_response(self._store.get(id, context.caller.owner_name).response)
 
     def _stream_again(self, context: RequestContext, id: str, after: int) -> HttpResponse:
         """Returns the events of a response after the one with this number."""
-        if (kept := self._streams.find(id, context.owner_name)) is not None:
+        if (kept := self._streams.find(id, context.caller.owner_name)) is not None:
             return read_on(self._streams, context, kept, after)
-        stored = self._store.get(id, context.owner_name)
+        stored = self._store.get(id, context.caller.owner_name)
         if stored.job is None or not stored.job.streamed:
             raise InvalidRequest(
                 "only a response made with stream, and with background or x-penstock-resume, can be streamed again: "
@@ -118,16 +118,16 @@ class Responses(Endpoints):
         return StreamResponse(context, sent(stored.job.buffer.follow(after)), stored.job.framing)
 
     async def delete(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
-        stored = self._store.get(http.path_params["id"], context.owner_name)
+        stored = self._store.get(http.path_params["id"], context.caller.owner_name)
         if stored.job is not None:
             await stored.job.cancel()
-        if (kept := self._streams.find(stored.response.id, context.owner_name)) is not None:
+        if (kept := self._streams.find(stored.response.id, context.caller.owner_name)) is not None:
             await self._streams.delete(kept)
-        self._store.remove(stored.response.id, context.owner_name)
+        self._store.remove(stored.response.id, context.caller.owner_name)
         return json_response({"id": stored.response.id, "object": "response", "deleted": True})
 
     async def cancel(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
-        stored = self._store.get(http.path_params["id"], context.owner_name)
+        stored = self._store.get(http.path_params["id"], context.caller.owner_name)
         if stored.job is None:
             raise InvalidRequest("only a response that was made with background can be cancelled")
         await stored.job.cancel()
@@ -136,8 +136,11 @@ class Responses(Endpoints):
     async def input_items(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> HttpResponse:
         """Returns all items that the response was generated from, earlier ones of the conversation included."""
         query = read_query(context, http, ItemsQuery)
-        stored = self._store.get(http.path_params["id"], context.owner_name)
-        items = [*self._store.conversation(stored.response.previous_response_id, context.owner_name), *stored.input]
+        stored = self._store.get(http.path_params["id"], context.caller.owner_name)
+        items = [
+            *self._store.conversation(stored.response.previous_response_id, context.caller.owner_name),
+            *stored.input,
+        ]
         return json_response(_page(items if query.order == "asc" else items[::-1], query))
 
     async def open(self) -> None:
@@ -156,7 +159,7 @@ class Responses(Endpoints):
         settings: ResponseSettings,
         items: list[Item],
     ) -> ChatPrompt:
-        before = self._store.conversation(body.previous_response_id, context.owner_name)
+        before = self._store.conversation(body.previous_response_id, context.caller.owner_name)
         fields = (
             think_with_effort(context, served.text, settings.reasoning.effort, "reasoning.effort")
             | read_verbosity(context, served.text, settings.text.verbosity, "text.verbosity")
@@ -174,7 +177,7 @@ class Responses(Endpoints):
         self._store.put(stored)
         self._jobs.add(job)
         job.task.add_done_callback(lambda _: self._end(job, stored.tenant))
-        if (payer := context.payer) is not None:
+        if (payer := context.caller.payer) is not None:
             context.on_end(lambda: payer.count_until_done(job.task))
         begun = encode(stored.response)
         await self._store.written()  # its client may be sure to find it again

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 
 from penstock.errors import InvalidRequest
 from penstock.server.chat.structured import NamedSchema, ResponseFormat
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.responses.input import tools_in
 from penstock.server.dialects.responses.items import ReasoningSettings, TextFormat, TextSettings
 from penstock.server.dialects.responses.tools import AnyTool, ResponseTools, read_response_tools
@@ -24,7 +25,6 @@ from penstock.server.http.bodies import (
     read_object,
 )
 from penstock.server.http.openapi import read_as
-from penstock.server.request_context import RequestContext
 
 MAX_METADATA = (16, 64, 512)  # pairs, characters of a key, characters of a value
 LOGPROBS = "message.output_text.logprobs"
@@ -115,7 +115,7 @@ class ResponseSettings(NamedTuple):
 
 async def read_response_body(http: HttpRequest, context: RequestContext) -> ResponsesBody:
     body = await read_body(http, context, ResponsesBody, BODY_NO_EFFECT)
-    context.explain |= bool(body.penstock)
+    context.notes.explain |= bool(body.penstock)
     if body.input is None:
         raise InvalidRequest("the field 'input' is missing", param="input", code="missing_required_parameter")
     if body.background and not body.stores:
@@ -123,7 +123,7 @@ async def read_response_body(http: HttpRequest, context: RequestContext) -> Resp
     if body.stream_options is not None and not body.stream:
         if not context.lenient:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
-        context.ignore("stream_options")
+        context.notes.ignore("stream_options")
     if body.top_logprobs and not body.includes(LOGPROBS):
         raise InvalidRequest(f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
     check_include(context, body.include or [])

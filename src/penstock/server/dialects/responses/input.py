@@ -13,6 +13,7 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import MAX_MESSAGES, MAX_PARTS, check_count
 from penstock.server.chat.chat_turn import call_input
 from penstock.server.chat.tools import left_out_text, template_call, template_reasoning
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.responses.items import (
     CallItem,
     CallOutput,
@@ -31,7 +32,6 @@ from penstock.server.dialects.responses.items import (
 )
 from penstock.server.dialects.responses.tools import LOCAL_SHELL, flat_name
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, leave_out, read_object, unsupported
-from penstock.server.request_context import RequestContext
 
 Rendered = dict[str, Any]  # a message as chat templates take it
 
@@ -98,7 +98,7 @@ def _item(context: RequestContext, given: dict[str, Any], where: str) -> Item | 
 
 def _leave_out(context: RequestContext, type: object, where: str) -> None:
     if context.lenient and isinstance(type, str) and type not in NEEDED:
-        context.ignore_kind(where, type)
+        context.notes.ignore_kind(where, type)
         return
     raise InvalidRequest(
         f"{where}.type: {str(type)[:100]!r} is not supported; use {', '.join(KINDS)}",
@@ -167,7 +167,7 @@ def _check_sealed(context: RequestContext, item: dict[str, Any], where: str) -> 
                 f"{where}.encrypted_content was not made by this server: leave it out",
                 param=f"{where}.encrypted_content",
             )
-        context.ignore(f"{where}.encrypted_content")
+        context.notes.ignore(f"{where}.encrypted_content")
         del item["encrypted_content"]
 
 

@@ -13,9 +13,9 @@ from penstock.errors import InvalidRequest
 from penstock.server.access.bounds import check_count
 from penstock.server.chat.structured import rules_grammar
 from penstock.server.chat.tools import MAX_TOOLS, ToolUse, choose_tools, for_template
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import NoEffect, ignore_unsupported, leave_out, read_object
 from penstock.server.http.openapi import read_as
-from penstock.server.request_context import RequestContext
 from penstock.text.grammar.structural_tag import as_lark
 
 FUNCTIONS = "functions"  # the namespace of tools that are called without one

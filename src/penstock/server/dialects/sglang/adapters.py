@@ -10,12 +10,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.config import AdapterOption
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import NoEffect, read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.adapters import register, unregister
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 
 NO_EFFECT: NoEffect = {
     "added_tokens_config": ({},),

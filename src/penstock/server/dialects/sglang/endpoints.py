@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from penstock import __version__
 from penstock.server.chat.stream import deltas, while_connected
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.sglang.generate import given_prompts
 from penstock.server.generation.embeddings import MAX_INPUTS, floats_of, pooled
 from penstock.server.generation.prompts import encode_prompts
@@ -21,7 +22,6 @@ from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import encode, json_response
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import embedding, embedding_request
 from penstock.text.embedding import pooling_of
 from penstock.types import SamplingParams

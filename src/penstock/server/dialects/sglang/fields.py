@@ -6,10 +6,10 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.fields import SamplingFields, sampling
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, read_object
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.types import SamplingParams
 
 DEFAULT_TOKENS = 128  # SGLang's

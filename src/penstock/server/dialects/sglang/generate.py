@@ -17,6 +17,7 @@ from penstock.server.chat.logprobs import finite_logprob
 from penstock.server.chat.schema_check import Deltas
 from penstock.server.chat.stop_reason import stop_token
 from penstock.server.chat.stream import deltas, together
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.sglang.fields import (
     DEFAULT_TOKENS,
     SAMPLING_NO_EFFECT,
@@ -32,7 +33,6 @@ from penstock.server.http.bodies import ANY_VALUE, NoEffect, read_body
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import encode, reply
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta, Tokenizer
 from penstock.types import AdapterUse, Request, TokenLogprob
 

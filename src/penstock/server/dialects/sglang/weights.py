@@ -10,13 +10,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock.errors import WeightsError
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, body_of, read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
 from penstock.server.models.weights import client_of, update_weights
-from penstock.server.request_context import RequestContext
 from penstock.types import PAUSE_ABORT, PAUSE_KEEP
 from penstock.types.messages import AbortAll, DescribeWeights, Pause, Resume
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from penstock.errors import InvalidRequest
 from penstock.server.chat.logprobs import finite_logprob
 from penstock.server.chat.stream import all_deltas
+from penstock.server.context.request_context import RequestContext
 from penstock.server.dialects.tgi.errors import TGI_ERRORS
 from penstock.server.generation.adapter_fields import with_uses
 from penstock.server.generation.explain import AnswerReport, Explanation
@@ -28,7 +29,6 @@ from penstock.server.http.bodies import NoEffect, read_body, read_object
 from penstock.server.http.openapi import Operation, read_as
 from penstock.server.http.sse import EVENT_STREAM, Framing, encode, event, reply
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import Delta, Tokenizer, seed_of_choice
 from penstock.types import AdapterUse, Request, SamplerChain, SamplingParams, TokenLogprob
 
@@ -128,11 +128,11 @@ async def answer(served: ServedModel, http: HttpRequest, context: RequestContext
     given = read_object(context, parameters, TgiParameters, PARAMETERS_NO_EFFECT, "parameters")
     _check(given, streaming)
     if given.adapter_id:
-        context.adapters = with_uses(served, [AdapterUse(given.adapter_id)], "parameters.adapter_id")
+        context.service.adapters = with_uses(served, [AdapterUse(given.adapter_id)], "parameters.adapter_id")
     params = _sampling(served, given, scored=streaming or bool(given.details) or (given.best_of or 1) > 1)
     ids = (await encode_prompts(served, [text]))[0].ids
     if given.truncate is not None:
-        context.truncated += max(len(ids) - given.truncate, 0)
+        context.notes.truncated += max(len(ids) - given.truncate, 0)
         ids = ids[-given.truncate :]
     requests = [served.request(context, ids, each, "inputs", DEFAULT_TOKENS) for each in params]
     outputs = [TgiOutput(served.text.tokenizer, request, text, given) for request in requests]

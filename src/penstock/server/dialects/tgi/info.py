@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.server.access.bounds import MAX_STOPS
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.sse import json_response
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 
 
 async def info(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:

@@ -10,11 +10,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
 from penstock.config import AdapterOption
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ANY_VALUE, NoEffect, read_body
 from penstock.server.http.openapi import Operation
 from penstock.server.models.adapters import register, unregister
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 
 UNLOAD_NO_EFFECT: NoEffect = {"lora_int_id": ANY_VALUE}  # an adapter is known by its name
 

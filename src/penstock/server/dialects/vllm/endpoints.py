@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from penstock import __version__
+from penstock.server.context.request_context import RequestContext
 from penstock.server.generation.embeddings import (
     NO_EFFECT,
     EmbeddingsBody,
@@ -25,7 +26,6 @@ from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import encode, json_response
 from penstock.server.models.pool import ModelPool
 from penstock.server.models.served_model import ServedModel
-from penstock.server.request_context import RequestContext
 from penstock.text import check_dimensions, embedding
 from penstock.text.embedding import state_of
 

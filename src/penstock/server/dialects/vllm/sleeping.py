@@ -8,12 +8,12 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import read_object
 from penstock.server.http.openapi import Operation
 from penstock.server.http.sse import json_response
 from penstock.server.models.entry import ModelState
 from penstock.server.models.pool import ModelPool
-from penstock.server.request_context import RequestContext
 
 
 class SleepingQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -50,5 +50,5 @@ async def wake_up(pool: ModelPool, http: HttpRequest, context: RequestContext) -
 async def is_sleeping(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     query = read_object(context, dict(http.query_params), SleepingQuery, {})
     entry = pool.get(query.model or pool.default.name, context)
-    context.check_allowed(entry.name)
+    context.caller.check_allowed(entry.name)
     return json_response({"is_sleeping": entry.state is ModelState.ASLEEP})

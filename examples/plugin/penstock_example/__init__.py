@@ -1,0 +1,1 @@
+"""Adds a dialect, a model family and a tool format to Penstock."""

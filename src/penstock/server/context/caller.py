@@ -1,0 +1,58 @@
+"""Describes who sends a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.server.access.accounts import Account
+from penstock.store import DerivedModel
+
+KNOWN = ("key ", "tenant ")  # owners that a key or a trusted proxy names begin so
+UNNAMED = "unnamed tenant"  # owns what comes through a trusted proxy without a name
+
+
+def owner_of_key(name: str) -> str:
+    return f"key {name}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Caller:
+    """Knows who asks, as far as keys or a trusted proxy tell."""
+
+    owner: str = ""  # an explanation mentions recent prompts of the same owner only
+    page: str = ""  # describes the foreign web page that the request comes from, if it does
+    anonymous: bool = False  # it has no key, where others need one: nothing but a probe's answer is for it
+    payer: Account | None = None  # the API key's account that is charged
+    tenants: bool = False  # a trusted proxy names tenants
+
+    @property
+    def tenant(self) -> str:
+        """Returns whose share of the engine the request uses. All who are not known by a key or by a trusted proxy's
+        header are one tenant."""
+        return self.owner if self.owner.startswith(KNOWN) else ""
+
+    @property
+    def owner_name(self) -> str | None:
+        """Returns who owns what this request stores, and whose things alone it finds: the API key or, without one, the
+        tenant that a trusted proxy names; those that it does not name are one. None: the server has neither keys nor
+        such a proxy, and everything is everyone's."""
+        if self.payer is not None:
+            return self.payer.name
+        return (self.tenant or UNNAMED) if self.tenants else None
+
+    def charge_to(self, account: Account) -> None:
+        """Makes the account pay for this request and own it."""
+        self.payer = account
+        self.owner = owner_of_key(account.name)
+
+    def check_allowed(self, model: str) -> None:
+        """Raises if the request's key may not use the model."""
+        if self.payer is not None and not self.payer.may_use(model):
+            raise self.payer.forbidden("model", f"use {model!r}, only {', '.join(self.payer.models)}")
+
+    def may_see(self, derived: DerivedModel | None) -> bool:
+        """Returns whether a derived model exists for this request: it does for the owner that made it, and for keys
+        whose list of models names it. One that has no owner is everyone's."""
+        if derived is None or self.owner_name is None or derived.key in ("", self.owner_name):
+            return True
+        return self.payer is not None and derived.name in self.payer.models
