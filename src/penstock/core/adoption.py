@@ -79,7 +79,6 @@ def adopt(
 def _sound_tails(
     tails: Iterable[StoredTail], nodes: dict[bytes, PrefixNode], limits: Limits, used: set[int]
 ) -> Iterator[Tail]:
-    """Yields the tails that can be reused as they are described, behind nodes that were adopted."""
     for tail in tails:
         parent: Parent | None = tail.parent if tail.first else nodes.get(tail.parent)
         if parent is not None and 0 < len(tail.tokens) < limits.block_size and _are_free(tail.blocks, limits, used):

@@ -44,7 +44,6 @@ class Watchers:
         return bool(self._watchers)
 
     def stored(self, node: PrefixNode) -> None:
-        """Announces a node that has entered the prefix cache."""
         if not self._watchers:
             return
         assert node.parent is not None
@@ -70,7 +69,6 @@ class Watchers:
         self._arriving.clear()
 
     def drop_arrivals(self) -> None:
-        """Forgets the arriving nodes that no sequence holds."""
         self._arriving = [node for node in self._arriving if node.holders]
 
     def changed(self, node: PrefixNode) -> None:
@@ -106,7 +104,6 @@ class BlockEvents:
         self._events: list[BlockEvent] = []
 
     def stored(self, node: PrefixNode, parent: bytes) -> None:
-        """Records that a block entered the prefix cache."""
         self._events.append(BlockStored(self._number, self.epoch, node.hash, parent, node.tokens))
         self._number += 1
 
@@ -114,7 +111,6 @@ class BlockEvents:
         """Records nothing: a block stays in the prefix cache without its windows."""
 
     def removed(self, node: PrefixNode) -> None:
-        """Records that a block left the prefix cache."""
         self._events.append(BlockRemoved(self._number, self.epoch, node.hash))
         self._number += 1
 
@@ -128,7 +124,6 @@ class BlockEvents:
         """Records nothing: states are told to nobody."""
 
     def take(self) -> list[BlockEvent]:
-        """Returns the events since the last call."""
         events, self._events = self._events, []
         return events
 

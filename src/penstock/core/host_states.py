@@ -27,7 +27,6 @@ class HostStates:
         self._only: OrderedDict[PrefixNode, int] = OrderedDict()  # it does not; the least recently used comes first
 
     def __contains__(self, node: PrefixNode) -> bool:
-        """Returns whether a node's state is here."""
         return node in self._only or node in self._spare
 
     def place(self, node: PrefixNode) -> int:
@@ -37,7 +36,6 @@ class HostStates:
     # -- what leaves the device and comes back -------------------------------------------------------------------
 
     def keep(self, node: PrefixNode, state: int) -> None:
-        """Takes over a state that leaves its place on the device, if that pays and there is room."""
         if node in self._spare:
             self._only[node] = self._spare.pop(node)
         elif self.total and self._pays(node) and (place := self._take()) is not None:
@@ -49,7 +47,6 @@ class HostStates:
         return self._only.pop(node)
 
     def load(self, node: PrefixNode, place: int, state: int) -> None:
-        """Has a pinned state copied to a place on the device."""
         self.copies.append(BlockCopy(state, place, "in"))
         self._spare[node] = place
 
@@ -65,7 +62,6 @@ class HostStates:
             self._spare[node] = self._only.pop(node)
 
     def forget(self, node: PrefixNode) -> None:
-        """Frees the place of a node's state, if it has one."""
         for queue in (self._spare, self._only):
             if node in queue:
                 self._free.append(queue.pop(node))
@@ -92,15 +88,12 @@ class HostStates:
         self._only[node] = place
 
     def kept(self) -> dict[PrefixNode, int]:
-        """Returns the place of each state."""
         return {**self._spare, **self._only}
 
     def only(self) -> set[PrefixNode]:
-        """Returns the nodes whose state the device does not have."""
         return set(self._only)
 
     def free(self) -> list[int]:
-        """Returns the places that hold nothing."""
         return list(self._free)
 
     def _take(self) -> int | None:

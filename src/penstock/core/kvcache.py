@@ -81,11 +81,9 @@ class KvCache:
 
     @property
     def available(self) -> int:
-        """Returns how many blocks could be had now."""
         return len(self.pool) + self.trie.idle_blocks
 
     def blocks_for(self, positions: int) -> int:
-        """Returns how many blocks of one layer group cover this many positions."""
         return -(-positions // self.block_size)
 
     # -- blocks of a sequence -----------------------------------------------------------------------------------
@@ -192,7 +190,6 @@ class KvCache:
         return block
 
     def give(self, block: int) -> None:
-        """Takes a block back that a sequence had for itself."""
         self.pool.give(block)
         self.watchers.freed(block)
 
@@ -217,7 +214,6 @@ class KvCache:
         return replaced
 
     def _replace(self, seq: Sequence, index: int, mine: list[int], node: PrefixNode) -> list[TableUpdate]:
-        """Frees a sequence's own blocks that a node already had."""
         replaced = []
         for group, (own, shared) in enumerate(zip(mine, node.blocks, strict=True)):
             if own != shared:
@@ -267,7 +263,6 @@ class KvCache:
         return shared
 
     def _forget_tail(self, block: int) -> None:
-        """Forgets the tail that a block holds, if any."""
         if (tail := self.tails.holding(block)) is not None:
             self.tails.remove(tail)
             for each in tail.blocks:
@@ -276,12 +271,10 @@ class KvCache:
     # -- the host -----------------------------------------------------------------------------------------------
 
     def open_step(self) -> None:
-        """Begins to plan a step."""
         self.states.open_step()
         self.watchers.announce_arrivals()
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Returns the copies that the plan being made is to carry out, in order."""
         if self.host.total and self._costs.trial_due():
             idle = (entry for entry in self.trie.idle if isinstance(entry, PrefixNode))
             unused = chained((block for node in idle for block in node.blocks), self.pool.upcoming(CopyCosts.TRIED))
@@ -291,7 +284,6 @@ class KvCache:
         return copies
 
     def _pays(self, node: PrefixNode, blocks: int) -> bool:
-        """Returns whether so many blocks of a node that leaves the device may be worth their copies."""
         context = node.depth * self.block_size
         if not self.states.needs_block(node):
             return False

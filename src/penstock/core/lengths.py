@@ -52,7 +52,6 @@ class LengthCurve:
         self._hazard = []
 
     def end(self, length: int, *, cut_off: bool) -> None:
-        """Learns that an answer of so many tokens came to its end, or was cut off."""
         self._tokens = [KEEP * tokens for tokens in self._tokens]
         self._ends = [KEEP * ends for ends in self._ends]
         self._ends[_range_of(length)] += not cut_off
@@ -67,7 +66,6 @@ class LengthCurve:
         return [exp(reached - self._up_to(length + each)) for each in more]
 
     def _summed(self) -> Iterator[float]:
-        """Yields the summed hazard at each bound."""
         total = 0.0
         yield total
         for tokens, ends, width in zip(self._tokens, self._ends, WIDTHS, strict=True):
@@ -76,7 +74,6 @@ class LengthCurve:
             yield total
 
     def _up_to(self, length: int) -> float:
-        """Returns the summed hazard up to a length."""
         at = _range_of(length)
         before, after = self._hazard[at], self._hazard[at + 1]
         return before + (after - before) * (length - BOUNDS[at]) / WIDTHS[at]

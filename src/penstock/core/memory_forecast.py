@@ -91,7 +91,6 @@ class MemoryForecast:
 
 
 def held_blocks(seq: Sequence) -> int:
-    """Returns how many blocks a running sequence holds."""
     return sum(map(len, seq.blocks.tables)) - sum(seq.blocks.window_starts)
 
 
@@ -101,6 +100,5 @@ def shared_nodes(seq: Sequence) -> int:
 
 
 def shared_blocks(seq: Sequence) -> int:
-    """Returns how many of a sequence's blocks others hold too."""
     nodes = shared_nodes(seq)
     return sum(max(nodes - start, 0) for start in seq.blocks.window_starts)

@@ -71,7 +71,6 @@ class StepBudget:
         return most
 
     def spend(self, count: int) -> None:
-        """Takes off what an answer's row computes."""
         self.tokens -= count
 
     def spend_on_prompt(self, row: Row) -> None:
@@ -129,7 +128,6 @@ class StandardPolicy:
     that may wait are kept in the background."""
 
     def __init__(self, limits: Limits, costs: CostModel | None = None, copies: CopyCosts | None = None) -> None:
-        """Takes what is learned of the costs of steps and of copying blocks, as far as that is measured."""
         self._limits = limits
         self._costs = costs
         self._copies = copies
@@ -244,7 +242,6 @@ class StandardPolicy:
         return StepBudget(tokens, costs.left_for_prompts(target, rows), costs.prompts)
 
     def _few_tokens(self, running: Line[Sequence], answering: int) -> int:
-        """Returns the tokens of a step by the prefill budget."""
         limits = self._limits
         if not limits.prefill_budget:
             return limits.step_tokens
@@ -283,7 +280,6 @@ class StandardPolicy:
         return first or self._memory.peak(seq, room.needed, running) <= room.available + self._overcommit
 
     def ended(self, seq: Sequence) -> None:
-        """Learns how long answers get, and what preemptions have cost."""
         self._lengths.end(seq)
         self._memory.end(seq)
 

@@ -64,12 +64,10 @@ class PrefixNode:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Returns the tokens of this block."""
         return tuple(token for token in self.key if isinstance(token, int))
 
     @property
     def salt_hash(self) -> bytes:
-        """Returns the hash of its salt, if it is the first block of a prompt."""
         return b"".join(part for part in self.key if isinstance(part, bytes))
 
 
@@ -86,7 +84,6 @@ class IdleQueue:
         self._early: OrderedDict[Idle, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Idle]:
-        """Yields idle blocks in order of eviction."""
         yield from self._early
         yield from self._blocks
 
@@ -230,7 +227,6 @@ class BlockTrie:
                 self._rest(node)
 
     def drop_window(self, node: PrefixNode, group: int) -> None:
-        """Lets go of a node's block of one windowed layer group."""
         node.window_holders[group] -= 1
         if node.window_holders[group] == 0:
             self.idle.add((node, group), early=not node.kept)
@@ -267,7 +263,6 @@ class BlockTrie:
         return count
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Yields all nodes."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
@@ -310,7 +305,6 @@ class BlockTrie:
         node.window_holders[group] += 1
 
     def _rest(self, node: PrefixNode) -> None:
-        """Makes a node idle that nobody holds."""
         if self._full:
             self.idle.add(node)
             self.idle_blocks += self._full
@@ -357,7 +351,6 @@ class BlockTrie:
             node = parent
 
     def _has_any(self, node: PrefixNode) -> bool:
-        """Returns whether a node has what makes it useful on either tier."""
         if self._full:
             return node.blocks[self._first_full] >= 0 or node.places[self._first_full] >= 0
         return max(node.blocks) >= 0 or max(node.places) >= 0
@@ -377,6 +370,5 @@ class BlockTrie:
 
 
 def block_key(salt: str, tokens: Sequence[int], index: int, size: int) -> Key:
-    """Returns the key of a prompt's block."""
     key = tuple(tokens[index * size : (index + 1) * size])
     return key if index else (hashing.root(salt), *key)

@@ -52,5 +52,4 @@ class PrefixLookup:
         return count
 
     def absent(self, matched: list[PrefixNode]) -> list[Idle]:
-        """Returns what must be copied in for a sequence that begins with these nodes."""
         return self._trie.absent(matched, self._trie.window_starts(len(matched) * self._block_size))

@@ -31,7 +31,6 @@ class RecentStreams:
         self._size = 0
 
     def keep(self, seq: Sequence) -> None:
-        """Adds what has been computed of a sequence, if that is anything that others could share."""
         if not seq.blocks.prefix_cache or not seq.computed:
             return
         self._ended.append(EndedStream(_scope(seq), array("i", seq.tokens[: seq.computed]), seq.prompt_len))
@@ -54,7 +53,6 @@ class RecentStreams:
 
 
 def _scope(seq: Sequence) -> tuple[str, str]:
-    """Returns what two sequences must have in common for one to be told about the other."""
     return seq.blocks.salt, seq.params.owner
 
 

@@ -107,7 +107,6 @@ class Scheduler:
         return [] if seq is None else [Aborted(id, self._end(seq))]
 
     def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
-        """Ends every sequence of a step that could not be computed."""
         self.cache.saving.give_back(*plan.rows)
         failed = [self.sequences[row.seq] for row in plan.rows if row.seq in self.sequences]
         for seq in failed:
@@ -188,7 +187,6 @@ class Scheduler:
         return events
 
     def stats(self) -> Stats:
-        """Returns how many sequences and blocks there are, and what was counted so far."""
         return self._counters.stats(self.cache, self._step, len(self.running), self.tenants)
 
     # -- planning ------------------------------------------------------------------------------------------------
@@ -333,7 +331,6 @@ class Scheduler:
     def _told(
         self, seq: Sequence, row: Row, answer: RowResult, tokens: tuple[int, ...], stop: int | None
     ) -> Iterator[Event]:
-        """Yields the events of an answer whose tokens were appended."""
         scores = seq.new_scores(row.start, answer.scores)
         if tokens and seq.times.answered is None:
             self.tenants.answer(seq, self.now)

@@ -47,7 +47,6 @@ class RequestTimes:
         self.reused: tuple[tuple[str, int], ...] = ()  # prompt tokens by the tier that their KV came from, at first
 
     def report(self, now: float) -> Report:
-        """Returns the report of a sequence that ends now."""
         admitted = now if self.admitted is None else self.admitted
         answered = now if self.answered is None else self.answered
         return Report(
@@ -188,14 +187,12 @@ class Sequence:
         self.states = SequenceStates()
 
     def arrive(self, number: int, now: float) -> None:
-        """Takes note that it is the arrival with this number."""
         claim = self.params.claim
         self.standing.arrival, self.times.arrived = number, now
         self.standing.due = now + min([time for time in (claim.deadline, claim.ttft) if time is not None], default=inf)
 
     @property
     def waits(self) -> bool:
-        """Returns whether it holds no blocks and waits to start."""
         return not self.blocks.tables
 
     @property
@@ -249,7 +246,6 @@ class Sequence:
 
     @property
     def looped(self) -> bool:
-        """Returns whether the loop guard ends it where it is, as it may have done in another engine."""
         answered = len(self.tokens) - self.prompt_len
         checked = lengths_to_check(answered - 1, answered, self.params.guarded_from or 0)
         return self.params.guarded_from is not None and bool(checked) and self._is_loop(())

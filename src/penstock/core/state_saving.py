@@ -158,7 +158,6 @@ class StateSaving(NoSaving):
 
 
 def extended(row: Row, draft: tuple[int, ...]) -> Row:
-    """Returns a row that verifies a draft behind its own positions."""
     count = len(draft)
     return row._replace(count=row.count + count, sample=row.sample + count, draft=draft)
 

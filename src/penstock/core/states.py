@@ -187,18 +187,15 @@ class SavedStates(NoStates):
         self._saved.move_to_end(node)
 
     def _own(self, node: PrefixNode, place: int) -> None:
-        """Lets a place that was taken be that of a node's state."""
         self.pending.remove(place)
         self._saved[node] = place
         self._watchers.state_saved(node, place)
 
     def _lose(self, node: PrefixNode) -> int:
-        """Takes a node's state from its place, and returns that."""
         place = self._saved.pop(node)
         self._watchers.state_lost(place)
         return place
 
     def give_back(self, place: int) -> None:
-        """Frees a place that was taken."""
         self.pending.remove(place)
         self._free.append(place)

@@ -28,11 +28,9 @@ class PromptCost:
 
     @property
     def known(self) -> bool:
-        """Returns whether enough was measured to forecast anything."""
         return self._steps >= self.FEW
 
     def observe(self, tokens: int, pairs: float, seconds: float) -> None:
-        """Learns from a step to which prompts of so many tokens and pairs added so many seconds."""
         if self.known:
             seconds = min(seconds, self.OUTLIER * self.seconds(tokens, pairs))
         new = (tokens * tokens, tokens * pairs, pairs * pairs, tokens * seconds, pairs * seconds)
@@ -41,7 +39,6 @@ class PromptCost:
         self._fit()
 
     def seconds(self, tokens: int, pairs: float) -> float:
-        """Returns how many seconds prompts of so many tokens and pairs add to a step."""
         return self._tokens * tokens + self._pairs * pairs
 
     def seconds_after(self, context: int, end: int) -> float:
@@ -90,7 +87,6 @@ class CostModel:
 
     @property
     def known(self) -> bool:
-        """Returns whether prompts were measured."""
         return self.prompts.known
 
     def answer_seconds(self, rows: int, tokens: int) -> float:
@@ -120,7 +116,6 @@ class CostModel:
         return max(self.prompts.seconds(tokens, tokens * (context + tokens / 2)), self.answer_seconds(1, 1))
 
     def observe(self, rows: Iterable[Row], seconds: float) -> None:
-        """Learns from a step with these rows."""
         answering = tokens = computed = 0
         pairs = 0.0
         for row in rows:

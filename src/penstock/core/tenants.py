@@ -37,7 +37,6 @@ class Tenant:
         self.running = 0  # sequences
 
     def charge(self, work: float) -> None:
-        """Counts work that is done for the tenant."""
         self.counter += work / self.weight
 
 
@@ -58,23 +57,18 @@ class Tenants:
         self._last: Tenant | None = None  # whose line became empty last
 
     def __len__(self) -> int:
-        """Returns how many tenants have sequences."""
         return len(self._active)
 
     def __contains__(self, name: str) -> bool:
-        """Returns whether a tenant has sequences."""
         return name in self._active
 
     def __iter__(self) -> Iterator[Tenant]:
-        """Yields the tenants that have sequences."""
         return iter(self._active.values())
 
     def load(self, running: int) -> ServingLoad:
-        """Returns who is being served while so many sequences are running."""
         return ServingLoad(running, self._running_background, self.foreground)
 
     def in_line(self) -> list[Tenant]:
-        """Returns the tenants that have sequences waiting."""
         return [tenant for tenant in self._active.values() if tenant.line]
 
     def next(self, turn: Callable[[Sequence], Any]) -> Sequence | None:
@@ -97,12 +91,10 @@ class Tenants:
         self.wait(seq)
 
     def wait(self, seq: Sequence) -> None:
-        """Puts a sequence in its tenant's line."""
         insort(seq.standing.tenant.line, seq, key=self._order)
         self.waiting += 1
 
     def take(self, seq: Sequence) -> None:
-        """Takes a sequence out of its tenant's line."""
         tenant = seq.standing.tenant
         tenant.line.remove(seq)
         self.waiting -= 1
@@ -116,7 +108,6 @@ class Tenants:
         self.wait(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Lets a sequence run that was waiting."""
         self.take(seq)
         seq.standing.tenant.running += 1
         self.reach += seq.max_len
@@ -125,12 +116,10 @@ class Tenants:
             self.prefilling[seq.id] = None
 
     def answer(self, seq: Sequence, now: float) -> None:
-        """Takes note of a sequence's first token."""
         seq.times.answered = now
         self.prefilling.pop(seq.id, None)
 
     def stop(self, seq: Sequence) -> None:
-        """Takes note that a sequence does not run any longer."""
         seq.standing.tenant.running -= 1
         self.reach -= seq.max_len
         self._running_background -= seq.params.background
@@ -168,7 +157,6 @@ class Turns:
         self._last: Sequence | None = None
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yields one sequence after the other."""
         while found := [*self._begun, *self._next_in_line()]:
             seq = min(found, key=self._turn) if len(found) > 1 else found[0]
             if seq in self._begun:
@@ -180,7 +168,6 @@ class Turns:
             yield seq
 
     def close(self) -> None:
-        """Lets nobody start any more that waits."""
         self._heads = {}
 
     def _next_in_line(self) -> Iterator[Sequence]:

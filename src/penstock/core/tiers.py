@@ -45,7 +45,6 @@ class CopyCosts:
         self._saved_up = 0.0  # seconds for trials
 
     def observe(self, direction: str, blocks: int, seconds: float) -> None:
-        """Learns that so many blocks were copied in or out in so many seconds."""
         before, took = self._copied.get(direction, (0.0, 0.0))
         if before:
             seconds = min(seconds, self.OUTLIER * blocks * took / before)
@@ -54,7 +53,6 @@ class CopyCosts:
         self._copied[direction] = before + blocks, took + seconds
 
     def observe_states(self, direction: str, states: int, seconds: float) -> None:
-        """Learns that so many recurrent states were copied in or out in so many seconds."""
         self.observe(f"states {direction}", states, seconds)
 
     def seconds(self, direction: str, blocks: int, states: int = 0) -> float:
@@ -66,7 +64,6 @@ class CopyCosts:
         return count * took / copied if copied else 0.0
 
     def pays_to_load(self, tokens: int, context: int, blocks: int, states: int = 0) -> bool:
-        """Returns whether so many blocks and states should be copied in rather than computed."""
         return worth_loading(tokens, context, self.seconds("in", blocks, states), self._prompts)
 
     def may_pay_to_keep(self, tokens: int, context: int, blocks: int, states: int = 0) -> bool:
@@ -103,7 +100,6 @@ class HostTier:
 
     @property
     def used(self) -> int:
-        """Returns how many places hold blocks."""
         return self.total - len(self._free) - len(self.reserved)
 
     @property
@@ -112,7 +108,6 @@ class HostTier:
         return len(self._free) + len(self._spare)
 
     def blocks_of(self, entries: Iterable[Idle]) -> int:
-        """Returns how many blocks these entries have."""
         return sum(len(self._parts(entry)[1]) for entry in entries)
 
     # -- what leaves the device and comes back -------------------------------------------------------------------
@@ -135,7 +130,6 @@ class HostTier:
         return True
 
     def pin(self, entry: Idle) -> None:
-        """Keeps the places of blocks that are about to be copied in."""
         del self._only[entry]
 
     def load(self, entry: Idle, take: Callable[[], int]) -> None:
@@ -187,12 +181,10 @@ class HostTier:
         self._only[entry] = None
 
     def touch(self, entry: Idle) -> None:
-        """Makes blocks that are here alone the most recently used ones."""
         if entry in self._only:
             self._only.move_to_end(entry)
 
     def drop(self, node: PrefixNode) -> None:
-        """Frees all places of a node."""
         for group, place in enumerate(node.places):
             if place >= 0:
                 self._free.append(place)
@@ -215,11 +207,9 @@ class HostTier:
         return self._only.keys()
 
     def free(self) -> list[int]:
-        """Returns the places that hold nothing."""
         return list(self._free)
 
     def _take(self, count: int) -> list[int]:
-        """Returns so many places, or none if there are fewer even if everything is forgotten."""
         while len(self._free) < count:
             if not self._forget():
                 return []
@@ -239,7 +229,6 @@ class HostTier:
         return True
 
     def _parts(self, entry: Idle) -> tuple[PrefixNode, tuple[int, ...]]:
-        """Returns the node of an entry and the layer groups that it stands for."""
         return (entry, self._full) if isinstance(entry, PrefixNode) else (entry[0], entry[1:])
 
 
@@ -251,7 +240,6 @@ class ReuseSources:
         self._taken_in: set[PrefixNode] = set()  # from a peer, and reused by nobody yet
 
     def add(self, node: PrefixNode) -> None:
-        """Adds a node that came from a peer."""
         self._taken_in.add(node)
 
     def forget(self, node: PrefixNode) -> None:

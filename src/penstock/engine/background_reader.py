@@ -26,15 +26,12 @@ class Reading(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Returns whether the thread is done with it."""
         return self._done.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Returns when the thread is done with it, or after this many seconds."""
         self._done.wait(seconds)
 
     def run(self) -> None:
-        """Does the work, in the thread."""
         self.begun = True
         try:
             self._result = self._work()
@@ -61,7 +58,6 @@ class Reader:
         self._thread: threading.Thread | None = None
 
     def read(self, reading: Reading[Any]) -> None:
-        """Begins to read, after what was begun before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()

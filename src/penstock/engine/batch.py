@@ -112,13 +112,11 @@ class DraftRow(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Returns the tokens that it computes."""
         known = self.text[self.start : self.stop]
         return known + [LAST_SAMPLED] * (self.stop - self.start - len(known))
 
 
 def draft_batch(rows: Line[DraftRow], block_size: int, program: int, step: int) -> Batch:
-    """Returns the batch of a draft program's step."""
     counts = [row.stop - row.start for row in rows]
     row_start = np.cumsum([0, *counts], dtype=np.int32)
     wanted = [Wanted(row.sampler, row.text, row.stop - 1) for row in rows if row.sampler is not None]

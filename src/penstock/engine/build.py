@@ -138,7 +138,6 @@ def build_engine(
 def _tell_memory(
     config: Config, checkpoint: Checkpoint, draft: Checkpoint | None, backend: Backend, tell: Tell
 ) -> None:
-    """Tells what the memory of a GPU will be for."""
     has = footprint_of(backend, checkpoint, draft and quantized(draft, config, silent))
     for line in plan_memory(config, checkpoint.spec, has).lines():
         tell(line)
@@ -147,7 +146,6 @@ def _tell_memory(
 def _check_kv(
     config: Config, checkpoint: Checkpoint, model: PackedModel, backend: Backend, timer: StartupTimer
 ) -> None:
-    """Refuses a quantized KV cache that changes the model's predictions too much."""
     if is_kv_quantized(config.kv):
         from penstock.planning.kv_guard import check_kv  # with an evaluation, which most starts do without
 

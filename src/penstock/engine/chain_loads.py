@@ -34,7 +34,6 @@ class Reserved(NamedTuple):
 
     @property
     def parts(self) -> Sequence[Targets]:
-        """Returns the memory of the blocks, with that of the state after the last one's."""
         if self.state_target is None:
             return self.targets
         return [*self.targets[:-1], [*self.targets[-1], self.state_target]]
@@ -104,7 +103,6 @@ class ChainLoads:
         return used
 
     def collect(self) -> None:
-        """Gives places back that no thread writes to any longer."""
         for load in [load for load in self._abandoned if load.loading.finished]:
             self._abandoned.remove(load)
             self._cache.host.give_back(place for each in load.places for place in each if place >= 0)

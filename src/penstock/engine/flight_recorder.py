@@ -46,7 +46,6 @@ class StepTimes:
         self._seen = [not slow_first] * SIZES
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Takes note of how long a step took."""
         size = bisect_left(STEP_SIZES, tokens)
         known, taken = self._micros[size], max(int(seconds * MICRO), 1)
         self._micros[size] = known + (taken - known) // 8 if known and self._seen[size] else taken
@@ -100,40 +99,32 @@ class FlightRecorder:
         self._beat(SLOW, min(known, SLOW))
 
     def prepared(self, seconds: float) -> None:
-        """Notes how long the slice took."""
         self._longest_slice = max(self._longest_slice, seconds)
 
     def work(self, slow: bool = False) -> None:
-        """Notes that something is done which is no step, and which may be slow."""
         self._beat(SLOW if slow else LEAST)
 
     def compile(self, begins: bool) -> None:
-        """Notes that a step begins to compile a kernel, or that it goes on."""
         if begins:
             self._step_limit = self._numbers[LIMIT] / MICRO
         self._beat(SLOW if begins else self._step_limit)
         self._numbers[COMPILING] = begins
 
     def load(self) -> None:
-        """Notes that the loading of a model gets on."""
         self._beat(LOADING)
 
     def take(self, messages: int) -> None:
-        """Notes that messages have arrived."""
         self._numbers[TAKEN] += messages
 
     def add(self, id: int = NOTHING) -> None:
-        """Notes that a request is being added."""
         self._numbers[ADDING] = id
 
     def hold(self, ids: Collection[int]) -> None:
-        """Notes which requests wait for something that is being prepared for them."""
         kept = array("q", list(ids)[:WAITING])
         self._numbers[ROOM] = len(kept)
         self._numbers[WAITING_AT : WAITING_AT + len(kept)] = kept
 
     def launch(self, plan: StepPlan) -> None:
-        """Notes that a step begins."""
         rows = [(row.seq, row.start, row.count, row.sample) for row in plan.rows[:ROWS]]
         flat = array("q", (plan.step, len(rows), *chain.from_iterable(rows)))
         numbers = self._numbers
@@ -188,7 +179,6 @@ class FlightRecord(NamedTuple):
 
 
 def write_times(memory: Memory, times: tuple[int, ...]) -> None:
-    """Lets a recorder begin with what another has learned."""
     _numbers(memory)[TIMES_AT : TIMES_AT + len(times)] = array("q", times)
 
 
@@ -201,18 +191,15 @@ class Pulse(NamedTuple):
     taken: int  # messages
 
     def allowed(self, sent: int) -> float:
-        """Returns for how many seconds it may be silent if it was sent so many messages."""
         return self.urgent if self.taken < sent else self.limit or inf
 
 
 def read_pulse(memory: Memory) -> Pulse:
-    """Returns the signs of life in the memory of a recorder that may be writing."""
     numbers = _numbers(memory)
     return Pulse(numbers[BEAT], numbers[LIMIT] / MICRO, numbers[URGENT] / MICRO or LEAST, numbers[TAKEN])
 
 
 def read_record(memory: Memory) -> FlightRecord:
-    """Returns what a recorder has written that writes no more."""
     numbers = _numbers(memory)
     planned = numbers[PLANNED]
     plans = []

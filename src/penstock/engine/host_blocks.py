@@ -48,7 +48,6 @@ class HostCopies:
         self._learn()
 
     def write(self, place: int, data: bytes | memoryview) -> None:
-        """Puts the bytes of a block in a place."""
         self.fill(place)[:] = data
 
     def fill(self, place: int) -> memoryview:
@@ -70,14 +69,12 @@ class HostCopies:
         return bytes(self.read(place)) if place >= 0 else None
 
     def release(self) -> None:
-        """Forgets what all places hold and gives their memory back."""
         if self._opened is not None:
             self._opened.close()
         self._opened = None
         self._written = bytearray(self.places)
 
     def _room(self) -> HostRoom:
-        """Returns the places, with memory that is taken when they are first asked for."""
         if self._opened is None:
             self._opened = self._memory.host_room(self.places)
         return self._opened
@@ -88,7 +85,6 @@ class HostCopies:
             raise StepFailed(f"KV blocks cannot be copied in: nothing was copied out to places {missing}")
 
     def _probe(self, places: Sequence[int]) -> None:
-        """Measures a copy out and in of some blocks, whose memory was touched before."""
         room, blocks = self._room(), self._numbered[: len(places)]
         for _ in range(2):
             room.finish()
@@ -130,21 +126,18 @@ class HostMemory(NamedTuple):
 
     @classmethod
     def open(cls, limits: Limits, backend: Backend, costs: CopyCosts) -> HostMemory:
-        """Returns the host memory that limits grant to a backend, of which nothing is in use yet."""
         blocks = HostBlocks(limits, backend.kv, costs) if limits.host_places else None
         if not min(limits.states, limits.host_states):
             return cls(blocks)
         return cls(blocks, HostStateCopies(limits, backend.states, costs))
 
     def carry_out(self, plan: StepPlan) -> None:
-        """Carries out the copies of a plan."""
         if plan.copies and self.blocks is not None:
             self.blocks.carry_out(plan.copies)
         if plan.state_copies and self.states is not None:
             self.states.carry_out(plan.state_copies)
 
     def release(self) -> None:
-        """Forgets what it holds and gives the memory back."""
         for each in self:
             if each is not None:
                 each.release()

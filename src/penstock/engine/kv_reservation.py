@@ -88,6 +88,5 @@ def described_cache(limits: Limits, group_token: int) -> str:
 
 
 def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:
-    """Returns the bytes that the weights take as the backend stores them."""
     tensors = checkpoint.tensors.values()
     return int(sum(backend.stored_as(tensor).bytes(tensor) for tensor in tensors))

@@ -109,7 +109,6 @@ class RequestRecord:
             self.weights.append(WeightSpan(weights.version, known - sequence.prompt_len, mixed))
 
     def sequence(self, prefix_cache: bool, weights: WeightState = FIRST_WEIGHTS) -> Sequence:
-        """Returns the sequence that the scheduler is to compute with these weights."""
         request = self.request
         self.weights = [WeightSpan(weights.version)]
         return Sequence(
@@ -134,7 +133,6 @@ class RequestRecord:
         )
 
     def complete_tokens(self, event: Tokens) -> Tokens:
-        """Returns the event with the tokens that were decided before it, and with what mirostat has learned."""
         if self.owed:
             event = event._replace(tokens=self.owed + event.tokens)
             self.owed = ()
@@ -172,7 +170,6 @@ class Decided(NamedTuple):
     loop: int = 0  # tokens of the phrase that it repeated, if the loop guard ends it
 
     def events(self, record: RequestRecord) -> list[Event]:
-        """Returns the events that tell it of an answer that has ended."""
         id, reason = record.request.id, "length" if self.stop is None else "stop"
         told: list[Event] = [Tokens(id, self.tokens)] if self.tokens else []
         return [*told, record.complete(Finished(id, reason, self.stop, report=Report(loop=self.loop)))]

@@ -19,7 +19,6 @@ class RouterStats:
         self._cached: dict[int, int] = {}  # tokens of waiting prompts that the cache held then, by sequence
 
     def fields(self, scheduler: Scheduler) -> dict[str, Any]:
-        """Returns fields of Stats."""
         tokens, later = self._uncached(scheduler)
         background = len(scheduler.sequences) - scheduler.tenants.foreground
         return {"uncached_tokens": tokens + later, "background": background, "background_tokens": later}

@@ -48,12 +48,10 @@ class WaitingRoom:
         self._waiting: dict[int, Waiting] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests wait."""
         return len(self._waiting)
 
     @property
     def worked_on(self) -> list[int]:
-        """Returns the ids of the requests whose need is being worked on now."""
         return [id for id, waiting in self._waiting.items() if waiting.needs[0].pending.begun]
 
     def enter(self, record: RequestRecord, needs: Sequence[Need], now: float) -> None:

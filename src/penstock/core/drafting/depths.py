@@ -77,7 +77,6 @@ def _least(best: BestSlots, seconds: Sequence[float], draft_seconds: Sequence[fl
 
 
 def _at(seconds: Sequence[float], tokens: float) -> float:
-    """Returns the seconds of a step with a number of drafted tokens that need not be whole."""
     below = min(int(tokens), len(seconds) - 1)
     above = min(below + 1, len(seconds) - 1)
     return seconds[below] + (seconds[above] - seconds[below]) * (tokens - below)
@@ -141,7 +140,6 @@ class DraftDepths:
         self._exploration = Exploration()
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Learns from a draft step that took so many seconds."""
         if self._shapes:
             shape = rows == tokens, bisect_left(self._shapes, tokens)
             self._seen[shape] += 1
@@ -175,7 +173,6 @@ class DraftDepths:
         return plan
 
     def _catching_up(self, tokens: int) -> float:
-        """Returns the seconds in which the draft model computes so many tokens of a prompt."""
         if not self._measured:
             return 0.0
         whole, rest = divmod(tokens, self.CHUNK)

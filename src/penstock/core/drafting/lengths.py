@@ -26,7 +26,6 @@ class Proposal(NamedTuple):
     cells: tuple[int, ...] = ()  # where the acceptance of each token is learned
 
     def first(self, count: int) -> Proposal:
-        """Returns it cut to its first tokens."""
         return Proposal(self.tokens[:count], self.survival[:count], self.source, self.match, self.cells[:count])
 
 
@@ -173,7 +172,6 @@ class StepCost:
         self._curves: dict[tuple[int, int], list[float]] = {}
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Learns from a step that took so many seconds."""
         decodes = tokens == rows and bool(self._shapes)
         key = (decodes, rows if decodes else self._size(tokens))
         mean, count = self._means.get(key, self._expected(rows, tokens, seconds)), self._counts.get(key, 0) + 1
@@ -304,7 +302,6 @@ def draft_lengths(
 
 
 def _slots(proposals: Sequence[Proposal], budget: int) -> list[float]:
-    """Returns the survival of the drafted tokens that are most likely to survive, in falling order."""
     slots = [survival for proposal in proposals for survival in proposal.survival]
     slots.sort(reverse=True)
     return slots[: max(budget, 0)]

@@ -60,7 +60,6 @@ class SuffixState:
 
     @property
     def agreement(self) -> int:
-        """Returns whether its occurrences went on differently, there is one, or several went on alike."""
         return DIFFERENT if len(self.next) > 1 else ALIKE if self.repeated else SINGLE
 
 
@@ -163,7 +162,6 @@ class SuffixCursor:
         self._length = 0
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the stream that is followed."""
         for token in tokens:
             self._settle()
             while token not in self._state.next and self._state.link is not None:

@@ -61,7 +61,6 @@ class WeightReader:
         self._reader = Reader("penstock-new-weights")
 
     def begin(self, path: Path) -> Reading[ReadWeights]:
-        """Begins to read the weights at a path, in the thread."""
         reading = Reading(lambda: self._read(path), WeightsError)
         self._reader.read(reading)
         return reading

@@ -55,7 +55,6 @@ class DraftKind(NamedTuple):
 
     @property
     def is_head(self) -> bool:
-        """Returns whether it computes hidden states of the target."""
         return self.shift > 0
 
 
@@ -87,7 +86,6 @@ class ModelDrafts:
         self.forget()
 
     def forget(self) -> None:
-        """Takes note that its blocks are gone."""
         self.computed = self.first  # tokens whose KV is right
         self.ahead: list[int] = []  # tokens drafted after those, whose KV is right as far as they were accepted
         self.blocks: list[int] = []  # in which they lie
@@ -106,7 +104,6 @@ class ModelDrafts:
         return pays or self.unasked >= RETRY
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Learns from the tokens that were committed after its draft."""
         for proposal in (self.proposal, self.depths):
             if left := proposal.tokens[: len(tokens)]:
                 accepted = common_prefix(left, tokens)
@@ -151,20 +148,16 @@ class DraftingRow:
 
     @property
     def draft(self) -> list[int]:
-        """Returns what was drafted so far."""
         return self.text[self.known :]
 
     @property
     def needs_history(self) -> bool:
-        """Returns whether a token cannot be chosen before the one before it is known."""
         return Sampler.needs_history(self.request) or self.sampler.constrained
 
     def goes_on(self, least: float) -> bool:
-        """Returns whether it is likely that the token that was asked for last does not end the draft."""
         return not self.survival or DOUBT * self.survival[-1] >= least
 
     def ask(self) -> DraftRow:
-        """Returns the row that computes all tokens asked for so far, and chooses the next."""
         self.asked += 1
         return self.step(self.known + self.asked - 1, sample=True)
 
@@ -190,7 +183,6 @@ class DraftingRow:
             self.depth = 0
 
     def _may_take(self, token: int) -> bool:
-        """Returns whether a token can be part of its draft."""
         if token in self.request.stop_ids:
             return False
         draft = [*self.draft, token]
@@ -198,7 +190,6 @@ class DraftingRow:
         return self.constraint is None or self.constraint.draftable(draft, force=force) == len(draft)
 
     def propose(self, depth_cells: tuple[int, ...]) -> Proposal:
-        """Returns what was drafted, and has its acceptance learned."""
         draft = tuple(self.draft)
         seen = (*draft, -1) if self.given_up else draft  # no token is -1: it counts as rejected
         self.drafts.depths = Proposal(seen, (), DEPTH, TRUSTED, depth_cells[: len(seen)])
@@ -208,7 +199,6 @@ class DraftingRow:
         return Proposal(draft[:count], self.survival, source, TRUSTED, self.cells[:count])
 
     def keep(self, block_size: int) -> None:
-        """Leaves behind what was computed."""
         drafts = self.drafts
         drafts.computed = min(self.computed, self.known)
         drafts.ahead = [] if self.place.kind.is_head else self.text[self.known : self.computed]
@@ -259,7 +249,6 @@ class DraftModel:
         self._failed = False
 
     def open(self) -> ModelDrafts:
-        """Begins to draft for a request."""
         return ModelDrafts(StreamAcceptance(self._acceptance), self._kind.shift)
 
     def propose(
@@ -358,7 +347,6 @@ class DraftModel:
             row.keep(self._limits.block_size)
 
     def _ask(self, rows: Sequence[DraftingRow]) -> DraftStep:
-        """Launches a draft step."""
         began, batch = time.perf_counter(), [row.ask() for row in rows]
         ticket = self._launch(batch, rows)
         return DraftStep(ticket, rows, sum(row.stop - row.start for row in batch), began)
@@ -373,7 +361,6 @@ class DraftModel:
                 row.take(answer.tokens[-1], cell_of(answer), least)
 
     def _wait(self, step: DraftStep) -> Sequence[RowResult]:
-        """Returns what a draft step answers to each of its rows."""
         return self._backend.wait(step.ticket).rows
 
     def _catch_up(self, rows: Sequence[DraftingRow]) -> None:
@@ -397,7 +384,6 @@ class DraftModel:
             self._depths.observe(len(batch), tokens, time.perf_counter() - began)
 
     def _launch(self, batch: Sequence[DraftRow], rows: Sequence[DraftingRow]) -> Ticket:
-        """Launches a step of the draft program."""
         made = draft_batch(batch, self._limits.block_size, self._program, next(self._numbers))
         ticket = self._backend.launch(made)
         if len(made.constrained):

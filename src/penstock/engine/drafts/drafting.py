@@ -92,7 +92,6 @@ class DraftTexts:
         return not self._unindexed
 
     def _catch_up(self) -> None:
-        """Tells all sources the tokens that were committed since, and looks for recent answers of its scope."""
         unread = self.answer[self._read :]
         self._read = len(self.answer)
         self._text.extend(unread)
@@ -143,7 +142,6 @@ class RequestDrafter:
         return best
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens that were committed."""
         self.texts.answer += tokens
         self._proposed = NOTHING
         proposal, depth = self._followed, self._depth
@@ -183,7 +181,6 @@ class Drafting:
         return RequestDrafter(self, texts)
 
     def close(self, drafter: RequestDrafter) -> None:
-        """Lets the answer of a request that has ended be drafted from by later ones of its scope."""
         self.running -= 1
         texts = drafter.texts
         if texts in self._waiting:
@@ -197,7 +194,6 @@ class Drafting:
         return draft_lengths(proposals, self.cost, rows, tokens, min(budget, self._most - tokens), self._exploration)
 
     def room(self, rows: int) -> int:
-        """Returns how many tokens each of so many rows may draft in one step."""
         return (self._most - rows) // rows
 
     def seconds(self, rows: int, tokens: int, most: int) -> list[float]:
@@ -206,11 +202,9 @@ class Drafting:
         return self.cost.curve(rows, tokens, most)
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Takes note of how long a step took that had nothing but answering rows."""
         self.cost.observe(rows, tokens, seconds)
 
     def observe_gap(self, rows: int, seconds: float) -> None:
-        """Takes note of how long a device waited for a step with drafts of so many rows."""
         each = seconds / (GAP_ROWS + rows)
         self._gap += (min(each, 2 * self._gap) - self._gap) / 8 if self._gap else each
 
@@ -245,12 +239,10 @@ class Drafting:
             self._recent.popitem(last=False)
 
     def recent(self, scope: Scope) -> StreamIndex | None:
-        """Returns the index of the recent answers of a scope, if there are any."""
         return self._recent.get(scope)
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that recent answers take."""
         return sum(index.nbytes for index in self._recent.values())
 
 
@@ -264,7 +256,6 @@ def suffix_classes() -> tuple[Callable[[int], StreamIndex], Callable[[Any], Stre
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many of their first tokens are the same."""
     at, end = 0, min(len(one), len(other))
     while at < end and one[at] == other[at]:
         at += 1

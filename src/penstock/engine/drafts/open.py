@@ -28,7 +28,6 @@ def open_copying(config: Config, backend: Backend, limits: Limits) -> Drafting |
 
 
 def cost_model(backend: Backend, drafting: Drafting | None) -> CostModel:
-    """Returns the forecast of steps, which drafting shares."""
     if drafting is None:
         return CostModel(StepCost(shapes=backend.padded_sizes))
     return CostModel(drafting.cost, learns_answers=False)

@@ -81,11 +81,9 @@ class RequestDrafts:
 
     @property
     def counts(self) -> list[DraftCounts]:
-        """Returns what became of all that was drafted, by source."""
         return [DraftCounts(source, *tally) for source, tally in self._tallies.items()]
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Counts what became of the proposal that was verified."""
         tally = self._tallies.setdefault(self.proposal.source, [0, 0, 0])
         tally[0] += drafted
         tally[1] += accepted
@@ -134,7 +132,6 @@ class Speculation(Feature):
         return self._model is None and any(row.draft for row in plan.rows)
 
     def launched(self, plan: StepPlan, gap: float) -> None:
-        """Prepares later drafts while the device computes."""
         if gap:
             self._drafting.observe_gap(len(plan.rows), gap)
         self._drafting.index()
@@ -181,13 +178,11 @@ class Speculation(Feature):
         return [_answerable(record, room, proposal.tokens[:length]) for room, record, proposal, length in parts]
 
     def halves(self, rows: int) -> bool:
-        """Returns whether so many rows with drafts are computed in two steps by turns."""
         return self._drafting.halves(rows)
 
     # -- one request ---------------------------------------------------------------------------------------------
 
     def _append(self, record: RequestRecord, tokens: Sequence[int]) -> None:
-        """Takes over tokens that were added to a request's answer."""
         if record.drafts is not None:
             record.drafts.drafter.append(tokens)
             if record.drafts.model is not None:
@@ -211,12 +206,10 @@ class Speculation(Feature):
         return max(SHARES * self._drafting.room(rows), AHEAD)
 
     def _limit(self, record: RequestRecord, most: int) -> int:
-        """Returns how many tokens may be drafted for a request, in a row that has room for so many."""
         asked = record.request.speculation
         return min(most, self._most, self._most if asked is None else asked)
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
-        """Returns what is copied for a request."""
         if record.drafts is None:
             return NOTHING
         request, constraint = record.request, record.constraint

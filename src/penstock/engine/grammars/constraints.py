@@ -55,7 +55,6 @@ class Constraints(Feature):
         return {} if self._grammars is None else vars(self._grammars.costs)
 
     def _follow(self, row: Row, answer: RowResult) -> RowResult:
-        """Returns a row's answer with the tokens that its constraint forces after those that were sampled."""
         record = self.engine.records.get(row.seq)
         if record is None or record.constraint is None or not answer.tokens:
             return answer

@@ -78,7 +78,6 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar) -> Compiling:
-        """Begins to compile a grammar, or returns the one that was begun before for the same text."""
         key = grammar.kind, grammar.text, grammar.trigger_patterns
         if key not in self._compiled:
             compiling = Compiling(grammar)
@@ -232,7 +231,6 @@ class Constraint:
 
     @classmethod
     def free(cls, thinking: Thinking | None) -> Constraint:
-        """Returns the constraint of an answer that may be any text, after thinking that may be limited."""
         return cls(None, frozenset(), 0, thinking, Costs())
 
     def await_trigger(self, trigger: TriggerWatch) -> None:
@@ -251,7 +249,6 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Returns whether nothing may follow but the end."""
         return self._matcher is not None and self.active and self._matcher.is_stopped()
 
     def draftable(self, tokens: Sequence[int], force: bool) -> int:
@@ -450,7 +447,6 @@ def _tokenizer(vocabulary: GrammarVocabulary, width: int) -> LLTokenizer:
 
 
 def _special_tokens(vocabulary: GrammarVocabulary) -> dict[str, int]:
-    """Returns the special tokens that carry structure, by text."""
     ids = vocabulary.special_ids - vocabulary.eos_ids
     return {text: id for id in ids if (text := vocabulary.token_bytes(id).decode("utf-8", "ignore"))}
 

@@ -24,7 +24,6 @@ class PatternTrigger(NamedTuple):
     after: LLMatcher
 
     def start(self, text: bytes) -> int:
-        """Returns where in a text that matched the first group begins, or the pattern if it has no group."""
         before = self.before.deep_copy()
         for at in range(len(text) + 1):
             if before.is_accepting() and _matches(self.after, text[at:]):

@@ -36,7 +36,6 @@ class ThinkingBudget:
         return self._cut_off() if last and self.spent else ()
 
     def free_run(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the tokens it can go on by and still be thinking."""
         ahead = copy(self)
         for count, token in enumerate(tokens):
             ahead.take(token, last=False)
@@ -46,7 +45,6 @@ class ThinkingBudget:
 
     @property
     def spent(self) -> bool:
-        """Returns whether its budget has no token left."""
         return self._budget is not None and self._budget <= 0
 
     def _cut_off(self) -> tuple[int, ...]:

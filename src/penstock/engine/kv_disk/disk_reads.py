@@ -83,7 +83,6 @@ class DiskReads:
             self.deliver(disk)
 
     def close(self) -> None:
-        """Stops all reads."""
         for load in self._loads.values():
             load.loading.given_up = True
         self.loader.close()
@@ -102,7 +101,6 @@ class DiskReads:
     def _load(
         self, found: list[StoredBlock], disk: RequestOnDisk, prompt: Sequence[int], first: int
     ) -> ChainLoad | None:
-        """Reserves places and begins to read."""
         given = self._chains.reserve(len(found), first)
         if given is None:
             return None
@@ -124,7 +122,6 @@ class DiskReads:
         return self._compute_seconds(first if self._whole else first + done, end)
 
     def _bytes_of(self, blocks: int) -> int:
-        """Returns the bytes of so many blocks of a chain, and of the state at its end."""
         return blocks * self._store.layout.record_bytes + self._store.layout.state_bytes
 
     def _compute_seconds(self, first: int, end: int) -> float:

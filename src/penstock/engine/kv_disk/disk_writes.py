@@ -66,7 +66,6 @@ class DiskWrites:
                 self._pend(self._answers, block)
 
     def write_between_steps(self) -> None:
-        """Uses a little of the time between two steps, while none is in flight."""
         now = time.perf_counter()
         self._credit = min(self._credit + SHARE * (now - self._last), MOST_CREDIT)
         self._last = now
@@ -87,13 +86,11 @@ class DiskWrites:
         return bool(self._prompts or self._answers)
 
     def drop(self) -> None:
-        """Forgets the blocks that are not written yet."""
         self._prompts.clear()
         self._answers.clear()
         self._writer.drop()
 
     def close(self) -> None:
-        """Writes the blocks that are left, for a moment."""
         until = time.perf_counter() + CLOSING
         while time.perf_counter() < until and self.write_some():
             pass
@@ -105,11 +102,9 @@ class DiskWrites:
             pending[block.hash] = block if block.state else pending.get(block.hash, block)
 
     def _has_new_state(self, block: PendingBlock) -> bool:
-        """Returns whether there is a state at the end of a block that the store does not know."""
         return max(self._cache.states.where(block.node)) >= 0 and not self._store.has_state(block.hash)
 
     def _write_next(self, pending: dict[bytes, PendingBlock]) -> None:
-        """Gives the next block that is still there to the writer."""
         while pending:
             block = pending.pop(next(iter(pending)))
             node, hash, parent, _ = block
@@ -124,7 +119,6 @@ class DiskWrites:
 
 
 def _below(node: PrefixNode, hash: bytes) -> Iterator[PendingBlock]:
-    """Yields what follows a node with this chain hash, parents first."""
     stack = [(node, hash)]
     while stack:
         node, hash = stack.pop()

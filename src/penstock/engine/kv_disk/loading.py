@@ -62,12 +62,10 @@ class Loading(Generic[B]):
 
     @property
     def begun(self) -> bool:
-        """Returns whether a thread reads it."""
         return self._started > 0
 
     @property
     def finished(self) -> bool:
-        """Returns whether no thread reads it, or will."""
         return self._done.is_set()
 
     @property
@@ -81,22 +79,18 @@ class Loading(Generic[B]):
 
     @property
     def usable(self) -> int:
-        """Returns how many blocks from the first on are read and right."""
         end = self._read.find(0)
         return len(self._read) if end < 0 else end
 
     @property
     def whole(self) -> bool:
-        """Returns whether all blocks are read and right."""
         return self.usable == len(self._blocks)
 
     @property
     def seconds(self) -> float:
-        """Returns how long threads have read it, up to now."""
         return (self._ended or time.perf_counter()) - (self._started or self.began)
 
     def wait(self, seconds: float) -> None:
-        """Returns when it is read, or after this many seconds."""
         self._done.wait(seconds)
 
     def run(self, source: ChainReader[B]) -> None:
@@ -139,17 +133,14 @@ class Loader:
         self._threads: list[threading.Thread] = []
 
     def seconds(self, size: int) -> float:
-        """Returns how long it takes to read so many bytes, as far as is known."""
         return size / self.rate if self.rate else 0.0
 
     def load(self, loading: Loading[StoredBlock]) -> None:
-        """Begins to read, after what was begun before."""
         self.start()
         for queue in self._queues:
             queue.put(loading)
 
     def observe(self, size: int, seconds: float) -> None:
-        """Takes note of so many bytes that took so long."""
         self.rate += (LEARNED if self.rate else 1.0) * (size / seconds - self.rate)
 
     def forgive(self) -> None:

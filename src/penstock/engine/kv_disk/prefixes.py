@@ -47,7 +47,6 @@ class TouchedMemory:
         self._touched = bytearray(blocks)
 
     def prepare(self) -> None:
-        """Touches memory of places, none of which is in use yet, and of blocks."""
         count = min(len(self._store), TOUCHED // self._host.block_bytes)
         for place in range(min(count, self._host.places)):
             self._host.fill(place)[:] = bytes(self._host.block_bytes)
@@ -141,7 +140,6 @@ class DiskPrefixes(Feature):
         return {"disk": counts}
 
     def close(self) -> None:
-        """Writes what is left, for a moment, and gives the files free."""
         self._writes.close()
         self._reads.close()
         if self._store.writable:
@@ -158,7 +156,6 @@ def open_prefixes(
     costs: CostModel,
     chain: hashing.Chain,
 ) -> Feature:
-    """Returns what keeps prompts in a store, if there is one, and memory to read them into."""
     if store is None or host.blocks is None:
         return Feature()
     return DiskPrefixes(store, cache, host.blocks, host.states, backend.kv, limits, costs.prompts, chain)

@@ -28,7 +28,6 @@ class Rates(NamedTuple):
 
 
 def read_rates(folder: Path) -> Rates:
-    """Returns what the last server measured, if it can be read."""
     try:
         found = json.loads((folder / FILE).read_text())
         rates = Rates(*(float(found[name]) for name in Rates._fields))
@@ -38,7 +37,6 @@ def read_rates(folder: Path) -> Rates:
 
 
 def write_rates(folder: Path, rates: Rates) -> None:
-    """Keeps rates for the next server, if that is possible."""
     part = folder / f"{FILE}.part"
     with suppress(OSError):
         part.write_text(json.dumps(rates._asdict()))

@@ -50,7 +50,6 @@ class BlockLayout(NamedTuple):
 
     @property
     def slot(self) -> Struct:
-        """Returns the fields of a slot."""
         return Struct(f"<4sIIQ16s16s{4 * self.block_size}s{self.parts}I")
 
     @property
@@ -64,11 +63,9 @@ class BlockLayout(NamedTuple):
         return -(-(self.record_bytes + self.state_bytes) // self.record_bytes)
 
     def part_end(self, part: int) -> int:
-        """Returns where a part of a record ends, counted from where the record begins."""
         return (part + 1) * self.block_bytes if part < self.groups else self.record_bytes + self.state_bytes
 
     def data_start(self, slots: int) -> int:
-        """Returns where the contents in a segment with so many slots begin."""
         return -(-(HEADER.size + slots * self.slot.size) // PAGE) * PAGE
 
     def segment_bytes(self, slots: int) -> int:
@@ -93,7 +90,6 @@ class BlockRecord(NamedTuple):
         return cls(hash, parent, tokens, present, tuple(block_crc(hash, data or b"") for data in contents))
 
     def has(self, part: int) -> bool:
-        """Returns whether a part is there."""
         return bool(self.present >> part & 1)
 
 
@@ -155,12 +151,10 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of the file when all slots are filled."""
         return self._layout.segment_bytes(self.slots)
 
     @property
     def full(self) -> bool:
-        """Returns whether no slot is left, or no room for a record with all of its parts."""
         most = self._layout.part_end(self._layout.parts - 1)
         return self.filled >= self.slots or self._end + most > self.slots * self._layout.record_bytes
 

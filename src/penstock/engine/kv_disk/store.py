@@ -57,7 +57,6 @@ class Skipped(Counter[str]):
     """Counts files, blocks and writes that were skipped, by reason. The first of each reason is logged."""
 
     def add(self, reason: str, about: object) -> None:
-        """Counts one more."""
         self[reason] += 1
         if self[reason] == 1:
             import logging  # takes longer than reading the rest
@@ -120,28 +119,23 @@ class SegmentStore:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """Returns how many blocks can be read."""
         return len(self._blocks)
 
     def __contains__(self, hash: bytes) -> bool:
-        """Returns whether a block with this chain hash is known."""
         return hash in self._blocks
 
     @property
     def writable(self) -> bool:
-        """Returns whether this process is the one that writes."""
         return self._write_lock.held
 
     @property
     def stored_bytes(self) -> int:
-        """Returns the bytes that the blocks of this layout take."""
         size = len(self._blocks) * self.layout.record_bytes
         if self.layout.state_bytes:
             size += self.layout.state_bytes * sum(self.has_state(hash) for hash in list(self._blocks))
         return size
 
     def has_state(self, hash: bytes) -> bool:
-        """Returns whether the state at the end of a block is known."""
         block = self._blocks.get(hash)
         return block is not None and block.record.has(self.layout.groups)
 
@@ -202,21 +196,18 @@ class SegmentStore:
             return True
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Makes blocks unknown, here and to those who open the folder later."""
         with self._lock:
             for block in [self._blocks.pop(hash) for hash in hashes if hash in self._blocks]:
                 with suppress(OSError):  # read-only: it will be found again
                     block.segment.erase(block.slot)
 
     def clear(self) -> None:
-        """Deletes all blocks of this layout."""
         with self._lock:
             if self._try_lock():
                 for segment in list(self._segments):
                     self._drop(segment)
 
     def close(self) -> None:
-        """Lets another process write."""
         with self._lock:
             self._write_lock.release()
             self._active = None
@@ -269,7 +260,6 @@ class SegmentStore:
         return self._active
 
     def _begun_segment(self) -> Segment | None:
-        """Returns a segment that an earlier server has not filled, if there is room for the rest of it."""
         for segment in reversed(self._segments):
             if not segment.full and segment.path.exists():
                 self._make_room(segment.size - segment.path.stat().st_size)
@@ -310,7 +300,6 @@ class SegmentStore:
         self.dropped += len(gone)
 
     def _try_lock(self) -> bool:
-        """Returns whether this process may write, and no other."""
         try:
             self._write_lock.take()
         except OSError as error:
@@ -338,7 +327,6 @@ def _new_path(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> Iterator[SegmentFile]:
-    """Finds the segment files of a folder, if it is one."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.suffix == SUFFIX:
@@ -376,7 +364,6 @@ def _lock(path: Path) -> int:
 
 
 def _reason(error: OSError) -> str:
-    """Returns in one word why something could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "full"
     return "locked" if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN) else "unwritable"

@@ -68,5 +68,4 @@ class OfferSource(Protocol):
 
 
 def welcome_of(staging: StagedBlocks) -> bytes:
-    """Returns the answer to a reader that may read."""
     return REPLY.pack(0, staging.places, staging.block_bytes)

@@ -136,7 +136,6 @@ class DeviceReader(DirectReader):
 
 
 def is_near(address: str, sharing: DeviceSharing) -> bool:
-    """Returns whether blocks are offered there to engines on the same device."""
     return address.startswith(f"{SCHEME}:{sharing.name}/")
 
 

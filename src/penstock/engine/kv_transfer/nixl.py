@@ -45,7 +45,6 @@ HOST = "DRAM"  # NIXL's word for memory of the host
 
 
 def installed() -> bool:
-    """Returns whether NIXL is here."""
     return find_spec("nixl") is not None
 
 
@@ -180,24 +179,20 @@ class NixlReader:
             return self._connected[metadata]
 
     def learn(self, key: bytes) -> None:
-        """Takes note of the key to an agent's memory."""
         with self._lock, _as_os_errors():
             self._add(key)
 
     def forget(self, name: str) -> None:
-        """Ends the connection to an agent that cannot be read from."""
         with self._lock, suppress(OSError), _as_os_errors():
             self._connected = OrderedDict(each for each in self._connected.items() if each[1] != name)
             self.agent.remove_remote_agent(name)
 
     def take(self, block_bytes: int) -> Landing:
-        """Returns memory to fetch a block to."""
         with self._lock, _as_os_errors():
             free = self._landings.setdefault(block_bytes, [])
             return free.pop() if free else Landing(self.agent, block_bytes)
 
     def give_back(self, landing: Landing) -> None:
-        """Takes memory back that nothing is being fetched to."""
         with self._lock:
             self._landings[landing.block.nbytes].append(landing)
 

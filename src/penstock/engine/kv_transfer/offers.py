@@ -102,7 +102,6 @@ class HostStagingArea:
         self._staging.close()
 
     def _copy_out(self, rows: BlockRows, parts: Sequence[StagedPart]) -> Iterator[StagedCopy]:
-        """Copies blocks from the device straight to their places."""
         places = [part.place for part in parts]
         self._staging.begin(places)
         blocks = [part.node.blocks[part.group] for part in parts]
@@ -192,7 +191,6 @@ class BlockOffers:
             self._near = None
 
     def count(self, counts: PeerCounts) -> PeerCounts:
-        """Adds what was counted of offers to the counts of pulls."""
         leases = [area.leases for area in self._areas]
         return counts._replace(
             offers=self._offers,
@@ -203,7 +201,6 @@ class BlockOffers:
         )
 
     def close(self) -> None:
-        """Offers nothing any more."""
         for area in self._areas:
             area.close()
 

@@ -117,7 +117,6 @@ class PeerBlocks(Feature):
         )
 
     def translate(self, events: list[Event]) -> list[Event]:
-        """Returns events with an Offered in the place of those of a prompt that was computed to be offered."""
         if not self._prefills:
             return events
         return [each for event in events for each in self._translate(event)]
@@ -174,7 +173,6 @@ class PeerBlocks(Feature):
         return {"device": self._device}
 
     def counts(self) -> PeerCounts:
-        """Returns the counts of pulls and offers so far."""
         counts = self._counts
         pulled = PeerCounts(
             pulls=counts.pulls,
@@ -195,7 +193,6 @@ class PeerBlocks(Feature):
 
 
 def transfer_options(config: Config, identity: bytes, sharing: DeviceSharing | None) -> TransferOptions:
-    """Returns how an engine with this config exchanges blocks of this identity."""
     return TransferOptions(identity, offer_addresses(config, sharing))
 
 

@@ -56,7 +56,6 @@ class PullThreads:
         self._threads: list[threading.Thread] = []
 
     def start(self, pull: _Pull) -> None:
-        """Begins to read, after what was begun before."""
         if len(self._threads) < READERS:
             thread = threading.Thread(target=self._work, name="penstock-pulling", daemon=True)
             self._threads.append(thread)
@@ -211,7 +210,6 @@ class BlockPulls:
         return given
 
     def end(self, record: RequestRecord) -> None:
-        """Takes note of a request that has ended, perhaps while it waited for blocks."""
         load = record.pull
         if load is None:
             return
@@ -220,7 +218,6 @@ class BlockPulls:
         self._chains.free_places(load)
 
     def close(self) -> None:
-        """Ends what is being read."""
         for pull in self._reading.values():
             pull.load.loading.given_up = True
         self._threads.close()

@@ -68,7 +68,6 @@ class OfferReader:
         return not self.reason
 
     def close(self) -> None:
-        """Ends the connection, and with it the lease."""
         if self._source is not None:
             with suppress(OSError):
                 if not self._left:

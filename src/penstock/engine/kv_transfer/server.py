@@ -43,7 +43,6 @@ class OfferServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Returns where readers find it, the fastest first."""
         return tuple(listener.address for listener in self._listeners)
 
     def close(self) -> None:
@@ -97,7 +96,6 @@ class OfferServer:
             self._leases.end(id, sent)
 
     def _send(self, listener: Listener, connection: socket.socket, blocks: Sequence[LeasedBlock]) -> None:
-        """Sends the headers of blocks, and then their contents if they travel through the connection."""
         headers = [
             BlockHeader(*block[:3], tuple(self._part(block, group) for group in range(len(block.copies))))
             for block in blocks

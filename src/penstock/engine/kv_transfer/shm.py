@@ -93,12 +93,10 @@ class ShmSource:
 
     @property
     def rows(self) -> NDArray[np.uint8]:
-        """Returns the memory of all places."""
         assert self._map is not None
         return self._map.blocks
 
     def generation(self, place: int) -> int:
-        """Returns the generation that a place has now."""
         assert self._map is not None
         return int(self._map.generations[place])
 
@@ -117,7 +115,6 @@ def here() -> str:
 
 
 def is_here(address: str) -> bool:
-    """Returns whether blocks are offered there in memory that this process can map."""
     return bool(here()) and address.startswith(f"{SCHEME}:{here()}.")
 
 

@@ -48,7 +48,6 @@ class StagedMap:
         self.blocks = np.frombuffer(memory, np.uint8, places * block_bytes, table).reshape(places, block_bytes)
 
     def block(self, place: int) -> memoryview:
-        """Returns the memory of a place."""
         return memoryview(self.blocks[place])
 
 
@@ -70,7 +69,6 @@ class StagedBlocks:
         return self._map.generations.ctypes.data, self._map.blocks.ctypes.data, self._map.size
 
     def take(self, count: int) -> list[int]:
-        """Returns so many free places, or none if there are fewer."""
         with self._lock:
             if len(self._free) < count:
                 return []
@@ -83,7 +81,6 @@ class StagedBlocks:
 
     @property
     def free(self) -> int:
-        """Returns how many places are free."""
         return len(self._free)
 
     @property
@@ -109,7 +106,6 @@ class StagedBlocks:
         return self.finish(place)
 
     def generation(self, place: int) -> int:
-        """Returns the generation of a place."""
         return int(self._map.generations[place])
 
     def read(self, place: int) -> memoryview:
@@ -117,7 +113,6 @@ class StagedBlocks:
         return self._map.block(place)
 
     def prepare(self) -> None:
-        """Has the system give the memory of the first offers now."""
         if self.file >= 0:
             with suppress(OSError):
                 os.posix_fallocate(self.file, 0, min(self._map.size, AT_ONCE))

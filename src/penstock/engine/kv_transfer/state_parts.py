@@ -15,23 +15,19 @@ NUMBER = 16  # bytes, as those of a chain hash
 
 
 def part_count(state_bytes: int, block_bytes: int) -> int:
-    """Returns of how many parts a state consists."""
     return -(-state_bytes // block_bytes)
 
 
 def names(hash: bytes, count: int, token_bytes: int) -> Iterator[WantedBlock]:
-    """Yields what the parts are called, of the state at the end of a block with this chain hash."""
     for number in range(count):
         yield WantedBlock(hash, number.to_bytes(NUMBER, "little"), bytes(token_bytes))
 
 
 def cut(state: bytes, block_bytes: int) -> Iterator[bytes]:
-    """Yields the parts of a state."""
     for at in range(0, len(state), block_bytes):
         yield state[at : at + block_bytes].ljust(block_bytes, b"\0")
 
 
 def part_targets(state: memoryview, block_bytes: int, groups: int) -> Sequence[Targets]:
-    """Returns where each part is read to, by layer group."""
     rest = [None] * (groups - 1)
     return [[state[at : at + block_bytes], *rest] for at in range(0, len(state), block_bytes)]

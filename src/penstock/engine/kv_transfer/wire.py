@@ -52,19 +52,16 @@ class BlockHeader(NamedTuple):
     parts: tuple[BlockPart, ...]  # by layer group
 
     def pack(self) -> bytes:
-        """Returns the header as it is sent."""
         fields = (value for part in self.parts for value in part)
         return header_struct(len(self.tokens), len(self.parts)).pack(self.hash, self.parent, self.tokens, *fields)
 
     @classmethod
     def unpack(cls, data: bytes, token_bytes: int, groups: int) -> BlockHeader:
-        """Returns the header that was sent as these bytes."""
         hash, parent, tokens, *rest = header_struct(token_bytes, groups).unpack(data)
         return cls(hash, parent, tokens, tuple(BlockPart(*rest[at : at + 3]) for at in range(0, len(rest), 3)))
 
 
 def header_struct(token_bytes: int, groups: int) -> Struct:
-    """Returns the form of a block's header."""
     return Struct(f"<16s16s{token_bytes}s{'qQI' * groups}")
 
 

@@ -73,7 +73,6 @@ class AdapterLease:
         return self.in_slot or self.error is not None
 
     def wait(self, seconds: float) -> None:
-        """Returns when its files are read, or after this many seconds."""
         self.reading.wait(seconds)
 
     def check(self) -> None:
@@ -96,7 +95,6 @@ class AdapterNames:
         self._count = 0  # registrations so far
 
     def __iter__(self) -> Iterator[RegisteredAdapter]:
-        """Yields them in the order of their registration."""
         yield from self._registered.values()
 
     def __contains__(self, name: str) -> bool:
@@ -142,7 +140,6 @@ class Adapters:
         memory: int,
         available: Callable[[], int] = available_memory,
     ) -> None:
-        """Takes, besides the limits, what tells how many bytes of the machine's memory are free."""
         self._slots = slots
         self._base = base
         self._memory = memory
@@ -196,7 +193,6 @@ class Adapters:
         return info
 
     def listed(self) -> tuple[AdapterInfo, ...]:
-        """Returns all registered adapters, in the order of their registration."""
         return tuple(map(self._info, self._names))
 
     def _info(self, known: RegisteredAdapter) -> AdapterInfo:
@@ -265,11 +261,9 @@ class Adapters:
             self._reader.read(lease.reading)
 
     def close(self) -> None:
-        """Ends the thread that reads adapters."""
         self._reader.close()
 
     def _put(self, lease: AdapterLease, loaded: ReadAdapter) -> None:
-        """Puts an adapter that was read into its slot."""
         lease.nbytes, lease.digests = loaded.packed.nbytes, loaded.digests
         if lease.nbytes > self._memory:
             raise AdapterError(
@@ -312,7 +306,6 @@ class Adapters:
             self._evict(lease)
 
     def _unheld(self) -> list[AdapterLease]:
-        """Returns the adapters in slots that no request holds, the least recently used first."""
         return [lease for lease in self._leases.values() if lease.in_slot and not lease.holders]
 
     def _short(self, needed: int) -> bool:
@@ -331,7 +324,6 @@ class Adapters:
 
     @property
     def used(self) -> int:
-        """Returns the bytes that adapters in slots take, and those that are being read."""
         return sum(lease.nbytes for lease in self._all_leases() if lease.slot >= 0)
 
     def _all_leases(self) -> Iterator[AdapterLease]:

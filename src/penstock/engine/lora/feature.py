@@ -49,7 +49,6 @@ class AdapterControl(NoAdapters):
         return bool(self._registering)
 
     def listed(self) -> tuple[AdapterInfo, ...]:
-        """Returns the adapters that requests may name."""
         return self.adapters.listed()
 
     def needs(self, record: RequestRecord) -> Sequence[Need]:

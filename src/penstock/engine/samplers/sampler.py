@@ -175,7 +175,6 @@ class Sampler:
 
     @property
     def draws_in_order(self) -> bool:
-        """Returns True if random bits come from a generator that draws one after the other."""
         return self._draws is not None
 
     def draw(self, position: int) -> int:
@@ -280,7 +279,6 @@ def draws(wanted: list[Wanted]) -> NDArray[np.uint64]:
 
 
 def constrained_positions(wanted: list[Wanted]) -> Ints:
-    """Returns the indices of those wanted positions whose token is sampled from some tokens only."""
     found = [s for s, (sampler, _, _, target) in enumerate(wanted) if sampler.constrained and target < 0]
     return np.array(found, np.int32)
 
