@@ -1,4 +1,4 @@
-"""Tells watchers what enters and leaves the prefix cache, and records it for whoever routes requests by prefix."""
+"""Announces blocks that enter and leave the prefix cache, and records them for routers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from penstock.types import BlockEvent, BlockRemoved, BlockSnapshot, BlockStored
 
 
 class BlockWatcher(Protocol):
-    """Is told what happens to the nodes of the prefix cache. Their chain hashes are known then."""
+    """Follows the nodes of the prefix cache. Their chain hashes are known when it is called."""
 
     def stored(self, node: PrefixNode, parent: bytes) -> None:
-        """Takes note of a node that entered the prefix cache below the chain hash `parent`. Its KV is computed."""
+        """A node entered the prefix cache below the chain hash `parent`. Its KV is computed."""
 
     def changed(self, node: PrefixNode) -> None:
-        """Takes note of a node that lost blocks of windowed layer groups, or has them again."""
+        """A node lost blocks of windowed layer groups, or has them again."""
 
     def removed(self, node: PrefixNode) -> None:
-        """Takes note of a node that left the prefix cache. Its blocks may be written to from the next step on."""
+        """A node left the prefix cache. Its blocks may be overwritten from the next step on."""
 
     def freed(self, block: int) -> None:
-        """Takes note of a block that a sequence had for itself, or whose tail is forgotten: it may be written to."""
+        """A private block of a sequence was freed, or a tail was dropped: the block may be overwritten."""
 
     def state_saved(self, node: PrefixNode, place: int) -> None:
-        """Takes note that a place on the device has the recurrent state at the end of a node, once the plan being made
-        is carried out. The node's chain hash may come later."""
+        """The recurrent state at the end of a node is saved in a place of the device, once the current plan is carried
+        out. The node's chain hash may come later."""
 
     def state_lost(self, place: int) -> None:
-        """Takes note that a place of a saved state may be written to from the next step on."""
+        """A place of a saved state may be overwritten from the next step on."""
 
 
 class Watchers:
@@ -118,10 +118,10 @@ class BlockEvents:
         """Records nothing: the block was not in the prefix cache."""
 
     def state_saved(self, node: PrefixNode, place: int) -> None:
-        """Records nothing: states are told to nobody."""
+        """Records nothing: routers do not use states."""
 
     def state_lost(self, place: int) -> None:
-        """Records nothing: states are told to nobody."""
+        """Records nothing: routers do not use states."""
 
     def take(self) -> list[BlockEvent]:
         events, self._events = self._events, []

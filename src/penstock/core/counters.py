@@ -1,4 +1,4 @@
-"""Counts what a scheduler has done so far."""
+"""Counts tokens and preemptions of a scheduler."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ class BlockPool:
         return self._free.pop()
 
     def upcoming(self, count: int) -> list[int]:
-        """Returns the blocks that are handed out next, as many as there are of `count`."""
+        """Returns up to `count` blocks that are handed out next."""
         return self._free[: -count - 1 : -1]
 
     def remove(self, blocks: Set[int]) -> None:
         self._free = [block for block in self._free if block not in blocks]
 
     def defer(self, blocks: Set[int]) -> None:
-        """Lets free blocks be taken after all others."""
+        """Moves free blocks to the end of the queue."""
         self._free = [*blocks, *(block for block in self._free if block not in blocks)]
 
     def take_these(self, blocks: Iterable[int]) -> None:

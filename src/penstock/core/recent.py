@@ -1,4 +1,4 @@
-"""Remembers the token streams that ended last: what a prompt could have shared its KV with, even if that is gone."""
+"""Remembers the latest token streams, to explain which prefix a prompt could have shared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.core.sequence import Sequence
 from penstock.types import Nearest
 
 STREAMS = 256
-TOKENS = 2**20  # of all streams together: four megabytes
+TOKENS = 2**20  # total of all streams: four megabytes
 BEFORE, AFTER = 8, 24  # tokens that are shown around the position where two streams diverge
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RequestTimes:
-    """Records what has happened to a sequence. Times are those of whoever steps the scheduler; None: not yet."""
+    """Records what has happened to a sequence. Times are the scheduler's; None: not yet."""
 
     __slots__ = (
         "admitted",
@@ -251,8 +251,8 @@ class Sequence:
         return self.params.guarded_from is not None and bool(checked) and self._is_loop(())
 
     def new_scores(self, start: int, scores: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """Returns those of a row's scores that are news, and counts them: scores[i] is of token start + 1 + i, and a
-        resumed prompt may bring some again."""
+        """Returns the new ones of a row's scores, and counts them: scores[i] is for token start + 1 + i, and a resumed
+        prompt may repeat some."""
         scores = scores[max(self.scored - start - 1, 0) :] if scores else scores
         self.scored += len(scores)
         return scores

@@ -1,9 +1,9 @@
 """Shares the engine among tenants: each has a line of waiting sequences and a counter of the work it has had.
 
-The counters are those of VTC (virtual token counters): work divided by the tenant's weight. Whoever has the least goes
-next. A tenant that comes back counts as having had what the least of those who wait has had, so nobody saves up idle
-time. Work is the prompt tokens that were computed and twice the tokens that were generated; what was cached, or is
-computed again after a preemption, is free.
+The counters are those of VTC (virtual token counters): work divided by the tenant's weight. The tenant with the least
+is served next. A returning tenant starts at the lowest counter of the waiting tenants, so nobody saves up idle time.
+Work counts computed prompt tokens and twice the generated tokens; cached tokens, and tokens computed again after a
+preemption, are free.
 
 Everything here is pure: it has no clock.
 """
@@ -48,7 +48,7 @@ class Tenants:
         self.waiting = 0  # sequences in all lines
         self.deadlines: list[tuple[float, int]] = []  # a heap: when they are, and of which sequence
         self.foreground = 0  # sequences that are not in the background, running and waiting
-        self.reach = 0  # of all running sequences, if their answers get as long as they may
+        self.reach = 0  # positions of all running sequences at their maximum lengths
         self.prefilling: dict[int, None] = {}  # ids of running sequences that have no token yet
         self._running_background = 0
         self._order = order
@@ -77,7 +77,7 @@ class Tenants:
 
     def add(self, seq: Sequence) -> None:
         """Puts a sequence that has arrived in its tenant's line. If that was empty, the tenant's counter is lifted to
-        the least of those who wait, or to that of the tenant that waited last."""
+        the lowest counter of waiting tenants, or to the counter of the tenant that waited last."""
         tenant = self._find(seq.params.claim.tenant)
         if not tenant.line:
             others = [other.counter for other in self._active.values() if other.line]
@@ -102,7 +102,7 @@ class Tenants:
             self._last = tenant
 
     def postpone(self, seq: Sequence) -> None:
-        """Lets a waiting sequence whose first token would come too late go after those that can be in time."""
+        """Moves a waiting sequence that will miss its target behind those that can meet theirs."""
         self.take(seq)
         seq.standing.due = inf
         self.wait(seq)
@@ -146,9 +146,8 @@ class Tenants:
 
 
 class Turns:
-    """Deals out what a step has left for prompts: to those that are begun and to those that wait, the least by `turn`
-    first. What `turn` returns may grow from one turn to the next. A waiting sequence that is passed over stays in its
-    line and has no other turn."""
+    """Yields prompts for the rest of a step, begun and waiting ones, the least by `turn` first. The key may grow from
+    one turn to the next. A waiting sequence that is passed over stays in its line and has no other turn."""
 
     def __init__(self, begun: list[Sequence], tenants: list[Tenant], turn: Callable[[Sequence], Any]) -> None:
         self._begun = begun
