@@ -29,7 +29,7 @@ class ServingLoad(NamedTuple):
     """Counts who is being served when a waiting sequence asks to start."""
 
     running: int
-    background: int  # of the deviations running: requests that may wait
+    background: int  # running requests that may wait
     foreground: int  # requests that may not, running and waiting
 
 

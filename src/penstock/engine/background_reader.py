@@ -13,8 +13,7 @@ T = TypeVar("T")
 
 
 class Reading(Generic[T]):
-    """Waits for work that a thread does: `result` returns what came of it. What the work raises that is no error of
-    ours becomes a `failure`."""
+    """Waits for work in a thread; `result` returns its result. Errors other than PenstockError become a `failure`."""
 
     def __init__(self, work: Callable[[], T], failure: type[PenstockError]) -> None:
         self._work = work
@@ -42,7 +41,7 @@ class Reading(Generic[T]):
         self._done.set()
 
     def result(self) -> T:
-        """Returns what came of it; raises what the work raised."""
+        """Returns the result, or re-raises the error."""
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -64,7 +63,7 @@ class Reader:
         self._queue.put(reading)
 
     def close(self) -> None:
-        """Ends the thread once it has read what it was given."""
+        """Ends the thread after the reads that have begun."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

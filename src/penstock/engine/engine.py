@@ -1,4 +1,4 @@
-"""Runs requests: they come in, steps are computed, events go out. It has no threads, no text and no network."""
+"""Runs requests: they come in, steps are computed, events go out. Threads, text and network are elsewhere."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Engine:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def handle(self, message: Message) -> None:
-        """Does what a message asks, other than Close. The next step returns the answer, or the refusal."""
+        """Handles a message other than Close. The next step returns the answer, or the refusal."""
         id = 0
         try:
             match message:
@@ -127,9 +127,8 @@ class Engine:
             self._events.append(Failed(id, error.code, error.message))
 
     def add(self, request: Request) -> None:
-        """Adds a request; raises PenstockError for a request that could never be answered. Ids are the caller's and are
-        never used twice. The request starts once it has what it needs; if it cannot have that, a step returns the
-        failure."""
+        """Adds a request; raises PenstockError for a request that could never be answered. The caller never uses an id
+        twice. The request starts once its needs are met; if they cannot be, a step returns the failure."""
         if request.id in self.records:
             raise InvalidRequest(f"request id {request.id} is already in use")
         check_ids(request, self.limits.vocab)

@@ -1,4 +1,4 @@
-"""Says why requests fail, and why an engine cannot go on."""
+"""Explains why requests fail, and why an engine must end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Records what an engine is doing in memory that outlives its process: the last plans, what is in flight, and for how
-long it may be silent. Whoever shares the memory sees that the engine hangs, and what it did when it died."""
+"""Records what an engine is doing in memory that outlives its process: the last plans, steps in flight, and how long it
+may be silent. Processes that share the memory see that the engine hangs, and its work when it died."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOTHING = -1  # no request
 ANSWERED = 2  # steps with tokens of its answer after which a request is unlikely to end the engine
 
 LEAST = 2.0  # seconds that an engine may take for anything
-SLOW = 60.0  # seconds that work may take which is no step, or a step unlike all before it
+SLOW = 60.0  # seconds allowed for other work, or for a step unlike all before it
 LOADING = 60.0  # seconds that an engine which loads its model may give no sign of life
 TIMES = 20  # a step takes no longer than this many times what such a step has taken
 MICRO = 1_000_000
@@ -52,8 +52,8 @@ class StepTimes:
         self._seen[size] = True
 
     def limit(self, tokens: int) -> float:
-        """Returns the seconds after which a step of so many tokens must be hanging. A size that was not seen yet is
-        compared with the next smaller one that was, or with the next larger one."""
+        """Returns the seconds after which a step of `tokens` tokens counts as hanging. An unseen size is compared with
+        the next smaller seen one, or with the next larger one."""
         size = bisect_left(STEP_SIZES, tokens)
         known = [at for at in (*range(size, -1, -1), *range(size + 1, SIZES)) if self._micros[at]]
         if not known or not self._seen[size]:
@@ -155,7 +155,7 @@ class FlightRow(NamedTuple):
 
 
 class FlightRecord(NamedTuple):
-    """Holds what an engine was doing, as its recorder has it."""
+    """Holds the recorded work of an engine."""
 
     beat: int = 0
     limit: float = 0.0  # seconds that it may be silent; 0: for ever, unless a message waits for it

@@ -1,5 +1,5 @@
-"""Keeps copies of KV blocks, and of saved recurrent states, in host memory, carries out the copies of plans and tells
-what they cost."""
+"""Keeps copies of KV blocks, and of saved recurrent states, in host memory, carries out the copies of plans and
+measures them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HostCopies:
         self._probe(range(min(PROBED, len(numbered), places)))
 
     def carry_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Has blocks copied in and out, in order; neighbours in one direction go together. Learns how long earlier
+        """Copies blocks in and out, in order; neighbours in one direction are copied together. Learns how long earlier
         copies took."""
         for direction, group in groupby(copies, key=lambda copy: copy.direction):
             run = list(group)
@@ -51,8 +51,8 @@ class HostCopies:
         self.fill(place)[:] = data
 
     def fill(self, place: int) -> memoryview:
-        """Returns the memory of a reserved place for whoever writes a block's bytes there, in any thread, before the
-        place is used."""
+        """Returns the memory of a reserved place, to write a block's bytes there before the place is used, in any
+        thread."""
         self._written[place] = 1
         return self.read(place)
 
@@ -111,7 +111,7 @@ class HostBlocks(HostCopies):
 
 
 class HostStateCopies(HostCopies):
-    """Stores saved recurrent states that have left the device. They come after those of the slots."""
+    """Stores saved recurrent states that have left the device. They follow the states of the slots."""
 
     def __init__(self, limits: Limits, memory: BlockMemory, costs: CopyCosts) -> None:
         numbered = range(limits.max_rows, limits.max_rows + limits.states)
@@ -119,7 +119,7 @@ class HostStateCopies(HostCopies):
 
 
 class HostMemory(NamedTuple):
-    """Has what an engine keeps in host memory; None: nothing of the kind."""
+    """Holds an engine's copies in host memory; None: it has none of that kind."""
 
     blocks: HostBlocks | None = None
     states: HostStateCopies | None = None

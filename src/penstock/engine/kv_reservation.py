@@ -21,7 +21,7 @@ from penstock.planning.memory_plan import (
 )
 from penstock.types import Limits, blocks_for
 
-TRIES = 4  # to reserve a cache: others may take memory meanwhile
+TRIES = 4  # attempts to reserve a cache: others may take memory meanwhile
 
 
 def reserve_kv(

@@ -32,7 +32,7 @@ def open_configured(config: Config) -> Checkpoint:
 
 
 def long_context_line(spec: ModelSpec) -> str:
-    """Returns a line that says which factors a model with LongRoPE is computed with, and what would change that."""
+    """Returns a line about the LongRoPE factors of a model, and the setting that changes them."""
     if spec.max_len == spec.longest:
         return "longrope: all positions have the long factors, because max_len is beyond the model's original context"
     return (

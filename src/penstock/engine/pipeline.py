@@ -50,8 +50,8 @@ class StepCounters:
 
 
 class StepPipeline:
-    """Has up to `depth` steps in flight while the next one is planned. `costs` learn how long steps take, `host` copies
-    KV blocks to and from host memory, and `emit` takes the events of committed steps."""
+    """Keeps up to `depth` steps in flight while the next one is planned. `costs` learn how long steps take, `host`
+    copies KV blocks to and from host memory, and `emit` takes the events of committed steps."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class StepPipeline:
         return ticket
 
     def _find_memory(self, plan: StepPlan, error: OutOfMemory) -> None:
-        """Has the backend free memory and queues the step's sequences again. If the step before lacked memory too, the
-        step's requests fail."""
+        """Frees memory of the backend and queues the step's sequences again. If the previous step lacked memory too,
+        the step's requests fail."""
         self._backend.free_memory()
         if self._out_of_memory:
             self._fail(plan, error)

@@ -54,7 +54,8 @@ class NoBlockFeed(Feature):
 
 
 class BlockFeed(NoBlockFeed):
-    """Publishes block events, which the scheduler records in `events`, and what a router compares replicas by."""
+    """Publishes block events, which the scheduler records in `events`, and the load that a router compares replicas
+    by."""
 
     def __init__(self, events: BlockEvents) -> None:
         self._events = events

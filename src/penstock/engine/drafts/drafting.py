@@ -28,21 +28,21 @@ from penstock.types import Request
 
 Scope = tuple[str, str]  # salt and owner: drafts are taken from answers that agree in both
 
-TEXT_TOKENS = 2**17  # of one request's own text; a longer one starts anew
-SCOPE_TOKENS = 2**16  # of the recent answers of one scope
-RECENT_TOKENS = 2**19  # of the recent answers of all scopes
+TEXT_TOKENS = 2**17  # limit of one request's own text; a longer one starts anew
+SCOPE_TOKENS = 2**16  # limit of the recent answers of one scope
+RECENT_TOKENS = 2**19  # limit of the recent answers of all scopes
 CONTEXT = 16  # tokens before an answer that it is recognized by
 INDEXED, PADDED_INDEXED = 2048, 16384  # tokens that are indexed in a step: 0.2 ms, or 1.6 while a device computes
 POOR = 0.25  # right tokens of a proposal, on average, below which a stream makes fewer
 SEARCHING = 4  # poor streams that propose in a step
 
-SLOPE, PADDED_SLOPE = 0.15, 0.005  # of a one-row step that one more token costs, before that is measured
+SLOPE, PADDED_SLOPE = 0.15, 0.005  # assumed share of a one-row step that one more token costs
 
-GAP_ROWS = 8  # rows whose drafts take the host as long as what it does for any number of them
+GAP_ROWS = 8  # fixed host time of drafting, in rows
 
 PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
 
-MOST_TOKENS = 1 << 20  # of a step with drafts, where nothing is padded: as many as pay
+MOST_TOKENS = 1 << 20  # tokens of a step with drafts on devices that pad nothing
 
 
 class DraftTexts:
@@ -189,16 +189,16 @@ class Drafting:
             self._ended.append((texts.scope, [SEPARATOR, *texts.context, *texts.answer]))
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
-        """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
-        most `budget` together."""
+        """Returns how many tokens of each proposal a step verifies, at most `budget` in total. `rows` and `tokens`
+        count the step without drafts."""
         return draft_lengths(proposals, self.cost, rows, tokens, min(budget, self._most - tokens), self._exploration)
 
     def room(self, rows: int) -> int:
         return (self._most - rows) // rows
 
     def seconds(self, rows: int, tokens: int, most: int) -> list[float]:
-        """Returns how long a step is expected to take that has so many rows and tokens without drafts, with 0, 1, ...
-        drafted tokens, up to `most` at least."""
+        """Returns the expected seconds of a step with these rows and tokens and 0, 1, ... drafted tokens, at least up
+        to `most`."""
         return self.cost.curve(rows, tokens, most)
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
@@ -209,13 +209,13 @@ class Drafting:
         self._gap += (min(each, 2 * self._gap) - self._gap) / 8 if self._gap else each
 
     def halves(self, rows: int) -> bool:
-        """Returns whether a device waits longer for the drafts of so many rows than one more step takes, which reads
-        all weights again."""
+        """Returns whether a device waits longer for the drafts of `rows` rows than for one more step, which reads all
+        weights again."""
         return rows > 1 and (GAP_ROWS + rows) * self._gap > self.cost.least
 
     def index(self, most: int | None = None) -> None:
-        """Indexes at most `most` of the tokens that wait for it, by default as many as cost a step little. Call it once
-        a step: no step is held up by a long prompt."""
+        """Indexes at most `most` waiting tokens, by default a number that is cheap for a step. Call it once a step, so
+        that a long prompt delays none."""
         most = self._indexed if most is None else most
         while most and self._waiting:
             most -= self._waiting[0].index(most)

@@ -68,7 +68,7 @@ class Constraints(Feature):
 
 
 def open_grammars(config: Config, limits: Limits) -> Grammars:
-    """Returns what compiles grammars; its vocabulary is loaded at once if requests wait for that."""
+    """Returns the compiler of grammars; its vocabulary is loaded at once if `grammars_wait`."""
     grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
     if config.grammars_wait:
         grammars.warm_up()

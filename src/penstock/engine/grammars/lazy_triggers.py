@@ -16,8 +16,8 @@ ANYTHING = "(?s:.)*"
 
 
 class PatternTrigger(NamedTuple):
-    """Holds a regular expression as matchers of bytes, which never backtrack: of a text that contains the pattern, of
-    what may come before the pattern's first group, and of what comes from there on."""
+    """Holds a regular expression as matchers of bytes, which never backtrack: for a text that contains the pattern, for
+    the text before the pattern's first group, and for the text from there on."""
 
     whole: LLMatcher
     before: LLMatcher

@@ -14,11 +14,11 @@ from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
 THREADS = 2  # checking blocks takes longer than reading them
 LEARNED = 0.3  # weight of the latest rate
 FORGIVEN = 1.02  # factor of the rate, with each chain that was not read because of it
-PATIENCE = 0.05  # of the time that computing takes: so long reading is not judged
+PATIENCE = 0.05  # share of the compute time before reading is judged
 LONGEST = 1.0  # seconds that closing waits for the disk
 LEAST = 0.01  # seconds that are waited in any case
 
-Compute = Callable[[int], float]  # returns the seconds that it takes to compute all but so many of the blocks
+Compute = Callable[[int], float]  # returns the seconds to compute all but this number of blocks
 Targets = Sequence[memoryview | None]  # where a block is read to, by layer group
 B = TypeVar("B")
 B_contra = TypeVar("B_contra", contravariant=True)
@@ -70,8 +70,8 @@ class Loading(Generic[B]):
 
     @property
     def ready(self) -> bool:
-        """Returns whether what is read by now is all that is worth waiting for. If all blocks are read, a thread that
-        is still busy with an earlier chain is not waited for."""
+        """Returns whether waiting longer is not worth it. If all blocks are read, it does not wait for a thread that is
+        busy with an earlier chain."""
         complete = self.finished or self.whole
         if not (complete or self.given_up):
             self.given_up = self._too_slow(time.perf_counter() - self.began)
@@ -149,7 +149,7 @@ class Loader:
         self.rate *= FORGIVEN
 
     def close(self) -> None:
-        """Ends the threads once they have read what was begun. A disk that hangs is not waited for."""
+        """Ends the threads after the reads that have begun. It does not wait for a disk that hangs."""
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:

@@ -1,5 +1,4 @@
-"""Keeps prompts on disk for an engine: what was computed is written behind, and what is known is read before a request
-runs.
+"""Keeps prompts on disk: computed blocks are written in the background, and known ones are read before a request runs.
 
 Blocks go from disk to reserved places of the host tier, where the prefix cache finds them (core/tiers.py). The
 scheduler knows nothing of disks.
@@ -65,8 +64,8 @@ class TouchedMemory:
 
 
 class DiskPrefixes(Feature):
-    """Has prompts that a `store` knows read into places of the `host`, where `cache` finds them, if `prompts` take
-    longer to compute, and has new ones written that `memory` or the host holds."""
+    """Reads prompts that a `store` has into places of the `host`, where `cache` finds them, if `prompts` take longer to
+    compute, and writes new ones from `memory` or the host."""
 
     def __init__(
         self,
@@ -164,8 +163,8 @@ def open_prefixes(
 def open_store(
     config: Config, blocks: bytes, backend: Backend, limits: Limits, tell: Callable[[str], None]
 ) -> SegmentStore | None:
-    """Returns where the KV of prompts is kept for a model whose blocks have this identity; None if it is not to be, or
-    cannot be for such a model (missing_tiers says so). If there is some already, `tell` is told."""
+    """Returns the store for a model whose blocks have this identity; None if the disk tier is off, or impossible for
+    such a model (see missing_tiers). `tell` reports blocks of earlier servers."""
     if not config.kv_disk or limits.encoder:
         return None
     if not hasattr(os, "preadv"):

@@ -16,14 +16,14 @@ SAVE = 60.0  # seconds between two writes of the file
 
 
 class Rates(NamedTuple):
-    """States what was measured; 0: nothing was."""
+    """Holds measured rates; 0: not measured."""
 
     token: float = 0.0  # seconds that a token of a prompt takes to compute
     pair: float = 0.0  # seconds that it takes in addition for each token before it
     read: float = 0.0  # bytes that are read in a second
 
     def seconds(self, tokens: int, context: int) -> float:
-        """Returns how long it takes to compute so many tokens after `context` others."""
+        """Returns how long it takes to compute `tokens` tokens after `context` others."""
         return tokens * (self.token + self.pair * (context + tokens / 2))
 
 

@@ -140,14 +140,14 @@ class SegmentStore:
         return block is not None and block.record.has(self.layout.groups)
 
     def open(self) -> None:
-        """Reads the tables of all segments that are there. What was known before is forgotten."""
+        """Reads the tables of all segments, and forgets all blocks known before."""
         with self._lock:
             self._try_lock()
             self._open_segments()
 
     def find(self, root: bytes, hashes: Sequence[bytes], tokens: Sequence[bytes]) -> list[StoredBlock]:
         """Returns the blocks that are known of a chain below `root`, from its first block on, up to the first that is
-        not. `hashes` are their chain hashes, `tokens` those of each as little-endian 32-bit integers."""
+        not. `hashes` are their chain hashes, `tokens` their tokens as little-endian 32-bit integers."""
         chain: list[StoredBlock] = []
         parent = root
         for hash, wanted in zip(hashes, tokens, strict=True):
@@ -160,7 +160,7 @@ class SegmentStore:
 
     def read(self, block: StoredBlock, targets: Sequence[memoryview | None]) -> bool:
         """Reads the contents of a block into memory, by part; None: that part is not wanted. Returns whether they are
-        what was written. A block that cannot be used is forgotten."""
+        valid. A block that cannot be used is forgotten."""
         record, segment, _ = block
         try:
             for part, target in enumerate(targets):
@@ -244,7 +244,7 @@ class SegmentStore:
     def _touch(self, segment: Segment) -> None:
         now = self._now()
         if now - segment.used > TOUCH:
-            with suppress(OSError):  # of another user, or read-only
+            with suppress(OSError):  # another user's file, or read-only
                 segment.touch(now)
             segment.used = now
 
@@ -254,7 +254,7 @@ class SegmentStore:
         """Returns the segment to write to; raises OSError if there is none."""
         if not self._write_lock.held:
             self._write_lock.take()
-            self._open_segments()  # whoever wrote before may have added some
+            self._open_segments()  # the previous writer may have added some
         if self._active is None or self._active.full or not self._active.path.exists():
             self._active = self._begun_segment() or self._new_segment()
         return self._active
@@ -290,7 +290,7 @@ class SegmentStore:
             raise OSError(errno.ENOSPC, f"{self.folder.parent} has no room for {size:,} bytes")
 
     def _drop(self, segment: Segment) -> None:
-        """Deletes a segment. Whoever reads from it can finish."""
+        """Deletes a segment. Reads from it can finish."""
         segment.path.unlink(missing_ok=True)
         self._segments.remove(segment)
         self._active = None if self._active is segment else self._active

@@ -1,4 +1,4 @@
-"""Lets an engine exchange KV blocks with others: it offers its own, and reads theirs."""
+"""Exchanges KV blocks with other engines: offers its own blocks, and reads theirs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class TransferOptions(NamedTuple):
-    """Says what an engine needs to exchange blocks."""
+    """Configures the exchange of blocks."""
 
-    identity: bytes  # of its blocks: a digest of all that their contents depend on
+    identity: bytes  # digest of everything that block contents depend on
     listen: tuple[str, ...] = ()  # where it offers blocks (offers.py has the forms); nowhere: it only reads
 
 
@@ -63,7 +63,7 @@ class PeerBlocks(Feature):
         self._counts = PullCounts()
         self._pulls: BlockPulls | None = None
         movable = host.states is not None or not limits.states
-        sharing = None if limits.states else backend.sharing  # states travel through host memory alone
+        sharing = None if limits.states else backend.sharing  # states travel only through host memory
         rows = backend.kv if isinstance(backend.kv, BlockRows) and not limits.states else None
         if movable and (host.blocks is not None or sharing is not None or rows is not None):
             self._pulls = BlockPulls(
@@ -78,10 +78,10 @@ class PeerBlocks(Feature):
                 sharing,
                 rows,
             )
-        self._prefills: dict[int, Prefill] = {}  # that are being computed; once they are, with the request that did it
+        self._prefills: dict[int, Prefill] = {}  # in progress; afterwards with the request that computed the prompt
         self._offers: BlockOffers | None = None
         if options.listen and movable and not limits.encoder:
-            from penstock.engine.kv_transfer.offers import open_offers  # with sockets, which take long
+            from penstock.engine.kv_transfer.offers import open_offers  # imports sockets, which take long
 
             self._offers = open_offers(
                 options.listen, options.identity, cache, host, backend.kv, limits, chain, backend.sharing
@@ -205,7 +205,7 @@ def offer_addresses(config: Config, sharing: DeviceSharing | None = None) -> tup
     here = ("shm",) if sharing is None else ("cuda_ipc", "shm")
     if scheme == "ipc":
         return here
-    from penstock.engine.kv_transfer import nixl  # with sockets, which take long
+    from penstock.engine.kv_transfer import nixl  # imports sockets, which take long
 
     host = rest.rpartition(":")[0]
     return (*here, *([f"nixl:{host}:0"] if nixl.preferable() else []), f"tcp:{host}:0")

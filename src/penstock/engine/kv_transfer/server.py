@@ -1,4 +1,4 @@
-"""Serves those who read blocks that an engine offers, in threads beside the engine's own."""
+"""Serves readers of offered blocks, in threads of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.engine.kv_transfer.wire import (
 )
 
 READERS = 8  # at once
-HURRIED = 0.1  # seconds that one reader too many has to say what it wants
+HURRIED = 0.1  # seconds that an excess reader has to send its request
 NO_PART = BlockPart(-1, 0, 0)
 
 
@@ -69,7 +69,7 @@ class OfferServer:
             self._refuse(connection, BUSY)
 
     def _serve(self, listener: Listener, connection: socket.socket) -> None:
-        """Serves one reader. Whatever goes wrong with it ends its lease and nothing else."""
+        """Serves one reader. Any error with it only ends its lease."""
         try:
             with suppress(OSError), connection, listener.serving():
                 connection.settimeout(SECONDS)

@@ -1,7 +1,7 @@
-"""Lets a recurrent state travel like blocks: in parts of a block's size, after the block at whose end it was saved.
+"""Sends a recurrent state like blocks: in parts of a block's size, after the block at whose end it was saved.
 
-A part has the chain hash of that block, its own number in the place of a parent's hash, and no tokens. It is staged as
-the block of the first layer group. The last part may be longer than what is left of the state.
+A part has the chain hash of that block, its own number instead of a parent's hash, and no tokens. It is staged as the
+block of the first layer group. The last part may be longer than the rest of the state.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from penstock.engine.kv_disk.loading import Targets
 from penstock.engine.kv_transfer.reader import WantedBlock
 
-NUMBER = 16  # bytes, as those of a chain hash
+NUMBER = 16  # bytes, like a chain hash
 
 
 def part_count(state_bytes: int, block_bytes: int) -> int:

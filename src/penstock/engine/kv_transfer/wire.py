@@ -20,7 +20,7 @@ REQUEST = Struct("<8s16sQII")
 REPLY = Struct("<B7xQQ")
 GENERATION = Struct("<Q")
 DONE = b"."
-SECONDS = 10.0  # that either waits for the other
+SECONDS = 10.0  # timeout of either side
 
 UNKNOWN, OUT_OF_RANGE, USED, EXPIRED = "unknown", "out_of_range", "used", "expired"
 OTHER_EPOCH, FOREIGN, BUSY = "other_epoch", "foreign", "busy"
@@ -66,7 +66,7 @@ def header_struct(token_bytes: int, groups: int) -> Struct:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Returns so many bytes; raises OSError if the other end goes before."""
+    """Returns `size` bytes; raises OSError if the other end closes first."""
     data = bytearray(size)
     receive_into(connection, memoryview(data))
     return bytes(data)

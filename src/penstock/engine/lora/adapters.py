@@ -20,7 +20,7 @@ from penstock.model.adapters import AdapterBase, adapter_bytes, read_adapter, up
 from penstock.types import AdapterInfo, AdapterRequests, AdapterUse
 
 MAX_NAME = 256  # characters
-READING = 2  # times its size that an adapter takes while it is read: its file, and what it becomes
+READING = 2  # memory while an adapter is read, in its sizes: the file and the packed adapter
 MAX_PASSED = 64  # steps that pass a request which waits for a slot, before a slot is drained for it
 
 
@@ -42,10 +42,10 @@ class Source(NamedTuple):
 
 
 class ReadAdapter(NamedTuple):
-    """Holds what a thread has made of an adapter's files."""
+    """Holds an adapter that a thread has read and packed."""
 
     packed: Any  # see PackedAdapter
-    digests: tuple[str, ...]  # of each source
+    digests: tuple[str, ...]  # digest of each source
 
 
 class AdapterLease:
@@ -82,7 +82,7 @@ class AdapterLease:
 
     @property
     def salt(self) -> str:
-        """Returns what tells prompts computed with these adapters from all others: KV is never shared across them."""
+        """Returns the salt of prompts computed with these adapters: KV is never shared with others."""
         parts = zip(self.digests, self.sources, strict=True)
         return "".join(f"\0adapter {digest} {source.scale!r}" for digest, source in parts)
 
@@ -147,9 +147,9 @@ class Adapters:
         self.most = most
         self._free = list(range(most - 1, -1, -1))
         self._names = AdapterNames()
-        self._digests: dict[int, str] = {}  # of registrations that were loaded once, by number
+        self._digests: dict[int, str] = {}  # registration number -> digest, once loaded
         self._leases: OrderedDict[tuple[Source, ...], AdapterLease] = OrderedDict()  # the least recently used first
-        self._draining: list[AdapterLease] = []  # that keep their slot for those who hold them, and get no new ones
+        self._draining: list[AdapterLease] = []  # keep their slot for current requests, and get no new ones
         self._queue: deque[AdapterLease] = deque()  # without a slot yet, in order of arrival
         self._advanced = 0  # calls of `advance`
         self._reading: list[AdapterLease] = []
@@ -158,8 +158,8 @@ class Adapters:
     # -- names ---------------------------------------------------------------------------------------------------
 
     def register(self, name: str, path: Path, scale: float = 1.0) -> AdapterInfo:
-        """Lets requests name an adapter from now on; raises AdapterError if it does not fit the model, or if another
-        has the name. The same path and scale again change nothing."""
+        """Registers an adapter under a name; raises AdapterError if it does not fit the model, or if another has the
+        name. The same path and scale again change nothing."""
         return self.registered(name, path, scale, self._rank_at(path))
 
     def begin_registration(self, name: str, path: Path, scale: float, *, replace: bool = False) -> Reading[int]:
@@ -235,8 +235,8 @@ class Adapters:
             del self._leases[lease.sources]
 
     def advance(self) -> None:
-        """Puts what was read into slots, and begins to read what has room, in order of arrival. It never waits. It is
-        called before every step while requests wait."""
+        """Puts adapters that were read into slots, and begins to read those with room, in order of arrival. It never
+        waits. It is called before every step while requests wait."""
         self._advanced += 1
         for lease in [lease for lease in self._reading if lease.reading.ready]:
             self._reading.remove(lease)
@@ -276,7 +276,7 @@ class Adapters:
             self._digests[source.registered.number] = digest
 
     def _give_up(self, lease: AdapterLease, error: PenstockError) -> None:
-        """Frees what a lease has taken: its requests fail, and a later one tries again."""
+        """Frees the slot of a failed lease: its requests fail, and a later one tries again."""
         lease.error = error
         if lease.slot >= 0:
             self._free.append(lease.slot)
@@ -285,7 +285,7 @@ class Adapters:
             del self._leases[lease.sources]
 
     def _make_room(self, needed: int) -> bool:
-        """Frees a slot, and the bytes if they can be had; returns whether there is room. An adapter that is alone is
+        """Frees a slot, and the bytes if they can be had; returns whether there is room. The first adapter is always
         let in, because its size in a slot is known only when it is read. Raises Overloaded if the machine's memory is
         too short even so."""
         while not self._free or (self.used and self.used + needed > self._memory) or self._short(needed):
@@ -312,8 +312,8 @@ class Adapters:
         return READING * needed > self._available()
 
     def _drain(self, needed: int) -> None:
-        """Lets no new requests hold some of the adapters in slots, so that a slot and the bytes become free when those
-        end who hold them now. Adapters with the fewest requests drain first: that is over soonest."""
+        """Refuses new requests for some adapters in slots, so that a slot and its bytes become free when their current
+        requests end. Adapters with the fewest requests drain first: they end soonest."""
         draining = self._draining
         held = [lease for lease in self._leases.values() if lease.in_slot]
         for lease in sorted(held, key=lambda each: each.holders):
