@@ -46,7 +46,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     concurrent: Most | None = None  # requests at once
     weight: Weight = 1.0  # share of the engine: twice the weight, twice the work
     priority: Priority = 0  # the lowest number, which is served first, that its requests may ask for
-    ttft_target_ms: Most | None = None  # default priority of its requests
+    ttft_target_ms: Most | None = None  # default target of its requests
     itl_target_ms: Most | None = None
     models: tuple[str, ...] = ()  # allowed models; empty: all
     admin: bool = False  # may pull, create and delete models
