@@ -40,9 +40,6 @@ class Watchers:
         self._watchers = tuple(watchers)
         self._arriving: list[PrefixNode] = []  # nodes that were or will be copied in since the last announcement
 
-    def __bool__(self) -> bool:
-        return bool(self._watchers)
-
     def stored(self, node: PrefixNode) -> None:
         if not self._watchers:
             return
