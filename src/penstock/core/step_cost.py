@@ -17,7 +17,7 @@ class PromptCost:
     earlier one, which attention computes. Both are fitted to the latest steps by least squares."""
 
     KEEP = 0.95  # decay with each step
-    OUTLIER = 1.5  # cap on a step, in expected times: a stalled process is no information
+    OUTLIER = 1.5  # cap on a step, in expected times: stalls are outliers
     FEW = 4  # steps before anything is expected
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class CostModel:
     USUAL_STEPS = 12.0  # or this many decode-only steps, if longer: prompts must continue on slow devices
 
     def __init__(self, answers: StepCost | None = None, *, learns_answers: bool = True) -> None:
-        """With `learns_answers` False, speculation measures the decode-only steps."""
+        """Leaves decode-only steps to speculation if `learns_answers` is False."""
         self.answers = answers or StepCost()
         self._learns_answers = learns_answers
         self.prompts = PromptCost()

@@ -35,7 +35,7 @@ class CopyCosts:
     """
 
     MEMORY = 3.0  # weight of all earlier copies, relative to a new one: rates change
-    OUTLIER = 3.0  # cap on a copy, in expected times: a stalled process is no information
+    OUTLIER = 3.0  # cap on a copy, in expected times: stalls are outliers
     TRIALS = 0.05  # share of the time spent on computing blocks that do not pay to copy
     TRIED = 4  # blocks, and a state
 

@@ -161,7 +161,7 @@ class StepCost:
     measured, every token adds `slope` times the smallest known step."""
 
     WEIGHT = 1 / 32  # weight of a new measurement, once there are enough
-    OUTLIER = 1.5  # cap on a step, in means: stalls of the process are no information
+    OUTLIER = 1.5  # cap on a step, in means: stalls are outliers
     CHANGE = 0.02  # relative change that replaces the mean in use
 
     def __init__(self, *, slope: float = 0.15, shapes: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Summarizes the folder of --kv-disk for all models, without opening any of them."""
+"""Counts the contents of the folder of --kv-disk for all models, without opening any of them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class TransferOptions(NamedTuple):
-    """Configures the exchange of blocks."""
+    """Describes how an engine exchanges blocks."""
 
     identity: bytes  # digest of everything that block contents depend on
     listen: tuple[str, ...] = ()  # where it offers blocks (offers.py has the forms); nowhere: it only reads
