@@ -109,7 +109,6 @@ def _is_sound(found: StoredNode, limits: Limits, used: set[int]) -> bool:
 
 
 def _are_free(blocks: list[int], limits: Limits, used: set[int]) -> bool:
-    """Returns whether all of these are blocks of the KV cache, and different ones that are not `used`."""
     return len({*blocks} - used) == len(blocks) and min(blocks) >= 0 and max(blocks) < limits.num_blocks
 
 

@@ -73,7 +73,6 @@ class Watchers:
             watcher.changed(node)
 
     def removed(self, node: PrefixNode) -> None:
-        """Announces that a node leaves the device or, without full layer groups, the trie."""
         if node.stored:
             node.stored = False
             for watcher in self._watchers:

@@ -28,7 +28,6 @@ class BlockPool:
         return self._free.pop()
 
     def upcoming(self, count: int) -> list[int]:
-        """Returns up to `count` blocks that are handed out next."""
         return self._free[: -count - 1 : -1]
 
     def remove(self, blocks: Set[int]) -> None:

@@ -77,13 +77,11 @@ class HostStates:
         return place
 
     def give_back(self, places: Iterable[int]) -> None:
-        """Takes reserved places back."""
         for place in places:
             self.reserved.remove(place)
             self._free.append(place)
 
     def fill(self, node: PrefixNode, place: int) -> None:
-        """Makes a reserved place hold the only copy of a node's state."""
         self.reserved.remove(place)
         self._only[node] = place
 

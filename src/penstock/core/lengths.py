@@ -46,7 +46,6 @@ class LengthCurve:
         self._hazard: list[float] = []  # summed up to each bound; empty: to be summed again
 
     def observe(self, start: int, length: int) -> None:
-        """Learns that an answer of `start` tokens went on to `length`."""
         for at in range(_range_of(start + 1), _range_of(length) + 1):
             self._tokens[at] += max(min(length, BOUNDS[at + 1]) - max(start, BOUNDS[at]), 0)
         self._hazard = []
@@ -59,7 +58,6 @@ class LengthCurve:
         self.seen += 1
 
     def survival(self, length: int, more: Line[int]) -> list[float]:
-        """Returns the probability that an answer of `length` tokens gets this many more, for each of `more`."""
         if not self._hazard:
             self._hazard = list(self._summed())
         reached = self._up_to(length)
@@ -129,5 +127,4 @@ class AnswerLengths:
 
 
 def _range_of(length: int) -> int:
-    """Returns the range that token number `length` of an answer is in."""
     return bisect_left(BOUNDS, length, lo=1, hi=len(WIDTHS)) - 1

@@ -356,7 +356,6 @@ class BlockTrie:
         return max(node.blocks) >= 0 or max(node.places) >= 0
 
     def _cut(self, node: PrefixNode) -> None:
-        """Removes a node without blocks, and all below it, which the device has nothing of."""
         assert node.parent is not None
         del node.parent.children[node.key]
         stack = [node]

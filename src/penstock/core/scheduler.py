@@ -322,7 +322,6 @@ class Scheduler:
     # -- committing ----------------------------------------------------------------------------------------------
 
     def _advance(self, seq: Sequence, row: Row, accepted: int) -> None:
-        """Counts the positions that a row has computed, up to the last `accepted` token of its draft."""
         seq.computed = self.cache.saving.settle(seq, row, accepted)
         seq.planned = seq.computed if row.draft else seq.planned
         if seq.computed >= seq.blocks.next_full:

@@ -42,11 +42,9 @@ class PromptCost:
         return self._tokens * tokens + self._pairs * pairs
 
     def seconds_after(self, context: int, end: int) -> float:
-        """Returns how many seconds the tokens from `context` to `end` of one prompt take."""
         return self.seconds(end - context, (end - context) * (context + end) / 2)
 
     def tokens_within(self, seconds: float, context: int) -> int:
-        """Returns how many tokens after `context` others can be computed in this time."""
         each, half = self._tokens + self._pairs * context, self._pairs / 2
         if seconds <= 0:
             return 0

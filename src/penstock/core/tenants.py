@@ -72,7 +72,6 @@ class Tenants:
         return [tenant for tenant in self._active.values() if tenant.line]
 
     def next(self, turn: Callable[[Sequence], Any]) -> Sequence | None:
-        """Returns the waiting sequence that is least by `turn`, if any waits."""
         return min((tenant.line[0] for tenant in self.in_line()), key=turn, default=None)
 
     def add(self, seq: Sequence) -> None:

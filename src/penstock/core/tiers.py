@@ -133,7 +133,6 @@ class HostTier:
         del self._only[entry]
 
     def load(self, entry: Idle, take: Callable[[], int]) -> None:
-        """Copies pinned blocks to blocks of the device, which `take` returns one by one."""
         node, groups = self._parts(entry)
         for group in groups:
             node.blocks[group] = take()
@@ -166,13 +165,11 @@ class HostTier:
         return taken
 
     def give_back(self, places: Iterable[int]) -> None:
-        """Takes reserved places back."""
         for place in places:
             self.reserved.remove(place)
             self._free.append(place)
 
     def fill(self, entry: Idle, places: Sequence[int], tier: str) -> None:
-        """Makes reserved places, one for each layer group, hold the only copies of blocks."""
         node, groups = self._parts(entry)
         for group in groups:
             self.reserved.remove(places[group])
@@ -194,7 +191,6 @@ class HostTier:
                 self._only.pop(entry, None)
 
     def clear(self) -> None:
-        """Frees all places but reserved ones."""
         while self._forget():
             pass
 

@@ -63,7 +63,6 @@ class Reader:
         self._queue.put(reading)
 
     def close(self) -> None:
-        """Ends the thread after the reads that have begun."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

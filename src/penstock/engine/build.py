@@ -56,7 +56,6 @@ class StartupTimer:
         self._spent: list[str] = []
 
     def stop(self, what: str) -> None:
-        """Counts the time since the last stop as spent on `what`."""
         now = time.perf_counter()
         self._spent.append(f"{what} {now - self._last:.2f} s")
         self._last = now

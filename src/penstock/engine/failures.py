@@ -93,5 +93,4 @@ def _exclusion(record: RequestRecord, rules: list[str], row: Row) -> str:
 
 
 def lost_device(error: Exception) -> DeviceLost:
-    """Returns the error that ends an engine whose device has computed nothing since it raised `error`."""
     return DeviceLost(f"the device computes nothing any more after {type(error).__name__}: {error}")

@@ -89,7 +89,6 @@ class FlightRecorder:
         self._numbers[BEAT] += 1
 
     def wait(self) -> None:
-        """Notes that there is nothing to do until a message arrives."""
         self._beat(0, LEAST)
 
     def prepare(self) -> None:

@@ -78,7 +78,6 @@ def reserve_kv(
 
 
 def described_cache(limits: Limits, group_token: int) -> str:
-    """Returns a few words about the KV cache, where a token costs `group_token` bytes in one layer group."""
     tokens = limits.num_blocks * limits.block_size
     size = gigabytes(tokens * group_token)
     if not any(limits.windows):

@@ -56,7 +56,6 @@ class WaitingRoom:
         return [id for id, waiting in self._waiting.items() if waiting.needs[0].pending.begun]
 
     def enter(self, record: RequestRecord, needs: Sequence[Need], now: float) -> None:
-        """Adds a request with its needs, at least one."""
         self._waiting[record.request.id] = Waiting(record, tuple(needs), now)
 
     def drops(self, id: int) -> bool:

@@ -99,7 +99,6 @@ class SuffixAutomaton:
         return self.followers(match, match.length, most) if match is not None and match.length else ([], 0, [])
 
     def followers(self, start: SuffixState, length: int, most: int) -> Continuation:
-        """Returns the tokens after the strings of a state, of which `length` tokens match."""
         state: SuffixState | None = start
         period = len(self.text) - start.end
         tokens: list[int] = []

@@ -66,7 +66,6 @@ class WeightReader:
         return reading
 
     def close(self) -> None:
-        """Ends the thread after the reads that have begun."""
         self._reader.close()
 
     # -- in the thread -------------------------------------------------------------------------------------------

@@ -162,7 +162,6 @@ class DraftingRow:
         return self.step(self.known + self.asked - 1, sample=True)
 
     def step(self, stop: int, *, sample: bool) -> DraftRow:
-        """Returns the row that computes the next tokens up to `stop`."""
         start, self.computed = self.computed, stop
         slot, shift = self.place.slot, self.place.kind.shift
         return DraftRow(self.text, start, stop, self._blocks, self.sampler if sample else None, slot, shift)
@@ -319,7 +318,6 @@ class DraftModel:
         return not self._failed and drafts.is_worth_waiting(missed)
 
     def _begin(self, task: DraftTask, depth: int, slot: int) -> DraftingRow | None:
-        """Returns the row of a task that drafts `depth` tokens, once there are blocks for it."""
         if not depth or task.drafts is None or not task.room.reserve(depth):
             return None
         place = DraftPlace(self._kind, slot, task.room.seq.blocks.tables[self._group])

@@ -65,7 +65,6 @@ class DraftTexts:
             self._cursors[PREDICTION] = drafting.new_cursor(index)
 
     def find(self, most: int) -> Iterator[tuple[str, Continuation]]:
-        """Yields at most `most` tokens from each source."""
         if self._prediction and not self.answer:
             yield PREDICTION, (list(self._prediction[:most]), 0, [SINGLE] * most)
         elif not self._unindexed:

@@ -192,7 +192,6 @@ class Compiling:
 
     @property
     def ready(self) -> bool:
-        """Returns True once the grammar is compiled, refused or given up."""
         return self._done.is_set() or time.monotonic() > self._deadline
 
     def result(self) -> Compiled:
@@ -234,7 +233,6 @@ class Constraint:
         return cls(None, frozenset(), 0, thinking, Costs())
 
     def await_trigger(self, trigger: TriggerWatch) -> None:
-        """Allows everything until the trigger was generated."""
         self._trigger = trigger
 
     @property

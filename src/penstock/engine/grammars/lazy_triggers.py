@@ -123,7 +123,6 @@ class TriggerWatch:
         return self._since(min(found)) if found else None
 
     def free_run(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the tokens could follow without a trigger."""
         longest = max(map(len, self._texts), default=0)
         text = bytes(self._text[max(len(self._text) - longest + 1, 0) :])
         patterns = [whole.deep_copy() for _, whole in self._patterns if not whole.is_error()]

@@ -125,5 +125,4 @@ class DiskReads:
         return blocks * self._store.layout.record_bytes + self._store.layout.state_bytes
 
     def _compute_seconds(self, first: int, end: int) -> float:
-        """Returns the seconds that it takes to compute a prompt's blocks from `first` to `end`."""
         return self._rates.seconds((end - first) * self._size, first * self._size)

@@ -23,7 +23,6 @@ class Rates(NamedTuple):
     read: float = 0.0  # bytes that are read in a second
 
     def seconds(self, tokens: int, context: int) -> float:
-        """Returns how long it takes to compute `tokens` tokens after `context` others."""
         return tokens * (self.token + self.pair * (context + tokens / 2))
 
 
@@ -57,7 +56,6 @@ class PromptRates:
         self._saved = time.perf_counter()
 
     def seconds(self, tokens: int, context: int) -> float:
-        """Returns how long it takes to compute this many tokens after `context` others."""
         last = self.last if self.last.token else UNMEASURED
         return (self._measured(0.0) if self._prompts.known else last).seconds(tokens, context)
 

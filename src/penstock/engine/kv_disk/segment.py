@@ -54,7 +54,6 @@ class BlockLayout(NamedTuple):
 
     @property
     def record_bytes(self) -> int:
-        """Returns the bytes of a record's contents without a state."""
         return self.groups * self.block_bytes
 
     @property

@@ -140,7 +140,6 @@ class SegmentStore:
         return block is not None and block.record.has(self.layout.groups)
 
     def open(self) -> None:
-        """Reads the tables of all segments, and forgets all blocks known before."""
         with self._lock:
             self._try_lock()
             self._open_segments()

@@ -110,7 +110,6 @@ class HostStagingArea:
             yield StagedCopy(place, self._staging.finish(place), crc)
 
     def _export(self, parts: Sequence[StagedPart]) -> Iterator[StagedCopy]:
-        """Copies blocks from the device, in chunks that stay in a processor's cache."""
         size = self._staging.block_bytes
         for at in range(0, len(parts), self._together):
             some = parts[at : at + self._together]
@@ -233,7 +232,6 @@ class BlockOffers:
         return self._cache.trie.window_starts(count * self._size)
 
     def _wanted(self, nodes: Sequence[PrefixNode], first: int, count: int) -> int:
-        """Returns how many blocks of all layer groups a request needs that begins after `count` blocks."""
         return sum(first + at >= start for start in self._starts(count) for at in range(len(nodes)))
 
     def _stage(

@@ -63,7 +63,6 @@ class PullThreads:
         self._queue.put(pull)
 
     def close(self) -> None:
-        """Ends the threads once they have read what they read now."""
         for _ in self._threads:
             self._queue.put(None)
 
@@ -221,7 +220,6 @@ class BlockPulls:
         self._threads.close()
 
     def _deliver(self, id: int) -> None:
-        """Puts the blocks that were read into the prefix cache, once, and counts them."""
         pull = self._reading.pop(id, None)
         if pull is None:
             return

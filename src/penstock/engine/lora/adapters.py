@@ -64,12 +64,10 @@ class AdapterLease:
 
     @property
     def begun(self) -> bool:
-        """Returns True once its files are being read."""
         return self.reading.begun
 
     @property
     def ready(self) -> bool:
-        """Returns True once it is in its slot or is known to have failed."""
         return self.in_slot or self.error is not None
 
     def wait(self, seconds: float) -> None:

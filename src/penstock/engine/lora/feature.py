@@ -114,7 +114,6 @@ class AdapterControl(NoAdapters):
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
-    """Returns the adapters of the config."""
     memory = config.adapter_memory or available_memory() // SHARE
     if Device.parse(config.device).kind == "cuda":
         memory = config.adapter_memory or max(adapter_memory(config), SPARE)

@@ -178,7 +178,6 @@ class Sampler:
         return self._draws is not None
 
     def draw(self, position: int) -> int:
-        """Returns the 64 random bits that decide the token after `position`."""
         if self._draws is not None:
             return self._draws.at(position + 1 - self._prompt_len)
         return _draw(self.seed, position)
@@ -204,7 +203,6 @@ class PenaltyCounts:
         self._first = self._last = len(request.prompt) if whole else 0
 
     def after(self, tokens: Sequence[int], end: int) -> tuple[Collection[int], dict[int, float]]:
-        """Returns the tokens that were seen before `end`, and the values added to their logits."""
         self._counts.update(tokens[self._last : end])
         self._last = max(self._last, end)
         if self._window >= 0 and (first := max(end - self._window, 0)) > self._first:
