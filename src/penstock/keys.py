@@ -1,4 +1,4 @@
-"""Keeps API keys: a file says who may use a server, and holds only hashes of the keys.
+"""Keeps API keys: a file lists the users of a server, with only hashes of their keys.
 
 A key is 256 random bits, so its plain SHA-256 reveals nothing: an attacker would have to try all keys. A slow hash, as
 for passwords that people choose, would not protect better and would cost time with every request.
@@ -24,7 +24,7 @@ from penstock.errors import ConfigError
 from penstock.service_levels import Targets
 from penstock.system.private_files import make_private_folder
 
-PREFIX = "sk-penstock-"  # by which people and secret scanners recognize a key
+PREFIX = "sk-penstock-"  # marks a key for people and secret scanners
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     requests_per_minute: Most | None = None
     tokens_per_minute: Most | None = None
     concurrent: Most | None = None  # requests at once
-    weight: Weight = 1.0  # of its share of the engine: twice the weight, twice the work
+    weight: Weight = 1.0  # share of the engine: twice the weight, twice the work
     priority: Priority = 0  # the lowest number, which is served first, that its requests may ask for
-    ttft_target_ms: Most | None = None  # of its requests, unless they say otherwise
+    ttft_target_ms: Most | None = None  # default target of its requests
     itl_target_ms: Most | None = None
-    models: tuple[str, ...] = ()  # that it may use; empty: all
+    models: tuple[str, ...] = ()  # allowed models; empty: all
     admin: bool = False  # may pull, create and delete models
     monitor: bool = False  # may read /metrics
 
@@ -98,8 +98,8 @@ def _checked(keys: list[Key]) -> list[Key]:
 
 @contextmanager
 def changing(path: Path) -> Iterator[list[Key]]:
-    """Yields the file's keys, to be changed in place. They are written if the block does not raise, all or none. The
-    draft beside the file keeps others from changing it meanwhile."""
+    """Yields the file's keys, to be changed in place. They are written if the block does not raise, all or none. A
+    draft next to the file locks out other writers meanwhile."""
     path = path.resolve()
     make_private_folder(path.parent)
     draft = path.with_name(f"{path.name}.draft")
@@ -120,7 +120,7 @@ def changing(path: Path) -> Iterator[list[Key]]:
 
 class Keyring:
     """Knows a file's keys: it checks the file with every request and reads it if it has changed. While it cannot be
-    read the keys before it are good, and the log says so."""
+    read, the previous keys stay valid, and the log has a warning."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -15,7 +15,7 @@ class Targets(NamedTuple):
     itl: float | None = None  # from one token of an answer to the next; None: the usual one (core/step_cost.py)
 
     def over(self, others: Targets) -> Targets:
-        """Returns these targets and, where there is none, those of `others`."""
+        """Returns these targets, completed by the targets of `others`."""
         ttft, itl = (other if mine is None else mine for mine, other in zip(self, others, strict=True))
         return Targets(ttft, itl)
 

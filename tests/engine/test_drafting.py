@@ -108,7 +108,7 @@ def test_a_request_that_ends_early_is_not_indexed_further() -> None:
     drafter = shared.open(asked(TEXT))
     shared.close(drafter)
     shared.index()
-    assert not drafter.indexed
+    assert not drafter.texts.indexed
     assert shared.nbytes == 0
 
 
@@ -192,9 +192,9 @@ def test_a_device_leaves_time_to_index_long_prompts() -> None:
     for shared, steps in ((Drafting(), 3), (Drafting((8, 64)), 1)):
         drafter = shared.open(asked(list(range(5000))))
         for step in range(steps):
-            assert not drafter.indexed, step
+            assert not drafter.texts.indexed, step
             shared.index()
-        assert drafter.indexed
+        assert drafter.texts.indexed
 
 
 def test_the_source_that_promises_most_is_taken() -> None:

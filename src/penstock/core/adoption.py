@@ -14,7 +14,7 @@ from penstock.types import Limits
 
 
 class StoredNode(NamedTuple):
-    """Describes a node of a prefix cache, as a BlockWatcher was told of it."""
+    """Describes a node of a prefix cache, as a BlockWatcher saw it."""
 
     number: int  # is higher for nodes that were stored later
     hash: bytes
@@ -25,9 +25,9 @@ class StoredNode(NamedTuple):
 
 
 class StoredTail(NamedTuple):
-    """Describes what a sequence had computed of a block that was not full yet."""
+    """Describes the tokens that a sequence had computed of a block that was not full yet."""
 
-    parent: bytes  # as that of a node
+    parent: bytes  # as in StoredNode
     first: bool
     tokens: tuple[int, ...]
     blocks: list[int]
@@ -50,7 +50,7 @@ def adopt(
 ) -> int:
     """Puts nodes into the prefix cache, as idle ones, and returns how many blocks they have. Those that were stored
     first are evicted first. A node is left out if it lacks a block, if its hash is not that of its tokens, or if the
-    one above it is left out. Tails and states of what is adopted are kept. To be called before the cache is used."""
+    one above it is left out. Tails and states behind adopted nodes are kept. Call it before the cache is used."""
     nodes: dict[bytes, PrefixNode] = {}
     adopted: list[StoredNode] = []
     used: set[int] = set()
@@ -79,7 +79,6 @@ def adopt(
 def _sound_tails(
     tails: Iterable[StoredTail], nodes: dict[bytes, PrefixNode], limits: Limits, used: set[int]
 ) -> Iterator[Tail]:
-    """Yields the tails that can be reused as they are described, behind nodes that were adopted."""
     for tail in tails:
         parent: Parent | None = tail.parent if tail.first else nodes.get(tail.parent)
         if parent is not None and 0 < len(tail.tokens) < limits.block_size and _are_free(tail.blocks, limits, used):
@@ -110,7 +109,6 @@ def _is_sound(found: StoredNode, limits: Limits, used: set[int]) -> bool:
 
 
 def _are_free(blocks: list[int], limits: Limits, used: set[int]) -> bool:
-    """Returns whether all of these are blocks of the KV cache, and different ones that are not `used`."""
     return len({*blocks} - used) == len(blocks) and min(blocks) >= 0 and max(blocks) < limits.num_blocks
 
 

@@ -1,4 +1,4 @@
-"""Tells watchers what enters and leaves the prefix cache, and records it for whoever routes requests by prefix."""
+"""Announces blocks that enter and leave the prefix cache, and records them for routers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from penstock.types import BlockEvent, BlockRemoved, BlockSnapshot, BlockStored
 
 
 class BlockWatcher(Protocol):
-    """Is told what happens to the nodes of the prefix cache. Their chain hashes are known then."""
+    """Follows the nodes of the prefix cache. Their chain hashes are known when it is called."""
 
     def stored(self, node: PrefixNode, parent: bytes) -> None:
-        """Takes note of a node that entered the prefix cache below the chain hash `parent`. Its KV is computed."""
+        """A node entered the prefix cache below the chain hash `parent`. Its KV is computed."""
 
     def changed(self, node: PrefixNode) -> None:
-        """Takes note of a node that lost blocks of windowed layer groups, or has them again."""
+        """A node lost blocks of windowed layer groups, or has them again."""
 
     def removed(self, node: PrefixNode) -> None:
-        """Takes note of a node that left the prefix cache. Its blocks may be written to from the next step on."""
+        """A node left the prefix cache. Its blocks may be overwritten from the next step on."""
 
     def freed(self, block: int) -> None:
-        """Takes note of a block that a sequence had for itself, or whose tail is forgotten: it may be written to."""
+        """A private block of a sequence was freed, or a tail was dropped: the block may be overwritten."""
 
     def state_saved(self, node: PrefixNode, place: int) -> None:
-        """Takes note that a place on the device has the recurrent state at the end of a node, once the plan being made
-        is carried out. The node's chain hash may come later."""
+        """The recurrent state at the end of a node is saved in a place of the device, once the current plan is carried
+        out. The node's chain hash may come later."""
 
     def state_lost(self, place: int) -> None:
-        """Takes note that a place of a saved state may be written to from the next step on."""
+        """A place of a saved state may be overwritten from the next step on."""
 
 
 class Watchers:
@@ -40,11 +40,7 @@ class Watchers:
         self._watchers = tuple(watchers)
         self._arriving: list[PrefixNode] = []  # nodes that were or will be copied in since the last announcement
 
-    def __bool__(self) -> bool:
-        return bool(self._watchers)
-
     def stored(self, node: PrefixNode) -> None:
-        """Announces a node that has entered the prefix cache."""
         if not self._watchers:
             return
         assert node.parent is not None
@@ -70,7 +66,6 @@ class Watchers:
         self._arriving.clear()
 
     def drop_arrivals(self) -> None:
-        """Forgets the arriving nodes that no sequence holds."""
         self._arriving = [node for node in self._arriving if node.holders]
 
     def changed(self, node: PrefixNode) -> None:
@@ -78,7 +73,6 @@ class Watchers:
             watcher.changed(node)
 
     def removed(self, node: PrefixNode) -> None:
-        """Announces that a node leaves the device or, without full layer groups, the trie."""
         if node.stored:
             node.stored = False
             for watcher in self._watchers:
@@ -106,7 +100,6 @@ class BlockEvents:
         self._events: list[BlockEvent] = []
 
     def stored(self, node: PrefixNode, parent: bytes) -> None:
-        """Records that a block entered the prefix cache."""
         self._events.append(BlockStored(self._number, self.epoch, node.hash, parent, node.tokens))
         self._number += 1
 
@@ -114,7 +107,6 @@ class BlockEvents:
         """Records nothing: a block stays in the prefix cache without its windows."""
 
     def removed(self, node: PrefixNode) -> None:
-        """Records that a block left the prefix cache."""
         self._events.append(BlockRemoved(self._number, self.epoch, node.hash))
         self._number += 1
 
@@ -122,13 +114,12 @@ class BlockEvents:
         """Records nothing: the block was not in the prefix cache."""
 
     def state_saved(self, node: PrefixNode, place: int) -> None:
-        """Records nothing: states are told to nobody."""
+        """Records nothing: routers do not use states."""
 
     def state_lost(self, place: int) -> None:
-        """Records nothing: states are told to nobody."""
+        """Records nothing: routers do not use states."""
 
     def take(self) -> list[BlockEvent]:
-        """Returns the events since the last call."""
         events, self._events = self._events, []
         return events
 

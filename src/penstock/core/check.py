@@ -62,8 +62,7 @@ def _check_trie(scheduler: Scheduler) -> None:
 
 
 def _check_children_go_first(queue: list[PrefixNode]) -> None:
-    """Checks a queue of one tier. The children of a node that are not in it are on the host alone, and their own queue
-    is another."""
+    """Checks a queue of one tier. Children that are not in the queue are on the host only, in another queue."""
     order = {node: index for index, node in enumerate(queue)}
     for node in queue:
         for child in node.children.values():

@@ -1,4 +1,4 @@
-"""Counts what a scheduler has done so far."""
+"""Counts tokens and preemptions of a scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class Counters:
         self._reused = Counter[str]()  # tokens by tier
 
     def admit(self, seq: Sequence, now: float) -> None:
-        """Counts the prompt of a sequence that starts for the first time."""
         seq.times.admitted = now
         seq.times.cached = min(seq.computed, seq.prompt_len)
         self.prompt_tokens += seq.prompt_len
@@ -29,7 +28,6 @@ class Counters:
         self._reused.update(dict(seq.times.reused))
 
     def stats(self, cache: KvCache, steps: int, running: int, tenants: Tenants) -> Stats:
-        """Returns how many sequences and blocks there are, and what was counted so far."""
         cached, free = cache.trie.idle_blocks, len(cache.pool)
         return Stats(
             running=running,

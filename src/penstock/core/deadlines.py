@@ -1,5 +1,5 @@
-"""Ends sequences that cannot meet their deadline, or have not begun by then, and lets those that miss a target go after
-those that can keep theirs.
+"""Ends sequences that cannot meet their deadline, or have not begun by then, and moves those that miss a target behind
+those that can meet theirs.
 
 Everything here is pure: it has no clock.
 """
@@ -41,8 +41,7 @@ class SequenceQueue(Protocol):
 
 
 def expire(queue: SequenceQueue) -> list[Event]:
-    """Ends the sequences that have never run, here or elsewhere, and whose deadline is past; returns their failures.
-    What has begun goes on."""
+    """Ends sequences that have never run, in any engine, and whose deadline has passed; returns their failures."""
     deadlines, failed = queue.tenants.deadlines, list[Event]()
     while deadlines and deadlines[0][0] <= queue.now:
         _, id = heappop(deadlines)
@@ -57,16 +56,15 @@ def expire(queue: SequenceQueue) -> list[Event]:
 
 
 def refuse_hopeless(scheduler: Scheduler, costs: CostModel) -> list[Event]:
-    """Ends sequences that have never run and cannot have their first token by their deadline, even if they start now
-    and alone; returns their failures. Those that only miss a target are put behind those of their line that can keep
-    theirs: nobody else is hurt if they come late."""
+    """Ends sequences that have never run and would miss their deadline even if they started now, with no others;
+    returns their failures. Sequences that only miss a target move behind those of their line that can meet theirs."""
     failed = list[Event]()
     for tenant in scheduler.tenants.in_line() if costs.known else ():
         in_place = 0
         for seq in list(tenant.line):
             to_deadline = _to_deadline(seq, scheduler.now)
             left = min(seq.standing.due - scheduler.now, to_deadline)
-            fresh = left < inf and len(seq.tokens) == seq.prompt_len  # what was begun elsewhere goes on
+            fresh = left < inf and len(seq.tokens) == seq.prompt_len  # requests begun in another engine continue
             seconds = _seconds_alone(seq, left, scheduler, costs) if fresh else left
             if seconds > to_deadline and not seq.begun:
                 failed.append(_refused(seq, seconds, max(to_deadline, 0.0)))
@@ -83,8 +81,8 @@ def _to_deadline(seq: Sequence, now: float) -> float:
 
 
 def _seconds_alone(seq: Sequence, left: float, scheduler: Scheduler, costs: CostModel) -> float:
-    """Returns how long a sequence's prompt takes in a step of its own. What is cached takes no time; it is looked up
-    if the prompt would take longer than is left."""
+    """Returns how long a sequence's prompt takes in a step of its own. Cached tokens take no time; they are looked up
+    only if the prompt would take longer than is `left`."""
     seconds = costs.prompt_seconds(seq.end)
     if seconds <= left:
         return seconds

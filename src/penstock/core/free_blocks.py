@@ -22,36 +22,29 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
 
     def __len__(self) -> int:
-        """Returns how many blocks are free."""
         return len(self._free)
 
     def take(self) -> int:
-        """Removes a free block from the pool and returns it."""
         return self._free.pop()
 
     def upcoming(self, count: int) -> list[int]:
-        """Returns the blocks that are handed out next, as many as there are of `count`."""
         return self._free[: -count - 1 : -1]
 
     def remove(self, blocks: Set[int]) -> None:
-        """Removes these blocks from the pool."""
         self._free = [block for block in self._free if block not in blocks]
 
     def defer(self, blocks: Set[int]) -> None:
-        """Lets free blocks be taken after all others."""
+        """Moves free blocks to the end of the queue."""
         self._free = [*blocks, *(block for block in self._free if block not in blocks)]
 
     def take_these(self, blocks: Iterable[int]) -> None:
-        """Removes free blocks that were deferred."""
         for block in blocks:
             self._free.remove(block)
 
     def give(self, block: int) -> None:
-        """Returns a block to the pool."""
         self._free.append(block)
 
     def snapshot(self) -> frozenset[int]:
-        """Returns the blocks that are free now."""
         return frozenset(self._free)
 
 
@@ -67,7 +60,6 @@ class Tail(NamedTuple):
 
     @property
     def start(self) -> tuple[Parent, int]:
-        """Returns what streams that can continue it have in common."""
         return self.parent, self.tokens[0]
 
 
@@ -80,15 +72,12 @@ class Tails:
 
     @property
     def blocks(self) -> frozenset[int]:
-        """Returns the blocks of all tails."""
         return frozenset(self._by_block)
 
     def __len__(self) -> int:
-        """Returns how many blocks there are."""
         return len(self._by_block)
 
     def add(self, tail: Tail) -> None:
-        """Takes note of a tail, whose blocks are free and those of no other."""
         self._by_start[tail.start].append(tail)
         self._by_block.update(dict.fromkeys(tail.blocks, tail))
 
@@ -100,11 +89,9 @@ class Tails:
         return max(shared, key=lambda each: each[0], default=(0, None))
 
     def holding(self, block: int) -> Tail | None:
-        """Returns the tail that a block holds a part of."""
         return self._by_block.get(block)
 
     def remove(self, tail: Tail) -> None:
-        """Forgets a tail."""
         for block in tail.blocks:
             del self._by_block[block]
         left = self._by_start[tail.start]
@@ -114,5 +101,4 @@ class Tails:
 
 
 def _shared(some: Sequence[int], others: Sequence[int]) -> int:
-    """Returns how many tokens two streams have in common at their beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False)))

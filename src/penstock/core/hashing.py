@@ -16,7 +16,6 @@ Chain = Callable[[str, Sequence[int], int], list[bytes]]
 
 
 def root(salt: str) -> bytes:
-    """Returns the hash that a chain with this salt begins at."""
     return blake2b(salt.encode(), digest_size=SIZE).digest()
 
 

@@ -1,7 +1,7 @@
 """Keeps the host tier of saved recurrent states: places in host memory that hold states which have left the device.
 
-A state is where it is whatever its block does: a state on the device may belong to a block on the host, and the other
-way round. What is on both tiers gives its place in host memory up first.
+A state moves independently of its block: a state on the device may belong to a block on the host, and vice versa.
+States on both tiers lose their place in host memory first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from penstock.types import BlockCopy
 
 
 class HostStates:
-    """Knows which of `places` places hold the states of which nodes, and collects the copies of the next plan. `pays`
-    says whether a node's state is worth its copies."""
+    """Maps nodes to places of their states, and collects the copies of the next plan. `pays` decides whether a node's
+    state is worth its copies."""
 
     def __init__(self, places: int, pays: Callable[[PrefixNode], bool]) -> None:
         self.total = places
@@ -27,17 +27,15 @@ class HostStates:
         self._only: OrderedDict[PrefixNode, int] = OrderedDict()  # it does not; the least recently used comes first
 
     def __contains__(self, node: PrefixNode) -> bool:
-        """Returns whether a node's state is here."""
         return node in self._only or node in self._spare
 
     def place(self, node: PrefixNode) -> int:
         """Returns the place of a node's state; -1 if it is not here."""
         return self._only.get(node, self._spare.get(node, -1))
 
-    # -- what leaves the device and comes back -------------------------------------------------------------------
+    # -- copies out and in ----------------------------------------------------------------------------------------
 
     def keep(self, node: PrefixNode, state: int) -> None:
-        """Takes over a state that leaves its place on the device, if that pays and there is room."""
         if node in self._spare:
             self._only[node] = self._spare.pop(node)
         elif self.total and self._pays(node) and (place := self._take()) is not None:
@@ -49,23 +47,21 @@ class HostStates:
         return self._only.pop(node)
 
     def load(self, node: PrefixNode, place: int, state: int) -> None:
-        """Has a pinned state copied to a place on the device."""
         self.copies.append(BlockCopy(state, place, "in"))
         self._spare[node] = place
 
     def try_copies(self, state: int) -> None:
-        """Has a state of the device, which nobody writes, copied out and in again as it is."""
+        """Copies an unused state of the device out and back, to measure the time."""
         if (place := self.reserve()) >= 0:
             self.copies += [BlockCopy(state, place, "out"), BlockCopy(state, place, "in")]
             self.give_back([place])
 
     def duplicated(self, node: PrefixNode) -> None:
-        """Takes note that the device has computed a state again that was here alone, if it was."""
+        """Moves a state to the spare ones: the device has computed it again."""
         if node in self._only:
             self._spare[node] = self._only.pop(node)
 
     def forget(self, node: PrefixNode) -> None:
-        """Frees the place of a node's state, if it has one."""
         for queue in (self._spare, self._only):
             if node in queue:
                 self._free.append(queue.pop(node))
@@ -73,7 +69,7 @@ class HostStates:
     # -- places --------------------------------------------------------------------------------------------------
 
     def reserve(self) -> int:
-        """Takes a place out for whoever fills it by other means; returns -1 if there is none to be had."""
+        """Takes a place that the caller fills itself; returns -1 if there is none."""
         place = self._take()
         if place is None:
             return -1
@@ -81,26 +77,21 @@ class HostStates:
         return place
 
     def give_back(self, places: Iterable[int]) -> None:
-        """Takes reserved places back."""
         for place in places:
             self.reserved.remove(place)
             self._free.append(place)
 
     def fill(self, node: PrefixNode, place: int) -> None:
-        """Lets a reserved place be that of a state that is nowhere else."""
         self.reserved.remove(place)
         self._only[node] = place
 
     def kept(self) -> dict[PrefixNode, int]:
-        """Returns the place of each state."""
         return {**self._spare, **self._only}
 
     def only(self) -> set[PrefixNode]:
-        """Returns the nodes whose state the device does not have."""
         return set(self._only)
 
     def free(self) -> list[int]:
-        """Returns the places that hold nothing."""
         return list(self._free)
 
     def _take(self) -> int | None:

@@ -28,17 +28,14 @@ class BlocksInFlight:
             self.computing.setdefault(hash, seq.id)
 
     def withdraw(self, seq: Sequence) -> None:
-        """Removes the blocks that a sequence will not publish."""
         for hash in seq.blocks.hashes[len(seq.blocks.nodes) :]:
             self.publish(seq, hash)
 
     def publish(self, seq: Sequence, hash: bytes) -> None:
-        """Removes a block that the prefix cache has now."""
         if self.computing.get(hash) == seq.id:
             del self.computing[hash]
 
     def awaited(self, seq: Sequence, matched: int, sequences: Mapping[int, Sequence]) -> bytes | None:
-        """Returns the hash of a block that another sequence is just computing and that is worth waiting for."""
         if not seq.reuses_prefix:
             return None
         self.hash_prompt(seq)
@@ -48,7 +45,6 @@ class BlocksInFlight:
         return self._saving.awaited(ahead, matched, sequences[self.computing[ahead[0]]], self.computing)
 
     def must_wait(self, seq: Sequence) -> bool:
-        """Returns whether a token of a waiting sequence, or a block that it can reuse, is still in flight."""
         return seq.end > len(seq.tokens) or seq.blocks.awaited in self.computing
 
     def divergence(self, seq: Sequence, others: Iterable[Sequence]) -> int:

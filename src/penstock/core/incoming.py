@@ -18,10 +18,10 @@ def attach(
     tier: str = DISK,
     state: int = -1,
 ) -> int:
-    """Puts blocks of a prompt into the prefix cache that someone has written to reserved places (HostTier.reserve):
-    its block `first` and those after it, of each a place for every layer group (-1: none, of windowed groups).
-    Blocks before the first must be known. The last one may come with the place of the `state` at its end. Places
-    that are not used are given back; returns how many blocks are used."""
+    """Puts blocks of a prompt, from block `first` on, into the prefix cache. Their KV is in reserved `places`
+    (HostTier.reserve), one for each layer group (-1: none, for windowed groups). Blocks before the first must be known.
+    `state` is the place of the state at the last block's end. Unused places are freed; returns the number of blocks
+    that are used."""
     chain, end = cache.trie.match(salt, tokens, first), first + len(places)
     if len(chain) < first or not places:
         cache.host.give_back(place for each in places for place in each if place >= 0)
@@ -41,10 +41,10 @@ def take_in(
     wanted: Sequence[Sequence[bool]],
     fill: Callable[[list[list[int]]], int],
 ) -> int:
-    """Puts blocks of a prompt into the prefix cache that someone writes to blocks of the device: its block `first`
-    and those after it, of each one for every layer group that is `wanted`. `fill` is given them (-1: not wanted)
-    and returns how many of the prompt's blocks, from the first on, are right now. Returns how many are used: none
-    if those before are not on the device, if one has come meanwhile, or if there is no room."""
+    """Puts blocks of a prompt, from block `first` on, into the prefix cache: for each, a block of the device for every
+    `wanted` layer group. `fill` writes to these blocks (-1: not wanted) and returns how many of the prompt's blocks are
+    valid. Returns the number of blocks that are used: 0 if the blocks before `first` are not on the device, if one of
+    them has come meanwhile, or if there is no room."""
     chain = cache.trie.match(salt, tokens, first + len(wanted))
     if len(chain) != first or not all(map(cache.trie.on_device, chain)):
         return 0

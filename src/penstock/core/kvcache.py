@@ -36,12 +36,12 @@ class LayerGroups:
             for group, window in enumerate(limits.windows)
             if window
         )  # groups, with the most blocks that a sequence holds at once
-        self.window_blocks = max(-(-(window - 1) // size) for window in limits.windows)  # that a prefix needs
+        self.window_blocks = max(-(-(window - 1) // size) for window in limits.windows)  # blocks that a prefix needs
         self._full = len(limits.windows) - len(self.windowed)
 
     def left_to_take(self, end: int, entries: int, starts: list[int]) -> int:
-        """Returns how many blocks it takes to reach `end` positions with so many entries in each block table. Within a
-        window, blocks behind it are let go meanwhile."""
+        """Returns how many more blocks reach `end` positions, with `entries` in each block table. Blocks behind a
+        window are freed meanwhile."""
         missing = max(-(-end // self._block_size) - entries, 0)  # a draft may have reached beyond the end
         taken = missing * self._full
         for group, most in self.windowed:
@@ -50,9 +50,8 @@ class LayerGroups:
 
 
 class KvCache:
-    """Gives blocks to sequences, publishes the full ones and takes them back. `chain` computes chain hashes;
-    `watchers` are told what enters and leaves the prefix cache, and `costs` decide whether copying blocks to and from
-    host memory pays."""
+    """Gives blocks to sequences, publishes the full ones and takes them back. `chain` computes chain hashes; `watchers`
+    follow the prefix cache, and `costs` decide whether copying blocks to and from host memory pays."""
 
     def __init__(
         self,
@@ -81,11 +80,9 @@ class KvCache:
 
     @property
     def available(self) -> int:
-        """Returns how many blocks could be had now."""
         return len(self.pool) + self.trie.idle_blocks
 
     def blocks_for(self, positions: int) -> int:
-        """Returns how many blocks of one layer group cover this many positions."""
         return -(-positions // self.block_size)
 
     # -- blocks of a sequence -----------------------------------------------------------------------------------
@@ -155,7 +152,7 @@ class KvCache:
         return replaced
 
     def release(self, seq: Sequence) -> None:
-        """Takes everything back from a sequence; what it published stays in the trie until evicted."""
+        """Takes all blocks from a sequence; published blocks stay in the trie until evicted."""
         blocks = seq.blocks
         self.trie.drop(blocks.nodes, blocks.window_starts)
         for table, start in zip(blocks.tables, blocks.window_starts, strict=True):
@@ -166,7 +163,7 @@ class KvCache:
         blocks.nodes, blocks.tables, blocks.window_starts, blocks.capacity = [], [], [], 0
 
     def isolate(self, seq: Sequence) -> None:
-        """Lets a running sequence keep its blocks and share none that it computes from now on."""
+        """Stops a running sequence from sharing the blocks that it computes from now on."""
         self.in_flight.withdraw(seq)
         self.saving.leave(seq)
         seq.blocks.prefix_cache = False
@@ -192,7 +189,6 @@ class KvCache:
         return block
 
     def give(self, block: int) -> None:
-        """Takes a block back that a sequence had for itself."""
         self.pool.give(block)
         self.watchers.freed(block)
 
@@ -217,7 +213,6 @@ class KvCache:
         return replaced
 
     def _replace(self, seq: Sequence, index: int, mine: list[int], node: PrefixNode) -> list[TableUpdate]:
-        """Frees a sequence's own blocks that a node already had."""
         replaced = []
         for group, (own, shared) in enumerate(zip(mine, node.blocks, strict=True)):
             if own != shared:
@@ -227,7 +222,7 @@ class KvCache:
         return replaced
 
     def _let_go_behind(self, seq: Sequence) -> None:
-        """Lets go of blocks that no later row reads: rows in flight begin where the committed one ended."""
+        """Frees blocks that no later row reads: rows in flight begin where the committed row ended."""
         blocks = seq.blocks
         starts = self.trie.window_starts(seq.computed)
         for group, _ in self._layers.windowed:
@@ -243,7 +238,7 @@ class KvCache:
     # -- tails --------------------------------------------------------------------------------------------------
 
     def keep_tails(self, tails: Iterable[Tail]) -> None:
-        """Lets sequences that have such tokens next begin with them. The blocks are free, and are taken last."""
+        """Keeps tails for sequences that continue them. Their blocks are free, and are taken last."""
         for tail in tails:
             self.tails.add(tail)
         self.pool.defer(self.tails.blocks)
@@ -267,7 +262,6 @@ class KvCache:
         return shared
 
     def _forget_tail(self, block: int) -> None:
-        """Forgets the tail that a block holds, if any."""
         if (tail := self.tails.holding(block)) is not None:
             self.tails.remove(tail)
             for each in tail.blocks:
@@ -276,12 +270,10 @@ class KvCache:
     # -- the host -----------------------------------------------------------------------------------------------
 
     def open_step(self) -> None:
-        """Begins to plan a step."""
         self.states.open_step()
         self.watchers.announce_arrivals()
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Returns the copies that the plan being made is to carry out, in order."""
         if self.host.total and self._costs.trial_due():
             idle = (entry for entry in self.trie.idle if isinstance(entry, PrefixNode))
             unused = chained((block for node in idle for block in node.blocks), self.pool.upcoming(CopyCosts.TRIED))
@@ -291,7 +283,6 @@ class KvCache:
         return copies
 
     def _pays(self, node: PrefixNode, blocks: int) -> bool:
-        """Returns whether so many blocks of a node that leaves the device may be worth their copies."""
         context = node.depth * self.block_size
         if not self.states.needs_block(node):
             return False
@@ -305,7 +296,7 @@ class KvCache:
         return self._costs.may_pay_to_keep((node.depth + 1) * self.block_size, 0, 0, states=1)
 
     def _load(self, absent: list[Idle]) -> None:
-        """Has blocks copied in. All are pinned first: what makes room for one must not take another's places."""
+        """Copies blocks in. All are pinned first, so that making room for one does not take another's places."""
         for entry in absent:
             self.host.pin(entry)
         for entry in absent:

@@ -1,6 +1,6 @@
-"""Learns how long answers get, and how likely one is to go on after the tokens that it has.
+"""Learns how long answers get, and how likely an answer continues after the tokens that it has.
 
-The model is a piecewise constant hazard: in each range of lengths, so many answers ended among so many tokens that were
+The model is a piecewise constant hazard: each range of lengths counts the answers that ended and the tokens that were
 generated there. An answer that reached its `max_tokens` was cut off: its tokens count, its end does not. So answers
 with different limits teach one curve, and the limit of a new answer cuts that curve off. Every answer that ends lowers
 the weight of all before it.
@@ -19,9 +19,9 @@ from math import exp
 
 from penstock.core.sequence import Sequence
 
-BOUNDS = sorted({round(2 ** (half / 2)) for half in range(2, 48)} | {0})  # of the ranges: two for each doubling
+BOUNDS = sorted({round(2 ** (half / 2)) for half in range(2, 48)} | {0})  # of the ranges, two for each doubling
 WIDTHS = [end - start for start, end in pairwise(BOUNDS)]
-KEEP = 0.995  # of the weight of earlier answers, with each that ends: the last few hundred count
+KEEP = 0.995  # decay with each answer: the last few hundred count
 FEW_TOKENS = 512  # who allows no more than these mostly gets them all
 ASSUMED_MEAN = 512.0  # tokens of an answer while nothing is known; in public traces of conversations it is 210 to 370
 ASSUMED_FULL = 2048.0  # the same of those that may have few
@@ -46,13 +46,11 @@ class LengthCurve:
         self._hazard: list[float] = []  # summed up to each bound; empty: to be summed again
 
     def observe(self, start: int, length: int) -> None:
-        """Learns that an answer of `start` tokens went on to `length`."""
         for at in range(_range_of(start + 1), _range_of(length) + 1):
             self._tokens[at] += max(min(length, BOUNDS[at + 1]) - max(start, BOUNDS[at]), 0)
         self._hazard = []
 
     def end(self, length: int, *, cut_off: bool) -> None:
-        """Learns that an answer of so many tokens came to its end, or was cut off."""
         self._tokens = [KEEP * tokens for tokens in self._tokens]
         self._ends = [KEEP * ends for ends in self._ends]
         self._ends[_range_of(length)] += not cut_off
@@ -60,14 +58,12 @@ class LengthCurve:
         self.seen += 1
 
     def survival(self, length: int, more: Line[int]) -> list[float]:
-        """Returns the probabilities that an answer of `length` tokens gets so many more, for each of `more`."""
         if not self._hazard:
             self._hazard = list(self._summed())
         reached = self._up_to(length)
         return [exp(reached - self._up_to(length + each)) for each in more]
 
     def _summed(self) -> Iterator[float]:
-        """Yields the summed hazard at each bound."""
         total = 0.0
         yield total
         for tokens, ends, width in zip(self._tokens, self._ends, WIDTHS, strict=True):
@@ -76,7 +72,6 @@ class LengthCurve:
             yield total
 
     def _up_to(self, length: int) -> float:
-        """Returns the summed hazard up to a length."""
         at = _range_of(length)
         before, after = self._hazard[at], self._hazard[at + 1]
         return before + (after - before) * (length - BOUNDS[at]) / WIDTHS[at]
@@ -100,7 +95,7 @@ class AnswerLengths:
             curve.observe(start, length)
 
     def end(self, seq: Sequence) -> None:
-        """Learns from a sequence that has ended. Who ended it does not matter: its blocks are free."""
+        """Learns from a sequence that has ended, for any reason: its blocks are free."""
         length = len(seq.tokens) - seq.prompt_len
         if length:
             self.follow(seq)
@@ -110,15 +105,15 @@ class AnswerLengths:
         self._learned.pop(seq.id, None)
 
     def survival(self, seq: Sequence, more: Line[int]) -> list[float]:
-        """Returns the probabilities that a sequence gets so many more tokens, for each of `more`. It never gets more
-        than its limit leaves."""
+        """Returns the probability that a sequence gets this many more tokens, for each of `more`: 0 beyond its
+        limit."""
         own, every = self._of(seq)
         chances = (own if own.seen >= ENOUGH else every).survival(len(seq.tokens) - seq.prompt_len, more)
         left = seq.max_len - len(seq.tokens)
         return [chance if each <= left else 0.0 for chance, each in zip(chances, more, strict=True)]
 
     def _of(self, seq: Sequence) -> list[LengthCurve]:
-        """Returns the curve of a sequence's own kind and that of all tenants. Sizes are told apart by factors of 4."""
+        """Returns the curve of a sequence's own kind and the curve of all tenants. Sizes differ by factors of 4."""
         most = seq.max_len - seq.prompt_len
         size = max(most - 1, 0).bit_length() // 2
         found = []
@@ -132,5 +127,4 @@ class AnswerLengths:
 
 
 def _range_of(length: int) -> int:
-    """Returns the range that token number `length` of an answer is in."""
     return bisect_left(BOUNDS, length, lo=1, hi=len(WIDTHS)) - 1

@@ -1,9 +1,9 @@
 """Forecasts how many blocks running sequences will hold, so that none starts that would soon cost another its blocks.
 
-Sequences grow and end at different times. What they hold together is forecast for several times from now, in steps: of
-each sequence, the blocks of all layer groups at its length then, times the probability that it still runs. More of them
-may go on than expected: so many standard deviations of that sum are kept free as well. How many is learned from what
-preemptions cost.
+Sequences grow and end at different times. Their total is forecast for several times from now, in steps: for each
+sequence, the blocks of all layer groups at its length then, times the probability that it still runs. More of them may
+continue than expected, so some standard deviations of that sum are kept free as well; the number is learned from the
+cost of preemptions.
 
 Everything here is pure: it has no clock.
 """
@@ -21,7 +21,7 @@ from penstock.core.sequence import Sequence
 from penstock.types import Limits
 
 DEVIATIONS = 1.5  # standard deviations that are kept free at first
-BOUNDS = (-1.0, 3.0)  # of those
+BOUNDS = (-1.0, 3.0)  # of the deviations
 ACCEPTED = 0.02  # share of computed tokens that may be computed again: with none, memory would lie idle
 FINER = 2**0.25  # times as far as one time of the forecast is the next
 
@@ -29,7 +29,7 @@ FINER = 2**0.25  # times as far as one time of the forecast is the next
 class Growth(NamedTuple):
     """Forecasts how many blocks more than now a sequence holds, at each time of the forecast."""
 
-    capacity: int  # of the sequence when this was forecast
+    capacity: int  # the sequence's capacity at that time
     expected: list[float]
     variance: list[float]
 
@@ -72,15 +72,15 @@ class MemoryForecast:
         self.deviations = min(max(self.deviations + again - ACCEPTED, BOUNDS[0]), BOUNDS[1])
 
     def blocks(self, positions: int) -> int:
-        """Returns how many blocks of all layer groups a sequence of so many positions holds. Blocks behind a window are
-        let go whenever another block is full."""
+        """Returns how many blocks of all layer groups a sequence of `positions` positions holds. Blocks behind a window
+        are freed whenever another block is full."""
         full, size = positions // self._size * self._size, self._size
         hidden = sum(max(full - window + 1, 0) // size for window in self._windows if window)
         return len(self._windows) * -(-positions // size) - hidden
 
     def _growth(self, seq: Sequence, shared: int, own: int) -> Growth:
-        """Returns the growth of a sequence that holds `own` blocks alone and shares others. It counts as long as at the
-        end of a period if it runs at its start."""
+        """Returns the growth of a sequence that holds `own` private blocks and shares others. If it runs at the start
+        of a period, it counts with its length at the end."""
         expected, variance = [], []
         chances = self._lengths.survival(seq, self._starts)
         for (_, end), chance in zip(self._periods, chances, strict=True):
@@ -91,16 +91,14 @@ class MemoryForecast:
 
 
 def held_blocks(seq: Sequence) -> int:
-    """Returns how many blocks a running sequence holds."""
     return sum(map(len, seq.blocks.tables)) - sum(seq.blocks.window_starts)
 
 
 def shared_nodes(seq: Sequence) -> int:
-    """Returns how many of a sequence's nodes others hold too. Whoever holds a node holds its parents."""
+    """Returns how many of a sequence's nodes others hold too. A sequence that holds a node holds its parents."""
     return bisect_left(seq.blocks.nodes, True, key=lambda node: node.holders == 1)
 
 
 def shared_blocks(seq: Sequence) -> int:
-    """Returns how many of a sequence's blocks others hold too."""
     nodes = shared_nodes(seq)
     return sum(max(nodes - start, 0) for start in seq.blocks.window_starts)

@@ -20,8 +20,8 @@ from penstock.types import PROMPT_PATIENCE, Limits, Row, prefill_budget
 
 OVERCOMMIT = 0.5  # share of host memory's blocks that sequences may need beyond the device's: copies cost little
 CAUTIOUS = 32  # tokens of prompts in a step with a target before the cost of steps is known
-LEAST = 8  # tokens of the first prompt in a step, whatever it costs: a cost that was learned wrong is learned again
-FEW_STEPS = 16  # that a long prompt is computed in beside answers without a stated target, as far as the usual allows
+LEAST = 8  # tokens of the first prompt in a step at any cost, so that a wrong cost is corrected
+FEW_STEPS = 16  # most steps of a long prompt while answers without a target run
 ROUND = 128  # tokens of which such a step has a multiple, because devices pad it to one
 
 
@@ -29,7 +29,7 @@ class ServingLoad(NamedTuple):
     """Counts who is being served when a waiting sequence asks to start."""
 
     running: int
-    background: int  # of those running: requests that may wait
+    background: int  # running requests that may wait
     foreground: int  # requests that may not, running and waiting
 
 
@@ -37,21 +37,21 @@ class Room(NamedTuple):
     """Counts the blocks that a waiting sequence would find."""
 
     available: int
-    needed: int  # for the tokens that the sequence already has
+    needed: int  # blocks of the sequence's known tokens
     reserved: int  # still to be taken for the tokens that running sequences already have
     groups: int  # blocks that a sequence takes when it grows: one for each layer group
     reach: int = 0  # positions that running sequences have at most in the end, all together
 
 
 class StepBudget:
-    """Is what a step may still compute: so many tokens and, if there is a target for its time, so many seconds of
-    prompts by what they are known to cost."""
+    """Counts what a step may still compute: tokens and, if its time has a target, seconds of prompts by their learned
+    cost."""
 
     __slots__ = ("_cost", "_least", "_seconds", "hurried", "reserved", "tokens")
 
     def __init__(self, tokens: int, seconds: float = 0.0, cost: PromptCost | None = None) -> None:
         self.tokens = tokens
-        self.hurried = False  # a tenant's first prompt is in it, beside others: those can wait a step
+        self.hurried = False  # it has a tenant's first prompt: others can wait a step
         self.reserved = 0  # blocks: see Room
         self._seconds = seconds
         self._cost = cost
@@ -71,11 +71,10 @@ class StepBudget:
         return most
 
     def spend(self, count: int) -> None:
-        """Takes off what an answer's row computes."""
         self.tokens -= count
 
     def spend_on_prompt(self, row: Row) -> None:
-        """Takes off what a prompt's row computes. When the time is used up, nothing is left."""
+        """Subtracts a prompt's row. When the time is used up, no tokens are left."""
         self.tokens -= row.count
         self._least = 1
         if self._cost is not None:
@@ -88,40 +87,38 @@ class Policy(Protocol):
     """Is asked by the scheduler whenever there is a choice."""
 
     def rank(self, seq: Sequence, computed: int) -> float:
-        """Returns by what a sequence that arrives, and of whose prompt so many tokens are computed, goes before others
-        or after them where nothing else decides."""
+        """Returns the rank of an arriving sequence with `computed` cached prompt tokens. The least rank goes first
+        where nothing else decides."""
 
     def order(self, seq: Sequence) -> Any:
-        """Returns what running sequences, and those in one tenant's line, are sorted by: they keep their memory in
-        this order. It is always the same for a sequence."""
+        """Returns the sort key of running sequences, and of waiting ones in one tenant's line: they keep their memory
+        in this order. The key of a sequence never changes."""
 
     def turn(self, seq: Sequence) -> Any:
-        """Returns what sequences of different tenants are compared by: whose prompt is least is computed next."""
+        """Returns the key that compares sequences of different tenants: the least is computed next."""
 
     def victim(self, behind: Line[Sequence], places: int = 0) -> Sequence:
-        """Returns which of these loses its blocks, so that one before them can go on. Host memory has so many places
-        for blocks."""
+        """Returns the sequence that loses its blocks to one before it. Host memory has `places` for blocks."""
 
     def displaced(self, seq: Sequence, running: Line[Sequence], places: int = 0) -> Sequence | None:
-        """Returns who gives way to a waiting sequence that is next in turn and finds no room, if anyone does. Host
-        memory has so many places for blocks."""
+        """Returns the running sequence that gives way to a waiting one which is next and finds no room, if any. Host
+        memory has `places` for blocks."""
 
     def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
         """Returns the ids of running sequences that have no row in the next step, so that the prompt of a waiting one
         that is next in turn is computed sooner, if there is one."""
 
     def budget(self, running: Line[Sequence], heads: Line[Sequence]) -> StepBudget:
-        """Returns what a step may compute while these are running and these are the first of their tenants' lines."""
+        """Returns the budget of a step while these sequences run and `heads` are first in their tenants' lines."""
 
     def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
-        """Returns whether a waiting sequence may start in a step that has so much left. If not, those after it wait
-        too."""
+        """Returns whether a waiting sequence may start in a step with this budget left. If not, later ones wait too."""
 
     def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
-        """Returns whether there are enough blocks for a waiting sequence to start beside those that run."""
+        """Returns whether there are enough blocks for a waiting sequence to start."""
 
     def ended(self, seq: Sequence) -> None:
-        """Takes note that a sequence has ended."""
+        """Learns from a sequence that has ended."""
 
 
 class StandardPolicy:
@@ -129,7 +126,6 @@ class StandardPolicy:
     that may wait are kept in the background."""
 
     def __init__(self, limits: Limits, costs: CostModel | None = None, copies: CopyCosts | None = None) -> None:
-        """Takes what is learned of the costs of steps and of copying blocks, as far as that is measured."""
         self._limits = limits
         self._costs = costs
         self._copies = copies
@@ -192,9 +188,9 @@ class StandardPolicy:
         return self.victim(others, places) if others else None
 
     def _waste(self, seq: Sequence, places: int) -> tuple[float, float]:
-        """Returns what it wastes to preempt a running sequence, for each block that it frees and in all: seconds or,
-        before it is known what prompts cost, tokens to compute again. What others hold too is neither lost nor freed.
-        Where host memory has places, its full blocks may go there: then copying them is the waste."""
+        """Returns the waste of preempting a running sequence, per freed block and in total: seconds or, before the cost
+        of prompts is known, tokens to compute again. Shared blocks are neither lost nor freed. Full blocks that fit in
+        host memory only cost their copies."""
         size, costs = self._limits.block_size, self._costs
         kept, freed = shared_nodes(seq) * size, held_blocks(seq) - shared_blocks(seq)
         waste: float = seq.computed - kept
@@ -206,10 +202,9 @@ class StandardPolicy:
         return waste / freed if freed else inf, waste
 
     def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
-        """Returns those of tenants that have had more and have several running, if the tenant of `ahead` has none
-        running, and if its prompt takes no longer than their answers would. So a tenant's first token does not wait for
-        a step in which others are answered. They are not held back twice in turn, and not if they have targets that are
-        tighter than the usual one."""
+        """Returns sequences of tenants with more work and several running, if the tenant of `ahead` has none running
+        and its prompt takes no longer than their answers. So a tenant's first token does not wait for a step of other
+        answers. No sequence is held back twice in a row, or if its target is tighter than the usual one."""
         held: set[int] = set()
         if ahead is not None and not self._held and self._costs is not None and self._costs.known:
             usual = self._costs.usual_target(len(running))
@@ -221,10 +216,10 @@ class StandardPolicy:
         return held
 
     def budget(self, running: Line[Sequence], heads: Line[Sequence]) -> StepBudget:
-        """Returns fewer tokens while rows decode: every token of a prompt delays them. The tightest target of these
-        rows decides how many, by the cost of steps. Rows that state none have the usual target, unless nobody waits for
-        them or the prefill budget is that of whole steps; they are not delayed by more than that budget either, so that
-        a fast device stays well below the target."""
+        """Returns fewer tokens while rows decode: every token of a prompt delays them. The tightest ITL target of these
+        rows decides, by the cost of steps. Rows without a target have the usual one, unless they are in the background
+        or the prefill budget is a whole step; the prefill budget bounds their delay too, so a fast device stays well
+        below the target."""
         limits, costs = self._limits, self._costs
         answering = [seq for seq in running if seq.end > seq.prompt_len]
         if not answering:
@@ -244,14 +239,13 @@ class StandardPolicy:
         return StepBudget(tokens, costs.left_for_prompts(target, rows), costs.prompts)
 
     def _few_tokens(self, running: Line[Sequence], answering: int) -> int:
-        """Returns the tokens of a step by the prefill budget."""
         limits = self._limits
         if not limits.prefill_budget:
             return limits.step_tokens
         return min(max(prefill_budget(limits.prefill_budget, answering), len(running)), limits.step_tokens)
 
     def _tokens(self, running: Line[Sequence], heads: Line[Sequence], answering: int) -> int:
-        """Returns the tokens of a step by the prefill budget, or as many as a long prompt needs to take few steps."""
+        """Returns the tokens of a step by the prefill budget, or more if a long prompt would take too many steps."""
         budget = self._few_tokens(running, answering)
         begun = [seq for seq in running if seq.planned < seq.prompt_len]
         longest = max([seq.prompt_len for seq in (*begun, *heads)], default=0)
@@ -269,21 +263,20 @@ class StandardPolicy:
         return budget.tokens >= (seq.end if self._limits.encoder else 1)
 
     def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
-        """Returns whether every running sequence still finds the blocks for what it already has to compute, can then
-        grow once in each layer group, and will likely find what its answer needs, or a place in host memory for what it
-        has. A tenant's first request does not wait for the latter if another would have to give way to it."""
+        """Returns whether every running sequence still finds blocks for its known tokens, can then grow once in each
+        layer group, and will likely find blocks for its answer, or places in host memory. A tenant's first request does
+        not wait for the last condition if another would have to give way to it."""
         if not running:
             return True
         if room.available < room.needed + room.reserved + (len(running) + 1) * room.groups:
             return False
         most = (room.reach + seq.max_len) // self._limits.block_size + len(running) + 1
         if room.reach and most * room.groups <= self._limits.num_blocks:
-            return True  # whatever they answer
+            return True  # at any length of the answers
         first = self.displaced(seq, running) is not None
         return first or self._memory.peak(seq, room.needed, running) <= room.available + self._overcommit
 
     def ended(self, seq: Sequence) -> None:
-        """Learns how long answers get, and what preemptions have cost."""
         self._lengths.end(seq)
         self._memory.end(seq)
 

@@ -4,13 +4,13 @@ A node has one KV block for each layer group. Every sequence whose context runs 
 windowed layer group reads only the last blocks of a context, so a sequence holds a node's block of such a group only
 while that block is in its window. Blocks that nobody holds are idle: still useful, free to evict.
 
-Whoever holds a node holds its parents too, and a chain is dropped deepest first, so a node always enters the idle queue
-after its children: a node at the front of the queue is a leaf. A node that loses its blocks of full layer groups is
-removed. A node that loses a windowed block stays, since blocks after it do not need that block; a prefix that ends
-where a windowed block is missing cannot be reused.
+A sequence that holds a node holds its parents too, and a chain is dropped deepest first, so a node always enters the
+idle queue after its children: a node at the front of the queue is a leaf. A node that loses its blocks of full layer
+groups is removed. A node that loses a windowed block stays, since blocks after it do not need that block; a prefix that
+ends where a windowed block is missing cannot be reused.
 
 Most windowed blocks lie in the middle of a stream, where no other is likely to diverge. They are evicted before
-anything else, so that the ends of prompts and streams, and what has been reused, stay reusable for longer.
+anything else, so that the ends of prompts and streams, and reused blocks, stay for longer.
 
 Blocks that leave the device may go to host memory (tiers.py): their node then has places there and stays, below nodes
 that have their blocks of full layer groups on the device.
@@ -64,12 +64,10 @@ class PrefixNode:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Returns the tokens of this block."""
         return tuple(token for token in self.key if isinstance(token, int))
 
     @property
     def salt_hash(self) -> bytes:
-        """Returns the hash of its salt, if it is the first block of a prompt."""
         return b"".join(part for part in self.key if isinstance(part, bytes))
 
 
@@ -86,7 +84,6 @@ class IdleQueue:
         self._early: OrderedDict[Idle, None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Idle]:
-        """Yields idle blocks in order of eviction."""
         yield from self._early
         yield from self._blocks
 
@@ -106,7 +103,7 @@ class IdleQueue:
 
 
 class BlockTrie:
-    """Finds, shares and evicts full blocks. `host` may keep what is evicted. `removed` is called with every node that
+    """Finds, shares and evicts full blocks. `host` may keep evicted blocks. `removed` is called with every node that
     leaves the device, before it loses its blocks, `changed` with every node that loses windowed blocks or has them
     again, and `gone` with every node that leaves the trie."""
 
@@ -146,8 +143,8 @@ class BlockTrie:
         return chain
 
     def reusable(self, chain: Sequence[PrefixNode], count: int, host: bool = True) -> int:
-        """Returns how many of the chain's first `count` blocks a sequence can begin with: the most whose last windows
-        are still there. Without `host`, only what is on the device counts."""
+        """Returns how many of the chain's first `count` blocks a sequence can begin with: the longest prefix whose last
+        windows are still there. Without `host`, only blocks on the device count."""
         if self._full and not host:
             count = next((at for at in range(count) if not self.on_device(chain[at])), count)
         while (hole := self._hole(chain, count, host)) >= 0:
@@ -155,11 +152,11 @@ class BlockTrie:
         return count
 
     def on_device(self, node: PrefixNode) -> bool:
-        """Returns whether a node has its blocks of full layer groups; if there are no such groups, it has."""
+        """Returns whether a node has its blocks of full layer groups; True if there are no such groups."""
         return not self._full or node.blocks[self._first_full] >= 0
 
     def absent(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> list[Idle]:
-        """Returns what of a chain, and of each layer group from `starts` on, is not on the device."""
+        """Returns the blocks of a chain that are not on the device; windowed layer groups count from `starts` on."""
         nodes: list[Idle] = [node for node in chain if not self.on_device(node)]
         return nodes + [(node, g) for g in self._windowed for node in chain[starts[g] :] if node.blocks[g] < 0]
 
@@ -217,8 +214,8 @@ class BlockTrie:
         return node
 
     def drop(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> None:
-        """Lets go of a held chain, given from the root down, and of each layer group's blocks from `starts` on: the
-        stream is likely to be continued there."""
+        """Releases a held chain, given from the root down, and each layer group's blocks from `starts` on, where the
+        stream is likely to continue."""
         for index in range(len(chain) - 1, -1, -1):
             node = chain[index]
             for group in self._windowed:
@@ -230,7 +227,6 @@ class BlockTrie:
                 self._rest(node)
 
     def drop_window(self, node: PrefixNode, group: int) -> None:
-        """Lets go of a node's block of one windowed layer group."""
         node.window_holders[group] -= 1
         if node.window_holders[group] == 0:
             self.idle.add((node, group), early=not node.kept)
@@ -238,7 +234,7 @@ class BlockTrie:
 
     def evict(self, pays: Callable[[PrefixNode, int], bool]) -> list[int]:
         """Takes the least recently used idle blocks from the device and returns them: a leaf's blocks of all groups, or
-        of windowed groups alone. They go to the host if that `pays` for so many of a node's blocks."""
+        of one windowed group. They go to the host if that `pays` for this number of a node's blocks."""
         idle = self.idle.pop()
         if isinstance(idle, PrefixNode):
             return self._evict_node(idle, pays)
@@ -247,8 +243,8 @@ class BlockTrie:
     def attach(
         self, chain: list[PrefixNode], salt: str, tokens: Sequence[int], places: Iterable[Sequence[int]], tier: str
     ) -> int:
-        """Lets reserved places, of each block below `chain` one for each layer group, back nodes that are not there;
-        returns how many nodes have got some."""
+        """Backs missing nodes below `chain` with reserved places, one for each layer group; returns how many nodes got
+        any."""
         count = 0
         for given in places:
             parent = chain[-1] if chain else self._root
@@ -267,7 +263,6 @@ class BlockTrie:
         return count
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """Yields all nodes."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
@@ -310,7 +305,6 @@ class BlockTrie:
         node.window_holders[group] += 1
 
     def _rest(self, node: PrefixNode) -> None:
-        """Makes a node idle that nobody holds."""
         if self._full:
             self.idle.add(node)
             self.idle_blocks += self._full
@@ -318,7 +312,7 @@ class BlockTrie:
             self.prune(node)
 
     def _evict_node(self, node: PrefixNode, pays: Callable[[PrefixNode, int], bool]) -> list[int]:
-        """Takes a node from the device that nobody holds and that has no children there, and returns its blocks."""
+        """Takes an unheld leaf from the device and returns its blocks."""
         freed = [block for block in node.blocks if block >= 0]
         self.idle_blocks -= len(freed)
         for group in self._windowed:
@@ -357,13 +351,11 @@ class BlockTrie:
             node = parent
 
     def _has_any(self, node: PrefixNode) -> bool:
-        """Returns whether a node has what makes it useful on either tier."""
         if self._full:
             return node.blocks[self._first_full] >= 0 or node.places[self._first_full] >= 0
         return max(node.blocks) >= 0 or max(node.places) >= 0
 
     def _cut(self, node: PrefixNode) -> None:
-        """Removes a node without blocks, and all below it, which the device has nothing of."""
         assert node.parent is not None
         del node.parent.children[node.key]
         stack = [node]
@@ -371,12 +363,11 @@ class BlockTrie:
             node = stack.pop()
             self._host.drop(node)
             self._gone(node)
-            if not self._full:  # else it was told when the node left the device
+            if not self._full:  # otherwise `removed` was called when the node left the device
                 self._removed(node)
             stack.extend(node.children.values())
 
 
 def block_key(salt: str, tokens: Sequence[int], index: int, size: int) -> Key:
-    """Returns the key of a prompt's block."""
     key = tuple(tokens[index * size : (index + 1) * size])
     return key if index else (hashing.root(salt), *key)

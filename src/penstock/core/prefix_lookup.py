@@ -19,8 +19,8 @@ class PrefixLookup:
         self._costs = costs
 
     def match(self, seq: Sequence) -> list[PrefixNode]:
-        """Returns what is known of its tokens. At least the last one is always left to compute, since its logits are
-        wanted. Changes nothing."""
+        """Returns the cached nodes of its tokens. At least the last token is always left to compute, for its logits.
+        Changes nothing."""
         if not seq.reuses_prefix:
             return []
         return self._trie.match(seq.blocks.salt, seq.tokens, (len(seq.tokens) - 1) // self._block_size)
@@ -30,9 +30,9 @@ class PrefixLookup:
         return len(self.usable(self.match(seq))) * self._block_size
 
     def usable(self, known: list[PrefixNode]) -> list[PrefixNode]:
-        """Returns what of a match a sequence should begin with: up to where all windows are there and, for models with
-        recurrent layers, a state was saved. What is on the host counts if copying it in is no slower than computing
-        it."""
+        """Returns the part of a match that a sequence should begin with: up to a block where all windows are there and,
+        for models with recurrent layers, a state was saved. Blocks on the host count if copying them in is no slower
+        than computing them."""
         matched = known[: self.reusable(known)]
         absent, states = self.absent(matched), self._states.absent(matched)
         if not absent and not states:
@@ -43,8 +43,8 @@ class PrefixLookup:
         return matched if pays else known[:here]
 
     def reusable(self, known: list[PrefixNode], *, host: bool = True) -> int:
-        """Returns how many blocks of a match a sequence can begin with. Without `host`, only what is on the device
-        counts."""
+        """Returns how many blocks of a match a sequence can begin with. Without `host`, only blocks on the device
+        count."""
         count, usable = len(known), -1
         while count != usable:
             count = self._trie.reusable(known, count, host)
@@ -52,5 +52,4 @@ class PrefixLookup:
         return count
 
     def absent(self, matched: list[PrefixNode]) -> list[Idle]:
-        """Returns what must be copied in for a sequence that begins with these nodes."""
         return self._trie.absent(matched, self._trie.window_starts(len(matched) * self._block_size))

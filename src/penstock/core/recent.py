@@ -1,4 +1,4 @@
-"""Remembers the token streams that ended last: what a prompt could have shared its KV with, even if that is gone."""
+"""Remembers the latest token streams, to explain which prefix a prompt could have shared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.core.sequence import Sequence
 from penstock.types import Nearest
 
 STREAMS = 256
-TOKENS = 2**20  # of all streams together: four megabytes
+TOKENS = 2**20  # total of all streams: four megabytes
 BEFORE, AFTER = 8, 24  # tokens that are shown around the position where two streams diverge
 
 
@@ -31,7 +31,6 @@ class RecentStreams:
         self._size = 0
 
     def keep(self, seq: Sequence) -> None:
-        """Adds what has been computed of a sequence, if that is anything that others could share."""
         if not seq.blocks.prefix_cache or not seq.computed:
             return
         self._ended.append(EndedStream(_scope(seq), array("i", seq.tokens[: seq.computed]), seq.prompt_len))
@@ -54,7 +53,6 @@ class RecentStreams:
 
 
 def _scope(seq: Sequence) -> tuple[str, str]:
-    """Returns what two sequences must have in common for one to be told about the other."""
     return seq.blocks.salt, seq.params.owner
 
 

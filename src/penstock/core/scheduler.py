@@ -44,9 +44,9 @@ COMPARED = 32  # waiting sequences that a starting one is compared with, for whe
 
 
 class Scheduler:
-    """Plans steps and commits their results. `policy` decides where there is a choice, `drafts` proposes how sequences
-    may go on, `chain` computes chain hashes, `watchers` are told what enters and leaves the prefix cache, and
-    `copy_costs` say whether copying blocks to and from host memory pays."""
+    """Plans steps and commits their results. `policy` decides where there is a choice, `drafts` proposes tokens,
+    `chain` computes chain hashes, `watchers` follow the prefix cache, and `copy_costs` decide whether copying blocks to
+    and from host memory pays."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Scheduler:
         self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else NoDraftRows()
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order
-        self.tenants = Tenants(self.policy.order)  # with all who wait
+        self.tenants = Tenants(self.policy.order)  # with all waiting sequences
         self.recent = RecentStreams()
-        self.now = 0.0  # set before every call by whoever has a clock
+        self.now = 0.0  # the caller sets it before every call
         self._step = 0
         self._arrivals = 0
         self._squeezed: Sequence | None = None  # was next in turn in the last plan and found too few blocks
@@ -89,7 +89,7 @@ class Scheduler:
         self.tenants.add(seq)
 
     def check(self, seq: Sequence) -> None:
-        """Raises InvalidRequest for a sequence that could never be finished within the self.limits."""
+        """Raises InvalidRequest for a sequence that could never finish within the limits."""
         if not seq.prompt_len:
             raise InvalidRequest("the prompt is empty: at least one token is needed")
         if seq.max_len > self.limits.max_len:
@@ -102,12 +102,11 @@ class Scheduler:
             raise InvalidRequest(f"prompt token ids must be from 0 to {self.limits.vocab - 1}")
 
     def abort(self, id: int) -> list[Aborted]:
-        """Ends a sequence wherever it stands; one that has already ended is left alone."""
+        """Ends a sequence in any state; unknown ids have ended already."""
         seq = self.sequences.get(id)
         return [] if seq is None else [Aborted(id, self._end(seq))]
 
     def fail(self, plan: StepPlan, code: str, message: str) -> list[Event]:
-        """Ends every sequence of a step that could not be computed."""
         self.cache.saving.give_back(*plan.rows)
         failed = [self.sequences[row.seq] for row in plan.rows if row.seq in self.sequences]
         for seq in failed:
@@ -140,7 +139,7 @@ class Scheduler:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def copy(self, *copies: BlockCopy) -> None:
-        """Has the next plan copy blocks from or to places in host memory."""
+        """Adds copies from or to places in host memory to the next plan."""
         self.cache.host.copies += copies
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -188,13 +187,12 @@ class Scheduler:
         return events
 
     def stats(self) -> Stats:
-        """Returns how many sequences and blocks there are, and what was counted so far."""
         return self._counters.stats(self.cache, self._step, len(self.running), self.tenants)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
     def _make_way(self, seq: Sequence | None) -> None:
-        """Preempts a sequence, if the policy says so, for one that is next in turn and finds no row or too few
+        """Preempts a sequence, if the policy chooses one, for the next waiting sequence that finds no row or too few
         blocks."""
         if seq is None:
             return
@@ -205,8 +203,8 @@ class Scheduler:
             self.preempt(victim)
 
     def _plan_answers(self, rows: list[Row], held: Collection[int]) -> tuple[StepBudget, list[Sequence]]:
-        """Adds a row for every running sequence, but those held, that goes on with its answer. Returns what is left of
-        the step, and the running sequences that have prompts to compute, or to compute again."""
+        """Adds a row for every running sequence that continues its answer, except `held` ones. Returns the budget that
+        is left, and the running sequences whose prompts are not computed yet, or lost."""
         budget = self.policy.budget(self.running, [tenant.line[0] for tenant in self.tenants.in_line()])
         begun, behind = list[Sequence](), len(self.running)
         held = self._drafts.held(self.running, held)
@@ -260,8 +258,8 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def _plan_prompts(self, rows: list[Row], budget: StepBudget, begun: list[Sequence], preemptions: int) -> None:
-        """Gives what is left of a step to prompts, in turn: to those begun and to those that wait, until one does not
-        fit. If there were more `preemptions` than this, none of those that wait may start."""
+        """Gives the rest of a step to prompts in turn, begun and waiting ones, until one does not fit. If there were
+        more `preemptions` than this, no waiting one may start."""
         budget.reserved = sum(map(self.cache.reserved, self.running))
         turns = Turns(begun, self.tenants.in_line(), self.policy.turn)
         if preemptions != self._counters.preemptions:
@@ -280,8 +278,8 @@ class Scheduler:
                 turns.close()
 
     def _admit(self, seq: Sequence, rows: list[Row], budget: StepBudget) -> bool:
-        """Lets a waiting sequence in; returns False if there is no room for it. One whose next block is just being
-        computed by another is passed over until it can reuse it."""
+        """Starts a waiting sequence; returns False if there is no room for it. A sequence whose next block another one
+        is computing is passed over until it can reuse the block."""
         full = len(self.running) >= self.limits.max_rows
         if full or not self.policy.may_start(seq, budget, self.tenants.load(len(self.running))):
             return False
@@ -324,7 +322,6 @@ class Scheduler:
     # -- committing ----------------------------------------------------------------------------------------------
 
     def _advance(self, seq: Sequence, row: Row, accepted: int) -> None:
-        """Counts the positions that a row has computed, up to the last `accepted` token of its draft."""
         seq.computed = self.cache.saving.settle(seq, row, accepted)
         seq.planned = seq.computed if row.draft else seq.planned
         if seq.computed >= seq.blocks.next_full:
@@ -333,7 +330,6 @@ class Scheduler:
     def _told(
         self, seq: Sequence, row: Row, answer: RowResult, tokens: tuple[int, ...], stop: int | None
     ) -> Iterator[Event]:
-        """Yields the events of an answer whose tokens were appended."""
         scores = seq.new_scores(row.start, answer.scores)
         if tokens and seq.times.answered is None:
             self.tenants.answer(seq, self.now)

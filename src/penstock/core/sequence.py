@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RequestTimes:
-    """Records what has happened to a sequence. Times are those of whoever steps the scheduler; None: not yet."""
+    """Records what has happened to a sequence. Times are the scheduler's; None: not yet."""
 
     __slots__ = (
         "admitted",
@@ -47,7 +47,6 @@ class RequestTimes:
         self.reused: tuple[tuple[str, int], ...] = ()  # prompt tokens by the tier that their KV came from, at first
 
     def report(self, now: float) -> Report:
-        """Returns the report of a sequence that ends now."""
         admitted = now if self.admitted is None else self.admitted
         answered = now if self.answered is None else self.answered
         return Report(
@@ -188,14 +187,12 @@ class Sequence:
         self.states = SequenceStates()
 
     def arrive(self, number: int, now: float) -> None:
-        """Takes note that it is the arrival with this number."""
         claim = self.params.claim
         self.standing.arrival, self.times.arrived = number, now
         self.standing.due = now + min([time for time in (claim.deadline, claim.ttft) if time is not None], default=inf)
 
     @property
     def waits(self) -> bool:
-        """Returns whether it holds no blocks and waits to start."""
         return not self.blocks.tables
 
     @property
@@ -249,14 +246,13 @@ class Sequence:
 
     @property
     def looped(self) -> bool:
-        """Returns whether the loop guard ends it where it is, as it may have done in another engine."""
         answered = len(self.tokens) - self.prompt_len
         checked = lengths_to_check(answered - 1, answered, self.params.guarded_from or 0)
         return self.params.guarded_from is not None and bool(checked) and self._is_loop(())
 
     def new_scores(self, start: int, scores: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """Returns those of a row's scores that are news, and counts them: scores[i] is of token start + 1 + i, and a
-        resumed prompt may bring some again."""
+        """Returns the new ones of a row's scores, and counts them: scores[i] is for token start + 1 + i, and a resumed
+        prompt may repeat some."""
         scores = scores[max(self.scored - start - 1, 0) :] if scores else scores
         self.scored += len(scores)
         return scores

@@ -49,17 +49,18 @@ class NoSaving:
         return extended(row, draft)
 
     def settle(self, seq: TokenSequence, row: Row, accepted: int) -> int:
-        """Takes note of how much of a committed row's draft was accepted; returns where its sequence goes on."""
+        """Settles a committed row of which `accepted` draft tokens were right; returns the position where its sequence
+        continues."""
         return row.start + row.count - len(row.draft) + accepted
 
     def keep(self, seq: TokenSequence, row: Row) -> None:
-        """Takes note of what a committed row has saved."""
+        """Keeps the state that a committed row has saved."""
 
     def give_back(self, *rows: Row) -> None:
         """Frees the places of rows that wrote nothing of use."""
 
     def leave(self, seq: TokenSequence) -> None:
-        """Forgets what a sequence that ends or is preempted would still have saved."""
+        """Drops the planned saves of a sequence that ends or is preempted."""
 
 
 class StateSaving(NoSaving):
@@ -103,7 +104,7 @@ class StateSaving(NoSaving):
         return 0 if row.save >= 0 else max((end // rolling + 1) * rolling - 1 - end, 0)
 
     def with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
-        """Returns the row as it was if there is no place for the state before the draft."""
+        """Returns the row unchanged if there is no place for the state before the draft."""
         place = self._states.take()
         if place is None:
             return row
@@ -111,7 +112,7 @@ class StateSaving(NoSaving):
         return extended(row, draft)._replace(save=place, at=row.start + row.count)
 
     def settle(self, seq: TokenSequence, row: Row, accepted: int) -> int:
-        """Returns the position before the draft if any of it was wrong: what was accepted is computed again from the
+        """Returns the position before the draft if any of it was wrong: accepted tokens are computed again from the
         state there."""
         self._give_back_restore(row.begin, row.seq, row.start)
         if not row.draft:
@@ -158,7 +159,6 @@ class StateSaving(NoSaving):
 
 
 def extended(row: Row, draft: tuple[int, ...]) -> Row:
-    """Returns a row that verifies a draft behind its own positions."""
     count = len(draft)
     return row._replace(count=row.count + count, sample=row.sample + count, draft=draft)
 

@@ -49,20 +49,20 @@ class NoStates:
         return ()
 
     def try_copies(self) -> None:
-        """Has a state copied to host memory and back as it is, to learn what that takes."""
+        """Copies a state to host memory and back, to measure the time."""
 
     def reserve(self) -> int:
-        """Returns a place in host memory for whoever writes a state there by other means; -1: there is none."""
+        """Returns a place in host memory that the caller fills itself; -1: there is none."""
         return -1
 
     def unreserve(self, place: int) -> None:
         """Takes a reserved place back; -1 is none."""
 
     def attach(self, node: PrefixNode | None, place: int) -> None:
-        """Lets a reserved place, if it is one, be that of a node's state, unless that is known."""
+        """Makes a reserved place hold a node's state, unless the state is known. -1 is ignored."""
 
     def adopt(self, node: PrefixNode, place: int) -> None:
-        """Takes note that a free place has the state at the end of a node: an engine before has saved it there."""
+        """Adopts a free place with the state at the end of a node, saved by the previous engine."""
 
     def where(self, node: PrefixNode) -> tuple[int, int]:
         """Returns the places of a node's state on the device and in host memory; -1: it is not there."""
@@ -150,7 +150,7 @@ class SavedStates(NoStates):
         return list(self._free)
 
     def read(self, node: PrefixNode) -> int:
-        """Returns the place of a node's state, which is copied in first if it is on the host alone."""
+        """Returns the place of a node's state, which is copied in first if it is only on the host."""
         if node not in self._saved:
             kept, place = self.host.pin(node), self.take()
             assert place is not None, "whoever found the state has found a place for it"
@@ -187,18 +187,15 @@ class SavedStates(NoStates):
         self._saved.move_to_end(node)
 
     def _own(self, node: PrefixNode, place: int) -> None:
-        """Lets a place that was taken be that of a node's state."""
         self.pending.remove(place)
         self._saved[node] = place
         self._watchers.state_saved(node, place)
 
     def _lose(self, node: PrefixNode) -> int:
-        """Takes a node's state from its place, and returns that."""
         place = self._saved.pop(node)
         self._watchers.state_lost(place)
         return place
 
     def give_back(self, place: int) -> None:
-        """Frees a place that was taken."""
         self.pending.remove(place)
         self._free.append(place)

@@ -1,4 +1,4 @@
-"""Forecasts how long a step takes, from steps that were measured: what its answers cost, and what prompts add.
+"""Forecasts how long a step takes, from measured steps: the cost of its answers, and the cost that prompts add.
 
 Everything here is pure: it has no clock. Times come in as arguments.
 """
@@ -13,11 +13,11 @@ from penstock.types import Row
 
 
 class PromptCost:
-    """Learns the seconds that prompts add to a step: so many for each token, and so many for each pair of a token and
-    one before it, which is what attention computes. Both are fitted to the latest steps by least squares."""
+    """Learns the seconds that prompts add to a step: one cost for each token, and one for each pair of a token and an
+    earlier one, which attention computes. Both are fitted to the latest steps by least squares."""
 
-    KEEP = 0.95  # of the weight of all earlier steps, with each new one
-    OUTLIER = 1.5  # a step counts at most this many times what was expected: a process that was held up tells nothing
+    KEEP = 0.95  # decay with each step
+    OUTLIER = 1.5  # cap on a step, in expected times: stalls are outliers
     FEW = 4  # steps before anything is expected
 
     def __init__(self) -> None:
@@ -28,11 +28,9 @@ class PromptCost:
 
     @property
     def known(self) -> bool:
-        """Returns whether enough was measured to forecast anything."""
         return self._steps >= self.FEW
 
     def observe(self, tokens: int, pairs: float, seconds: float) -> None:
-        """Learns from a step to which prompts of so many tokens and pairs added so many seconds."""
         if self.known:
             seconds = min(seconds, self.OUTLIER * self.seconds(tokens, pairs))
         new = (tokens * tokens, tokens * pairs, pairs * pairs, tokens * seconds, pairs * seconds)
@@ -41,15 +39,12 @@ class PromptCost:
         self._fit()
 
     def seconds(self, tokens: int, pairs: float) -> float:
-        """Returns how many seconds prompts of so many tokens and pairs add to a step."""
         return self._tokens * tokens + self._pairs * pairs
 
     def seconds_after(self, context: int, end: int) -> float:
-        """Returns how many seconds the tokens from `context` to `end` of one prompt take."""
         return self.seconds(end - context, (end - context) * (context + end) / 2)
 
     def tokens_within(self, seconds: float, context: int) -> int:
-        """Returns how many tokens after `context` others can be computed in so many seconds."""
         each, half = self._tokens + self._pairs * context, self._pairs / 2
         if seconds <= 0:
             return 0
@@ -72,15 +67,15 @@ class CostModel:
     """Forecasts steps: `answers` knows those that only answer, with drafts and without, `prompts` what prompts add.
     Most steps with both take no more than `lateness` times as long as forecast."""
 
-    RISE = 0.8  # of what a step took beyond that: what holds one step up holds up the next ones
-    FALL = 0.01  # with each step that did not
-    LEAST = 0.25  # of the time of the answers alone that prompts may add to a step, whatever the target
+    RISE = 0.8  # share of the excess time: a delay often lasts for several steps
+    FALL = 0.01  # decrease with each step in time
+    LEAST = 0.25  # least time of prompts, relative to decode only, at any target
     LATENESS = (1.15, 2.0)  # bounds: nobody stops because the machine is busy with something else
     USUAL_ITL = 0.1  # seconds: the target of answers that state none,
-    USUAL_STEPS = 12.0  # or the time of so many steps that only answer, if that is more: prompts go on on slow devices
+    USUAL_STEPS = 12.0  # or this many decode-only steps, if longer: prompts must continue on slow devices
 
     def __init__(self, answers: StepCost | None = None, *, learns_answers: bool = True) -> None:
-        """A drafter measures the steps that only answer, if `learns_answers` is False."""
+        """Leaves decode-only steps to speculation if `learns_answers` is False."""
         self.answers = answers or StepCost()
         self._learns_answers = learns_answers
         self.prompts = PromptCost()
@@ -90,37 +85,34 @@ class CostModel:
 
     @property
     def known(self) -> bool:
-        """Returns whether prompts were measured."""
         return self.prompts.known
 
     def answer_seconds(self, rows: int, tokens: int) -> float:
-        """Returns the seconds of a step in which so many rows answer and compute so many tokens; 0: not known yet."""
+        """Returns the seconds of a decode-only step with these rows and tokens; 0: not known yet."""
         return self.answers.curve(rows, tokens, 0)[0] if rows and self.answers_known else 0.0
 
     def measured(self, rows: int) -> tuple[float, float, float]:
-        """Returns the seconds of a prompt's token, of a pair of such, and of a step that answers so many rows. What is
-        not known yet is 0."""
+        """Returns the seconds of a prompt token, of a pair of tokens, and of a decode step with these rows; 0: not
+        known yet."""
         prompts = (self.prompts.seconds(1, 0), self.prompts.seconds(0, 1)) if self.known else (0.0, 0.0)
         return *prompts, self.answer_seconds(rows, rows)
 
     def usual_target(self, rows: int) -> float:
-        """Returns the seconds from one token to the next that so many rows are to have if they state no target."""
+        """Returns the ITL target of rows that state none, in seconds."""
         return max(self.USUAL_ITL, self.USUAL_STEPS * self.answer_seconds(rows, rows))
 
     def left_for_prompts(self, target: float, rows: int) -> float:
-        """Returns how many seconds prompts may add to a step that is to take as long as the target while so many rows
-        answer: some in any case, unless no step was measured yet that only answers. Where prompts always wait, there
-        would never be one."""
+        """Returns how many seconds prompts may add to a step with this ITL target and these decode rows: always some,
+        unless no decode-only step was measured yet. If prompts always waited, there would never be one."""
         alone = self.answer_seconds(rows, rows)
         return max(target / self.lateness - alone, self.LEAST * alone) if self.answers_known else 0.0
 
     def prompt_seconds(self, tokens: int, context: int = 0) -> float:
-        """Returns the seconds of a step that computes so many tokens of a prompt, after `context` others, and nothing
-        else: no fewer than those of a step that answers one row."""
+        """Returns the seconds of a step that only computes `tokens` prompt tokens after `context` others: at least a
+        decode step of one row."""
         return max(self.prompts.seconds(tokens, tokens * (context + tokens / 2)), self.answer_seconds(1, 1))
 
     def observe(self, rows: Iterable[Row], seconds: float) -> None:
-        """Learns from a step with these rows."""
         answering = tokens = computed = 0
         pairs = 0.0
         for row in rows:

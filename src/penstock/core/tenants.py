@@ -1,9 +1,9 @@
 """Shares the engine among tenants: each has a line of waiting sequences and a counter of the work it has had.
 
-The counters are those of VTC (virtual token counters): work divided by the tenant's weight. Whoever has the least goes
-next. A tenant that comes back counts as having had what the least of those who wait has had, so nobody saves up idle
-time. Work is the prompt tokens that were computed and twice the tokens that were generated; what was cached, or is
-computed again after a preemption, is free.
+The counters are those of VTC (virtual token counters): work divided by the tenant's weight. The tenant with the least
+is served next. A returning tenant starts at the lowest counter of the waiting tenants, so nobody saves up idle time.
+Work counts computed prompt tokens and twice the generated tokens; cached tokens, and tokens computed again after a
+preemption, are free.
 
 Everything here is pure: it has no clock.
 """
@@ -37,7 +37,6 @@ class Tenant:
         self.running = 0  # sequences
 
     def charge(self, work: float) -> None:
-        """Counts work that is done for the tenant."""
         self.counter += work / self.weight
 
 
@@ -49,7 +48,7 @@ class Tenants:
         self.waiting = 0  # sequences in all lines
         self.deadlines: list[tuple[float, int]] = []  # a heap: when they are, and of which sequence
         self.foreground = 0  # sequences that are not in the background, running and waiting
-        self.reach = 0  # of all running sequences, if their answers get as long as they may
+        self.reach = 0  # positions of all running sequences at their maximum lengths
         self.prefilling: dict[int, None] = {}  # ids of running sequences that have no token yet
         self._running_background = 0
         self._order = order
@@ -58,32 +57,26 @@ class Tenants:
         self._last: Tenant | None = None  # whose line became empty last
 
     def __len__(self) -> int:
-        """Returns how many tenants have sequences."""
         return len(self._active)
 
     def __contains__(self, name: str) -> bool:
-        """Returns whether a tenant has sequences."""
         return name in self._active
 
     def __iter__(self) -> Iterator[Tenant]:
-        """Yields the tenants that have sequences."""
         return iter(self._active.values())
 
     def load(self, running: int) -> ServingLoad:
-        """Returns who is being served while so many sequences are running."""
         return ServingLoad(running, self._running_background, self.foreground)
 
     def in_line(self) -> list[Tenant]:
-        """Returns the tenants that have sequences waiting."""
         return [tenant for tenant in self._active.values() if tenant.line]
 
     def next(self, turn: Callable[[Sequence], Any]) -> Sequence | None:
-        """Returns the waiting sequence that is least by `turn`, if any waits."""
         return min((tenant.line[0] for tenant in self.in_line()), key=turn, default=None)
 
     def add(self, seq: Sequence) -> None:
         """Puts a sequence that has arrived in its tenant's line. If that was empty, the tenant's counter is lifted to
-        the least of those who wait, or to that of the tenant that waited last."""
+        the lowest counter of waiting tenants, or to the counter of the tenant that waited last."""
         tenant = self._find(seq.params.claim.tenant)
         if not tenant.line:
             others = [other.counter for other in self._active.values() if other.line]
@@ -97,12 +90,10 @@ class Tenants:
         self.wait(seq)
 
     def wait(self, seq: Sequence) -> None:
-        """Puts a sequence in its tenant's line."""
         insort(seq.standing.tenant.line, seq, key=self._order)
         self.waiting += 1
 
     def take(self, seq: Sequence) -> None:
-        """Takes a sequence out of its tenant's line."""
         tenant = seq.standing.tenant
         tenant.line.remove(seq)
         self.waiting -= 1
@@ -110,13 +101,12 @@ class Tenants:
             self._last = tenant
 
     def postpone(self, seq: Sequence) -> None:
-        """Lets a waiting sequence whose first token would come too late go after those that can be in time."""
+        """Moves a waiting sequence that will miss its target behind those that can meet theirs."""
         self.take(seq)
         seq.standing.due = inf
         self.wait(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Lets a sequence run that was waiting."""
         self.take(seq)
         seq.standing.tenant.running += 1
         self.reach += seq.max_len
@@ -125,12 +115,10 @@ class Tenants:
             self.prefilling[seq.id] = None
 
     def answer(self, seq: Sequence, now: float) -> None:
-        """Takes note of a sequence's first token."""
         seq.times.answered = now
         self.prefilling.pop(seq.id, None)
 
     def stop(self, seq: Sequence) -> None:
-        """Takes note that a sequence does not run any longer."""
         seq.standing.tenant.running -= 1
         self.reach -= seq.max_len
         self._running_background -= seq.params.background
@@ -157,9 +145,8 @@ class Tenants:
 
 
 class Turns:
-    """Deals out what a step has left for prompts: to those that are begun and to those that wait, the least by `turn`
-    first. What `turn` returns may grow from one turn to the next. A waiting sequence that is passed over stays in its
-    line and has no other turn."""
+    """Yields prompts for the rest of a step, begun and waiting ones, the least by `turn` first. The key may grow from
+    one turn to the next. A waiting sequence that is passed over stays in its line and has no other turn."""
 
     def __init__(self, begun: list[Sequence], tenants: list[Tenant], turn: Callable[[Sequence], Any]) -> None:
         self._begun = begun
@@ -168,7 +155,6 @@ class Turns:
         self._last: Sequence | None = None
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yields one sequence after the other."""
         while found := [*self._begun, *self._next_in_line()]:
             seq = min(found, key=self._turn) if len(found) > 1 else found[0]
             if seq in self._begun:
@@ -180,7 +166,6 @@ class Turns:
             yield seq
 
     def close(self) -> None:
-        """Lets nobody start any more that waits."""
         self._heads = {}
 
     def _next_in_line(self) -> Iterator[Sequence]:

@@ -1,11 +1,11 @@
 """Keeps the host tier of the prefix cache: places in host memory that hold blocks which have left the device.
 
-A place holds one block. What leaves the device is copied out to places if that pays, and its node stays in the trie; a
+A place holds one block. Evicted blocks are copied out to places if that pays, and their node stays in the trie; a
 sequence that begins with such nodes takes blocks for them, and its plan copies them in. A node that is back on the
 device keeps its places until they are needed, so that leaving again costs nothing.
 
-Nodes leave the device deepest first and enter the queue here in that order. A node whose blocks are on the host alone
-thus always comes after its children: the one at the front of the queue is a leaf.
+Nodes leave the device deepest first and enter the queue here in that order. A node whose blocks are only on the host
+thus always comes after its children: the front of the queue is a leaf.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ DEVICE, RAM, DISK, PEER = "device", "ram", "disk", "peer"  # where reused tokens
 
 
 def worth_loading(tokens: int, context: int, seconds: float, prompts: PromptCost) -> bool:
-    """Returns whether copying for so many seconds is no slower than computing `tokens` tokens after `context` others.
-    It is taken to be before any prompt was measured."""
+    """Returns whether copying for `seconds` is no slower than computing `tokens` tokens after `context` others; True
+    before any prompt was measured."""
     return not prompts.known or seconds <= prompts.seconds(tokens, tokens * (context + tokens / 2))
 
 
 class CopyCosts:
-    """Compares copying blocks with computing them, by what was measured of both. It has no clock: times come in.
+    """Compares the measured costs of copying blocks and computing them. It has no clock: times come in.
 
-    What does not pay is not copied, so that nobody would learn that copies have become faster. Hence a small share of
-    the time that is spent on computing such blocks is saved up for trials: some blocks are copied out and in again.
+    Blocks that do not pay are not copied, so a faster copy speed would go unnoticed. Hence a small share of the time
+    spent on computing such blocks is saved up for trials: some blocks are copied out and back.
     """
 
-    MEMORY = 3.0  # times what a new copy counts that all earlier ones count at most: rates change
-    OUTLIER = 3.0  # a copy counts at most this many times what was expected: a process that was held up tells nothing
-    TRIALS = 0.05  # of the time that it takes to compute what does not pay to be copied
+    MEMORY = 3.0  # weight of all earlier copies, relative to a new one: rates change
+    OUTLIER = 3.0  # cap on a copy, in expected times: stalls are outliers
+    TRIALS = 0.05  # share of the time spent on computing blocks that do not pay to copy
     TRIED = 4  # blocks, and a state
 
     def __init__(self, prompts: PromptCost | None = None) -> None:
@@ -45,7 +45,6 @@ class CopyCosts:
         self._saved_up = 0.0  # seconds for trials
 
     def observe(self, direction: str, blocks: int, seconds: float) -> None:
-        """Learns that so many blocks were copied in or out in so many seconds."""
         before, took = self._copied.get(direction, (0.0, 0.0))
         if before:
             seconds = min(seconds, self.OUTLIER * blocks * took / before)
@@ -54,11 +53,10 @@ class CopyCosts:
         self._copied[direction] = before + blocks, took + seconds
 
     def observe_states(self, direction: str, states: int, seconds: float) -> None:
-        """Learns that so many recurrent states were copied in or out in so many seconds."""
         self.observe(f"states {direction}", states, seconds)
 
     def seconds(self, direction: str, blocks: int, states: int = 0) -> float:
-        """Returns how long so many blocks and states take to be copied; 0 before any was."""
+        """Returns the seconds to copy these blocks and states; 0 before any was measured."""
         return self._took(direction, blocks) + (self._took(f"states {direction}", states) if states else 0.0)
 
     def _took(self, what: str, count: int) -> float:
@@ -66,16 +64,15 @@ class CopyCosts:
         return count * took / copied if copied else 0.0
 
     def pays_to_load(self, tokens: int, context: int, blocks: int, states: int = 0) -> bool:
-        """Returns whether so many blocks and states should be copied in rather than computed."""
         return worth_loading(tokens, context, self.seconds("in", blocks, states), self._prompts)
 
     def may_pay_to_keep(self, tokens: int, context: int, blocks: int, states: int = 0) -> bool:
-        """Returns whether copying so many blocks and states out and in once is no slower than computing them once."""
+        """Returns whether copying these blocks and states out and in once is no slower than computing them once."""
         seconds = self.seconds("in", blocks, states) + self.seconds("out", blocks, states)
         return worth_loading(tokens, context, seconds, self._prompts)
 
     def decline(self, tokens: int, context: int) -> None:
-        """Takes note that so many tokens after `context` others are computed because copies do not pay."""
+        """Saves up time for trials: `tokens` after `context` others are computed because copies do not pay."""
         self._saved_up += self.TRIALS * self._prompts.seconds(tokens, tokens * (context + tokens / 2))
 
     def trial_due(self) -> bool:
@@ -103,7 +100,6 @@ class HostTier:
 
     @property
     def used(self) -> int:
-        """Returns how many places hold blocks."""
         return self.total - len(self._free) - len(self.reserved)
 
     @property
@@ -112,14 +108,13 @@ class HostTier:
         return len(self._free) + len(self._spare)
 
     def blocks_of(self, entries: Iterable[Idle]) -> int:
-        """Returns how many blocks these entries have."""
         return sum(len(self._parts(entry)[1]) for entry in entries)
 
-    # -- what leaves the device and comes back -------------------------------------------------------------------
+    # -- copies out and in ----------------------------------------------------------------------------------------
 
     def keep(self, entry: Idle, pays: bool) -> bool:
-        """Takes over blocks that leave the device, while their node still has them. Returns False if it has no places
-        for them and either that does not pay or there are none to be had."""
+        """Takes over blocks that leave the device, while their node still has them. Returns False if they have no
+        places and either copying does not pay or no place is free."""
         node, groups = self._parts(entry)
         if node.places[groups[0]] >= 0:
             del self._spare[entry]
@@ -135,11 +130,9 @@ class HostTier:
         return True
 
     def pin(self, entry: Idle) -> None:
-        """Keeps the places of blocks that are about to be copied in."""
         del self._only[entry]
 
     def load(self, entry: Idle, take: Callable[[], int]) -> None:
-        """Has pinned blocks copied into blocks of the device, which `take` returns one by one."""
         node, groups = self._parts(entry)
         for group in groups:
             node.blocks[group] = take()
@@ -148,14 +141,14 @@ class HostTier:
         self._spare[entry] = None
 
     def try_copies(self, blocks: Sequence[int]) -> None:
-        """Has blocks of the device, which nobody writes, copied out and in again as they are."""
+        """Copies unused blocks of the device out and back, to measure the time."""
         places = self.reserve(len(blocks))
         self.copies += [BlockCopy(block, place, "out") for block, place in zip(blocks, places, strict=False)]
         self.copies += [BlockCopy(block, place, "in") for block, place in zip(blocks, places, strict=False)]
         self.give_back(places)
 
     def duplicated(self, entry: Idle) -> None:
-        """Takes note that the device has computed blocks again that were here alone, if they were."""
+        """Moves blocks to the spare ones: the device has computed them again."""
         if entry in self._only:
             del self._only[entry]
             self._spare[entry] = None
@@ -163,8 +156,8 @@ class HostTier:
     # -- places --------------------------------------------------------------------------------------------------
 
     def reserve(self, count: int) -> list[int]:
-        """Takes places out, at most `count` of them, for whoever fills them by other means. What was least recently
-        used makes room. They come in order, because neighbours are copied in faster."""
+        """Takes at most `count` places that the caller fills itself. The least recently used blocks make room. Places
+        come in order, because neighbours are copied in faster."""
         while len(self._free) < count and self._forget():
             pass
         taken = sorted(self._free.pop() for _ in range(min(count, len(self._free))))
@@ -172,13 +165,11 @@ class HostTier:
         return taken
 
     def give_back(self, places: Iterable[int]) -> None:
-        """Takes reserved places back."""
         for place in places:
             self.reserved.remove(place)
             self._free.append(place)
 
     def fill(self, entry: Idle, places: Sequence[int], tier: str) -> None:
-        """Lets reserved places, one for each layer group, be those of blocks that are nowhere else."""
         node, groups = self._parts(entry)
         for group in groups:
             self.reserved.remove(places[group])
@@ -187,12 +178,10 @@ class HostTier:
         self._only[entry] = None
 
     def touch(self, entry: Idle) -> None:
-        """Makes blocks that are here alone the most recently used ones."""
         if entry in self._only:
             self._only.move_to_end(entry)
 
     def drop(self, node: PrefixNode) -> None:
-        """Frees all places of a node."""
         for group, place in enumerate(node.places):
             if place >= 0:
                 self._free.append(place)
@@ -202,24 +191,21 @@ class HostTier:
                 self._only.pop(entry, None)
 
     def clear(self) -> None:
-        """Frees all places but reserved ones."""
         while self._forget():
             pass
 
     def spare(self) -> Collection[Idle]:
-        """Returns what the device has too, from the next to be forgotten on."""
+        """Returns blocks that are on the device too, in order of removal."""
         return self._spare.keys()
 
     def only(self) -> Collection[Idle]:
-        """Returns what the device does not have, from the next to be forgotten on."""
+        """Returns blocks that are not on the device, in order of removal."""
         return self._only.keys()
 
     def free(self) -> list[int]:
-        """Returns the places that hold nothing."""
         return list(self._free)
 
     def _take(self, count: int) -> list[int]:
-        """Returns so many places, or none if there are fewer even if everything is forgotten."""
         while len(self._free) < count:
             if not self._forget():
                 return []
@@ -239,7 +225,6 @@ class HostTier:
         return True
 
     def _parts(self, entry: Idle) -> tuple[PrefixNode, tuple[int, ...]]:
-        """Returns the node of an entry and the layer groups that it stands for."""
         return (entry, self._full) if isinstance(entry, PrefixNode) else (entry[0], entry[1:])
 
 
@@ -251,7 +236,6 @@ class ReuseSources:
         self._taken_in: set[PrefixNode] = set()  # from a peer, and reused by nobody yet
 
     def add(self, node: PrefixNode) -> None:
-        """Adds a node that came from a peer."""
         self._taken_in.add(node)
 
     def forget(self, node: PrefixNode) -> None:

@@ -13,8 +13,7 @@ T = TypeVar("T")
 
 
 class Reading(Generic[T]):
-    """Waits for work that a thread does: `result` returns what came of it. What the work raises that is no error of
-    ours becomes a `failure`."""
+    """Waits for work in a thread; `result` returns its result. Errors other than PenstockError become a `failure`."""
 
     def __init__(self, work: Callable[[], T], failure: type[PenstockError]) -> None:
         self._work = work
@@ -26,15 +25,12 @@ class Reading(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Returns whether the thread is done with it."""
         return self._done.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Returns when the thread is done with it, or after this many seconds."""
         self._done.wait(seconds)
 
     def run(self) -> None:
-        """Does the work, in the thread."""
         self.begun = True
         try:
             self._result = self._work()
@@ -45,7 +41,7 @@ class Reading(Generic[T]):
         self._done.set()
 
     def result(self) -> T:
-        """Returns what came of it; raises what the work raised."""
+        """Returns the result, or re-raises the error."""
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -61,14 +57,12 @@ class Reader:
         self._thread: threading.Thread | None = None
 
     def read(self, reading: Reading[Any]) -> None:
-        """Begins to read, after what was begun before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
         self._queue.put(reading)
 
     def close(self) -> None:
-        """Ends the thread once it has read what it was given."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()

@@ -16,7 +16,7 @@ from penstock.types import Limits, Row, StepPlan
 
 
 class Batcher:
-    """Keeps a slot and a block table for every running sequence, changed only by what a plan says has changed."""
+    """Keeps a slot and a block table for every running sequence, changed only by the updates of a plan."""
 
     def __init__(self, limits: Limits) -> None:
         self._block_size = limits.block_size
@@ -85,7 +85,8 @@ class Batcher:
         return tables
 
     def _move(self, at: int, row: Row) -> StateMove:
-        """Says where a row's recurrent state comes from and goes to. Saved states come after those of the slots."""
+        """Returns the places that a row's recurrent state comes from and goes to. Saved states follow the states of the
+        slots."""
         begin, save = (-1 if place < 0 else self._max_rows + place for place in (row.begin, row.save))
         return StateMove(at, begin, save, row.at - row.start)
 
@@ -99,8 +100,8 @@ def bitmasks(plan: StepPlan, batch: Batch, records: Mapping[int, RequestRecord])
 
 class DraftRow(NamedTuple):
     """Describes a row of a draft program's step: it computes text[start:stop], whose KV lies in the blocks of `table`,
-    and `sampler` chooses what comes next, if there is one. Of a text that is too short, the last token is the one that
-    its slot sampled last. Tokens stand `shift` positions before their own."""
+    and `sampler`, if any, chooses the next token. If the text is one short, the last token is the slot's last sampled
+    token. Tokens stand `shift` positions before their own."""
 
     text: list[int]
     start: int
@@ -112,13 +113,11 @@ class DraftRow(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Returns the tokens that it computes."""
         known = self.text[self.start : self.stop]
         return known + [LAST_SAMPLED] * (self.stop - self.start - len(known))
 
 
 def draft_batch(rows: Line[DraftRow], block_size: int, program: int, step: int) -> Batch:
-    """Returns the batch of a draft program's step."""
     counts = [row.stop - row.start for row in rows]
     row_start = np.cumsum([0, *counts], dtype=np.int32)
     wanted = [Wanted(row.sampler, row.text, row.stop - 1) for row in rows if row.sampler is not None]
@@ -143,8 +142,8 @@ def draft_batch(rows: Line[DraftRow], block_size: int, program: int, step: int) 
 
 
 def pools(plan: StepPlan, sequences: Mapping[int, Sequence], records: Mapping[int, RequestRecord]) -> tuple[Pool, ...]:
-    """Returns what is pooled in a step. A mean starts anew wherever its sequence does, so one that was preempted counts
-    no token twice."""
+    """Returns the positions that a step pools. A mean restarts with its sequence, so no token counts twice after a
+    preemption."""
     found: list[Pool] = []
     last = 0
     for index, row in enumerate(plan.rows):

@@ -56,7 +56,6 @@ class StartupTimer:
         self._spent: list[str] = []
 
     def stop(self, what: str) -> None:
-        """Counts the time since the last stop as spent on `what`."""
         now = time.perf_counter()
         self._spent.append(f"{what} {now - self._last:.2f} s")
         self._last = now
@@ -79,8 +78,8 @@ def open_engine(config: Config, tell: Tell = silent, until_needed: UntilNeeded =
 def build_engine(
     config: Config, checkpoint: Checkpoint, tell: Tell = silent, until_needed: UntilNeeded = at_once
 ) -> Engine:
-    """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` is told what memory is for before any is taken,
-    and where the time went. Until `until_needed` returns, another engine may be using KV cache, disk and GPU."""
+    """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` gets the plan of the memory before any is taken,
+    and the times of the start. Until `until_needed` returns, another engine may be using KV cache, disk and GPU."""
     config, timer = resolve_defaults(config, checkpoint.fp8, checkpoint.whole), StartupTimer()
     on_gpu = Device.parse(config.device).kind == "cuda"
     if not on_gpu:
@@ -138,7 +137,6 @@ def build_engine(
 def _tell_memory(
     config: Config, checkpoint: Checkpoint, draft: Checkpoint | None, backend: Backend, tell: Tell
 ) -> None:
-    """Tells what the memory of a GPU will be for."""
     has = footprint_of(backend, checkpoint, draft and quantized(draft, config, silent))
     for line in plan_memory(config, checkpoint.spec, has).lines():
         tell(line)
@@ -147,9 +145,8 @@ def _tell_memory(
 def _check_kv(
     config: Config, checkpoint: Checkpoint, model: PackedModel, backend: Backend, timer: StartupTimer
 ) -> None:
-    """Refuses a quantized KV cache that changes the model's predictions too much."""
     if is_kv_quantized(config.kv):
-        from penstock.planning.kv_guard import check_kv  # with an evaluation, which most starts do without
+        from penstock.planning.kv_guard import check_kv  # imports an evaluation, which most starts skip
 
         check_kv(config, checkpoint, model, backend, log_to_stderr)
         timer.stop("KV check")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def chain_hash() -> hashing.Chain:
-    """Returns what computes chain hashes: native code, or Python where the extension is not built."""
+    """Returns the native function that computes chain hashes, or Python's if the extension is not built."""
     try:
         from penstock.backend.cpu._native import chain_hashes
     except ImportError:

@@ -25,7 +25,7 @@ class ChainLoad(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """Has places for a chain of blocks, and their memory."""
+    """Holds places for a chain of blocks, and their memory."""
 
     places: list[list[int]]  # of each block, by layer group; -1: that group's is not wanted
     targets: Sequence[Targets]
@@ -34,14 +34,13 @@ class Reserved(NamedTuple):
 
     @property
     def parts(self) -> Sequence[Targets]:
-        """Returns the memory of the blocks, with that of the state after the last one's."""
         if self.state_target is None:
             return self.targets
         return [*self.targets[:-1], [*self.targets[-1], self.state_target]]
 
 
 class ChainLoads:
-    """Reserves places of the `host` for blocks that are read in threads, and lets `cache` find what was read. With
+    """Reserves places of the `host` for blocks that are read in threads, and puts the blocks into the `cache`. With
     `states`, the last block of a chain comes with the recurrent state at its end."""
 
     def __init__(self, cache: KvCache, host: HostBlocks | None, states: HostStateCopies | None, limits: Limits) -> None:
@@ -50,7 +49,7 @@ class ChainLoads:
         self._states = states
         self._size = limits.block_size
         self._windows = limits.windows
-        self._abandoned: list[ChainLoad] = []  # with places that threads may still write to
+        self._abandoned: list[ChainLoad] = []  # threads may still write to their places
 
     def wanted(self, count: int, first: int) -> list[list[bool]]:
         """Returns of each block whether its layer groups are needed, if a request begins after `count` blocks."""
@@ -78,7 +77,7 @@ class ChainLoads:
         return count
 
     def reserve(self, count: int, first: int) -> Reserved | None:
-        """Returns places for so many blocks; None if there is no room for all."""
+        """Returns places for `count` blocks; None if there is no room for all."""
         if self._host is None:
             return None
         wanted, states = self.wanted(count, first), self._cache.states
@@ -94,7 +93,8 @@ class ChainLoads:
         return Reserved(chosen, targets, state, None if self._states is None else self._states.fill(state))
 
     def deliver(self, load: ChainLoad, tier: str) -> int:
-        """Lets the prefix cache find what was read by now, as of this tier; returns how many blocks it uses."""
+        """Puts the blocks read so far into the prefix cache, as coming from this tier; returns how many blocks it
+        uses."""
         usable = min(load.loading.usable, len(load.places))
         state = load.state if load.loading.whole else -1
         used = attach(self._cache, load.salt, load.prompt, load.first, load.places[:usable], tier, state)
@@ -104,7 +104,6 @@ class ChainLoads:
         return used
 
     def collect(self) -> None:
-        """Gives places back that no thread writes to any longer."""
         for load in [load for load in self._abandoned if load.loading.finished]:
             self._abandoned.remove(load)
             self._cache.host.give_back(place for each in load.places for place in each if place >= 0)

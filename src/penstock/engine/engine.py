@@ -1,4 +1,4 @@
-"""Runs requests: they come in, steps are computed, events go out. It has no threads, no text and no network."""
+"""Runs requests: they come in, steps are computed, events go out. Threads, text and network are elsewhere."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Engine:
     # -- messages ------------------------------------------------------------------------------------------------
 
     def handle(self, message: Message) -> None:
-        """Does what a message asks, other than Close. The next step returns the answer, or the refusal."""
+        """Handles a message other than Close. The next step returns the answer, or the refusal."""
         id = 0
         try:
             match message:
@@ -127,9 +127,8 @@ class Engine:
             self._events.append(Failed(id, error.code, error.message))
 
     def add(self, request: Request) -> None:
-        """Adds a request; raises PenstockError for a request that could never be answered. Ids are the caller's and are
-        never used twice. The request starts once it has what it needs; if it cannot have that, a step returns the
-        failure."""
+        """Adds a request; raises PenstockError for a request that could never be answered. The caller never uses an id
+        twice. The request starts once its needs are met; if they cannot be, a step returns the failure."""
         if request.id in self.records:
             raise InvalidRequest(f"request id {request.id} is already in use")
         check_ids(request, self.limits.vocab)
@@ -202,7 +201,6 @@ class Engine:
         self.backend.tell_of_compiling(self.recorder.compile)
 
     def hello(self) -> dict[str, Any]:
-        """Returns the fields of a Hello that the engine and its features know."""
         on_gpu = self.backend.device.startswith("cuda")  # which has memory for one engine at a time
         fields: dict[str, Any] = {"limits": self.limits, "can_stand_by": on_gpu, "loads_late": on_gpu}
         for feature in self.features:
@@ -210,11 +208,9 @@ class Engine:
         return fields
 
     def weight_state(self, id: int) -> WeightState:
-        """Returns which weights are loaded, as the answer to a message."""
         return self.weights._replace(seq=id, paused=self.paused)
 
     def stats(self) -> Stats:
-        """Returns the engine's state and counters."""
         stats = self.scheduler.stats()
         fields = {key: value for feature in self.features for key, value in feature.stats().items()}
         return stats._replace(
@@ -226,14 +222,12 @@ class Engine:
         )
 
     def release_device(self) -> None:
-        """Forgets the prefix cache and gives back the memory that features and host copies hold."""
         self.scheduler.cache.flush()
         for feature in self.features:
             feature.release_device()
         self.pipeline.host.release()
 
     def close(self) -> None:
-        """Gives the backend's memory back."""
         for feature in self.features:
             feature.close()
         self.backend.close()
@@ -259,7 +253,6 @@ class Engine:
         record.owed = decided.tokens
 
     def _begin(self, record: RequestRecord, needs: Sequence[Need]) -> None:
-        """Starts a request, or lets it wait for what it needs."""
         needs = needs or self._reads(record)
         if not needs:
             self.start(record)
@@ -269,7 +262,6 @@ class Engine:
         self.recorder.hold(self.waiting_room.worked_on)
 
     def _reads(self, record: RequestRecord) -> Sequence[Need]:
-        """Returns the KV blocks that a request should wait for, from the first feature that has some."""
         return next((reads for feature in self.features if (reads := feature.reads(record))), ())
 
     def _start_ready(self) -> None:
@@ -285,7 +277,6 @@ class Engine:
         self.recorder.hold(self.waiting_room.worked_on)
 
     def _end_resumed(self, record: RequestRecord, decided: Decided) -> None:
-        """Ends a resumed request that has nothing left to compute."""
         self.records.pop(record.request.id, None)
         self._release(record)
         self.emit(decided.events(record))

@@ -1,4 +1,4 @@
-"""Says why requests fail, and why an engine cannot go on."""
+"""Explains why requests fail, and why an engine must end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from penstock.types import BANNED, Failed, Row, StepPlan
 
 
 def step_failure(error: Exception) -> tuple[str, str]:
-    """Returns the code and the message with which the requests of a step fail that has raised the error."""
     message = f"the step that computed this request failed: {type(error).__name__}: {error}"
     return error.code if isinstance(error, StepFailed) else StepFailed.code, message
 
@@ -71,7 +70,6 @@ def _fewest_left(record: RequestRecord, tokens: list[int], row: Row, vocab: int)
 
 
 def _rules(record: RequestRecord, answered: int) -> list[str]:
-    """Returns the fields of a request that exclude tokens at this length of its answer."""
     request, sampling = record.request, record.request.sampling
     grammar = (sampling.grammar.param if sampling.grammar is not None else "") or "the grammar"
     given = {
@@ -85,7 +83,6 @@ def _rules(record: RequestRecord, answered: int) -> list[str]:
 
 
 def _exclusion(record: RequestRecord, rules: list[str], row: Row) -> str:
-    """Returns the sentence that names the fields which leave no token."""
     answered = row.start + row.count - len(record.request.prompt)
     reason = record.constraint.problem if record.constraint is not None else ""
     told = f" ({reason})" if reason else ""
@@ -96,5 +93,4 @@ def _exclusion(record: RequestRecord, rules: list[str], row: Row) -> str:
 
 
 def lost_device(error: Exception) -> DeviceLost:
-    """Returns the error that ends an engine whose device has computed nothing since it raised `error`."""
     return DeviceLost(f"the device computes nothing any more after {type(error).__name__}: {error}")

@@ -26,7 +26,7 @@ class Feature:
     # -- a request, from its arrival to its end ------------------------------------------------------------------
 
     def needs(self, record: RequestRecord) -> Sequence[Need]:
-        """Returns what a request that has arrived must wait for; raises PenstockError to refuse the request."""
+        """Returns the needs of a new request; raises PenstockError to refuse the request."""
         return ()
 
     def reads(self, record: RequestRecord) -> Sequence[Need]:
@@ -63,7 +63,7 @@ class Feature:
         """Is called after a launch. The device had nothing to compute for `gap` seconds because the plan was made."""
 
     def revise(self, plan: StepPlan, result: StepResult, seconds: float) -> StepResult:
-        """Returns what the scheduler shall commit of a step's result."""
+        """Returns the part of a step's result that the scheduler commits."""
         return result
 
     def after_step(self) -> None:
@@ -77,7 +77,7 @@ class Feature:
 
     @property
     def busy(self) -> bool:
-        """Returns whether the engine must go on stepping, also without requests."""
+        """Returns whether the engine must keep stepping, also without requests."""
         return False
 
     @property

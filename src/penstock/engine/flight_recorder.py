@@ -1,5 +1,5 @@
-"""Records what an engine is doing in memory that outlives its process: the last plans, what is in flight, and for how
-long it may be silent. Whoever shares the memory sees that the engine hangs, and what it did when it died."""
+"""Records what an engine is doing in memory that outlives its process: the last plans, steps in flight, and how long it
+may be silent. Processes that share the memory see that the engine hangs, and its work when it died."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOTHING = -1  # no request
 ANSWERED = 2  # steps with tokens of its answer after which a request is unlikely to end the engine
 
 LEAST = 2.0  # seconds that an engine may take for anything
-SLOW = 60.0  # seconds that work may take which is no step, or a step unlike all before it
+SLOW = 60.0  # seconds allowed for other work, or for a step unlike all before it
 LOADING = 60.0  # seconds that an engine which loads its model may give no sign of life
 TIMES = 20  # a step takes no longer than this many times what such a step has taken
 MICRO = 1_000_000
@@ -46,15 +46,14 @@ class StepTimes:
         self._seen = [not slow_first] * SIZES
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Takes note of how long a step took."""
         size = bisect_left(STEP_SIZES, tokens)
         known, taken = self._micros[size], max(int(seconds * MICRO), 1)
         self._micros[size] = known + (taken - known) // 8 if known and self._seen[size] else taken
         self._seen[size] = True
 
     def limit(self, tokens: int) -> float:
-        """Returns the seconds after which a step of so many tokens must be hanging. A size that was not seen yet is
-        compared with the next smaller one that was, or with the next larger one."""
+        """Returns the seconds after which a step of `tokens` tokens counts as hanging. An unseen size is compared with
+        the next smaller seen one, or with the next larger one."""
         size = bisect_left(STEP_SIZES, tokens)
         known = [at for at in (*range(size, -1, -1), *range(size + 1, SIZES)) if self._micros[at]]
         if not known or not self._seen[size]:
@@ -90,7 +89,6 @@ class FlightRecorder:
         self._numbers[BEAT] += 1
 
     def wait(self) -> None:
-        """Notes that there is nothing to do until a message arrives."""
         self._beat(0, LEAST)
 
     def prepare(self) -> None:
@@ -100,40 +98,32 @@ class FlightRecorder:
         self._beat(SLOW, min(known, SLOW))
 
     def prepared(self, seconds: float) -> None:
-        """Notes how long the slice took."""
         self._longest_slice = max(self._longest_slice, seconds)
 
     def work(self, slow: bool = False) -> None:
-        """Notes that something is done which is no step, and which may be slow."""
         self._beat(SLOW if slow else LEAST)
 
     def compile(self, begins: bool) -> None:
-        """Notes that a step begins to compile a kernel, or that it goes on."""
         if begins:
             self._step_limit = self._numbers[LIMIT] / MICRO
         self._beat(SLOW if begins else self._step_limit)
         self._numbers[COMPILING] = begins
 
     def load(self) -> None:
-        """Notes that the loading of a model gets on."""
         self._beat(LOADING)
 
     def take(self, messages: int) -> None:
-        """Notes that messages have arrived."""
         self._numbers[TAKEN] += messages
 
     def add(self, id: int = NOTHING) -> None:
-        """Notes that a request is being added."""
         self._numbers[ADDING] = id
 
     def hold(self, ids: Collection[int]) -> None:
-        """Notes which requests wait for something that is being prepared for them."""
         kept = array("q", list(ids)[:WAITING])
         self._numbers[ROOM] = len(kept)
         self._numbers[WAITING_AT : WAITING_AT + len(kept)] = kept
 
     def launch(self, plan: StepPlan) -> None:
-        """Notes that a step begins."""
         rows = [(row.seq, row.start, row.count, row.sample) for row in plan.rows[:ROWS]]
         flat = array("q", (plan.step, len(rows), *chain.from_iterable(rows)))
         numbers = self._numbers
@@ -164,7 +154,7 @@ class FlightRow(NamedTuple):
 
 
 class FlightRecord(NamedTuple):
-    """Holds what an engine was doing, as its recorder has it."""
+    """Holds the recorded work of an engine."""
 
     beat: int = 0
     limit: float = 0.0  # seconds that it may be silent; 0: for ever, unless a message waits for it
@@ -188,7 +178,6 @@ class FlightRecord(NamedTuple):
 
 
 def write_times(memory: Memory, times: tuple[int, ...]) -> None:
-    """Lets a recorder begin with what another has learned."""
     _numbers(memory)[TIMES_AT : TIMES_AT + len(times)] = array("q", times)
 
 
@@ -201,18 +190,15 @@ class Pulse(NamedTuple):
     taken: int  # messages
 
     def allowed(self, sent: int) -> float:
-        """Returns for how many seconds it may be silent if it was sent so many messages."""
         return self.urgent if self.taken < sent else self.limit or inf
 
 
 def read_pulse(memory: Memory) -> Pulse:
-    """Returns the signs of life in the memory of a recorder that may be writing."""
     numbers = _numbers(memory)
     return Pulse(numbers[BEAT], numbers[LIMIT] / MICRO, numbers[URGENT] / MICRO or LEAST, numbers[TAKEN])
 
 
 def read_record(memory: Memory) -> FlightRecord:
-    """Returns what a recorder has written that writes no more."""
     numbers = _numbers(memory)
     planned = numbers[PLANNED]
     plans = []

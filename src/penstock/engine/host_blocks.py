@@ -1,5 +1,5 @@
-"""Keeps copies of KV blocks, and of saved recurrent states, in host memory, carries out the copies of plans and tells
-what they cost."""
+"""Keeps copies of KV blocks, and of saved recurrent states, in host memory, carries out the copies of plans and
+measures them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HostCopies:
         self._probe(range(min(PROBED, len(numbered), places)))
 
     def carry_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Has blocks copied in and out, in order; neighbours in one direction go together. Learns how long earlier
+        """Copies blocks in and out, in order; neighbours in one direction are copied together. Learns how long earlier
         copies took."""
         for direction, group in groupby(copies, key=lambda copy: copy.direction):
             run = list(group)
@@ -48,12 +48,11 @@ class HostCopies:
         self._learn()
 
     def write(self, place: int, data: bytes | memoryview) -> None:
-        """Puts the bytes of a block in a place."""
         self.fill(place)[:] = data
 
     def fill(self, place: int) -> memoryview:
-        """Returns the memory of a reserved place for whoever writes a block's bytes there, in any thread, before the
-        place is used."""
+        """Returns the memory of a reserved place, to write a block's bytes there before the place is used, in any
+        thread."""
         self._written[place] = 1
         return self.read(place)
 
@@ -70,14 +69,12 @@ class HostCopies:
         return bytes(self.read(place)) if place >= 0 else None
 
     def release(self) -> None:
-        """Forgets what all places hold and gives their memory back."""
         if self._opened is not None:
             self._opened.close()
         self._opened = None
         self._written = bytearray(self.places)
 
     def _room(self) -> HostRoom:
-        """Returns the places, with memory that is taken when they are first asked for."""
         if self._opened is None:
             self._opened = self._memory.host_room(self.places)
         return self._opened
@@ -88,7 +85,6 @@ class HostCopies:
             raise StepFailed(f"KV blocks cannot be copied in: nothing was copied out to places {missing}")
 
     def _probe(self, places: Sequence[int]) -> None:
-        """Measures a copy out and in of some blocks, whose memory was touched before."""
         room, blocks = self._room(), self._numbered[: len(places)]
         for _ in range(2):
             room.finish()
@@ -115,7 +111,7 @@ class HostBlocks(HostCopies):
 
 
 class HostStateCopies(HostCopies):
-    """Stores saved recurrent states that have left the device. They come after those of the slots."""
+    """Stores saved recurrent states that have left the device. They follow the states of the slots."""
 
     def __init__(self, limits: Limits, memory: BlockMemory, costs: CopyCosts) -> None:
         numbered = range(limits.max_rows, limits.max_rows + limits.states)
@@ -123,28 +119,25 @@ class HostStateCopies(HostCopies):
 
 
 class HostMemory(NamedTuple):
-    """Has what an engine keeps in host memory; None: nothing of the kind."""
+    """Holds an engine's copies in host memory; None: it has none of that kind."""
 
     blocks: HostBlocks | None = None
     states: HostStateCopies | None = None
 
     @classmethod
     def open(cls, limits: Limits, backend: Backend, costs: CopyCosts) -> HostMemory:
-        """Returns the host memory that limits grant to a backend, of which nothing is in use yet."""
         blocks = HostBlocks(limits, backend.kv, costs) if limits.host_places else None
         if not min(limits.states, limits.host_states):
             return cls(blocks)
         return cls(blocks, HostStateCopies(limits, backend.states, costs))
 
     def carry_out(self, plan: StepPlan) -> None:
-        """Carries out the copies of a plan."""
         if plan.copies and self.blocks is not None:
             self.blocks.carry_out(plan.copies)
         if plan.state_copies and self.states is not None:
             self.states.carry_out(plan.state_copies)
 
     def release(self) -> None:
-        """Forgets what it holds and gives the memory back."""
         for each in self:
             if each is not None:
                 each.release()

@@ -21,7 +21,7 @@ from penstock.planning.memory_plan import (
 )
 from penstock.types import Limits, blocks_for
 
-TRIES = 4  # to reserve a cache: others may take memory meanwhile
+TRIES = 4  # attempts to reserve a cache: others may take memory meanwhile
 
 
 def reserve_kv(
@@ -78,7 +78,6 @@ def reserve_kv(
 
 
 def described_cache(limits: Limits, group_token: int) -> str:
-    """Returns a few words about the KV cache, where a token costs `group_token` bytes in one layer group."""
     tokens = limits.num_blocks * limits.block_size
     size = gigabytes(tokens * group_token)
     if not any(limits.windows):
@@ -88,6 +87,5 @@ def described_cache(limits: Limits, group_token: int) -> str:
 
 
 def weight_bytes(checkpoint: Checkpoint, backend: Backend) -> int:
-    """Returns the bytes that the weights take as the backend stores them."""
     tensors = checkpoint.tensors.values()
     return int(sum(backend.stored_as(tensor).bytes(tensor) for tensor in tensors))

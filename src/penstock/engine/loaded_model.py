@@ -31,7 +31,6 @@ class LoadedModel(Feature):
         return ()
 
     def replace_heads(self, classifier: ClassifierHead | None, dense: DenseHead | None) -> None:
-        """Gives later requests the heads of new weights."""
         self._classifier, self._dense = classifier, dense
 
     def hello(self) -> Mapping[str, Any]:

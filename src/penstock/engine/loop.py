@@ -50,7 +50,6 @@ def run(engine: Engine, inbox: Inbox, send: Send) -> None:
 
 
 def advance(engine: Engine, messages: Sequence[Message]) -> list[Event]:
-    """Handles messages other than Close, runs one step and returns what happened."""
     for message in messages:
         engine.handle(message)
     return engine.step()

@@ -1,4 +1,4 @@
-"""Lets the loading of a model yield to whoever computes, so that it does not slow down the streams of other models."""
+"""Loads a model at low priority, so that it does not slow down the streams of other models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from penstock.config import log_to_stderr
 
-NICE = 18  # of a processor's time the loader gets 2 % while another thread computes on it, and all that is idle
+NICE = 18  # the loader gets 2 % of a busy processor's time, and all idle time
 LONGEST = 30.0  # seconds that work yields
 AUTOGROUP = Path("/proc/self/autogroup")
 TRIES = 50
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 
 def run_yielding(work: Callable[[], T]) -> T:
-    """Returns what the work returns, or raises what it raises. It runs in a thread of low priority, and so do the
-    threads that it starts: a thread that has lowered its priority may not raise it again, but it can end. If the work
-    takes long, it yields no more, as far as the system allows: a model must be loaded some time."""
+    """Returns the result of the work, or re-raises its error. The work runs in a thread of low priority, and so do the
+    threads that it starts: a thread that has lowered its priority may not raise it again, but it can end. After a while
+    the priority is raised again, if the system allows: a model must be loaded some time."""
     if sys.platform != "linux":
         return work()
     results: list[T] = []

@@ -32,7 +32,6 @@ def open_configured(config: Config) -> Checkpoint:
 
 
 def long_context_line(spec: ModelSpec) -> str:
-    """Returns a line that says which factors a model with LongRoPE is computed with, and what would change that."""
     if spec.max_len == spec.longest:
         return "longrope: all positions have the long factors, because max_len is beyond the model's original context"
     return (
@@ -50,7 +49,6 @@ class LoadedWeights(NamedTuple):
 
 
 def load_weights(checkpoint: Checkpoint, backend: Backend, *, yielding: bool) -> LoadedWeights:
-    """Loads a model's weights, with `yielding` at low priority."""
     packer = KeepingPacker(backend)
 
     def load() -> LoadedWeights:

@@ -38,12 +38,10 @@ class StepCounters:
         self._sizes = [0] * (len(STEP_SIZES) + 1)
 
     def add(self, tokens: int) -> None:
-        """Counts a step that computes this many tokens."""
         self._tokens += tokens
         self._sizes[bisect_left(STEP_SIZES, tokens)] += 1
 
     def stats(self) -> Mapping[str, Any]:
-        """Returns fields of Stats."""
         return {
             "busy_seconds": self.busy_seconds,
             "computed_tokens": self._tokens,
@@ -52,8 +50,8 @@ class StepCounters:
 
 
 class StepPipeline:
-    """Has up to `depth` steps in flight while the next one is planned. `costs` learn how long steps take, `host` copies
-    KV blocks to and from host memory, and `emit` takes the events of committed steps."""
+    """Keeps up to `depth` steps in flight while the next one is planned. `costs` learn how long steps take, `host`
+    copies KV blocks to and from host memory, and `emit` takes the events of committed steps."""
 
     def __init__(
         self,
@@ -93,7 +91,6 @@ class StepPipeline:
             self._commit(self.in_flight.popleft())
 
     def drain(self) -> None:
-        """Commits all steps in flight."""
         while self.in_flight:
             self._commit(self.in_flight.popleft())
 
@@ -135,8 +132,8 @@ class StepPipeline:
         return ticket
 
     def _find_memory(self, plan: StepPlan, error: OutOfMemory) -> None:
-        """Has the backend free memory and queues the step's sequences again. If the step before lacked memory too, the
-        step's requests fail."""
+        """Frees memory of the backend and queues the step's sequences again. If the previous step lacked memory too,
+        the step's requests fail."""
         self._backend.free_memory()
         if self._out_of_memory:
             self._fail(plan, error)
@@ -172,7 +169,6 @@ class StepPipeline:
         self._emit(self._scheduler.fail(plan, *step_failure(error)))
 
     def _fail_rows(self, plan: StepPlan, indices: Sequence[int]) -> None:
-        """Fails the requests of rows that have no answer, and drops cached prefixes if they may have none either."""
         vocab = self._scheduler.limits.vocab
         failed, broken = without_answer(plan, indices, self._scheduler.sequences, self._records, vocab)
         for each in failed:

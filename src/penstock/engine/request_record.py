@@ -1,4 +1,4 @@
-"""Holds what the engine knows of one request, and resumes answers that another engine began."""
+"""Holds the engine's state of one request, and resumes answers that another engine began."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class RequestRecord:
-    """Belongs to one request: how its tokens are sampled, what constrains and what drafts them, and what it had to wait
-    for."""
+    """Holds the sampler, constraint, drafts and waits of one request."""
 
     __slots__ = (
         "classifier",
@@ -57,10 +56,10 @@ class RequestRecord:
         self.constraint: Constraint | None = None
         self.drafts: RequestDrafts | None = None
         self.disk: RequestOnDisk | None = None  # what its prompt is called there, if it may be there
-        self.pull: ChainLoad | None = None  # what is being read of its prompt from another engine
-        self.lease: AdapterLease | None = None  # of the adapters that it is computed with
+        self.pull: ChainLoad | None = None  # the read of its prompt from another engine
+        self.lease: AdapterLease | None = None  # lease of its adapters
         self.waited: dict[str, float] = {}  # seconds by reason, before it was queued
-        self.weights: list[WeightSpan] = []  # that compute it
+        self.weights: list[WeightSpan] = []  # weights that compute it
         self.owed: tuple[int, ...] = ()  # tokens that its constraint forces next, if its answer is resumed there
 
     @property
@@ -70,8 +69,8 @@ class RequestRecord:
         return chain is not None and chain.mirostat > 0
 
     def constrain(self, constraint: Constraint) -> None:
-        """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends. What was
-        generated before it was resumed, the constraint follows again."""
+        """Makes the answer follow a constraint. It ends where its grammar does, even if it ignores other ends. The
+        constraint follows the tokens generated before a resume again."""
         self.request = self.request._replace(stop_ids=self.request.stop_ids | constraint.ends)
         self.constraint = constraint
         self.owed = constraint.resume(self.request.generated, force=self.request.sampling.logprobs is None)
@@ -94,8 +93,8 @@ class RequestRecord:
         return self.classifier.pooling if self.classifier else self.request.pooling
 
     def salt(self, weights: WeightState) -> str:
-        """Returns what tells its prompt's KV from that of others: the caller's salt, the adapters, and the weights. An
-        update's number keeps apart weights that were given the same version."""
+        """Returns the salt of its prompt's KV: the caller's salt, the adapters, and the weights. An update's number
+        distinguishes weights with the same version."""
         updated = f"\0weights {weights.updates} {weights.version}" if weights.updates else ""
         return self.request.salt + updated
 
@@ -109,7 +108,6 @@ class RequestRecord:
             self.weights.append(WeightSpan(weights.version, known - sequence.prompt_len, mixed))
 
     def sequence(self, prefix_cache: bool, weights: WeightState = FIRST_WEIGHTS) -> Sequence:
-        """Returns the sequence that the scheduler is to compute with these weights."""
         request = self.request
         self.weights = [WeightSpan(weights.version)]
         return Sequence(
@@ -134,7 +132,6 @@ class RequestRecord:
         )
 
     def complete_tokens(self, event: Tokens) -> Tokens:
-        """Returns the event with the tokens that were decided before it, and with what mirostat has learned."""
         if self.owed:
             event = event._replace(tokens=self.owed + event.tokens)
             self.owed = ()
@@ -164,7 +161,7 @@ def _guarded_from(sampling: SamplingParams) -> int | None:
 
 
 class Decided(NamedTuple):
-    """Holds what follows a resumed answer without a step: tokens, and whether and at which token it ends."""
+    """Holds the decided continuation of a resumed answer: tokens, and whether and at which token it ends."""
 
     tokens: tuple[int, ...] = ()
     ended: bool = False
@@ -172,15 +169,14 @@ class Decided(NamedTuple):
     loop: int = 0  # tokens of the phrase that it repeated, if the loop guard ends it
 
     def events(self, record: RequestRecord) -> list[Event]:
-        """Returns the events that tell it of an answer that has ended."""
         id, reason = record.request.id, "length" if self.stop is None else "stop"
         told: list[Event] = [Tokens(id, self.tokens)] if self.tokens else []
         return [*told, record.complete(Finished(id, reason, self.stop, report=Report(loop=self.loop)))]
 
 
 def append_decided(sequence: Sequence, owed: tuple[int, ...]) -> Decided:
-    """Appends to a resumed sequence the tokens that must follow, and returns what is decided of it. Its last token may
-    be the one that ends it, if the engine that generated it did not get to say so."""
+    """Appends the tokens that must follow to a resumed sequence, and returns the decided continuation. Its last token
+    may end it, if the engine that generated the token died before it reported the end."""
     if len(sequence.tokens) == sequence.prompt_len:
         return Decided()
     last = sequence.tokens[-1]

@@ -19,7 +19,6 @@ class RouterStats:
         self._cached: dict[int, int] = {}  # tokens of waiting prompts that the cache held then, by sequence
 
     def fields(self, scheduler: Scheduler) -> dict[str, Any]:
-        """Returns fields of Stats."""
         tokens, later = self._uncached(scheduler)
         background = len(scheduler.sequences) - scheduler.tenants.foreground
         return {"uncached_tokens": tokens + later, "background": background, "background_tokens": later}
@@ -55,7 +54,8 @@ class NoBlockFeed(Feature):
 
 
 class BlockFeed(NoBlockFeed):
-    """Publishes block events, which the scheduler records in `events`, and what a router compares replicas by."""
+    """Publishes block events, which the scheduler records in `events`, and the load that a router compares replicas
+    by."""
 
     def __init__(self, events: BlockEvents) -> None:
         self._events = events

@@ -1,4 +1,5 @@
-"""Keeps requests that need something before they can run: a compiled grammar or an adapter. Others go on meanwhile."""
+"""Keeps requests that need something before they can run, such as a compiled grammar or an adapter, while others
+run."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Pending(Protocol):
 
 
 class Need(NamedTuple):
-    """Names what a request waits for."""
+    """Names one thing that a request waits for."""
 
     reason: str  # as the request's report calls it
     pending: Pending
@@ -48,16 +49,13 @@ class WaitingRoom:
         self._waiting: dict[int, Waiting] = {}
 
     def __len__(self) -> int:
-        """Returns how many requests wait."""
         return len(self._waiting)
 
     @property
     def worked_on(self) -> list[int]:
-        """Returns the ids of the requests whose need is being worked on now."""
         return [id for id, waiting in self._waiting.items() if waiting.needs[0].pending.begun]
 
     def enter(self, record: RequestRecord, needs: Sequence[Need], now: float) -> None:
-        """Lets a request wait for what it needs: at least one thing."""
         self._waiting[record.request.id] = Waiting(record, tuple(needs), now)
 
     def drops(self, id: int) -> bool:

@@ -22,7 +22,7 @@ class Tokens(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
     cached: int = 0  # prompt tokens whose KV was reused
-    mirostat_mu: float | None = None  # with mirostat: what it has learned, for an engine that resumes the answer
+    mirostat_mu: float | None = None  # mirostat's learned value, for an engine that resumes the answer
 
 
 class Nearest(NamedTuple):
@@ -34,7 +34,7 @@ class Nearest(NamedTuple):
     prompt: int  # how many of them were its prompt
     before: tuple[int, ...] = ()  # the last shared tokens
     had: tuple[int, ...] = ()  # how that stream went on; empty: it ended there
-    got: tuple[int, ...] = ()  # how the prompt goes on
+    got: tuple[int, ...] = ()  # the prompt's next tokens
 
 
 class WeightSpan(NamedTuple):
@@ -68,7 +68,7 @@ def add_drafts(every: Iterable[DraftCounts]) -> tuple[DraftCounts, ...]:
 
 
 class Report(NamedTuple):
-    """Tells what happened to a request. Seconds are those of the engine's clock."""
+    """Reports the history of a request. Seconds are on the engine's clock."""
 
     cached: int = 0  # prompt tokens whose KV was reused
     queued: float = 0.0  # seconds until its first step
@@ -76,11 +76,11 @@ class Report(NamedTuple):
     decode: float = 0.0  # seconds from there to its end
     preemptions: int = 0
     recomputed: int = 0  # tokens whose KV was lost to preemption and computed again
-    waited: tuple[tuple[str, float], ...] = ()  # for what, and seconds, before it was queued
+    waited: tuple[tuple[str, float], ...] = ()  # reason and seconds of each wait before it was queued
     forced: int = 0  # tokens that its grammar left no choice about
-    drafts: tuple[DraftCounts, ...] = ()  # of every source that drafted for it
+    drafts: tuple[DraftCounts, ...] = ()  # counts of every source that drafted for it
     nearest: Nearest | None = None  # set if Request.explain
-    weights: tuple[WeightSpan, ...] = ()  # that computed it; several if they were updated on the way
+    weights: tuple[WeightSpan, ...] = ()  # weights that computed it; several if they were updated meanwhile
     reused: tuple[tuple[str, int], ...] = ()  # the tiers that `cached` came from (device, ram, disk, peer), and tokens
     loop: int = 0  # tokens of the phrase that the answer repeated, if the loop guard ended it (its reason is "length")
 
@@ -129,7 +129,7 @@ class WeightState(NamedTuple):
 
     seq: int = 0  # the message's id
     version: str = FIRST_VERSION
-    path: str = ""  # that the weights were updated from; empty: they are the model's own
+    path: str = ""  # source of the last update; empty: the model's own weights
     updates: int = 0
     paused: bool = False
 
@@ -141,7 +141,7 @@ class AdapterInfo(NamedTuple):
     path: str
     scale: float
     rank: int  # the highest of its matrices
-    digest: str = ""  # of its contents; empty until it was loaded once
+    digest: str = ""  # digest of its contents; empty until it was loaded once
     loaded: bool = False  # it is in a slot of the backend now
 
 
@@ -163,8 +163,8 @@ Event = Tokens | Finished | Aborted | Failed | AdapterList | WeightState | Memor
 
 
 class BlockStored(NamedTuple):
-    """Tells that a full block of tokens entered the prefix cache. `number` counts an epoch's block events from 0; the
-    epoch differs between any two lives of an engine, so that whoever follows the events sees gaps and restarts."""
+    """Reports that a full block of tokens entered the prefix cache. `number` counts an epoch's block events from 0;
+    each start of an engine has another epoch, so that subscribers see gaps and restarts."""
 
     number: int
     epoch: int
@@ -185,7 +185,7 @@ BlockEvent = BlockStored | BlockRemoved
 
 
 class BlockSnapshot(NamedTuple):
-    """Lists the blocks that a prefix cache holds, for whoever has missed events or begins to follow them."""
+    """Lists the blocks that a prefix cache holds, for subscribers that missed events or begin to follow them."""
 
     epoch: int
     following: int  # the number of the first event that is not in it

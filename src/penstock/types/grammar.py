@@ -33,7 +33,7 @@ class Grammar(NamedTuple):
 
     @classmethod
     def of_rules(cls, text: str, param: str = "") -> Grammar:
-        """Returns a grammar whose own notation tells GBNF from Lark."""
+        """Returns a grammar in GBNF or Lark, recognized by its notation."""
         return cls("gbnf" if re.search(r"(?m)^\s*[\w-]+\s*::=", text) else "lark", text, param=param)
 
     @classmethod

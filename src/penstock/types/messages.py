@@ -14,7 +14,7 @@ Answer = TypeVar("Answer", bound=AdapterList | MemoryUse | Offered | WeightState
 
 
 class Control(Protocol[Answer]):
-    """Has an answer: an event of one type, or a Failed, with the message's id. Ids are unique among requests and
+    """Is answered by an event of one type, or a Failed, with the message's id. Ids are unique among requests and
     control messages; the client sets them when it sends a message."""
 
     @property
@@ -43,7 +43,7 @@ class FlushCache(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Ends an offer of KV blocks. An offer that has ended already is left alone."""
+    """Ends an offer of KV blocks. Ended offers are ignored."""
 
     offer: bytes
 
@@ -53,7 +53,7 @@ class Close(NamedTuple):
 
 
 class RegisterAdapter(NamedTuple):
-    """Lets requests name an adapter."""
+    """Registers an adapter."""
 
     name: str
     path: str
@@ -88,8 +88,7 @@ class ListAdapters(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Stops all steps. New requests wait. `mode` says whether requests that have begun are kept, waited for, or
-    aborted."""
+    """Stops all steps. New requests wait. By `mode`, running requests are kept, waited for, or aborted."""
 
     mode: str = PAUSE_KEEP
     id: int = 0
@@ -120,12 +119,12 @@ class AbortAll(NamedTuple):
 
 
 class UpdateWeights(NamedTuple):
-    """Replaces the loaded weights by those of a folder or file, between two steps."""
+    """Replaces the loaded weights by weights from a folder or file, between two steps."""
 
     path: str
     version: str = ""  # empty: the number of the update
     recompute: bool = True  # recompute the KV of running requests; False: keep the KV that the old weights computed
-    number: int = 0  # of the update, where another engine had it before; 0: the next one
+    number: int = 0  # number of the update, if another engine had it before; 0: the next one
     id: int = 0
 
     @property
@@ -169,8 +168,8 @@ class Offer(NamedTuple):
     prompt: tuple[int, ...]
     salt: str = ""
     first: int = 0
-    seconds: float = LEASE  # that the blocks are kept for a reader
-    device: str = ""  # that the reader computes on, as its Hello names it
+    seconds: float = LEASE  # time that the blocks are kept for a reader
+    device: str = ""  # the reader's device, as in its Hello
     id: int = 0
 
     @property

@@ -16,7 +16,7 @@ class AdapterUse(NamedTuple):
 
 
 class BlockOffer(NamedTuple):
-    """Lets another engine read blocks of one prompt, once and within a lease. Whoever knows its id may read them."""
+    """Allows another engine to read blocks of one prompt, once and within a lease. The id is the permission."""
 
     id: bytes  # 16 random bytes
     epoch: int  # of the engine that offers
@@ -32,13 +32,13 @@ class Claim(NamedTuple):
     """Says whose share of the engine a request uses, and how soon it is to be answered. Times are in seconds."""
 
     tenant: str = ""  # whose share it is; all who are not known are one tenant
-    weight: float = 1.0  # of the tenant: one with weight 3 gets three times the work of one with weight 1
+    weight: float = 1.0  # share of the tenant: weight 3 gets three times the work of weight 1
     deadline: float | None = None  # from its arrival: if it has not begun by then, it fails
     ttft: float | None = None  # target, from its arrival to the first token of the answer
     itl: float | None = None  # target, from one token of the answer to the next
 
     def after(self, seconds: float) -> Claim:
-        """Returns what is left of the claim when so many seconds have passed."""
+        """Returns the claim that is left after `seconds`."""
         deadline, ttft = (None if time is None else max(time - seconds, 0.0) for time in (self.deadline, self.ttft))
         return self._replace(deadline=deadline, ttft=ttft)
 
@@ -47,7 +47,7 @@ NO_CLAIM = Claim()
 
 
 class Request(NamedTuple):
-    """Asks for one token stream: it is what a user sent, once text has become token ids."""
+    """Asks for one token stream. Its text is token ids already."""
 
     id: int
     prompt: tuple[int, ...]
@@ -57,14 +57,14 @@ class Request(NamedTuple):
     priority: int = 0  # lower runs sooner
     salt: str = ""  # prompts share cached blocks only under the same salt
     pooling: str = ""  # mean, cls or last: an embedding is wanted; classify: the logits of the model's labels
-    owner: str = ""  # who sent it: a report tells nobody about another owner's prompts
+    owner: str = ""  # the sender: reports never show another owner's prompts
     explain: bool = False  # its report is to say which recent prompt it was nearest to
     background: bool = False  # may wait: runs behind every foreground request and never crowds them out
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the answer never completes
     dry_breakers: tuple[tuple[int, ...], ...] = ()  # token sequences that spell a breaker of the DRY penalty
     adapters: tuple[AdapterUse, ...] = ()  # their updates add up
-    prediction: tuple[int, ...] = ()  # how the client expects the answer to go on: it is drafted first
-    speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: as many as pay
+    prediction: tuple[int, ...] = ()  # the answer that the client expects: it is drafted first
+    speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: the engine decides
     claim: Claim = NO_CLAIM  # whose share of the engine it uses, and how soon it is to be answered
     generated: tuple[int, ...] = ()  # tokens of its answer that another engine has delivered already: it is resumed
     scored: int = 0  # scores of its prompt's tokens that were delivered, if nothing was generated yet
@@ -88,13 +88,13 @@ class Limits(NamedTuple):
     encoder: bool = False  # the model makes embeddings only, each in one step
     states: int = 0  # places for saved recurrent states; 0: the model has none, its KV is all there is
     generates: bool = True  # else the model has embeddings and labels, and no text
-    labels: tuple[str, ...] = ()  # what the model classifies prompts into; empty: it has no classification head
+    labels: tuple[str, ...] = ()  # classes of the classification head; empty: no such head
     activation: str = ""  # what turns the logits of labels into scores: sigmoid, softmax or identity
     second_text: int = 0  # is added to the token ids of a pair's second text
     windows: tuple[int, ...] = (0,)  # per KV layer group: how many positions its layers see; 0: all of them
     host_places: int = 0  # blocks that host memory keeps when they leave the device; 0: they are forgotten
     host_states: int = 0  # saved states that host memory keeps when their places are needed
-    memory: int = 0  # bytes that the weights and what is kept of sequences take, without adapters; 0: not known
+    memory: int = 0  # bytes of weights, KV and states, without adapters; 0: not known
 
     def check(self) -> None:
         """Raises ConfigError for limits under which some sequence could never be computed."""

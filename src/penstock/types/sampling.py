@@ -65,7 +65,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     loop_guard: bool = True  # a loop ends an answer at temperature 0; not with ignore_eos, nor before min_tokens
-    logprobs: int | None = None  # how many alternatives beside the chosen token; None: no logprobs
+    logprobs: int | None = None  # alternatives besides the chosen token; None: no logprobs
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     penalty_window: int = -1  # -1: presence and frequency count the answer; n: all penalties count the last n tokens

@@ -1,4 +1,4 @@
-"""Reads the fields of `SamplingParams` as the types that engines read, whatever users give: no other may reach them."""
+"""Converts the fields of `SamplingParams` to the types that engines read, from any form that users give."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LIMIT = 2**31  # of token ids
 
 
 class FieldType(NamedTuple):
-    """Says what a field takes, and how that is read."""
+    """Describes the values of a field, and how they are read."""
 
     takes: str
     read: Callable[[Any], Any]  # raises one of UNFIT for what cannot be read
     plain: tuple[type, ...] = ()  # types of values that need no reading
-    fields: Mapping[str, FieldType] = {}  # of the value itself, where it has such
+    fields: Mapping[str, FieldType] = {}  # fields of the value itself, if any
 
 
 UNFIT = TypeError, ValueError, AttributeError, OverflowError

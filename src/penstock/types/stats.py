@@ -24,10 +24,10 @@ class DiskCounts(NamedTuple):
     blocks: int = 0  # that can be read
     bytes: int = 0  # that they take
     written: int = 0  # blocks, as all that follow
-    dropped: int = 0  # to make room for others
+    dropped: int = 0  # dropped to make room
     read: int = 0
     given_up: int = 0  # loads, because computing was sooner
-    skipped: tuple[tuple[str, int], ...] = ()  # what was of no use, by reason
+    skipped: tuple[tuple[str, int], ...] = ()  # skipped files and blocks, by reason
 
     def plus(self, other: DiskCounts) -> DiskCounts:
         """Returns the counts of both."""
@@ -98,17 +98,17 @@ class Stats(NamedTuple):
     preemptions: int = 0
     busy_seconds: float = 0.0  # spent in steps
     grammars: int = 0  # compiled
-    grammar_seconds: float = 0.0  # spent on compiling them, beside the steps
+    grammar_seconds: float = 0.0  # time spent on compiling grammars, in threads
     masks: int = 0  # bitmasks of allowed tokens that were computed
     mask_seconds: float = 0.0
     forced_tokens: int = 0  # generated without sampling, because a grammar left no choice
     computed_tokens: int = 0  # in all steps, of prompts and answers
     step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)  # a histogram of steps by tokens, see STEP_SIZES
     adapter_slots: int = 0  # most adapters in memory at once
-    adapter_bytes: int = 0  # that the adapters in memory take
+    adapter_bytes: int = 0  # memory of the loaded adapters
     adapters: tuple[AdapterRequests, ...] = ()  # those that requests name now
-    drafts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
-    adopted_blocks: int = 0  # that the engine before had computed
+    drafts: tuple[DraftCounts, ...] = ()  # totals of every source, for ended requests
+    adopted_blocks: int = 0  # adopted from the previous engine
     reused: tuple[tuple[str, int], ...] = ()  # cached_tokens by the tier that they came from (device, ram, disk, peer)
     host_blocks: int = 0  # blocks that host memory keeps
     host_places: int = 0  # that it has room for
@@ -117,12 +117,12 @@ class Stats(NamedTuple):
     disk: DiskCounts = DiskCounts()
     in_line: int = 0  # requests that could run and find no room; others wait for a grammar or the end of a pause
     peers: PeerCounts = PeerCounts()
-    uncached_tokens: int = 0  # of prompts, still to be computed; counted if block events are recorded
-    clients: int = 1  # that share the engine
+    uncached_tokens: int = 0  # prompt tokens still to be computed; counted if block events are recorded
+    clients: int = 1  # clients that share the engine
     step_seconds: tuple[float, ...] = ()  # measured: of a prompt's token, of a pair of such, of a step that answers
     background: int = 0  # requests that may wait; counted if block events are recorded
-    background_tokens: int = 0  # of uncached_tokens, those of such requests
-    prompt_seconds: float = 0.0  # of busy_seconds, those that prompts have taken
+    background_tokens: int = 0  # part of uncached_tokens in background requests
+    prompt_seconds: float = 0.0  # part of busy_seconds spent on prompts
     prefilling: tuple[int, ...] = ()  # ids of running requests that have no token yet; of several clients, its own
 
 
@@ -133,12 +133,12 @@ class Hello(NamedTuple):
     pid: int
     model: str
     limits: Limits
-    adapters: tuple[AdapterInfo, ...] = ()  # that were registered when it started
-    unknown_fields: tuple[str, ...] = ()  # of the model's config.json: nothing is known of them
+    adapters: tuple[AdapterInfo, ...] = ()  # registered at the start
+    unknown_fields: tuple[str, ...] = ()  # unknown fields of the model's config.json
     can_sleep: bool = False  # it can give its memory back and stay
     draft_tokens: int = 0  # the most that a step drafts for one request; 0: it drafts nothing
-    epoch: int = 0  # of its block events; 0: it records none
+    epoch: int = 0  # epoch of its block events; 0: it records none
     address: str = ""  # where further clients can join; empty: it serves one client
     can_stand_by: bool = False  # another process can get ready to take over
-    loads_late: bool = False  # that process loads its weights when it takes over
+    loads_late: bool = False  # the process loads its weights when it takes over
     device: str = ""  # whose memory it can share with other engines, by a name that they know it by, too

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """Gives a sequence's share of a step: compute `count` positions from `start`, answer the last `sample` of them. The
-    last positions hold the `draft`: tokens that are right if they are what is sampled one position before them."""
+    """Describes a sequence's share of a step: compute `count` positions from `start`, answer the last `sample` of them.
+    The last positions hold the `draft`: tokens that are right if they equal the tokens sampled one position before
+    them."""
 
     seq: int
     start: int
@@ -53,7 +54,7 @@ class StepPlan(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """Gives a token's logarithmic probability and those of the likeliest alternatives."""
+    """Holds the log probabilities of a token and of the likeliest alternatives."""
 
     token: int
     logprob: float
@@ -61,7 +62,7 @@ class TokenLogprob(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """Holds what the backend answers for one row, and how much of its draft turned out right."""
+    """Holds the backend's answer for one row, and the number of right draft tokens."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `tokens`, when asked for
@@ -72,7 +73,7 @@ class RowResult(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Holds what the backend answers for one step."""
+    """Holds the backend's answer for one step."""
 
     step: int
     rows: tuple[RowResult, ...]  # parallel to the plan's rows

@@ -51,10 +51,10 @@ def plan_depths(
     """Returns how many tokens the model drafts for each row, in a step with `rows` rows that drafts at most `budget`
     tokens.
 
-    `chances` has the survival of what the model would draft for each row, `copied` that of what is copied instead. A
-    row gets what promises more. `seconds` are those of the step with 0, 1, ... drafted tokens, `draft_seconds` those of
-    a draft step with 0, 1, ... rows. Of what the model drafts, as many tokens are verified as survive, because it
-    knows which are likely to. The model drafts nothing unless that gives more tokens per second than copies do."""
+    `chances` has the survival of the model's tokens for each row, `copied` the survival of copied tokens. A row gets
+    the better of the two. `seconds` are those of the step with 0, 1, ... drafted tokens, `draft_seconds` those of a
+    draft step with 0, 1, ... rows. All surviving tokens of the model are verified, because it knows which are likely to
+    survive. The model drafts nothing unless that gives more tokens per second than copies do."""
     plain = _slots([()] * len(chances), copied, budget)
     best = _best(plain, seconds, draft_seconds, BestSlots(0, rows / seconds[0]), rows)
     chosen = [mine if sum(mine) > sum(other) else () for mine, other in zip(chances, copied, strict=True)]
@@ -67,8 +67,8 @@ def plan_depths(
 
 
 def _least(best: BestSlots, seconds: Sequence[float], draft_seconds: Sequence[float], drafting: int) -> float:
-    """Returns the survival below which it pays neither to draft nor to verify one token more, where the model drafts
-    for so many rows."""
+    """Returns the survival below which neither drafting nor verifying one more token pays, when the model drafts for
+    this many rows."""
     if not drafting:
         return 0.0
     verified = max(best.verified, 1.0)
@@ -77,7 +77,6 @@ def _least(best: BestSlots, seconds: Sequence[float], draft_seconds: Sequence[fl
 
 
 def _at(seconds: Sequence[float], tokens: float) -> float:
-    """Returns the seconds of a step with a number of drafted tokens that need not be whole."""
     below = min(int(tokens), len(seconds) - 1)
     above = min(below + 1, len(seconds) - 1)
     return seconds[below] + (seconds[above] - seconds[below]) * (tokens - below)
@@ -119,13 +118,12 @@ def _best(
 
 
 class DraftDepths:
-    """Chooses how many tokens a draft model drafts, step by step, and learns what its steps cost.
+    """Chooses how many tokens a draft model drafts, step by step, and learns the cost of its steps.
 
-    While that is none, it has one row drafted for now and then, so that survival is still learned. What this loses
-    stays below a share of all time. The other way round, the first steps and now and then another are planned without
-    the model, so that it is known what they cost. Before a draft step was measured, it counts as free: the first one
-    tells. A device that pads steps to `shapes` has to get ready for each of them, so that the first steps of a shape
-    tell nothing."""
+    While it chooses none, it still drafts for one row now and then, to keep learning survival; the loss stays below a
+    share of all time. Conversely, the first steps and an occasional later one are planned without the model, to learn
+    their cost. A draft step counts as free until one was measured. A device that pads steps to `shapes` prepares each
+    shape, so the first steps of a shape are ignored."""
 
     PLAIN = 3  # first steps without the model
     EVERY = 64  # steps of which one is without it
@@ -141,7 +139,6 @@ class DraftDepths:
         self._exploration = Exploration()
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Learns from a draft step that took so many seconds."""
         if self._shapes:
             shape = rows == tokens, bisect_left(self._shapes, tokens)
             self._seen[shape] += 1
@@ -175,7 +172,6 @@ class DraftDepths:
         return plan
 
     def _catching_up(self, tokens: int) -> float:
-        """Returns the seconds in which the draft model computes so many tokens of a prompt."""
         if not self._measured:
             return 0.0
         whole, rest = divmod(tokens, self.CHUNK)

@@ -1,4 +1,4 @@
-"""Decides how many tokens to draft: how likely drafts survive, what a step costs, and which drafts pay.
+"""Decides how many tokens to draft, by the survival of drafts and the cost of steps.
 
 Everything here is pure: it has no clock and no randomness. Times come in as arguments.
 """
@@ -26,7 +26,6 @@ class Proposal(NamedTuple):
     cells: tuple[int, ...] = ()  # where the acceptance of each token is learned
 
     def first(self, count: int) -> Proposal:
-        """Returns it cut to its first tokens."""
         return Proposal(self.tokens[:count], self.survival[:count], self.source, self.match, self.cells[:count])
 
 
@@ -37,8 +36,8 @@ MATCHES = (0, 1, 2, 3, 4, 5, 7, 10, 14, 20, 32, 64)  # the shortest match of eac
 AGREEMENTS = 3
 PREDICTED = 8  # matching tokens that the beginning of a prediction counts as
 FLOOR = 0.03  # a draft ends where fewer of its tokens survive
-HAZARD_BOUND = 3.0  # of a hazard's logarithm
-HAZARD_STEP = 1 / 8  # hazards are told apart this finely
+HAZARD_BOUND = 3.0  # step of a hazard's logarithm
+HAZARD_STEP = 1 / 8  # resolution of hazards
 SPAN = 1.5  # times the smallest measured size that the largest is before they tell how steps grow
 
 _FIRST_CELL = [
@@ -48,8 +47,8 @@ _FIRST_CELL = [
 
 
 def cells_of(match: int, agreements: Sequence[int]) -> tuple[int, ...]:
-    """Returns the cell of each token of a draft. A cell is a bucket of matches and an agreement. Tokens that were
-    accepted in a draft count as much as those that matched before it."""
+    """Returns the cell of each token of a draft. A cell is a bucket of matches and an agreement. Accepted draft tokens
+    count like tokens that matched before the draft."""
     first = min(match, MATCHES[-1])
     return tuple(map(add, _FIRST_CELL[first : first + len(agreements)], agreements))
 
@@ -97,7 +96,7 @@ class Acceptance:
 
 
 class AcceptanceCounts:
-    """Holds what became of the drafted tokens of one source, by cell, and rates made of that."""
+    """Counts accepted and rejected tokens of one source by cell, and derives rates."""
 
     __slots__ = ("accepted", "fresh", "rates", "tried")
 
@@ -111,8 +110,8 @@ class AcceptanceCounts:
 def prior_rate(cell: int) -> float:
     """Returns how likely a drafted token is accepted before anything was learned.
 
-    It was fitted to edits, agents' turns, prose and a small model's answers. What a prediction begins with has no
-    match: that the client predicts it is worth some."""
+    It was fitted to edits, agents' turns, prose and a small model's answers. The beginning of a prediction has no
+    match, but counts for some because the client predicts it."""
     match, agreement = MATCHES[cell // AGREEMENTS] or PREDICTED, cell % AGREEMENTS
     if agreement == DIFFERENT:
         return 0.25
@@ -140,8 +139,8 @@ class StreamAcceptance:
         return survival[: max(1, bisect_left(survival, -FLOOR, key=neg))]
 
     def observe(self, proposal: Proposal, depth: int, accepted: int, rejected: bool) -> None:
-        """Learns from tokens of a draft, from `depth` on: so many were accepted, and one after them was rejected or
-        is not known."""
+        """Learns from draft tokens from `depth` on: `accepted` of them were accepted, and the next was rejected or is
+        unknown."""
         source, cells = proposal.source, proposal.cells[depth : depth + accepted + rejected]
         rates = self._rates(source)
         surplus = sum([rates[cell] for cell in cells]) - accepted
@@ -156,24 +155,23 @@ class StreamAcceptance:
 class StepCost:
     """Learns the seconds of a step from steps that were measured.
 
-    If a device pads steps to `shapes`, those that only decode (one token a row) are kept apart: it may compute them in
-    another way, and no size costs more than a larger one. Between two measured sizes seconds are interpolated, and they
-    never fall with more tokens. Beyond what was measured they rise as they did before; as long as too few sizes were to
-    tell, every token adds `slope` times the smallest known step."""
+    If a device pads steps to `shapes`, decode-only steps (one token a row) are kept separate: the device may compute
+    them differently. No size costs more than a larger one. Between two measured sizes seconds are interpolated, and
+    they never fall with more tokens. Beyond the largest measured size they rise at the same rate; with too few sizes
+    measured, every token adds `slope` times the smallest known step."""
 
-    WEIGHT = 1 / 32  # of a new measurement, once there are as many
-    OUTLIER = 1.5  # a step counts at most this many times the mean: a process that was held up tells nothing
-    CHANGE = 0.02  # by which a mean must differ from the one in use to replace it
+    WEIGHT = 1 / 32  # weight of a new measurement, once there are enough
+    OUTLIER = 1.5  # cap on a step, in means: stalls are outliers
+    CHANGE = 0.02  # relative change that replaces the mean in use
 
     def __init__(self, *, slope: float = 0.15, shapes: Sequence[int] = ()) -> None:
         self._slope, self._shapes = slope, sorted(shapes)
-        self._means: dict[tuple[bool, int], float] = {}  # by whether it only decodes, and by size
+        self._means: dict[tuple[bool, int], float] = {}  # keys: decode-only or not, size
         self._counts: dict[tuple[bool, int], int] = {}
         self._used: dict[tuple[bool, int], float] = {}
         self._curves: dict[tuple[int, int], list[float]] = {}
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Learns from a step that took so many seconds."""
         decodes = tokens == rows and bool(self._shapes)
         key = (decodes, rows if decodes else self._size(tokens))
         mean, count = self._means.get(key, self._expected(rows, tokens, seconds)), self._counts.get(key, 0) + 1
@@ -184,8 +182,8 @@ class StepCost:
             self._curves.clear()
 
     def _expected(self, rows: int, tokens: int, seconds: float) -> float:
-        """Returns what the first step of a size was expected to take, because a device that pads steps has to get ready
-        for it; its own `seconds` if nothing is known yet."""
+        """Returns the expected seconds for the first step of a size, because a padding device prepares the size in it;
+        its own `seconds` if nothing is known yet."""
         known = self._used and self._shapes
         return self.curve(rows, rows, tokens - rows)[tokens - rows] if known else seconds
 
@@ -230,8 +228,8 @@ class StepCost:
 
 
 def _rise(known: Sequence[tuple[int, float]], slope: float) -> float:
-    """Returns what a token adds to the largest of some sizes, as between the smallest and the largest. Sizes close to
-    each other tell nothing, and `slope` is taken: a guess that is too low is tried once and then known."""
+    """Returns the seconds that one more token adds beyond the largest size, by the slope between the smallest and the
+    largest. If they are too close, `slope` is used: a guess that is too low is corrected by the first try."""
     if not known or known[-1][0] < SPAN * known[0][0]:
         return slope
     (first, lowest), (last, highest) = known[0], known[-1]
@@ -304,7 +302,6 @@ def draft_lengths(
 
 
 def _slots(proposals: Sequence[Proposal], budget: int) -> list[float]:
-    """Returns the survival of the drafted tokens that are most likely to survive, in falling order."""
     slots = [survival for proposal in proposals for survival in proposal.survival]
     slots.sort(reverse=True)
     return slots[: max(budget, 0)]
@@ -325,7 +322,7 @@ def _best_count(slots: Sequence[float], seconds: Sequence[float], rows: int) -> 
 
 
 def _admit(proposals: Sequence[Proposal], admitted: Sequence[float]) -> list[int]:
-    """Returns the lengths that admit so many slots. Of those as likely as the last, the first rows' are taken."""
+    """Returns the lengths that admit this many slots. Among equally likely slots, the first rows win."""
     if not admitted:
         return [0] * len(proposals)
     least = admitted[-1]

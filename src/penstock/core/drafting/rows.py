@@ -1,5 +1,5 @@
-"""Lets rows verify drafts: tokens with which a sequence may go on. They are computed in the same row as its last known
-token, and count as far as they are what is sampled."""
+"""Adds drafts to rows. Drafted tokens are computed in the same row as the last known token, and count as far as they
+match the sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from penstock.types import Row, TableUpdate
 
 
 class DraftRoom(NamedTuple):
-    """Names a sequence that may go on with a draft of at most so many tokens."""
+    """Names a sequence that may have a draft of at most `most` tokens."""
 
     seq: Sequence
     most: int
-    reserve: Callable[[int], bool]  # takes the blocks for a draft of so many tokens; False: too few are left
+    reserve: Callable[[int], bool]  # takes the blocks for a draft of this length; False: too few are left
 
 
 class Drafts(Protocol):
     """Is asked once for every step that has rows with room for a draft."""
 
     def propose(self, asked: Line[DraftRoom], rows: int, tokens: int, budget: int) -> Line[tuple[int, ...]]:
-        """Returns a draft for each of the sequences, mostly an empty one, of at most `budget` tokens together. The step
-        has so many rows and tokens without them. A draft holds no token that would end its sequence."""
+        """Returns a draft for each of the sequences, mostly an empty one, of at most `budget` tokens together. `rows`
+        and `tokens` count the step without drafts. A draft holds no token that would end its sequence."""
 
     def halves(self, rows: int) -> bool:
-        """Returns whether so many rows with drafts are better computed in two steps by turns than in one: while one is
-        computed, the drafts of the other are verified and made."""
+        """Returns whether this many rows with drafts run better as two alternating steps: while one is computed, the
+        drafts of the other are verified and made."""
 
 
 class NoDraftRows:
@@ -67,7 +67,7 @@ class DraftRows(NoDraftRows):
         return {*held, *drafting, *others} if waiting >= len(drafting) + len(others) else held
 
     def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[TableUpdate]:
-        """Gives rows of a step their drafts, while so many sequences are running; returns the blocks that they took."""
+        """Gives rows of a step their drafts, while `running` sequences run; returns the blocks that they took."""
         blocks = max(self._cache.available // self._cache.groups - running, 0)  # the running ones may need one each
         room = {at: most for at, row in enumerate(rows) if (most := self._room(row, sequences[row.seq], blocks)) > 0}
         if not room:
@@ -86,8 +86,8 @@ class DraftRows(NoDraftRows):
         return grown
 
     def _room(self, row: Row, seq: Sequence, blocks: int) -> int:
-        """Returns how many tokens could be drafted behind a row: none but where its last token is known and the answer
-        goes on."""
+        """Returns how many tokens could be drafted behind a row: 0 unless its last token is known and the answer
+        continues."""
         end = row.start + row.count
         if row.sample != 1 or row.start < seq.prompt_len or end != len(seq.tokens):
             return 0

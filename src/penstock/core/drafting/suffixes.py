@@ -26,7 +26,7 @@ class StreamIndex(Protocol):
         """Appends tokens. A text that would become longer than the capacity starts anew, without the older tokens."""
 
     def continuation(self, most: int) -> Continuation:
-        """Returns what followed the longest suffix of the text that occurred before."""
+        """Returns the tokens after the previous occurrence of the text's longest repeated suffix."""
 
     def __len__(self) -> int:
         """Returns the number of tokens in the text."""
@@ -43,7 +43,7 @@ class StreamCursor(Protocol):
         """Appends tokens to the stream that is followed."""
 
     def continuation(self, most: int) -> Continuation:
-        """Returns what followed the longest suffix of the stream that occurs in the automaton's text."""
+        """Returns the tokens after the longest suffix of the stream that occurs in the automaton's text."""
 
 
 class SuffixState:
@@ -60,7 +60,6 @@ class SuffixState:
 
     @property
     def agreement(self) -> int:
-        """Returns whether its occurrences went on differently, there is one, or several went on alike."""
         return DIFFERENT if len(self.next) > 1 else ALIKE if self.repeated else SINGLE
 
 
@@ -94,13 +93,12 @@ class SuffixAutomaton:
             self._append(token)
 
     def continuation(self, most: int) -> Continuation:
-        """Returns what followed the latest known earlier occurrence of the longest suffix that has one. If it runs
-        into the end of the text, it goes on periodically. A negative token ends it."""
+        """Returns the tokens after the latest earlier occurrence of the longest repeated suffix. At the end of the text
+        it repeats periodically. A negative token ends it."""
         match = self._last.link
         return self.followers(match, match.length, most) if match is not None and match.length else ([], 0, [])
 
     def followers(self, start: SuffixState, length: int, most: int) -> Continuation:
-        """Returns what followed the strings of a state, of which `length` tokens match."""
         state: SuffixState | None = start
         period = len(self.text) - start.end
         tokens: list[int] = []
@@ -139,7 +137,7 @@ class SuffixAutomaton:
 
     def _split(self, before: SuffixState, token: int) -> SuffixState:
         """Returns the state of the longest string that leads from `before` by the token. If the state there has longer
-        strings, they are told apart."""
+        strings, it is split."""
         state = before.next[token]
         if state.length == before.length + 1:
             return state
@@ -163,7 +161,6 @@ class SuffixCursor:
         self._length = 0
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the stream that is followed."""
         for token in tokens:
             self._settle()
             while token not in self._state.next and self._state.link is not None:
@@ -174,7 +171,7 @@ class SuffixCursor:
                 self._length += 1
 
     def continuation(self, most: int) -> Continuation:
-        """Returns what followed the longest suffix of the stream that is followed by anything. A negative token ends
+        """Returns the tokens after the longest suffix of the stream that has a continuation. A negative token ends
         it."""
         self._settle()
         text, state = self._automaton.text, self._state

@@ -24,7 +24,7 @@ class Pausing(Feature):
 
     def __init__(self) -> None:
         self._draining: set[int] = set()  # requests that may still run before the pause begins
-        self._held: dict[int, tuple[RequestRecord, float]] = {}  # by id, with the time since when
+        self._held: dict[int, tuple[RequestRecord, float]] = {}  # id -> record, start of the wait
         self._asked: list[int] = []  # messages that are answered when the pause has begun
 
     @property
@@ -81,8 +81,8 @@ class Pausing(Feature):
                 self.engine.emit([Failed(record.request.id, error.code, error.message)])
 
     def _abort_all(self) -> None:
-        """Ends all requests with the tokens that they have so far. A request that has no part, such as an embedding,
-        fails."""
+        """Ends all requests with the tokens that they have so far. Requests without partial answers, such as
+        embeddings, fail."""
         scheduler = self.engine.scheduler
         scheduler.now = time.perf_counter()
         for id, record in list(self.engine.records.items()):

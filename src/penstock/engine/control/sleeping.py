@@ -1,4 +1,4 @@
-"""Lets an engine sleep: the device's memory is given back while the process stays."""
+"""Puts an engine to sleep: the device's memory is given back while the process stays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sleeping(Feature):
     def __init__(self, sleeper: Sleeper | None) -> None:
         self._sleeper = sleeper
         self._asked: list[int] = []  # messages that are answered when the engine sleeps
-        self._host_bytes = 0  # that the weights take in host memory; they stay taken when it is awake again
+        self._host_bytes = 0  # host memory of the weights, kept when it is awake again
 
     @property
     def busy(self) -> bool:

@@ -61,13 +61,11 @@ class WeightReader:
         self._reader = Reader("penstock-new-weights")
 
     def begin(self, path: Path) -> Reading[ReadWeights]:
-        """Begins to read the weights at a path, in the thread."""
         reading = Reading(lambda: self._read(path), WeightsError)
         self._reader.read(reading)
         return reading
 
     def close(self) -> None:
-        """Ends the thread once it has read what it was given."""
         self._reader.close()
 
     # -- in the thread -------------------------------------------------------------------------------------------
@@ -98,14 +96,14 @@ class WeightReader:
 
 
 def stored_tensors(backend: Backend, checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """Returns what is known of a checkpoint's tensors without reading them, by canonical name."""
+    """Returns the shapes and formats of a checkpoint's tensors, by canonical name, without reading them."""
     return {
         name: StoredTensor(tensor.shape, backend.stored_as(tensor).kind) for name, tensor in checkpoint.tensors.items()
     }
 
 
 def check_same_model(loaded: ModelSpec, new: ModelSpec) -> None:
-    """Raises WeightsError, with the names of the differences, if the new weights are those of another model."""
+    """Raises WeightsError, with the names of the differences, if the new weights belong to another model."""
     if loaded.arch != new.arch:
         raise WeightsError(f"they are of architecture {new.arch!r}; the loaded model is {loaded.arch!r}")
     names = [field.name for field in fields(loaded) if getattr(loaded, field.name) != getattr(new, field.name)]

@@ -18,7 +18,7 @@ from penstock.types.messages import DescribeWeights, UpdateWeights
 
 
 class WeightUpdates(Feature):
-    """Has weights read in a thread while steps go on, and exchanges them when all are ready. Without a `reader` it
+    """Reads weights in a thread while steps continue, and exchanges them when all are ready. Without a `reader` it
     refuses updates."""
 
     answers = (UpdateWeights, DescribeWeights)

@@ -4,9 +4,9 @@ itself. Both run as another program over the same KV blocks.
 Its KV may be missing or wrong, since nothing but its own drafts is computed from it, and drafts are verified. Where its
 KV is right is known by block: a block that is shared through the prefix cache is computed once for all who share it.
 
-A head's row at position i takes the hidden state of position i and token i + 1, and says which token comes after that.
-While it drafts, its own output takes the place of the hidden state of the next position, until the model has verified
-the draft and stored its own there. So nothing that a head computes of drafted tokens stays.
+A head's row at position i takes the hidden state of position i and token i + 1, and predicts the token after that.
+While it drafts, its own output replaces the hidden state of the next position, until the model has verified the draft
+and stored its own there. So a head keeps no KV of drafted tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.engine.request_record import RequestRecord
 from penstock.engine.samplers.sampler import Sampler
 from penstock.types import Limits, RowResult
 
-DEPTH = "depth"  # what it learns of them by depth, to know how far to draft
+DEPTH = "depth"  # source of acceptance by depth, which decides the number of tokens
 DEEPEST = 16  # tokens that it drafts for a row
 TRUSTED = 4  # matching tokens that a draft counts as, before its acceptance was learned
 WORTH = 16  # tokens of a prompt that it computes for each that may still be drafted, at most
@@ -46,29 +46,28 @@ Seconds = Callable[[int], Sequence[float]]
 
 
 class DraftKind(NamedTuple):
-    """Says what drafts."""
+    """Describes a draft model or head."""
 
     source: str  # the source of its drafts
-    shift: int  # tokens are computed so many positions before their own
+    shift: int  # positions by which tokens move forward
     behind: int  # tokens that a row has not computed yet, normally, at most
     token_ids: Sequence[int] = ()  # the target's token for each of its own, where it has fewer
 
     @property
     def is_head(self) -> bool:
-        """Returns whether it computes hidden states of the target."""
         return self.shift > 0
 
 
 SMALL_MODEL = DraftKind("model", 0, 2)  # behind are the last token, and another one if a whole draft was accepted
-MTP_HEAD = DraftKind("mtp", 1, DEEPEST + 1)  # behind are what was accepted of its last draft, and the last token
+MTP_HEAD = DraftKind("mtp", 1, DEEPEST + 1)  # behind: the accepted tokens of its last draft, and the last token
 
 
 EAGLE3_HEAD = MTP_HEAD._replace(source="eagle3")
 
 
 class ModelDrafts:
-    """Holds what the draft model has computed and drafted for one request. It counts tokens: a head has nothing to
-    compute for the first one."""
+    """Holds the progress and drafts of the draft model for one request. It counts tokens: a head skips the first
+    one."""
 
     __slots__ = (
         *("acceptance", "ahead", "blocks", "computed", "depths", "epoch", "first", "gain", "marked", "proposal"),
@@ -87,26 +86,24 @@ class ModelDrafts:
         self.forget()
 
     def forget(self) -> None:
-        """Takes note that its blocks are gone."""
         self.computed = self.first  # tokens whose KV is right
         self.ahead: list[int] = []  # tokens drafted after those, whose KV is right as far as they were accepted
         self.blocks: list[int] = []  # in which they lie
-        self.marked = 0  # of its blocks, those whose node is known to have KV
+        self.marked = 0  # blocks whose node is known to have KV
 
     def expect(self, gain: float) -> None:
-        """Takes note that it was asked for a draft, and how many tokens that is expected to add: 0 if there is none."""
+        """Records that it was asked for a draft that is expected to add `gain` tokens; 0: no draft."""
         self.unasked, self.gain = 0, gain
         self.refused = 0 if gain else self.refused + 1
 
     def is_worth_waiting(self, missed: float) -> bool:
-        """Returns whether a row should wait for its draft, which takes it so many tokens. Called once for all that is
-        committed. Where it does not pay, it is tried now and then."""
+        """Returns whether a row should wait for its draft, which costs `missed` tokens. Call it once per commit. Where
+        waiting does not pay, it is tried now and then."""
         self.unasked += 1
         pays = self.refused < PATIENT and (self.refused > 0 or self.gain > missed)
         return pays or self.unasked >= RETRY
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Learns from the tokens that were committed after its draft."""
         for proposal in (self.proposal, self.depths):
             if left := proposal.tokens[: len(tokens)]:
                 accepted = common_prefix(left, tokens)
@@ -145,31 +142,26 @@ class DraftingRow:
         self.text = list(task.room.seq.tokens)
         self.computed = drafts.computed
         self.sampler = task.record.sampler.for_draft(own_vocab=bool(place.kind.token_ids))
-        self.cells: tuple[int, ...] = ()  # of the tokens that were drafted
+        self.cells: tuple[int, ...] = ()  # cells of the drafted tokens
         self.survival: tuple[float, ...] = ()
         self.given_up = False
 
     @property
     def draft(self) -> list[int]:
-        """Returns what was drafted so far."""
         return self.text[self.known :]
 
     @property
     def needs_history(self) -> bool:
-        """Returns whether a token cannot be chosen before the one before it is known."""
         return Sampler.needs_history(self.request) or self.sampler.constrained
 
     def goes_on(self, least: float) -> bool:
-        """Returns whether it is likely that the token that was asked for last does not end the draft."""
         return not self.survival or DOUBT * self.survival[-1] >= least
 
     def ask(self) -> DraftRow:
-        """Returns the row that computes all tokens asked for so far, and chooses the next."""
         self.asked += 1
         return self.step(self.known + self.asked - 1, sample=True)
 
     def step(self, stop: int, *, sample: bool) -> DraftRow:
-        """Returns the row that computes the next tokens up to `stop`."""
         start, self.computed = self.computed, stop
         slot, shift = self.place.slot, self.place.kind.shift
         return DraftRow(self.text, start, stop, self._blocks, self.sampler if sample else None, slot, shift)
@@ -190,7 +182,6 @@ class DraftingRow:
             self.depth = 0
 
     def _may_take(self, token: int) -> bool:
-        """Returns whether a token can be part of its draft."""
         if token in self.request.stop_ids:
             return False
         draft = [*self.draft, token]
@@ -198,7 +189,6 @@ class DraftingRow:
         return self.constraint is None or self.constraint.draftable(draft, force=force) == len(draft)
 
     def propose(self, depth_cells: tuple[int, ...]) -> Proposal:
-        """Returns what was drafted, and has its acceptance learned."""
         draft = tuple(self.draft)
         seen = (*draft, -1) if self.given_up else draft  # no token is -1: it counts as rejected
         self.drafts.depths = Proposal(seen, (), DEPTH, TRUSTED, depth_cells[: len(seen)])
@@ -208,7 +198,6 @@ class DraftingRow:
         return Proposal(draft[:count], self.survival, source, TRUSTED, self.cells[:count])
 
     def keep(self, block_size: int) -> None:
-        """Leaves behind what was computed."""
         drafts = self.drafts
         drafts.computed = min(self.computed, self.known)
         drafts.ahead = [] if self.place.kind.is_head else self.text[self.known : self.computed]
@@ -220,14 +209,14 @@ class DraftStep(NamedTuple):
 
     ticket: Ticket
     rows: Sequence[DraftingRow]
-    tokens: int  # that it computes
+    tokens: int  # computed in the step
     began: float
 
 
 class DraftModel:
     """Drafts with the model or head that the backend runs as `program`. It computes `context` positions at most, and
-    lies in the blocks of the target's KV layer group number `group`, one without a window. Of a head, it is the first
-    such group, where hidden states are. It has up to `depth` draft steps in flight beside the one whose answer it waits
+    its KV is in the blocks of the target's KV layer group `group`, which has no window. For a head, that is the first
+    such group, where hidden states are. Up to `depth` draft steps are in flight besides the one whose answer it waits
     for."""
 
     def __init__(
@@ -251,22 +240,21 @@ class DraftModel:
         self._group = group
         self._depth = depth
         self._answered = 0.0  # when the last draft step's answer came
-        self._numbers = itertools.count(-1, -1)  # of its steps; those of the target are not negative
+        self._numbers = itertools.count(-1, -1)  # step numbers: negative, unlike the target's
         self._unread: list[Ticket] = []  # steps whose drafts had ended, so that nobody waited for them
         self._acceptance = Acceptance()
         self._cells = cells_of(TRUSTED, [SINGLE] * (DEEPEST + 1))  # by depth
-        self._nodes: dict[int, PrefixNode] = {}  # by block: the node whose tokens the block's KV was computed from
+        self._nodes: dict[int, PrefixNode] = {}  # block -> the node whose tokens its KV was computed from
         self._failed = False
 
     def open(self) -> ModelDrafts:
-        """Begins to draft for a request."""
         return ModelDrafts(StreamAcceptance(self._acceptance), self._kind.shift)
 
     def propose(
         self, tasks: Sequence[DraftTask], copied: Sequence[Proposal], seconds: Seconds, rows: int, budget: int
     ) -> list[Proposal]:
-        """Returns a proposal for each task: its own, or what is `copied` where that promises more. A step of `rows`
-        rows verifies at most `budget` tokens of them. If the draft model fails, it drafts nothing from then on."""
+        """Returns a proposal for each task: its own, or the `copied` one if that is better. A step of `rows` rows
+        verifies at most `budget` tokens of them. If the draft model fails, it drafts nothing from then on."""
         chances = [self._chances(task) for task in tasks]
         if self._failed or not any(chances):
             return list(copied)
@@ -293,8 +281,8 @@ class DraftModel:
         return found
 
     def _chances(self, task: DraftTask) -> tuple[float, ...]:
-        """Returns the survival of each token that could be drafted for a task: of none where it is too far behind for
-        what is left of the answer, or where the target has not computed the hidden states yet that a head needs."""
+        """Returns the survival of each token that could be drafted for a task: empty if the draft model is too far
+        behind for the rest of the answer, or if the target has not computed the hidden states that a head needs."""
         seq, drafts = task.room.seq, task.drafts
         most = min(task.most, self._context - len(seq.tokens))
         if drafts is None or most <= 0 or (self._kind.is_head and seq.computed < len(seq.tokens) - 1):
@@ -330,15 +318,14 @@ class DraftModel:
         return not self._failed and drafts.is_worth_waiting(missed)
 
     def _begin(self, task: DraftTask, depth: int, slot: int) -> DraftingRow | None:
-        """Returns the row of a task that drafts `depth` tokens, once there are blocks for it."""
         if not depth or task.drafts is None or not task.room.reserve(depth):
             return None
         place = DraftPlace(self._kind, slot, task.room.seq.blocks.tables[self._group])
         return DraftingRow(task, task.drafts, place, depth)
 
     def _draft(self, rows: list[DraftingRow], least: float) -> None:
-        """Drafts for all rows at once, a token for each in every step, while at least so much of a draft survives. The
-        next step is launched before the last one's answer is known where most drafts are likely to go on."""
+        """Drafts for all rows at once, a token for each in every step, while at least `least` of a draft survives. The
+        next step is launched before the last answer is known if most drafts are likely to continue."""
         for ticket in self._unread:
             self._backend.wait(ticket)
         self._unread.clear()
@@ -358,7 +345,6 @@ class DraftModel:
             row.keep(self._limits.block_size)
 
     def _ask(self, rows: Sequence[DraftingRow]) -> DraftStep:
-        """Launches a draft step."""
         began, batch = time.perf_counter(), [row.ask() for row in rows]
         ticket = self._launch(batch, rows)
         return DraftStep(ticket, rows, sum(row.stop - row.start for row in batch), began)
@@ -373,12 +359,11 @@ class DraftModel:
                 row.take(answer.tokens[-1], cell_of(answer), least)
 
     def _wait(self, step: DraftStep) -> Sequence[RowResult]:
-        """Returns what a draft step answers to each of its rows."""
         return self._backend.wait(step.ticket).rows
 
     def _catch_up(self, rows: Sequence[DraftingRow]) -> None:
-        """Computes what is missing of prompts, at most as much as fits in a step beside others that decode. Rows that
-        miss more draft nothing yet."""
+        """Computes missing prompt tokens, within the prefill budget of a step. Rows that miss more draft nothing
+        yet."""
         limits = self._limits
         left = limits.step_tokens if len(rows) == 1 else limits.prefill_budget or limits.step_tokens
         late = [row for row in rows if row.known - row.computed > self._kind.behind]
@@ -397,7 +382,6 @@ class DraftModel:
             self._depths.observe(len(batch), tokens, time.perf_counter() - began)
 
     def _launch(self, batch: Sequence[DraftRow], rows: Sequence[DraftingRow]) -> Ticket:
-        """Launches a step of the draft program."""
         made = draft_batch(batch, self._limits.block_size, self._program, next(self._numbers))
         ticket = self._backend.launch(made)
         if len(made.constrained):
@@ -407,8 +391,8 @@ class DraftModel:
 
 
 def cell_of(answer: RowResult) -> int:
-    """Returns the cell in which the acceptance of a drafted token is learned: that of a match whose rate is about the
-    probability that the draft model gives the token, before anything was learned."""
+    """Returns the cell in which the acceptance of a drafted token is learned: the cell of a match whose prior rate is
+    about the probability that the draft model gives the token."""
     match = TRUSTED
     if answer.logprobs:
         match = min(max(int(2 / max(1 - exp(answer.logprobs[-1].logprob), 0.01) - 1.75), 1), MATCHES[-1])

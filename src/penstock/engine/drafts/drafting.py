@@ -28,21 +28,21 @@ from penstock.types import Request
 
 Scope = tuple[str, str]  # salt and owner: drafts are taken from answers that agree in both
 
-TEXT_TOKENS = 2**17  # of one request's own text; a longer one starts anew
-SCOPE_TOKENS = 2**16  # of the recent answers of one scope
-RECENT_TOKENS = 2**19  # of the recent answers of all scopes
+TEXT_TOKENS = 2**17  # limit of one request's own text; a longer one starts anew
+SCOPE_TOKENS = 2**16  # limit of the recent answers of one scope
+RECENT_TOKENS = 2**19  # limit of the recent answers of all scopes
 CONTEXT = 16  # tokens before an answer that it is recognized by
 INDEXED, PADDED_INDEXED = 2048, 16384  # tokens that are indexed in a step: 0.2 ms, or 1.6 while a device computes
 POOR = 0.25  # right tokens of a proposal, on average, below which a stream makes fewer
 SEARCHING = 4  # poor streams that propose in a step
 
-SLOPE, PADDED_SLOPE = 0.15, 0.005  # of a one-row step that one more token costs, before that is measured
+SLOPE, PADDED_SLOPE = 0.15, 0.005  # assumed share of a one-row step that one more token costs
 
-GAP_ROWS = 8  # rows whose drafts take the host as long as what it does for any number of them
+GAP_ROWS = 8  # fixed host time of drafting, in rows
 
 PREDICTION, TEXT, RECENT = "prediction", "text", "recent"
 
-MOST_TOKENS = 1 << 20  # of a step with drafts, where nothing is padded: as many as pay
+MOST_TOKENS = 1 << 20  # tokens of a step with drafts on devices that pad nothing
 
 
 class DraftTexts:
@@ -65,7 +65,6 @@ class DraftTexts:
             self._cursors[PREDICTION] = drafting.new_cursor(index)
 
     def find(self, most: int) -> Iterator[tuple[str, Continuation]]:
-        """Yields at most `most` tokens from each source."""
         if self._prediction and not self.answer:
             yield PREDICTION, (list(self._prediction[:most]), 0, [SINGLE] * most)
         elif not self._unindexed:
@@ -92,7 +91,6 @@ class DraftTexts:
         return not self._unindexed
 
     def _catch_up(self) -> None:
-        """Tells all sources the tokens that were committed since, and looks for recent answers of its scope."""
         unread = self.answer[self._read :]
         self._read = len(self.answer)
         self._text.extend(unread)
@@ -143,7 +141,6 @@ class RequestDrafter:
         return best
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens that were committed."""
         self.texts.answer += tokens
         self._proposed = NOTHING
         proposal, depth = self._followed, self._depth
@@ -183,7 +180,6 @@ class Drafting:
         return RequestDrafter(self, texts)
 
     def close(self, drafter: RequestDrafter) -> None:
-        """Lets the answer of a request that has ended be drafted from by later ones of its scope."""
         self.running -= 1
         texts = drafter.texts
         if texts in self._waiting:
@@ -192,36 +188,33 @@ class Drafting:
             self._ended.append((texts.scope, [SEPARATOR, *texts.context, *texts.answer]))
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> list[int]:
-        """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
-        most `budget` together."""
+        """Returns how many tokens of each proposal a step verifies, at most `budget` in total. `rows` and `tokens`
+        count the step without drafts."""
         return draft_lengths(proposals, self.cost, rows, tokens, min(budget, self._most - tokens), self._exploration)
 
     def room(self, rows: int) -> int:
-        """Returns how many tokens each of so many rows may draft in one step."""
         return (self._most - rows) // rows
 
     def seconds(self, rows: int, tokens: int, most: int) -> list[float]:
-        """Returns how long a step is expected to take that has so many rows and tokens without drafts, with 0, 1, ...
-        drafted tokens, up to `most` at least."""
+        """Returns the expected seconds of a step with these rows and tokens and 0, 1, ... drafted tokens, at least up
+        to `most`."""
         return self.cost.curve(rows, tokens, most)
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Takes note of how long a step took that had nothing but answering rows."""
         self.cost.observe(rows, tokens, seconds)
 
     def observe_gap(self, rows: int, seconds: float) -> None:
-        """Takes note of how long a device waited for a step with drafts of so many rows."""
         each = seconds / (GAP_ROWS + rows)
         self._gap += (min(each, 2 * self._gap) - self._gap) / 8 if self._gap else each
 
     def halves(self, rows: int) -> bool:
-        """Returns whether a device waits longer for the drafts of so many rows than one more step takes, which reads
-        all weights again."""
+        """Returns whether a device waits longer for the drafts of `rows` rows than for one more step, which reads all
+        weights again."""
         return rows > 1 and (GAP_ROWS + rows) * self._gap > self.cost.least
 
     def index(self, most: int | None = None) -> None:
-        """Indexes at most `most` of the tokens that wait for it, by default as many as cost a step little. Call it once
-        a step: no step is held up by a long prompt."""
+        """Indexes at most `most` waiting tokens, by default a number that is cheap for a step. Call it once a step, so
+        that a long prompt delays none."""
         most = self._indexed if most is None else most
         while most and self._waiting:
             most -= self._waiting[0].index(most)
@@ -245,12 +238,10 @@ class Drafting:
             self._recent.popitem(last=False)
 
     def recent(self, scope: Scope) -> StreamIndex | None:
-        """Returns the index of the recent answers of a scope, if there are any."""
         return self._recent.get(scope)
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes that recent answers take."""
         return sum(index.nbytes for index in self._recent.values())
 
 
@@ -264,7 +255,6 @@ def suffix_classes() -> tuple[Callable[[int], StreamIndex], Callable[[Any], Stre
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many of their first tokens are the same."""
     at, end = 0, min(len(one), len(other))
     while at < end and one[at] == other[at]:
         at += 1

@@ -21,21 +21,20 @@ from penstock.types import Limits
 
 
 def open_copying(config: Config, backend: Backend, limits: Limits) -> Drafting | None:
-    """Returns the drafting that copies tokens; None if the config or the model has no drafts."""
+    """Returns the drafting that copies tokens; None if the config or the model does not draft."""
     if draft_limit(config.speculation) == 0 or not limits.generates:
         return None
     return Drafting(backend.padded_sizes)
 
 
 def cost_model(backend: Backend, drafting: Drafting | None) -> CostModel:
-    """Returns the forecast of steps, which drafting shares."""
     if drafting is None:
         return CostModel(StepCost(shapes=backend.padded_sizes))
     return CostModel(drafting.cost, learns_answers=False)
 
 
 def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend, limits: Limits) -> DraftModel | None:
-    """Returns what drafts with a model or a head that is loaded; None if there is none."""
+    """Returns the drafting with a loaded draft model or head; None without one."""
     if draft is None:
         return None
     kind = MTP_HEAD if is_head(draft) else SMALL_MODEL

@@ -1,7 +1,7 @@
-"""Drafts how answers may go on, has steps verify the drafts, and learns from what became of them.
+"""Drafts continuations of answers, verifies them in steps, and learns from the results.
 
-A drafted token is kept only if it is the token that is sampled in its place. What is sampled depends on nothing but the
-context, the seed and the position, so an answer with drafts is the answer without.
+A drafted token is kept only if it equals the token that is sampled in its position. Sampling depends only on the
+context, the seed and the position, so answers with and without drafts are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Drafter(Protocol):
     """Drafts for one request."""
 
     def propose(self, most: int) -> Proposal:
-        """Returns how its answer may go on, in at most `most` tokens."""
+        """Returns at most `most` tokens that may come next."""
 
     def append(self, tokens: Sequence[int]) -> None:
         """Takes over tokens that were added to its answer."""
@@ -45,47 +45,45 @@ class Drafters(Protocol[D]):
         """Ends drafting for a request: others may learn from its answer."""
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> Sequence[int]:
-        """Returns how many tokens of each proposal a step verifies that has so many rows and tokens without them: at
-        most `budget` together."""
+        """Returns how many tokens of each proposal a step verifies, at most `budget` in total. `rows` and `tokens`
+        count the step without drafts."""
 
     def room(self, rows: int) -> int:
-        """Returns how many tokens each of so many rows may draft in one step."""
+        """Returns how many tokens each of `rows` rows may draft in one step."""
 
     def seconds(self, rows: int, tokens: int, most: int) -> Sequence[float]:
-        """Returns how long a step is expected to take that has so many rows and tokens without drafts, with 0, 1, ...
-        drafted tokens, up to `most` at least."""
+        """Returns the expected seconds of a step with these rows and tokens and 0, 1, ... drafted tokens, at least up
+        to `most`."""
 
     def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """Takes note of how long a step took that had nothing but answering rows."""
+        """Learns how long a decode-only step took."""
 
     def observe_gap(self, rows: int, seconds: float) -> None:
-        """Takes note of how long a device waited for a step with drafts of so many rows."""
+        """Learns how long a device waited for a step with drafts of `rows` rows."""
 
     def halves(self, rows: int) -> bool:
-        """Returns whether a device waits longer for the drafts of so many rows than one more step takes."""
+        """Returns whether a device waits longer for the drafts of `rows` rows than for one more step."""
 
     def index(self) -> None:
         """Gets on with preparing drafts, for a small part of a step. Called once a step."""
 
 
 class RequestDrafts:
-    """Holds what is drafted for one request, by copying and, if there is a draft model, by that."""
+    """Holds the drafters of one request: copying and, if there is one, the draft model."""
 
     __slots__ = ("_tallies", "drafter", "model", "proposal")
 
     def __init__(self, drafter: Drafter, model: ModelDrafts | None) -> None:
         self.drafter = drafter
         self.model = model
-        self.proposal = NOTHING  # that the step in flight verifies
-        self._tallies: dict[str, list[int]] = {}  # by source: see DraftCounts
+        self.proposal = NOTHING  # verified by the step in flight
+        self._tallies: dict[str, list[int]] = {}  # source -> fields of DraftCounts
 
     @property
     def counts(self) -> list[DraftCounts]:
-        """Returns what became of all that was drafted, by source."""
         return [DraftCounts(source, *tally) for source, tally in self._tallies.items()]
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Counts what became of the proposal that was verified."""
         tally = self._tallies.setdefault(self.proposal.source, [0, 0, 0])
         tally[0] += drafted
         tally[1] += accepted
@@ -100,7 +98,7 @@ class Speculation(Feature):
         self._drafting = drafting
         self._model = model
         self._most = most
-        self._counts: tuple[DraftCounts, ...] = ()  # of every source, for requests that have ended
+        self._counts: tuple[DraftCounts, ...] = ()  # totals of ended requests
 
     # -- as a Feature --------------------------------------------------------------------------------------------
 
@@ -114,8 +112,8 @@ class Speculation(Feature):
             self._append(record, generated)
 
     def delivered(self, event: Tokens) -> None:
-        """Lets drafts follow new tokens. With steps in flight, the drafts come too late for the sequence's next row,
-        unless the row waits for them."""
+        """Appends new tokens to the drafters. With steps in flight, the drafts come too late for the sequence's next
+        row, unless the row waits for them."""
         record = self.engine.records.get(event.seq)
         if record is None:
             return
@@ -134,7 +132,6 @@ class Speculation(Feature):
         return self._model is None and any(row.draft for row in plan.rows)
 
     def launched(self, plan: StepPlan, gap: float) -> None:
-        """Prepares later drafts while the device computes."""
         if gap:
             self._drafting.observe_gap(len(plan.rows), gap)
         self._drafting.index()
@@ -143,7 +140,7 @@ class Speculation(Feature):
         """Returns the result of a step without the tokens that were sampled after wrong drafts."""
         drafted = sum(len(row.draft) for row in plan.rows)
         tokens = sum(row.count for row in plan.rows)
-        if tokens - drafted == len(plan.rows):  # prompts cost more than their number of tokens tells
+        if tokens - drafted == len(plan.rows):  # prompts cost more than their number of tokens
             self._drafting.observe(len(plan.rows), tokens, seconds)
         if not drafted:
             return result
@@ -181,21 +178,19 @@ class Speculation(Feature):
         return [_answerable(record, room, proposal.tokens[:length]) for room, record, proposal, length in parts]
 
     def halves(self, rows: int) -> bool:
-        """Returns whether so many rows with drafts are computed in two steps by turns."""
         return self._drafting.halves(rows)
 
     # -- one request ---------------------------------------------------------------------------------------------
 
     def _append(self, record: RequestRecord, tokens: Sequence[int]) -> None:
-        """Takes over tokens that were added to a request's answer."""
         if record.drafts is not None:
             record.drafts.drafter.append(tokens)
             if record.drafts.model is not None:
                 record.drafts.model.append(tokens)
 
     def _is_worth_waiting(self, record: RequestRecord, rows: int) -> bool:
-        """Returns whether a request's drafts, in a step of so many rows, are likely to yield more than the step that it
-        misses when its next row waits for them."""
+        """Returns whether a request's drafts, in a step of `rows` rows, are likely to yield more than the step that it
+        misses by waiting for them."""
         most = self._limit(record, min(self._drafting.room(rows), AHEAD))
         if most > MISSED:
             proposal = self._propose(record, self._limit(record, self._reach(rows)))  # what the next step may ask for
@@ -206,17 +201,15 @@ class Speculation(Feature):
         return self._model.is_worth_waiting(record.drafts.model, MISSED if rows > 1 else 0.0)
 
     def _reach(self, rows: int) -> int:
-        """Returns how many tokens are proposed for one of so many rows, at most: more than its share of a step, since
-        others may need less."""
+        """Returns the most tokens proposed for one of `rows` rows: more than its share of a step, since others may need
+        less."""
         return max(SHARES * self._drafting.room(rows), AHEAD)
 
     def _limit(self, record: RequestRecord, most: int) -> int:
-        """Returns how many tokens may be drafted for a request, in a row that has room for so many."""
         asked = record.request.speculation
         return min(most, self._most, self._most if asked is None else asked)
 
     def _propose(self, record: RequestRecord, most: int) -> Proposal:
-        """Returns what is copied for a request."""
         if record.drafts is None:
             return NOTHING
         request, constraint = record.request, record.constraint

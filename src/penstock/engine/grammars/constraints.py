@@ -55,7 +55,6 @@ class Constraints(Feature):
         return {} if self._grammars is None else vars(self._grammars.costs)
 
     def _follow(self, row: Row, answer: RowResult) -> RowResult:
-        """Returns a row's answer with the tokens that its constraint forces after those that were sampled."""
         record = self.engine.records.get(row.seq)
         if record is None or record.constraint is None or not answer.tokens:
             return answer
@@ -69,7 +68,7 @@ class Constraints(Feature):
 
 
 def open_grammars(config: Config, limits: Limits) -> Grammars:
-    """Returns what compiles grammars; its vocabulary is loaded at once if requests wait for that."""
+    """Returns the compiler of grammars; its vocabulary is loaded at once if `grammars_wait`."""
     grammars = Grammars(lambda: load_text(Path(config.model), config.config).tokenizer, limits.vocab)
     if config.grammars_wait:
         grammars.warm_up()

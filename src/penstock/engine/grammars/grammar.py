@@ -1,7 +1,7 @@
-"""Compiles grammars beside the steps, and follows them token by token.
+"""Compiles grammars in threads, and follows them token by token.
 
-A compiled grammar is shared by all requests with the same text. Each of them walks through its own copy, which knows
-what may come next and, where only one text can, what must.
+A compiled grammar is shared by all requests with the same text. Each request walks through its own copy, which knows
+the allowed tokens and, where only one text is possible, the forced ones.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 WORKERS = 2
 MOST_GRAMMARS = 256  # compiled ones that are kept
 COMPILE_SECONDS = 10.0  # after which a grammar is given up
-SLOWEST_MASK = 0.25  # seconds for one bitmask: a thousand times what is usual
+SLOWEST_MASK = 0.25  # seconds for one bitmask: a thousand times the usual
 MARK = "\x02"  # a character that is a token of its own in vocabularies that put a space before texts
-STACK_BYTES = 2**30  # of addresses: the library calls itself for every rule in a chain of them
+STACK_BYTES = 2**30  # bytes of addresses: the library recurses for every rule in a chain
 LONGEST_REASON = 400  # characters of the library's words that are passed on
 DEAD_END = "NoExtensionBias"  # the library's word for a grammar that no token can follow
 WHITESPACE = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # small models never stop where any run of spaces may follow
 
 
 class GrammarVocabulary(Protocol):
-    """Tells what a grammar must know of a model's tokens."""
+    """Describes a model's tokens for grammars."""
 
     vocab_size: int
     bos_id: int | None
@@ -78,7 +78,6 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar) -> Compiling:
-        """Begins to compile a grammar, or returns the one that was begun before for the same text."""
         key = grammar.kind, grammar.text, grammar.trigger_patterns
         if key not in self._compiled:
             compiling = Compiling(grammar)
@@ -144,8 +143,8 @@ class Grammars:
             return None
 
     def warm_up(self) -> None:
-        """Reads the vocabulary in a thread, so that the first grammar does not wait for that. If it cannot be read, the
-        first grammar says why."""
+        """Reads the vocabulary in a thread, so that the first grammar does not wait for it. If it cannot be read, the
+        first grammar fails with the reason."""
 
         def load() -> None:
             with suppress(PenstockError):
@@ -193,7 +192,6 @@ class Compiling:
 
     @property
     def ready(self) -> bool:
-        """Returns True once the grammar is compiled, refused or given up."""
         return self._done.is_set() or time.monotonic() > self._deadline
 
     def result(self) -> Compiled:
@@ -232,11 +230,9 @@ class Constraint:
 
     @classmethod
     def free(cls, thinking: Thinking | None) -> Constraint:
-        """Returns the constraint of an answer that may be any text, after thinking that may be limited."""
         return cls(None, frozenset(), 0, thinking, Costs())
 
     def await_trigger(self, trigger: TriggerWatch) -> None:
-        """Allows everything until the trigger was generated."""
         self._trigger = trigger
 
     @property
@@ -246,17 +242,16 @@ class Constraint:
 
     @property
     def active(self) -> bool:
-        """Returns False while everything is allowed: there is no bitmask then."""
+        """Returns False while everything is allowed, without a bitmask."""
         return self._matcher is not None and self._trigger is None and not self._thinking.active
 
     @property
     def complete(self) -> bool:
-        """Returns whether nothing may follow but the end."""
         return self._matcher is not None and self.active and self._matcher.is_stopped()
 
     def draftable(self, tokens: Sequence[int], force: bool) -> int:
-        """Returns how many of the drafted tokens can be verified in one step: as many as it allows, up to where the
-        thinking or the free text would end or, with `force`, something would have to follow."""
+        """Returns how many drafted tokens can be verified in one step: the allowed ones, up to the end of thinking or
+        free text or, with `force`, up to a forced token."""
         if self._thinking.active:
             return self._thinking.free_run(tokens)
         if self._thinking.opens >= 0 and self._thinking.opens in tokens[:1]:
@@ -404,8 +399,7 @@ def _of_schema(schema: dict[str, Any]) -> str:
 
 
 def _check_beginning(matcher: LLMatcher, grammar: Grammar) -> None:
-    """Refuses a grammar that no text matches, as far as its first choice of tokens tells, and a grammar whose first
-    bitmask takes long: it would hold up everybody's steps."""
+    """Refuses a grammar whose first bitmask allows no token, or takes so long that it would delay everybody's steps."""
     began = time.perf_counter()
     matcher.compute_bitmask()
     forced = matcher.compute_ff_tokens()
@@ -450,7 +444,6 @@ def _tokenizer(vocabulary: GrammarVocabulary, width: int) -> LLTokenizer:
 
 
 def _special_tokens(vocabulary: GrammarVocabulary) -> dict[str, int]:
-    """Returns the special tokens that carry structure, by text."""
     ids = vocabulary.special_ids - vocabulary.eos_ids
     return {text: id for id in ids if (text := vocabulary.token_bytes(id).decode("utf-8", "ignore"))}
 

@@ -16,15 +16,14 @@ ANYTHING = "(?s:.)*"
 
 
 class PatternTrigger(NamedTuple):
-    """Holds a regular expression as matchers of bytes, which never backtrack: of a text that contains the pattern, of
-    what may come before the pattern's first group, and of what comes from there on."""
+    """Holds a regular expression as matchers of bytes, which never backtrack: for a text that contains the pattern, for
+    the text before the pattern's first group, and for the text from there on."""
 
     whole: LLMatcher
     before: LLMatcher
     after: LLMatcher
 
     def start(self, text: bytes) -> int:
-        """Returns where in a text that matched the first group begins, or the pattern if it has no group."""
         before = self.before.deep_copy()
         for at in range(len(text) + 1):
             if before.is_accepting() and _matches(self.after, text[at:]):
@@ -124,7 +123,6 @@ class TriggerWatch:
         return self._since(min(found)) if found else None
 
     def free_run(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the tokens could follow without a trigger."""
         longest = max(map(len, self._texts), default=0)
         text = bytes(self._text[max(len(self._text) - longest + 1, 0) :])
         patterns = [whole.deep_copy() for _, whole in self._patterns if not whole.is_error()]

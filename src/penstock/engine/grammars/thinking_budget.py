@@ -22,8 +22,8 @@ class ThinkingBudget:
         self.active = thinking is not None and self.opens < 0
 
     def take(self, token: int, *, last: bool = True) -> tuple[int, ...] | None:
-        """Goes on by a token. Returns what must follow it, which is nothing while budget is left; None for a token
-        that is no part of the thinking. A budget that is spent before the `last` of several tokens ends there."""
+        """Advances by a token. Returns the tokens that must follow, none while budget is left; None for a token outside
+        the thinking. A budget that is spent before the `last` of several tokens ends there."""
         if not self.active:
             begins, self.opens = token == self.opens, -1
             self.active = begins
@@ -36,7 +36,6 @@ class ThinkingBudget:
         return self._cut_off() if last and self.spent else ()
 
     def free_run(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the tokens it can go on by and still be thinking."""
         ahead = copy(self)
         for count, token in enumerate(tokens):
             ahead.take(token, last=False)
@@ -46,7 +45,6 @@ class ThinkingBudget:
 
     @property
     def spent(self) -> bool:
-        """Returns whether its budget has no token left."""
         return self._budget is not None and self._budget <= 0
 
     def _cut_off(self) -> tuple[int, ...]:

@@ -15,13 +15,13 @@ from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
 
 
 class RequestOnDisk:
-    """Belongs to one request: what its prompt is called on disk, and what is being read of it."""
+    """Identifies a request's prompt on disk, and holds the read in progress."""
 
     __slots__ = ("hashes", "key", "load", "salt")
 
     def __init__(self, salt: str, hashes: list[bytes]) -> None:
         self.salt = salt
-        self.hashes = hashes  # of the full blocks of its prompt
+        self.hashes = hashes  # chain hashes of the prompt's full blocks
         self.load: ChainLoad | None = None
         self.key = b""  # the chain hash of the first block that is being read
 
@@ -51,8 +51,8 @@ class DiskReads:
         self._loads: dict[bytes, ChainLoad] = {}  # by the chain hash of their first block
 
     def begin(self, disk: RequestOnDisk, prompt: Sequence[int]) -> ChainLoad | None:
-        """Begins to read what the prefix cache has not of a prompt, if that is known and pays. The last token is always
-        computed."""
+        """Begins to read the part of a prompt that the prefix cache lacks, if the store has it and reading pays. The
+        last token is always computed."""
         self._chains.collect()
         end = (len(prompt) - 1) // self._size
         known = self._cache.trie.match(disk.salt, prompt, end)
@@ -83,13 +83,12 @@ class DiskReads:
             self.deliver(disk)
 
     def close(self) -> None:
-        """Stops all reads."""
         for load in self._loads.values():
             load.loading.given_up = True
         self.loader.close()
 
     def deliver(self, disk: RequestOnDisk) -> None:
-        """Lets the prefix cache find what was read; once, for however many requests."""
+        """Puts the blocks that were read into the prefix cache, once for all waiting requests."""
         load = disk.load
         if load is None or self._loads.get(disk.key) is not load:
             return
@@ -102,7 +101,6 @@ class DiskReads:
     def _load(
         self, found: list[StoredBlock], disk: RequestOnDisk, prompt: Sequence[int], first: int
     ) -> ChainLoad | None:
-        """Reserves places and begins to read."""
         given = self._chains.reserve(len(found), first)
         if given is None:
             return None
@@ -119,14 +117,12 @@ class DiskReads:
         return pays
 
     def _rest_seconds(self, first: int, end: int, done: int) -> float:
-        """Returns the seconds that it takes to compute what was not read of a chain. Without the state at its end, what
-        was read is of no use."""
+        """Returns the seconds that the unread part of a chain takes to compute. Without the state at its end, blocks
+        are useless."""
         return self._compute_seconds(first if self._whole else first + done, end)
 
     def _bytes_of(self, blocks: int) -> int:
-        """Returns the bytes of so many blocks of a chain, and of the state at its end."""
         return blocks * self._store.layout.record_bytes + self._store.layout.state_bytes
 
     def _compute_seconds(self, first: int, end: int) -> float:
-        """Returns the seconds that it takes to compute a prompt's blocks from `first` to `end`."""
         return self._rates.seconds((end - first) * self._size, first * self._size)

@@ -1,4 +1,4 @@
-"""Has the blocks of prompts and answers written to disk behind the requests."""
+"""Writes the blocks of prompts and answers to disk in the background."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.engine.kv_disk.segment import pack
 from penstock.engine.kv_disk.store import SegmentStore
 from penstock.engine.kv_disk.writing import BlockToWrite, Writer
 
-SHARE = 0.005  # of the time, while requests run, that is spent on blocks that are to be written
+SHARE = 0.005  # share of the time spent on writing while requests run
 MOST_CREDIT = 0.005  # seconds of that time that are saved up
 IN_IDLE = 4  # blocks that are prepared at once while nothing runs
 MOST_PENDING = 16384  # blocks that wait until there is time
-CLOSING = 1.0  # seconds for what is left at the end
+CLOSING = 1.0  # seconds for the last blocks at the end
 
 
 class PendingBlock(NamedTuple):
@@ -55,7 +55,7 @@ class DiskWrites:
         self._last = time.perf_counter()
 
     def keep(self, disk: RequestOnDisk, prompt: Sequence[int]) -> None:
-        """Has the full blocks of a prompt written, and those that follow it in the prefix cache: its answers."""
+        """Queues the full blocks of a prompt for writing, and the following ones in the prefix cache: its answers."""
         nodes = self._cache.trie.match(disk.salt, prompt, len(disk.hashes))
         parents, ending = [hashing.root(disk.salt), *disk.hashes], self._cache.states.deepest(nodes, len(nodes))
         for node, hash, parent in zip(nodes, disk.hashes, parents, strict=False):
@@ -66,7 +66,6 @@ class DiskWrites:
                 self._pend(self._answers, block)
 
     def write_between_steps(self) -> None:
-        """Uses a little of the time between two steps, while none is in flight."""
         now = time.perf_counter()
         self._credit = min(self._credit + SHARE * (now - self._last), MOST_CREDIT)
         self._last = now
@@ -77,7 +76,7 @@ class DiskWrites:
             self._cost = min(cost, MOST_CREDIT)
 
     def write_some(self) -> bool:
-        """Has a few blocks written; returns False when none are left."""
+        """Writes a few blocks; returns False when none are left."""
         for pending in (self._prompts, self._answers):
             for _ in range(IN_IDLE):
                 if pending and not self._writer.full:
@@ -87,13 +86,11 @@ class DiskWrites:
         return bool(self._prompts or self._answers)
 
     def drop(self) -> None:
-        """Forgets the blocks that are not written yet."""
         self._prompts.clear()
         self._answers.clear()
         self._writer.drop()
 
     def close(self) -> None:
-        """Writes the blocks that are left, for a moment."""
         until = time.perf_counter() + CLOSING
         while time.perf_counter() < until and self.write_some():
             pass
@@ -105,11 +102,9 @@ class DiskWrites:
             pending[block.hash] = block if block.state else pending.get(block.hash, block)
 
     def _has_new_state(self, block: PendingBlock) -> bool:
-        """Returns whether there is a state at the end of a block that the store does not know."""
         return max(self._cache.states.where(block.node)) >= 0 and not self._store.has_state(block.hash)
 
     def _write_next(self, pending: dict[bytes, PendingBlock]) -> None:
-        """Gives the next block that is still there to the writer."""
         while pending:
             block = pending.pop(next(iter(pending)))
             node, hash, parent, _ = block
@@ -124,7 +119,6 @@ class DiskWrites:
 
 
 def _below(node: PrefixNode, hash: bytes) -> Iterator[PendingBlock]:
-    """Yields what follows a node with this chain hash, parents first."""
     stack = [(node, hash)]
     while stack:
         node, hash = stack.pop()

@@ -14,11 +14,11 @@ from penstock.engine.kv_disk.store import SegmentStore, StoredBlock
 THREADS = 2  # checking blocks takes longer than reading them
 LEARNED = 0.3  # weight of the latest rate
 FORGIVEN = 1.02  # factor of the rate, with each chain that was not read because of it
-PATIENCE = 0.05  # of the time that computing takes: so long reading is not judged
+PATIENCE = 0.05  # share of the compute time before reading is judged
 LONGEST = 1.0  # seconds that closing waits for the disk
 LEAST = 0.01  # seconds that are waited in any case
 
-Compute = Callable[[int], float]  # returns the seconds that it takes to compute all but so many of the blocks
+Compute = Callable[[int], float]  # returns the seconds to compute all but this number of blocks
 Targets = Sequence[memoryview | None]  # where a block is read to, by layer group
 B = TypeVar("B")
 B_contra = TypeVar("B_contra", contravariant=True)
@@ -62,18 +62,16 @@ class Loading(Generic[B]):
 
     @property
     def begun(self) -> bool:
-        """Returns whether a thread reads it."""
         return self._started > 0
 
     @property
     def finished(self) -> bool:
-        """Returns whether no thread reads it, or will."""
         return self._done.is_set()
 
     @property
     def ready(self) -> bool:
-        """Returns whether what is read by now is all that is worth waiting for. If all blocks are read, a thread that
-        is still busy with an earlier chain is not waited for."""
+        """Returns whether waiting longer is not worth it. If all blocks are read, it does not wait for a thread that is
+        busy with an earlier chain."""
         complete = self.finished or self.whole
         if not (complete or self.given_up):
             self.given_up = self._too_slow(time.perf_counter() - self.began)
@@ -81,22 +79,18 @@ class Loading(Generic[B]):
 
     @property
     def usable(self) -> int:
-        """Returns how many blocks from the first on are read and right."""
         end = self._read.find(0)
         return len(self._read) if end < 0 else end
 
     @property
     def whole(self) -> bool:
-        """Returns whether all blocks are read and right."""
         return self.usable == len(self._blocks)
 
     @property
     def seconds(self) -> float:
-        """Returns how long threads have read it, up to now."""
         return (self._ended or time.perf_counter()) - (self._started or self.began)
 
     def wait(self, seconds: float) -> None:
-        """Returns when it is read, or after this many seconds."""
         self._done.wait(seconds)
 
     def run(self, source: ChainReader[B]) -> None:
@@ -139,17 +133,14 @@ class Loader:
         self._threads: list[threading.Thread] = []
 
     def seconds(self, size: int) -> float:
-        """Returns how long it takes to read so many bytes, as far as is known."""
         return size / self.rate if self.rate else 0.0
 
     def load(self, loading: Loading[StoredBlock]) -> None:
-        """Begins to read, after what was begun before."""
         self.start()
         for queue in self._queues:
             queue.put(loading)
 
     def observe(self, size: int, seconds: float) -> None:
-        """Takes note of so many bytes that took so long."""
         self.rate += (LEARNED if self.rate else 1.0) * (size / seconds - self.rate)
 
     def forgive(self) -> None:
@@ -158,7 +149,7 @@ class Loader:
         self.rate *= FORGIVEN
 
     def close(self) -> None:
-        """Ends the threads once they have read what was begun. A disk that hangs is not waited for."""
+        """Ends the threads after the reads that have begun. It does not wait for a disk that hangs."""
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:

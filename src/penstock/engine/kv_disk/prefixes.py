@@ -1,5 +1,4 @@
-"""Keeps prompts on disk for an engine: what was computed is written behind, and what is known is read before a request
-runs.
+"""Keeps prompts on disk: computed blocks are written in the background, and known ones are read before a request runs.
 
 Blocks go from disk to reserved places of the host tier, where the prefix cache finds them (core/tiers.py). The
 scheduler knows nothing of disks.
@@ -47,7 +46,6 @@ class TouchedMemory:
         self._touched = bytearray(blocks)
 
     def prepare(self) -> None:
-        """Touches memory of places, none of which is in use yet, and of blocks."""
         count = min(len(self._store), TOUCHED // self._host.block_bytes)
         for place in range(min(count, self._host.places)):
             self._host.fill(place)[:] = bytes(self._host.block_bytes)
@@ -66,8 +64,8 @@ class TouchedMemory:
 
 
 class DiskPrefixes(Feature):
-    """Has prompts that a `store` knows read into places of the `host`, where `cache` finds them, if `prompts` take
-    longer to compute, and has new ones written that `memory` or the host holds."""
+    """Reads prompts that a `store` has into places of the `host`, where `cache` finds them, if `prompts` take longer to
+    compute, and writes new ones from `memory` or the host."""
 
     def __init__(
         self,
@@ -141,7 +139,6 @@ class DiskPrefixes(Feature):
         return {"disk": counts}
 
     def close(self) -> None:
-        """Writes what is left, for a moment, and gives the files free."""
         self._writes.close()
         self._reads.close()
         if self._store.writable:
@@ -158,7 +155,6 @@ def open_prefixes(
     costs: CostModel,
     chain: hashing.Chain,
 ) -> Feature:
-    """Returns what keeps prompts in a store, if there is one, and memory to read them into."""
     if store is None or host.blocks is None:
         return Feature()
     return DiskPrefixes(store, cache, host.blocks, host.states, backend.kv, limits, costs.prompts, chain)
@@ -167,8 +163,8 @@ def open_prefixes(
 def open_store(
     config: Config, blocks: bytes, backend: Backend, limits: Limits, tell: Callable[[str], None]
 ) -> SegmentStore | None:
-    """Returns where the KV of prompts is kept for a model whose blocks have this identity; None if it is not to be, or
-    cannot be for such a model (missing_tiers says so). If there is some already, `tell` is told."""
+    """Returns the store for a model whose blocks have this identity; None if the disk tier is off, or impossible for
+    such a model (see missing_tiers). `tell` reports blocks of earlier servers."""
     if not config.kv_disk or limits.encoder:
         return None
     if not hasattr(os, "preadv"):

@@ -16,19 +16,17 @@ SAVE = 60.0  # seconds between two writes of the file
 
 
 class Rates(NamedTuple):
-    """States what was measured; 0: nothing was."""
+    """Holds measured rates; 0: not measured."""
 
     token: float = 0.0  # seconds that a token of a prompt takes to compute
     pair: float = 0.0  # seconds that it takes in addition for each token before it
     read: float = 0.0  # bytes that are read in a second
 
     def seconds(self, tokens: int, context: int) -> float:
-        """Returns how long it takes to compute so many tokens after `context` others."""
         return tokens * (self.token + self.pair * (context + tokens / 2))
 
 
 def read_rates(folder: Path) -> Rates:
-    """Returns what the last server measured, if it can be read."""
     try:
         found = json.loads((folder / FILE).read_text())
         rates = Rates(*(float(found[name]) for name in Rates._fields))
@@ -38,7 +36,6 @@ def read_rates(folder: Path) -> Rates:
 
 
 def write_rates(folder: Path, rates: Rates) -> None:
-    """Keeps rates for the next server, if that is possible."""
     part = folder / f"{FILE}.part"
     with suppress(OSError):
         part.write_text(json.dumps(rates._asdict()))
@@ -59,7 +56,6 @@ class PromptRates:
         self._saved = time.perf_counter()
 
     def seconds(self, tokens: int, context: int) -> float:
-        """Returns how long it takes to compute this many tokens after `context` others."""
         last = self.last if self.last.token else UNMEASURED
         return (self._measured(0.0) if self._prompts.known else last).seconds(tokens, context)
 

@@ -3,7 +3,7 @@
 A segment has a header, a table of slots and, after the table, room for the contents of each slot: one KV block for each
 layer group and, of models with recurrent layers, the state at the block's end if that was saved. Contents are written
 before their slot, one after the other, and slots are filled in order, so a file that a crash has cut has whole records
-and then nothing. Whoever opens a segment reads its table alone; contents are checked when they are read.
+and then nothing. Opening a segment reads only its table; contents are checked when they are read.
 
 header  magic, fingerprint of what computed the blocks, tokens of a block, layer groups, bytes of a block and of a state
         (0: there are none), slots, CRC
@@ -25,23 +25,23 @@ from zlib import crc32
 HEADER = Struct("<8s16sIIQQII")
 MAGIC = b"PENSTKV2"  # the last character is the version of the format
 SLOT_MAGIC = b"slot"
-CHECKED = 8  # a slot's CRC covers what comes after these bytes: the magic and the CRC itself
+CHECKED = 8  # bytes that a slot's CRC does not cover: the magic and the CRC itself
 PAGE = 4096
 MODE = 0o600  # prompts are private
 
 
 class BadSegment(Exception):
-    """Says in one word why a file is no segment that can be used: foreign, damaged or cut."""
+    """Names the reason why a segment cannot be used: foreign, damaged or cut."""
 
 
 class BlockLayout(NamedTuple):
-    """Says what the records of one folder have in common."""
+    """Describes the records of one folder."""
 
     fingerprint: bytes  # 16 bytes: a digest of all that the contents of blocks depend on
     block_size: int  # tokens of a block
     groups: int  # layer groups, each with a block of its own
-    block_bytes: int  # of one group's block
-    state_bytes: int = 0  # of a recurrent state; 0: there are none
+    block_bytes: int  # size of one group's block
+    state_bytes: int = 0  # size of a recurrent state; 0: none
 
     @property
     def parts(self) -> int:
@@ -50,12 +50,10 @@ class BlockLayout(NamedTuple):
 
     @property
     def slot(self) -> Struct:
-        """Returns the fields of a slot."""
         return Struct(f"<4sIIQ16s16s{4 * self.block_size}s{self.parts}I")
 
     @property
     def record_bytes(self) -> int:
-        """Returns the bytes of a record's contents without a state."""
         return self.groups * self.block_bytes
 
     @property
@@ -64,15 +62,13 @@ class BlockLayout(NamedTuple):
         return -(-(self.record_bytes + self.state_bytes) // self.record_bytes)
 
     def part_end(self, part: int) -> int:
-        """Returns where a part of a record ends, counted from where the record begins."""
         return (part + 1) * self.block_bytes if part < self.groups else self.record_bytes + self.state_bytes
 
     def data_start(self, slots: int) -> int:
-        """Returns where the contents in a segment with so many slots begin."""
         return -(-(HEADER.size + slots * self.slot.size) // PAGE) * PAGE
 
     def segment_bytes(self, slots: int) -> int:
-        """Returns the size of a full segment: so many records without a state, or fewer with some."""
+        """Returns the size of a full segment: `slots` records without a state, or fewer with some."""
         return self.data_start(slots) + slots * self.record_bytes
 
 
@@ -83,8 +79,8 @@ class BlockRecord(NamedTuple):
     parent: bytes  # the chain hash of the block before, or the root of its salt
     tokens: bytes  # as little-endian 32-bit integers
     present: int  # a bit for each part that is there
-    crcs: tuple[int, ...]  # of each part
-    at: int = 0  # where its contents begin, counted from where those of the segment do
+    crcs: tuple[int, ...]  # CRC of each part
+    at: int = 0  # offset of its contents within the contents of the segment
 
     @classmethod
     def of(cls, hash: bytes, parent: bytes, tokens: bytes, contents: Sequence[bytes | None]) -> Self:
@@ -93,7 +89,6 @@ class BlockRecord(NamedTuple):
         return cls(hash, parent, tokens, present, tuple(block_crc(hash, data or b"") for data in contents))
 
     def has(self, part: int) -> bool:
-        """Returns whether a part is there."""
         return bool(self.present >> part & 1)
 
 
@@ -115,15 +110,15 @@ _contents_crc = _fastest_crc32()
 
 
 class Segment:
-    """Is an open segment file. The file is closed when nobody refers to the segment any more, so that whoever reads
-    from a segment that is being deleted can finish."""
+    """Is an open segment file. The file is closed with the last reference to the segment, so that reads from a deleted
+    segment can finish."""
 
     def __init__(self, path: Path, fd: int, layout: BlockLayout, slots: int) -> None:
         self.path = path
         self.slots = slots
         self.filled = 0  # slots
         self.used = 0.0  # when a block was read or written last
-        self._end = 0  # of the contents that are there
+        self._end = 0  # end of the written contents
         self._layout = layout
         self._slot = layout.slot
         self._data_start = layout.data_start(slots)
@@ -155,12 +150,10 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of the file when all slots are filled."""
         return self._layout.segment_bytes(self.slots)
 
     @property
     def full(self) -> bool:
-        """Returns whether no slot is left, or no room for a record with all of its parts."""
         most = self._layout.part_end(self._layout.parts - 1)
         return self.filled >= self.slots or self._end + most > self.slots * self._layout.record_bytes
 
@@ -190,7 +183,7 @@ class Segment:
         return slot, record
 
     def erase(self, slot: int) -> None:
-        """Makes a slot's record unknown to whoever opens the file again; raises OSError if that is not possible."""
+        """Erases a slot's record for later opens; raises OSError if that is not possible."""
         self._write(bytes(self._slot.size), HEADER.size + slot * self._slot.size)
 
     def read_into(self, record: BlockRecord, part: int, target: memoryview) -> int:
@@ -198,7 +191,7 @@ class Segment:
         return os.preadv(self._fd, [target], self._place(record, part))
 
     def touch(self, now: float) -> None:
-        """Notes when the segment was used, for whoever looks for the least recently used one; raises OSError."""
+        """Records when the segment was used, to find the least recently used one; raises OSError."""
         self.used = now
         os.utime(self._fd, (now, now))
 
@@ -223,8 +216,8 @@ class Segment:
 
 
 def read_layout(path: Path) -> BlockLayout:
-    """Returns the layout of a file's records; raises BadSegment if it is no segment, and OSError if it cannot be
-    read."""
+    """Returns the layout of a file's records; raises BadSegment if the file is not a segment, and OSError if it cannot
+    be read."""
     with path.open("rb") as file:
         return _unpack_header(file.read(HEADER.size))[0]
 

@@ -57,7 +57,6 @@ class Skipped(Counter[str]):
     """Counts files, blocks and writes that were skipped, by reason. The first of each reason is logged."""
 
     def add(self, reason: str, about: object) -> None:
-        """Counts one more."""
         self[reason] += 1
         if self[reason] == 1:
             import logging  # takes longer than reading the rest
@@ -120,40 +119,34 @@ class SegmentStore:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """Returns how many blocks can be read."""
         return len(self._blocks)
 
     def __contains__(self, hash: bytes) -> bool:
-        """Returns whether a block with this chain hash is known."""
         return hash in self._blocks
 
     @property
     def writable(self) -> bool:
-        """Returns whether this process is the one that writes."""
         return self._write_lock.held
 
     @property
     def stored_bytes(self) -> int:
-        """Returns the bytes that the blocks of this layout take."""
         size = len(self._blocks) * self.layout.record_bytes
         if self.layout.state_bytes:
             size += self.layout.state_bytes * sum(self.has_state(hash) for hash in list(self._blocks))
         return size
 
     def has_state(self, hash: bytes) -> bool:
-        """Returns whether the state at the end of a block is known."""
         block = self._blocks.get(hash)
         return block is not None and block.record.has(self.layout.groups)
 
     def open(self) -> None:
-        """Reads the tables of all segments that are there. What was known before is forgotten."""
         with self._lock:
             self._try_lock()
             self._open_segments()
 
     def find(self, root: bytes, hashes: Sequence[bytes], tokens: Sequence[bytes]) -> list[StoredBlock]:
         """Returns the blocks that are known of a chain below `root`, from its first block on, up to the first that is
-        not. `hashes` are their chain hashes, `tokens` those of each as little-endian 32-bit integers."""
+        not. `hashes` are their chain hashes, `tokens` their tokens as little-endian 32-bit integers."""
         chain: list[StoredBlock] = []
         parent = root
         for hash, wanted in zip(hashes, tokens, strict=True):
@@ -166,7 +159,7 @@ class SegmentStore:
 
     def read(self, block: StoredBlock, targets: Sequence[memoryview | None]) -> bool:
         """Reads the contents of a block into memory, by part; None: that part is not wanted. Returns whether they are
-        what was written. A block that cannot be used is forgotten."""
+        valid. A block that cannot be used is forgotten."""
         record, segment, _ = block
         try:
             for part, target in enumerate(targets):
@@ -202,21 +195,18 @@ class SegmentStore:
             return True
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Makes blocks unknown, here and to those who open the folder later."""
         with self._lock:
             for block in [self._blocks.pop(hash) for hash in hashes if hash in self._blocks]:
                 with suppress(OSError):  # read-only: it will be found again
                     block.segment.erase(block.slot)
 
     def clear(self) -> None:
-        """Deletes all blocks of this layout."""
         with self._lock:
             if self._try_lock():
                 for segment in list(self._segments):
                     self._drop(segment)
 
     def close(self) -> None:
-        """Lets another process write."""
         with self._lock:
             self._write_lock.release()
             self._active = None
@@ -253,7 +243,7 @@ class SegmentStore:
     def _touch(self, segment: Segment) -> None:
         now = self._now()
         if now - segment.used > TOUCH:
-            with suppress(OSError):  # of another user, or read-only
+            with suppress(OSError):  # another user's file, or read-only
                 segment.touch(now)
             segment.used = now
 
@@ -263,13 +253,12 @@ class SegmentStore:
         """Returns the segment to write to; raises OSError if there is none."""
         if not self._write_lock.held:
             self._write_lock.take()
-            self._open_segments()  # whoever wrote before may have added some
+            self._open_segments()  # the previous writer may have added some
         if self._active is None or self._active.full or not self._active.path.exists():
             self._active = self._begun_segment() or self._new_segment()
         return self._active
 
     def _begun_segment(self) -> Segment | None:
-        """Returns a segment that an earlier server has not filled, if there is room for the rest of it."""
         for segment in reversed(self._segments):
             if not segment.full and segment.path.exists():
                 self._make_room(segment.size - segment.path.stat().st_size)
@@ -300,7 +289,7 @@ class SegmentStore:
             raise OSError(errno.ENOSPC, f"{self.folder.parent} has no room for {size:,} bytes")
 
     def _drop(self, segment: Segment) -> None:
-        """Deletes a segment. Whoever reads from it can finish."""
+        """Deletes a segment. Reads from it can finish."""
         segment.path.unlink(missing_ok=True)
         self._segments.remove(segment)
         self._active = None if self._active is segment else self._active
@@ -310,7 +299,6 @@ class SegmentStore:
         self.dropped += len(gone)
 
     def _try_lock(self) -> bool:
-        """Returns whether this process may write, and no other."""
         try:
             self._write_lock.take()
         except OSError as error:
@@ -338,7 +326,6 @@ def _new_path(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> Iterator[SegmentFile]:
-    """Finds the segment files of a folder, if it is one."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.suffix == SUFFIX:
@@ -376,7 +363,6 @@ def _lock(path: Path) -> int:
 
 
 def _reason(error: OSError) -> str:
-    """Returns in one word why something could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "full"
     return "locked" if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN) else "unwritable"

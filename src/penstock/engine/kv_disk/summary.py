@@ -1,4 +1,4 @@
-"""Says what lies in the folder of --kv-disk, of whichever models, without opening any of them."""
+"""Counts the contents of the folder of --kv-disk for all models, without opening any of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from penstock.engine.kv_disk.store import SUFFIX
 
 
 class DiskSummary(NamedTuple):
-    """Counts what a folder has."""
+    """Counts the contents of a folder."""
 
     bytes: int = 0  # of all files
     tokens: int = 0  # whose KV is there
-    prompts: int = 0  # chains of blocks that none goes on from, with the answers that follow them
+    prompts: int = 0  # maximal chains of blocks, prompts with their answers
     models: int = 0  # folders: of models, and of ways to load them
     unusable: int = 0  # files
 
 
 def summarize(folder: Path) -> DiskSummary:
-    """Counts what a folder and those below it have; nothing if it is not there. Raises OSError if it cannot be read."""
+    """Counts the contents of a folder and its subfolders; zeros if it does not exist. Raises OSError if it cannot be
+    read."""
     if not folder.exists():
         return DiskSummary()
     found = DiskSummary()
@@ -34,7 +35,7 @@ def summarize(folder: Path) -> DiskSummary:
 
 
 def _add(found: DiskSummary, files: list[Path]) -> DiskSummary:
-    """Adds one model's files. A chain may go on in another file."""
+    """Adds one model's files. A chain may continue in another file."""
     parents, hashes, tokens, unusable = set[bytes](), set[bytes](), 0, 0
     for path in files:
         try:

@@ -34,7 +34,6 @@ class Writer:
 
     @property
     def full(self) -> bool:
-        """Returns whether no further block can be taken now."""
         return self._queue.full()
 
     def write(self, block: BlockToWrite) -> None:
@@ -52,7 +51,6 @@ class Writer:
                 self._thread.join(LONGEST)
 
     def drop(self) -> None:
-        """Forgets what is not written yet."""
         with suppress(Empty):
             while True:
                 self._queue.get_nowait()

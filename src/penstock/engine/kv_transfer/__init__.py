@@ -1,1 +1,1 @@
-"""Moves KV blocks between engines: one offers what it holds, another reads and verifies it."""
+"""Moves KV blocks between engines: one offers its blocks, another reads and verifies them."""

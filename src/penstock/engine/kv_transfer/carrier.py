@@ -25,7 +25,7 @@ class StagedPart(NamedTuple):
 class Listener(Protocol):
     """Accepts readers for an engine that offers blocks."""
 
-    sends_contents: bool  # of blocks, through the connection
+    sends_contents: bool  # of blocks through the connection
 
     @property
     def address(self) -> str:
@@ -35,7 +35,7 @@ class Listener(Protocol):
         """Returns a connection with the next reader; raises OSError once it is closed."""
 
     def serving(self) -> AbstractContextManager[None]:
-        """Returns what is held while a reader is served."""
+        """Returns the context held while a reader is served."""
 
     def welcome(self, connection: socket.socket, staging: StagedBlocks) -> None:
         """Tells a reader that it may read, and how the staging memory is laid out."""
@@ -54,7 +54,7 @@ class OfferSource(Protocol):
 
     @property
     def connection(self) -> socket.socket:
-        """Returns what requests are sent to and headers come from."""
+        """Returns the connection for requests and headers."""
 
     def enter(self) -> int:
         """Receives what the engine answers to a request; returns its status."""
@@ -68,5 +68,4 @@ class OfferSource(Protocol):
 
 
 def welcome_of(staging: StagedBlocks) -> bytes:
-    """Returns the answer to a reader that may read."""
     return REPLY.pack(0, staging.places, staging.block_bytes)

@@ -1,8 +1,8 @@
 """Carries blocks between engines on one GPU: they are copied from device memory to device memory.
 
-It is the carrier of shm.py, with another kind of block: what is staged in host memory is the checksum of each block and
-its generation. The block itself is in the same place of a room on the device, which the reader opens. It copies the
-block straight to its KV cache, adds up what has arrived, and looks at the generation again.
+It works like shm.py with another kind of block: host memory has the checksum and generation of each block, and the
+block itself is in the same place of a room on the device, which the reader opens. The reader copies the block straight
+to its KV cache, computes the checksum of the copy, and compares the generation again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DeviceStagingArea:
 
 
 def open_staging_area(sharing: DeviceSharing, places: int, epoch: int) -> DeviceStagingArea | None:
-    """Returns what offers blocks on the device; None, which is logged: it has no memory for that."""
+    """Returns a staging area on the device; None, which is logged: too little memory."""
     try:
         return DeviceStagingArea(sharing, places, epoch)
     except OSError as error:
@@ -76,8 +76,8 @@ def open_staging_area(sharing: DeviceSharing, places: int, epoch: int) -> Device
 
 
 class CudaIpcSource(ShmSource):
-    """Reads checksums where they are staged, and opens the room with the blocks: see OfferSource. Raises OSError where
-    there is no such engine, or it is on another device."""
+    """Reads checksums where they are staged, and opens the room with the blocks: see OfferSource. Raises OSError if the
+    engine does not exist or is on another device."""
 
     scheme = SCHEME
 
@@ -136,14 +136,13 @@ class DeviceReader(DirectReader):
 
 
 def is_near(address: str, sharing: DeviceSharing) -> bool:
-    """Returns whether blocks are offered there to engines on the same device."""
     return address.startswith(f"{SCHEME}:{sharing.name}/")
 
 
 def device_reader(
     offer: BlockOffer, first: int, count: int, groups: int, sharing: DeviceSharing | None
 ) -> DeviceReader | None:
-    """Returns what reads an offer that is made on the same device; None: it is not."""
+    """Returns the reader of an offer made on the same device; None: it was made elsewhere."""
     if sharing is None or not any(is_near(address, sharing) for address in offer.addresses):
         return None
     return DeviceReader(offer, first, count, groups, sharing)

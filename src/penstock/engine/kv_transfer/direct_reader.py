@@ -1,4 +1,4 @@
-"""Copies offered blocks to the KV cache without host memory between the two, and verifies what has arrived."""
+"""Copies offered blocks to the KV cache without host memory between the two, and verifies the copies."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class FilledPart(NamedTuple):
 
 
 class DirectReader(OfferReader, ABC):
-    """Reads and verifies what an offer says of its blocks, in any thread, and then has `fill` copy them to the KV
+    """Reads and verifies the headers of an offer's blocks, in any thread; then `fill` copies the blocks to the KV
     cache, without host memory between the two."""
 
     stays_open = True
 
     def fill(self, blocks: Sequence[Sequence[int]], skipped: int = 0) -> int:
         """Copies the blocks that were read, but the first few, to blocks of the device, for each layer group (-1: not
-        wanted). Returns how many of them are what was offered, from the first on; if not all are, `reason` says why.
-        For the engine's thread."""
+        wanted). Returns how many, from the first on, are as offered; if not all are, `reason` is set. For the engine's
+        thread."""
         parts = [
             FilledPart(at, header.hash, part, block)
             for at, (each, header) in enumerate(zip(blocks, self.headers[skipped:], strict=False))
@@ -54,11 +54,11 @@ class DirectReader(OfferReader, ABC):
 
     @abstractmethod
     def targets(self, wanted: Sequence[Sequence[bool]]) -> list[Targets]:
-        """Returns memory for what is read of blocks before they are copied, by layer group, where these are wanted."""
+        """Returns memory for the headers of blocks, by layer group, where these are wanted."""
 
     @abstractmethod
     def _copy(self, parts: Sequence[FilledPart]) -> list[int]:
-        """Copies blocks; returns the CRC of each, of what has arrived."""
+        """Copies blocks; returns the CRC of each copy."""
 
     @abstractmethod
     def _generation(self, place: int) -> int:

@@ -36,7 +36,7 @@ class Lease(NamedTuple):
     """Keeps blocks in the staging memory until it ends."""
 
     blocks: Sequence[LeasedBlock]
-    until: float  # by the clock of the leases
+    until: float  # on the clock of the leases
 
 
 class Leases:
@@ -50,11 +50,11 @@ class Leases:
         self._now = now
         self._granted: dict[bytes, Lease] = {}
         self._opened: dict[bytes, Lease] = {}
-        self._ended: OrderedDict[bytes, str] = OrderedDict()  # with the reason to give whoever asks for it again
+        self._ended: OrderedDict[bytes, str] = OrderedDict()  # id -> the reason to refuse it
         self._lock = threading.Lock()
 
     def grant(self, blocks: Sequence[LeasedBlock], seconds: float) -> bytes:
-        """Lets one reader have staged blocks for so many seconds; returns the id of the offer."""
+        """Grants one reader staged blocks for `seconds`; returns the id of the offer."""
         id = os.urandom(ID)
         with self._lock:
             self._granted[id] = Lease(blocks, self._now() + min(seconds, LONGEST))
@@ -72,7 +72,7 @@ class Leases:
         return lease.blocks[first : first + count]
 
     def end(self, id: bytes, read: int = 0) -> None:
-        """Ends a lease of which so many blocks were read. One that has ended is left alone."""
+        """Ends a lease of which `read` blocks were read. Ended leases are ignored."""
         with self._lock:
             self.read += read
             self._end(id, USED)
@@ -92,7 +92,7 @@ class Leases:
                 self._end(id, EXPIRED)
 
     def _reason(self, id: bytes, epoch: int, first: int, count: int) -> str:
-        """Returns why a reader cannot have what it asks for; empty: it can."""
+        """Returns the reason to refuse a reader's request; empty: it is granted."""
         if epoch != self.epoch:
             return OTHER_EPOCH
         if id in self._opened:

@@ -53,5 +53,4 @@ class MappedReader(DirectReader):
 
 
 def can_map(offer: BlockOffer) -> bool:
-    """Returns whether the best address of an offer is memory that this process can map."""
     return bool(offer.addresses) and is_here(offer.addresses[0])

@@ -1,13 +1,12 @@
 """Carries blocks with NIXL, where that is installed: readers fetch them from registered memory by one-sided reads. On
-RDMA networks these take no time of the engine that offers.
+RDMA networks these take no time of the offering engine.
 
 A reader asks for its blocks over a TCP connection, as with tcp.py:
 
-engine  how to connect to its agent, before it is asked for anything: who cannot connect uses another carrier
-reader  its request
-engine  status and layout; where generations and blocks begin; the key to that memory; then headers of blocks
+engine how to connect to its agent, before any request: a reader that cannot connect uses another carrier reader its
+request engine status and layout; where generations and blocks begin; the key to that memory; then headers of blocks
 
-Who was let in once can read all of the staging memory, as with shm.py, and nothing is encrypted.
+A reader that was admitted once can read all of the staging memory, as with shm.py, and nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ HOST = "DRAM"  # NIXL's word for memory of the host
 
 
 def installed() -> bool:
-    """Returns whether NIXL is here."""
     return find_spec("nixl") is not None
 
 
@@ -76,7 +74,7 @@ def new_agent() -> Any:
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raises OSError for whatever NIXL raises: its errors have nothing in common."""
+    """Raises OSError for any error of NIXL: its errors have nothing in common."""
     try:
         yield
     except OSError:
@@ -93,7 +91,7 @@ class NixlListener(TcpListener):
     def __init__(self, host: str, port: int, staging: StagedBlocks) -> None:
         self._agent = new_agent()
         with _as_os_errors():
-            how_to_connect = self._agent.get_agent_metadata()  # nothing is registered yet: it has no keys
+            how_to_connect = self._agent.get_agent_metadata()  # nothing is registered yet: no keys exist
             generations, blocks, size = staging.addresses
             self._region = self._agent.register_memory([(generations, size, 0, "")], HOST)
             key = self._agent.get_partial_agent_metadata(self._region)
@@ -136,7 +134,7 @@ class NixlListener(TcpListener):
         super().close()
 
     def _pump(self) -> None:
-        """Lets the agent make progress while somebody reads, and gives its memory free in the end."""
+        """Drives the agent's progress while somebody reads, and frees its memory in the end."""
         while True:
             with self._some:
                 self._some.wait_for(lambda: self._readers or self._closed)
@@ -150,8 +148,8 @@ class NixlListener(TcpListener):
 
 
 class Landing:
-    """Is registered memory that one block and one generation are fetched to. What a reader wants them for may be given
-    back to the system at any time, so it cannot be registered itself."""
+    """Is registered memory that one block and one generation are fetched to. The reader's own target memory may be
+    given back to the system at any time, so it cannot be registered itself."""
 
     def __init__(self, agent: Any, block_bytes: int) -> None:
         self.block = np.empty(block_bytes, np.uint8)
@@ -166,7 +164,7 @@ class NixlReader:
     def __init__(self) -> None:
         self.agent = new_agent()
         self._connected: OrderedDict[bytes, str] = OrderedDict()  # names of agents, by how to connect to them
-        self._landings: dict[int, list[Landing]] = {}  # that nobody uses, by bytes of a block
+        self._landings: dict[int, list[Landing]] = {}  # unused ones, by bytes of a block
         self._lock = threading.Lock()
 
     def connect(self, metadata: bytes) -> str:
@@ -180,30 +178,26 @@ class NixlReader:
             return self._connected[metadata]
 
     def learn(self, key: bytes) -> None:
-        """Takes note of the key to an agent's memory."""
         with self._lock, _as_os_errors():
             self._add(key)
 
     def forget(self, name: str) -> None:
-        """Ends the connection to an agent that cannot be read from."""
         with self._lock, suppress(OSError), _as_os_errors():
             self._connected = OrderedDict(each for each in self._connected.items() if each[1] != name)
             self.agent.remove_remote_agent(name)
 
     def take(self, block_bytes: int) -> Landing:
-        """Returns memory to fetch a block to."""
         with self._lock, _as_os_errors():
             free = self._landings.setdefault(block_bytes, [])
             return free.pop() if free else Landing(self.agent, block_bytes)
 
     def give_back(self, landing: Landing) -> None:
-        """Takes memory back that nothing is being fetched to."""
         with self._lock:
             self._landings[landing.block.nbytes].append(landing)
 
     def fetch(self, name: str, address: int, target: Any) -> None:
-        """Fills registered memory with as many bytes from an address of another agent; raises OSError if that fails or
-        takes too long."""
+        """Fills registered memory with bytes from an address of another agent; raises OSError if that fails or takes
+        too long."""
         with _as_os_errors():
             here = self.agent.get_xfer_descs([(target.ctypes.data, target.nbytes, 0)], HOST)
             there = self.agent.get_xfer_descs([(address, target.nbytes, 0)], HOST)
@@ -243,7 +237,7 @@ def _shared_reader() -> NixlReader:
 
 
 class NixlSource(TcpSource):
-    """Fetches blocks from where they are staged: see OfferSource. Raises OSError where there is no such engine, or NIXL
+    """Fetches blocks from where they are staged: see OfferSource. Raises OSError if the engine does not exist or NIXL
     cannot reach it."""
 
     scheme = SCHEME

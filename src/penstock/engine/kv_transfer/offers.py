@@ -40,7 +40,7 @@ from penstock.errors import ConfigError
 from penstock.types import BlockOffer, Limits, Offered, PeerCounts
 from penstock.types.messages import Offer
 
-SHARE = 8  # offers may take one part in so many of the free memory, and no more than the KV cache
+SHARE = 8  # offers take at most one part in SHARE of the free memory, and no more than the KV cache
 
 
 class StagingArea(Protocol):
@@ -52,7 +52,7 @@ class StagingArea(Protocol):
 
     @property
     def server(self) -> OfferServer:
-        """Returns what readers connect to."""
+        """Returns the server that readers connect to."""
 
     def copy(self, parts: Sequence[StagedPart]) -> Iterator[StagedCopy]:
         """Copies blocks to their places."""
@@ -87,7 +87,7 @@ class HostStagingArea:
 
     def stage_state(self, where: tuple[int, int], last: LeasedBlock) -> list[LeasedBlock]:
         """Stages the recurrent state at the end of a block, which is in these places of the device and of host memory
-        (see NoStates.where); returns its parts, none if there is no state."""
+        (see NoStates.where); returns its parts, none without a state."""
         state = b"" if self._host.states is None else self._host.states.copy_of(*where) or b""
         parts = list(cut(state, self._staging.block_bytes))
         others = [NOT_STAGED] * (len(last.copies) - 1)
@@ -102,7 +102,6 @@ class HostStagingArea:
         self._staging.close()
 
     def _copy_out(self, rows: BlockRows, parts: Sequence[StagedPart]) -> Iterator[StagedCopy]:
-        """Copies blocks from the device straight to their places."""
         places = [part.place for part in parts]
         self._staging.begin(places)
         blocks = [part.node.blocks[part.group] for part in parts]
@@ -111,7 +110,6 @@ class HostStagingArea:
             yield StagedCopy(place, self._staging.finish(place), crc)
 
     def _export(self, parts: Sequence[StagedPart]) -> Iterator[StagedCopy]:
-        """Copies blocks from the device, as many at once as stay in a processor's cache."""
         size = self._staging.block_bytes
         for at in range(0, len(parts), self._together):
             some = parts[at : at + self._together]
@@ -122,8 +120,8 @@ class HostStagingArea:
 
 
 class BlockOffers:
-    """Finds what the `cache` has of a prompt and stages it: in host memory or, for readers on the same `device`, on
-    that (`open_near`), if all of it is there. Recurrent states are staged in host memory alone."""
+    """Finds cached blocks of a prompt and stages them: in host memory or, for readers on the same `device`, on that
+    (`open_near`), if all of them are there. Recurrent states are staged only in host memory."""
 
     def __init__(
         self,
@@ -176,7 +174,7 @@ class BlockOffers:
         return Offered(message.id, offer)
 
     def end(self, id: bytes) -> None:
-        """Ends an offer. One that has ended is left alone."""
+        """Ends an offer. Ended offers are ignored."""
         for area in self._areas:
             area.leases.end(id)
 
@@ -192,7 +190,6 @@ class BlockOffers:
             self._near = None
 
     def count(self, counts: PeerCounts) -> PeerCounts:
-        """Adds what was counted of offers to the counts of pulls."""
         leases = [area.leases for area in self._areas]
         return counts._replace(
             offers=self._offers,
@@ -203,7 +200,6 @@ class BlockOffers:
         )
 
     def close(self) -> None:
-        """Offers nothing any more."""
         for area in self._areas:
             area.close()
 
@@ -222,7 +218,7 @@ class BlockOffers:
         return self._near or self._area
 
     def _that_fit(self, chain: list[PrefixNode], first: int, free: int) -> int:
-        """Returns how many of the chain's blocks can be reused elsewhere and staged from `first` on in so many free
+        """Returns how many of the chain's blocks can be reused elsewhere and staged from `first` on in `free`
         places."""
         count = len(chain)
         while (count := self._cache.prefixes.reusable(chain[:count])) > first:
@@ -236,7 +232,6 @@ class BlockOffers:
         return self._cache.trie.window_starts(count * self._size)
 
     def _wanted(self, nodes: Sequence[PrefixNode], first: int, count: int) -> int:
-        """Returns how many blocks of all layer groups a request needs that begins after `count` blocks."""
         return sum(first + at >= start for start in self._starts(count) for at in range(len(nodes)))
 
     def _stage(
@@ -271,7 +266,7 @@ def open_offers(
     chain: hashing.Chain,
     sharing: DeviceSharing | None = None,
 ) -> BlockOffers:
-    """Returns what offers blocks at these addresses; raises ConfigError if one cannot be listened on."""
+    """Offers blocks at these addresses; raises ConfigError if one cannot be listened on."""
     if CUDA_IPC in listen and sharing is None:
         raise ConfigError(f"KV blocks are offered at {CUDA_IPC} by engines on a GPU alone; leave it out")
     size = len(memory.export_blocks([0]))
@@ -293,8 +288,8 @@ def state_parts_of(host: HostMemory, block_bytes: int) -> int:
 
 
 def _listener(address: str, staging: StagedBlocks) -> Listener:
-    """Returns what accepts readers: "shm", or "tcp:HOST:PORT" or "nixl:HOST:PORT" with port 0 for any. What is
-    offered at "cuda_ipc" has memory of its own."""
+    """Returns the listener for an address: "shm", or "tcp:HOST:PORT" or "nixl:HOST:PORT" with port 0 for any.
+    "cuda_ipc" has memory of its own."""
     scheme, _, rest = address.partition(":")
     host, _, port = rest.rpartition(":")
     try:

@@ -1,4 +1,4 @@
-"""Lets an engine exchange KV blocks with others: it offers its own, and reads theirs."""
+"""Exchanges KV blocks with other engines: offers its own blocks, and reads theirs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class TransferOptions(NamedTuple):
-    """Says what an engine needs to exchange blocks."""
+    """Describes how an engine exchanges blocks."""
 
-    identity: bytes  # of its blocks: a digest of all that their contents depend on
+    identity: bytes  # digest of everything that block contents depend on
     listen: tuple[str, ...] = ()  # where it offers blocks (offers.py has the forms); nowhere: it only reads
 
 
@@ -77,10 +77,10 @@ class PeerBlocks(Feature):
                 self._counts,
                 lambda: self.engine.pipeline.distrust_cache(),
             )
-        self._prefills: dict[int, Prefill] = {}  # that are being computed; once they are, with the request that did it
+        self._prefills: dict[int, Prefill] = {}  # in progress; afterwards with the request that computed the prompt
         self._offers: BlockOffers | None = None
         if options.listen and movable and not limits.encoder:
-            from penstock.engine.kv_transfer.offers import open_offers  # with sockets, which take long
+            from penstock.engine.kv_transfer.offers import open_offers  # imports sockets, which take long
 
             self._offers = open_offers(
                 options.listen, options.identity, cache, host, backend.kv, limits, chain, backend.sharing
@@ -116,7 +116,6 @@ class PeerBlocks(Feature):
         )
 
     def translate(self, events: list[Event]) -> list[Event]:
-        """Returns events with an Offered in the place of those of a prompt that was computed to be offered."""
         if not self._prefills:
             return events
         return [each for event in events for each in self._translate(event)]
@@ -173,7 +172,6 @@ class PeerBlocks(Feature):
         return {"device": self._device}
 
     def counts(self) -> PeerCounts:
-        """Returns the counts of pulls and offers so far."""
         counts = self._counts
         pulled = PeerCounts(
             pulls=counts.pulls,
@@ -194,7 +192,6 @@ class PeerBlocks(Feature):
 
 
 def transfer_options(config: Config, identity: bytes, sharing: DeviceSharing | None) -> TransferOptions:
-    """Returns how an engine with this config exchanges blocks of this identity."""
     return TransferOptions(identity, offer_addresses(config, sharing))
 
 
@@ -207,7 +204,7 @@ def offer_addresses(config: Config, sharing: DeviceSharing | None = None) -> tup
     here = ("shm",) if sharing is None else ("cuda_ipc", "shm")
     if scheme == "ipc":
         return here
-    from penstock.engine.kv_transfer import nixl  # with sockets, which take long
+    from penstock.engine.kv_transfer import nixl  # imports sockets, which take long
 
     host = rest.rpartition(":")[0]
     return (*here, *([f"nixl:{host}:0"] if nixl.preferable() else []), f"tcp:{host}:0")

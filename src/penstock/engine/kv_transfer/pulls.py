@@ -1,4 +1,4 @@
-"""Reads blocks of prompts from other engines before their requests run. Whatever goes wrong, the rest is computed."""
+"""Reads blocks of prompts from other engines before their requests run. If anything fails, the rest is computed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.engine.kv_transfer.direct_reader import DirectReader
 
 READERS = 2  # threads
-PATIENCE = 0.25  # of the time that computing takes: so long reading is not judged
+PATIENCE = 0.25  # share of the compute time before reading is judged
 HARM = 2.0  # times as long as computing takes, reading may take
 OTHER_MODEL, OTHER_PROMPT, NEW_WEIGHTS = "other_model", "other_prompt", "new_weights"
 NO_ROOM, GAP, SLOW, FAILED_COPY = "no_room", "gap", "slow", "failed_copy"
@@ -57,7 +57,6 @@ class PullThreads:
         self._threads: list[threading.Thread] = []
 
     def start(self, pull: _Pull) -> None:
-        """Begins to read, after what was begun before."""
         if len(self._threads) < READERS:
             thread = threading.Thread(target=self._work, name="penstock-pulling", daemon=True)
             self._threads.append(thread)
@@ -65,7 +64,6 @@ class PullThreads:
         self._queue.put(pull)
 
     def close(self) -> None:
-        """Ends the threads once they have read what they read now."""
         for _ in self._threads:
             self._queue.put(None)
 
@@ -88,9 +86,9 @@ class PullCounts:
 
 
 class BlockPulls:
-    """Has offered blocks read into places of the `host`, where `cache` finds them, or straight into `memory` if it
-    has rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may
-    be wrong."""
+    """Reads the blocks of offers into places of the `host`, where `cache` finds them, or straight into `memory` if it has
+    rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may be
+    wrong."""
 
     def __init__(
         self,
@@ -123,8 +121,7 @@ class BlockPulls:
         self._reading: dict[int, _Pull] = {}  # by request
 
     def needs(self, record: RequestRecord, weights: WeightState) -> list[Need]:
-        """Returns what a request that could run now should wait for: the blocks that were offered for it. An offer is
-        tried once."""
+        """Returns the wait of a ready request for the blocks that were offered for it. An offer is tried once."""
         offer, request = record.request.pull, record.request
         if offer is None:
             return []
@@ -181,9 +178,9 @@ class BlockPulls:
     def _direct(
         self, offer: BlockOffer, skipped: int, count: int, known: Sequence[PrefixNode], first: int
     ) -> DirectReader | None:
-        """Returns what copies offered blocks straight to the KV cache; None: that is not possible."""
+        """Returns a reader that copies offered blocks straight to the KV cache; None: that is not possible."""
         if self._sharing is not None:
-            from penstock.engine.kv_transfer.cuda_ipc import device_reader  # with sockets, which take long
+            from penstock.engine.kv_transfer.cuda_ipc import device_reader  # imports sockets, which take long
 
             near = device_reader(offer, skipped, count, self._groups, self._sharing)
             if near is not None:
@@ -213,7 +210,6 @@ class BlockPulls:
         return given
 
     def end(self, record: RequestRecord) -> None:
-        """Takes note of a request that has ended, perhaps while it waited for blocks."""
         load = record.pull
         if load is None:
             return
@@ -222,13 +218,11 @@ class BlockPulls:
         self._chains.free_places(load)
 
     def close(self) -> None:
-        """Ends what is being read."""
         for pull in self._reading.values():
             pull.load.loading.given_up = True
         self._threads.close()
 
     def _deliver(self, id: int) -> None:
-        """Lets the prefix cache find what was read, once, and counts it."""
         pull = self._reading.pop(id, None)
         if pull is None:
             return
@@ -274,9 +268,9 @@ class BlockPulls:
         return used
 
     def _compute_seconds(self, first: int, end: int, done: int) -> float:
-        """Returns the seconds that reading a prompt's blocks from `first` to `end`, but so many, may take: more than to
-        compute them, since others would wait meanwhile. An engine that pulls computes few prompts itself, and
-        underestimates what that takes. Without the state at a chain's end, what was read is of no use."""
+        """Returns the seconds that reading a prompt's blocks from `first` to `end`, except `done` of them, may take:
+        more than computing them, since others would wait meanwhile. An engine that pulls computes few prompts itself,
+        and underestimates their time. Without the state at a chain's end, blocks are useless."""
         done = 0 if self._states is not None else done
         tokens, context = (end - first - done) * self._size, (first + done) * self._size
         measured = self._prompts.seconds(tokens, tokens * (context + tokens / 2)) if self._prompts.known else 0.0

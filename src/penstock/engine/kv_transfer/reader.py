@@ -27,7 +27,7 @@ UNREACHABLE, LOST, OTHER_BLOCK, STALE, DAMAGED = "unreachable", "lost", "other_b
 
 
 class WantedBlock(NamedTuple):
-    """Is what a reader expects of a block."""
+    """Describes a block that a reader expects."""
 
     hash: bytes
     parent: bytes
@@ -35,9 +35,9 @@ class WantedBlock(NamedTuple):
 
 
 class OfferReader:
-    """Reads `count` blocks of an offer, from its block `first` on, in order: see ChainReader. Once one is not what it
-    should be, `reason` says why, and nothing more is read. Its `carrier` brings the blocks; others were
-    `passed_over`, since they could not be used. `headers` describe what was read."""
+    """Reads `count` blocks of an offer, from its block `first` on, in order: see ChainReader. At the first wrong block,
+    `reason` is set and reading stops. Its `carrier` brings the blocks; others were `passed_over`, since they could not
+    be used. `headers` describe the blocks that were read."""
 
     stays_open = False  # once all is read
 
@@ -68,7 +68,6 @@ class OfferReader:
         return not self.reason
 
     def close(self) -> None:
-        """Ends the connection, and with it the lease."""
         if self._source is not None:
             with suppress(OSError):
                 if not self._left:
@@ -103,7 +102,7 @@ class OfferReader:
         self._left -= 1
 
     def _read_part(self, source: OfferSource, hash: bytes, part: BlockPart, target: memoryview | None) -> None:
-        """Reads and verifies a layer group's block. What is longer than its target is cut; None: it is not wanted."""
+        """Reads and verifies a layer group's block. A block longer than its target is cut; None: it is not wanted."""
         whole = target is not None and len(target) == self._block_bytes
         filled = target if whole and target is not None else memoryview(bytearray(self._block_bytes))
         if not source.read(part, filled):

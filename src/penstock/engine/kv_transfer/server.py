@@ -1,4 +1,4 @@
-"""Serves those who read blocks that an engine offers, in threads beside the engine's own."""
+"""Serves readers of offered blocks, in threads of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.engine.kv_transfer.wire import (
 )
 
 READERS = 8  # at once
-HURRIED = 0.1  # seconds that one reader too many has to say what it wants
+HURRIED = 0.1  # seconds that an excess reader has to send its request
 NO_PART = BlockPart(-1, 0, 0)
 
 
@@ -43,7 +43,6 @@ class OfferServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Returns where readers find it, the fastest first."""
         return tuple(listener.address for listener in self._listeners)
 
     def close(self) -> None:
@@ -70,7 +69,7 @@ class OfferServer:
             self._refuse(connection, BUSY)
 
     def _serve(self, listener: Listener, connection: socket.socket) -> None:
-        """Serves one reader. Whatever goes wrong with it ends its lease and nothing else."""
+        """Serves one reader. Any error with it only ends its lease."""
         try:
             with suppress(OSError), connection, listener.serving():
                 connection.settimeout(SECONDS)
@@ -97,7 +96,6 @@ class OfferServer:
             self._leases.end(id, sent)
 
     def _send(self, listener: Listener, connection: socket.socket, blocks: Sequence[LeasedBlock]) -> None:
-        """Sends the headers of blocks, and then their contents if they travel through the connection."""
         headers = [
             BlockHeader(*block[:3], tuple(self._part(block, group) for group in range(len(block.copies))))
             for block in blocks

@@ -24,7 +24,7 @@ SCHEME = "shm"
 CREDENTIALS = Struct("3i")  # pid, user, group: struct ucred
 MAPPED = 8  # files that stay mapped: to map one anew costs a page fault for each page
 
-_maps: dict[tuple[int, int], StagedMap] = {}  # by device and inode of the file
+_maps: dict[tuple[int, int], StagedMap] = {}  # keys: device and inode of the file
 _mapping = threading.Lock()  # several threads read offers
 
 
@@ -62,7 +62,7 @@ class ShmListener:
 
 
 class ShmSource:
-    """Reads blocks where they are staged: see OfferSource. Raises OSError where there is no such engine."""
+    """Reads blocks where they are staged: see OfferSource. Raises OSError if the engine does not exist."""
 
     scheme = SCHEME
 
@@ -93,12 +93,10 @@ class ShmSource:
 
     @property
     def rows(self) -> NDArray[np.uint8]:
-        """Returns the memory of all places."""
         assert self._map is not None
         return self._map.blocks
 
     def generation(self, place: int) -> int:
-        """Returns the generation that a place has now."""
         assert self._map is not None
         return int(self._map.generations[place])
 
@@ -117,7 +115,6 @@ def here() -> str:
 
 
 def is_here(address: str) -> bool:
-    """Returns whether blocks are offered there in memory that this process can map."""
     return bool(here()) and address.startswith(f"{SCHEME}:{here()}.")
 
 

@@ -1,7 +1,7 @@
 """Keeps copies of KV blocks that are offered, in memory that other processes of this machine can map.
 
-A place holds one block. Its generation is 0 while it is written and differs each time that it is written, so whoever
-finds the same generation before and after reading it has read one block and nothing else.
+A place holds one block. Its generation is 0 while it is written and differs each time that it is written, so a reader
+that finds the same generation before and after has read one whole block.
 
 table    the generation of each place
 places   one after the other, from the next page on
@@ -28,7 +28,7 @@ class StagedCopy(NamedTuple):
 
     place: int
     generation: int
-    crc: int | None = None  # None: it is computed for whoever reads the block
+    crc: int | None = None  # None: computed for each reader of the block
 
 
 NOT_STAGED = StagedCopy(-1, 0)
@@ -48,7 +48,6 @@ class StagedMap:
         self.blocks = np.frombuffer(memory, np.uint8, places * block_bytes, table).reshape(places, block_bytes)
 
     def block(self, place: int) -> memoryview:
-        """Returns the memory of a place."""
         return memoryview(self.blocks[place])
 
 
@@ -70,20 +69,18 @@ class StagedBlocks:
         return self._map.generations.ctypes.data, self._map.blocks.ctypes.data, self._map.size
 
     def take(self, count: int) -> list[int]:
-        """Returns so many free places, or none if there are fewer."""
         with self._lock:
             if len(self._free) < count:
                 return []
             return [self._free.pop() for _ in range(count)]
 
     def give_back(self, places: Iterable[int]) -> None:
-        """Takes places back. Whoever reads them notices once they are written again."""
+        """Takes places back. Readers notice when they are written again."""
         with self._lock:
             self._free += places
 
     @property
     def free(self) -> int:
-        """Returns how many places are free."""
         return len(self._free)
 
     @property
@@ -92,12 +89,12 @@ class StagedBlocks:
         return self._map.blocks
 
     def begin(self, places: Iterable[int]) -> None:
-        """Lets readers of places notice from now on that those are written."""
+        """Marks places as being written, which readers notice."""
         for place in places:
             self._map.generations[place] = 0
 
     def finish(self, place: int) -> int:
-        """Lets a place be read that was written; returns its generation. For one thread."""
+        """Makes a written place readable; returns its generation. For one thread."""
         self._written += 1
         self._map.generations[place] = self._written
         return self._written
@@ -109,7 +106,6 @@ class StagedBlocks:
         return self.finish(place)
 
     def generation(self, place: int) -> int:
-        """Returns the generation of a place."""
         return int(self._map.generations[place])
 
     def read(self, place: int) -> memoryview:
@@ -117,13 +113,12 @@ class StagedBlocks:
         return self._map.block(place)
 
     def prepare(self) -> None:
-        """Has the system give the memory of the first offers now."""
         if self.file >= 0:
             with suppress(OSError):
                 os.posix_fallocate(self.file, 0, min(self._map.size, AT_ONCE))
 
     def close(self) -> None:
-        """Closes the file. Who has mapped it can finish."""
+        """Closes the file. Processes that have mapped it can finish."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

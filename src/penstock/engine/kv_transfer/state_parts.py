@@ -1,7 +1,7 @@
-"""Lets a recurrent state travel like blocks: in parts of a block's size, after the block at whose end it was saved.
+"""Sends a recurrent state like blocks: in parts of a block's size, after the block at whose end it was saved.
 
-A part has the chain hash of that block, its own number in the place of a parent's hash, and no tokens. It is staged as
-the block of the first layer group. The last part may be longer than what is left of the state.
+A part has the chain hash of that block, its own number instead of a parent's hash, and no tokens. It is staged as the
+block of the first layer group. The last part may be longer than the rest of the state.
 """
 
 from __future__ import annotations
@@ -11,27 +11,23 @@ from collections.abc import Iterator, Sequence
 from penstock.engine.kv_disk.loading import Targets
 from penstock.engine.kv_transfer.reader import WantedBlock
 
-NUMBER = 16  # bytes, as those of a chain hash
+NUMBER = 16  # bytes, like a chain hash
 
 
 def part_count(state_bytes: int, block_bytes: int) -> int:
-    """Returns of how many parts a state consists."""
     return -(-state_bytes // block_bytes)
 
 
 def names(hash: bytes, count: int, token_bytes: int) -> Iterator[WantedBlock]:
-    """Yields what the parts are called, of the state at the end of a block with this chain hash."""
     for number in range(count):
         yield WantedBlock(hash, number.to_bytes(NUMBER, "little"), bytes(token_bytes))
 
 
 def cut(state: bytes, block_bytes: int) -> Iterator[bytes]:
-    """Yields the parts of a state."""
     for at in range(0, len(state), block_bytes):
         yield state[at : at + block_bytes].ljust(block_bytes, b"\0")
 
 
 def part_targets(state: memoryview, block_bytes: int, groups: int) -> Sequence[Targets]:
-    """Returns where each part is read to, by layer group."""
     rest = [None] * (groups - 1)
     return [[state[at : at + block_bytes], *rest] for at in range(0, len(state), block_bytes)]

@@ -45,7 +45,7 @@ class TcpListener:
 
 
 class TcpSource:
-    """Receives blocks: see OfferSource. Raises OSError where there is no such engine."""
+    """Receives blocks: see OfferSource. Raises OSError if the engine does not exist."""
 
     scheme = SCHEME
 

@@ -20,7 +20,7 @@ REQUEST = Struct("<8s16sQII")
 REPLY = Struct("<B7xQQ")
 GENERATION = Struct("<Q")
 DONE = b"."
-SECONDS = 10.0  # that either waits for the other
+SECONDS = 10.0  # timeout of either side
 
 UNKNOWN, OUT_OF_RANGE, USED, EXPIRED = "unknown", "out_of_range", "used", "expired"
 OTHER_EPOCH, FOREIGN, BUSY = "other_epoch", "foreign", "busy"
@@ -52,24 +52,21 @@ class BlockHeader(NamedTuple):
     parts: tuple[BlockPart, ...]  # by layer group
 
     def pack(self) -> bytes:
-        """Returns the header as it is sent."""
         fields = (value for part in self.parts for value in part)
         return header_struct(len(self.tokens), len(self.parts)).pack(self.hash, self.parent, self.tokens, *fields)
 
     @classmethod
     def unpack(cls, data: bytes, token_bytes: int, groups: int) -> BlockHeader:
-        """Returns the header that was sent as these bytes."""
         hash, parent, tokens, *rest = header_struct(token_bytes, groups).unpack(data)
         return cls(hash, parent, tokens, tuple(BlockPart(*rest[at : at + 3]) for at in range(0, len(rest), 3)))
 
 
 def header_struct(token_bytes: int, groups: int) -> Struct:
-    """Returns the form of a block's header."""
     return Struct(f"<16s16s{token_bytes}s{'qQI' * groups}")
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Returns so many bytes; raises OSError if the other end goes before."""
+    """Returns `size` bytes; raises OSError if the other end closes first."""
     data = bytearray(size)
     receive_into(connection, memoryview(data))
     return bytes(data)

@@ -20,7 +20,7 @@ from penstock.model.adapters import AdapterBase, adapter_bytes, read_adapter, up
 from penstock.types import AdapterInfo, AdapterRequests, AdapterUse
 
 MAX_NAME = 256  # characters
-READING = 2  # times its size that an adapter takes while it is read: its file, and what it becomes
+READING = 2  # memory while an adapter is read, in its sizes: the file and the packed adapter
 MAX_PASSED = 64  # steps that pass a request which waits for a slot, before a slot is drained for it
 
 
@@ -42,10 +42,10 @@ class Source(NamedTuple):
 
 
 class ReadAdapter(NamedTuple):
-    """Holds what a thread has made of an adapter's files."""
+    """Holds an adapter that a thread has read and packed."""
 
     packed: Any  # see PackedAdapter
-    digests: tuple[str, ...]  # of each source
+    digests: tuple[str, ...]  # digest of each source
 
 
 class AdapterLease:
@@ -64,16 +64,13 @@ class AdapterLease:
 
     @property
     def begun(self) -> bool:
-        """Returns True once its files are being read."""
         return self.reading.begun
 
     @property
     def ready(self) -> bool:
-        """Returns True once it is in its slot or is known to have failed."""
         return self.in_slot or self.error is not None
 
     def wait(self, seconds: float) -> None:
-        """Returns when its files are read, or after this many seconds."""
         self.reading.wait(seconds)
 
     def check(self) -> None:
@@ -83,7 +80,7 @@ class AdapterLease:
 
     @property
     def salt(self) -> str:
-        """Returns what tells prompts computed with these adapters from all others: KV is never shared across them."""
+        """Returns the salt of prompts computed with these adapters: KV is never shared with others."""
         parts = zip(self.digests, self.sources, strict=True)
         return "".join(f"\0adapter {digest} {source.scale!r}" for digest, source in parts)
 
@@ -96,7 +93,6 @@ class AdapterNames:
         self._count = 0  # registrations so far
 
     def __iter__(self) -> Iterator[RegisteredAdapter]:
-        """Yields them in the order of their registration."""
         yield from self._registered.values()
 
     def __contains__(self, name: str) -> bool:
@@ -142,7 +138,6 @@ class Adapters:
         memory: int,
         available: Callable[[], int] = available_memory,
     ) -> None:
-        """Takes, besides the limits, what tells how many bytes of the machine's memory are free."""
         self._slots = slots
         self._base = base
         self._memory = memory
@@ -150,9 +145,9 @@ class Adapters:
         self.most = most
         self._free = list(range(most - 1, -1, -1))
         self._names = AdapterNames()
-        self._digests: dict[int, str] = {}  # of registrations that were loaded once, by number
+        self._digests: dict[int, str] = {}  # registration number -> digest, once loaded
         self._leases: OrderedDict[tuple[Source, ...], AdapterLease] = OrderedDict()  # the least recently used first
-        self._draining: list[AdapterLease] = []  # that keep their slot for those who hold them, and get no new ones
+        self._draining: list[AdapterLease] = []  # keep their slot for current requests, and get no new ones
         self._queue: deque[AdapterLease] = deque()  # without a slot yet, in order of arrival
         self._advanced = 0  # calls of `advance`
         self._reading: list[AdapterLease] = []
@@ -161,8 +156,8 @@ class Adapters:
     # -- names ---------------------------------------------------------------------------------------------------
 
     def register(self, name: str, path: Path, scale: float = 1.0) -> AdapterInfo:
-        """Lets requests name an adapter from now on; raises AdapterError if it does not fit the model, or if another
-        has the name. The same path and scale again change nothing."""
+        """Registers an adapter under a name; raises AdapterError if it does not fit the model, or if another has the
+        name. The same path and scale again change nothing."""
         return self.registered(name, path, scale, self._rank_at(path))
 
     def begin_registration(self, name: str, path: Path, scale: float, *, replace: bool = False) -> Reading[int]:
@@ -196,7 +191,6 @@ class Adapters:
         return info
 
     def listed(self) -> tuple[AdapterInfo, ...]:
-        """Returns all registered adapters, in the order of their registration."""
         return tuple(map(self._info, self._names))
 
     def _info(self, known: RegisteredAdapter) -> AdapterInfo:
@@ -239,8 +233,8 @@ class Adapters:
             del self._leases[lease.sources]
 
     def advance(self) -> None:
-        """Puts what was read into slots, and begins to read what has room, in order of arrival. It never waits. It is
-        called before every step while requests wait."""
+        """Puts adapters that were read into slots, and begins to read those with room, in order of arrival. It never
+        waits. It is called before every step while requests wait."""
         self._advanced += 1
         for lease in [lease for lease in self._reading if lease.reading.ready]:
             self._reading.remove(lease)
@@ -265,11 +259,9 @@ class Adapters:
             self._reader.read(lease.reading)
 
     def close(self) -> None:
-        """Ends the thread that reads adapters."""
         self._reader.close()
 
     def _put(self, lease: AdapterLease, loaded: ReadAdapter) -> None:
-        """Puts an adapter that was read into its slot."""
         lease.nbytes, lease.digests = loaded.packed.nbytes, loaded.digests
         if lease.nbytes > self._memory:
             raise AdapterError(
@@ -282,7 +274,7 @@ class Adapters:
             self._digests[source.registered.number] = digest
 
     def _give_up(self, lease: AdapterLease, error: PenstockError) -> None:
-        """Frees what a lease has taken: its requests fail, and a later one tries again."""
+        """Frees the slot of a failed lease: its requests fail, and a later one tries again."""
         lease.error = error
         if lease.slot >= 0:
             self._free.append(lease.slot)
@@ -291,7 +283,7 @@ class Adapters:
             del self._leases[lease.sources]
 
     def _make_room(self, needed: int) -> bool:
-        """Frees a slot, and the bytes if they can be had; returns whether there is room. An adapter that is alone is
+        """Frees a slot, and the bytes if they can be had; returns whether there is room. The first adapter is always
         let in, because its size in a slot is known only when it is read. Raises Overloaded if the machine's memory is
         too short even so."""
         while not self._free or (self.used and self.used + needed > self._memory) or self._short(needed):
@@ -312,15 +304,14 @@ class Adapters:
             self._evict(lease)
 
     def _unheld(self) -> list[AdapterLease]:
-        """Returns the adapters in slots that no request holds, the least recently used first."""
         return [lease for lease in self._leases.values() if lease.in_slot and not lease.holders]
 
     def _short(self, needed: int) -> bool:
         return READING * needed > self._available()
 
     def _drain(self, needed: int) -> None:
-        """Lets no new requests hold some of the adapters in slots, so that a slot and the bytes become free when those
-        end who hold them now. Adapters with the fewest requests drain first: that is over soonest."""
+        """Refuses new requests for some adapters in slots, so that a slot and its bytes become free when their current
+        requests end. Adapters with the fewest requests drain first: they end soonest."""
         draining = self._draining
         held = [lease for lease in self._leases.values() if lease.in_slot]
         for lease in sorted(held, key=lambda each: each.holders):
@@ -331,7 +322,6 @@ class Adapters:
 
     @property
     def used(self) -> int:
-        """Returns the bytes that adapters in slots take, and those that are being read."""
         return sum(lease.nbytes for lease in self._all_leases() if lease.slot >= 0)
 
     def _all_leases(self) -> Iterator[AdapterLease]:

@@ -1,4 +1,4 @@
-"""Gives requests their adapters, and registers, unregisters and lists adapters while steps go on."""
+"""Gives requests their adapters, and registers, unregisters and lists adapters while steps continue."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class AdapterControl(NoAdapters):
         return bool(self._registering)
 
     def listed(self) -> tuple[AdapterInfo, ...]:
-        """Returns the adapters that requests may name."""
         return self.adapters.listed()
 
     def needs(self, record: RequestRecord) -> Sequence[Need]:
@@ -115,7 +114,6 @@ class AdapterControl(NoAdapters):
 
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
-    """Returns the adapters that requests may name at first: those of the config."""
     memory = config.adapter_memory or available_memory() // SHARE
     if Device.parse(config.device).kind == "cuda":
         memory = config.adapter_memory or max(adapter_memory(config), SPARE)

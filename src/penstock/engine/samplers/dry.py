@@ -34,7 +34,6 @@ class DryHistory:
         self._most = int(math.log(MAX_FLOAT) / math.log(dry.base)) if dry.base > 1.000001 else 0  # exponent; 0: any
 
     def penalties(self, tokens: Sequence[int], end: int) -> dict[int, float]:
-        """Returns what is subtracted from the logits of tokens that would follow tokens[:end]."""
         self._follow(tokens, end)
         dry = self._dry
         first = max(end - dry.window, 0) if dry.window >= 0 else 0

@@ -14,7 +14,6 @@ class MersenneDraws:
         self._drawn: list[int] = []
 
     def at(self, index: int) -> int:
-        """Returns the draw for a token by its place in the answer."""
         while len(self._drawn) <= index:
             self._drawn.append(int.from_bytes(self._generator.bytes(8), "little"))
         return self._drawn[index]

@@ -18,7 +18,7 @@ from penstock.engine.samplers.mersenne import MersenneDraws
 from penstock.types import BANNED, DryPenalty, Request, Row, SamplingParams
 
 Numbers = tuple[float, float, int, float, int]  # temperature, top_p, top_k, min_p, logprobs
-GREEDY = 0.0, 1.0, 0, 0.0  # what a device does where a chain chooses
+GREEDY = 0.0, 1.0, 0, 0.0  # greedy, on positions where a chain chooses
 NUMBER_TYPES = (np.float32, np.float32, np.int32, np.float32, np.int32)
 WORD = 2**64 - 1
 MANY = 32  # positions whose random bits are computed together
@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
     """Names a position whose logits are wanted."""
 
     sampler: Sampler
-    tokens: Sequence[int]  # of its sequence, and of the draft behind them
+    tokens: Sequence[int]  # tokens of its sequence and of the draft
     at: int
     target: int = -1  # the token that is to be scored there; -1: one is to be sampled
 
@@ -175,11 +175,9 @@ class Sampler:
 
     @property
     def draws_in_order(self) -> bool:
-        """Returns True if random bits come from a generator that draws one after the other."""
         return self._draws is not None
 
     def draw(self, position: int) -> int:
-        """Returns the 64 random bits that decide the token after `position`."""
         if self._draws is not None:
             return self._draws.at(position + 1 - self._prompt_len)
         return _draw(self.seed, position)
@@ -192,8 +190,8 @@ class Sampler:
 
 
 class PenaltyCounts:
-    """Counts tokens for presence, frequency and repetition penalties: those of the answer, or those of a window over
-    prompt and answer. Without a window, repetition counts the prompt's tokens too."""
+    """Counts tokens for presence, frequency and repetition penalties: in the answer, or in a window over prompt and
+    answer. Without a window, repetition counts the prompt's tokens too."""
 
     def __init__(self, request: Request) -> None:
         params = request.sampling
@@ -201,11 +199,10 @@ class PenaltyCounts:
         self._window = params.penalty_window
         whole = self._window < 0
         self._prompt = set(request.prompt) if whole and params.repetition_penalty != 1.0 else set[int]()
-        self._counts: Counter[int] = Counter()  # of tokens[_first:_last]
+        self._counts: Counter[int] = Counter()  # counts of tokens[_first:_last]
         self._first = self._last = len(request.prompt) if whole else 0
 
     def after(self, tokens: Sequence[int], end: int) -> tuple[Collection[int], dict[int, float]]:
-        """Returns the tokens that were seen before `end`, and what is added to logits for them."""
         self._counts.update(tokens[self._last : end])
         self._last = max(self._last, end)
         if self._window >= 0 and (first := max(end - self._window, 0)) > self._first:
@@ -246,7 +243,7 @@ def wanted_positions(sampler: Sampler, tokens: list[int], row: Row) -> list[Want
 
 
 def sample_rows(wanted: list[Wanted]) -> SampleRows:
-    """Says what to do at each wanted position: score the known token that follows it, or sample one."""
+    """Describes a wanted position: score the known token that follows it, or sample one."""
     samplers, _, _, target = zip(*wanted, strict=True) if wanted else ((),) * 4
     numbers = [s.numbers if known < 0 else s.scoring for s, known in zip(samplers, target, strict=True)]
     temperature, top_p, top_k, min_p, logprobs = _columns(tuple(numbers))
@@ -280,7 +277,6 @@ def draws(wanted: list[Wanted]) -> NDArray[np.uint64]:
 
 
 def constrained_positions(wanted: list[Wanted]) -> Ints:
-    """Returns the indices of those wanted positions whose token is sampled from some tokens only."""
     found = [s for s, (sampler, _, _, target) in enumerate(wanted) if sampler.constrained and target < 0]
     return np.array(found, np.int32)
 
@@ -296,7 +292,7 @@ def _columns(numbers: tuple[Numbers, ...]) -> tuple[NDArray[Any], ...]:
 
 
 def _draw(seed: int, position: int) -> int:
-    """Returns one number per (seed, position), whatever else is in the batch: splitmix64's finalizer."""
+    """Returns one number per (seed, position), independent of the batch: splitmix64's finalizer."""
     z = (seed + position * 0x9E3779B97F4A7C15) & WORD
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & WORD
     z = (z ^ z >> 27) * 0x94D049BB133111EB & WORD
