@@ -21,7 +21,7 @@ from penstock.backend.cuda.weights import DenseMatrix
 from penstock.engine.assemble import assemble
 from penstock.model.families.llama import build
 from penstock.model.load import load_model, open_checkpoint
-from penstock.model.weights import Packer
+from penstock.model.packer import Packer
 from penstock.types import Limits
 
 Figures = dict[str, Any]

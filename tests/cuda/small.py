@@ -11,11 +11,11 @@ from penstock.backend.ref.cases import attention
 from penstock.model.dequantize import dequantize, layout_of
 from penstock.model.families.llama import build
 from penstock.model.names import LAYER
+from penstock.model.packer import Packer
 from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import role_of
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Tensor
-from penstock.model.weights import Packer
 
 SMALL = ModelSpec("llama", 1, 64, 64, 40, 512, 1e-5, attention(4, 2, 16, interleaved=False))
 LARGE_HEADS = ModelSpec("llama", 1, 64, 64, 40, 512, 1e-5, attention(4, 2, 32, interleaved=False))  # for KV of 4 bits

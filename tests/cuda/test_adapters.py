@@ -24,9 +24,9 @@ from penstock.model.adapters import AdapterBase, read_adapter, updates_of
 from penstock.model.families.llama import build
 from penstock.model.load import load_placed, open_checkpoint
 from penstock.model.low_rank import LowRankPart, LowRankUpdate, Placement
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 from tests.cuda.device import DEVICE, HALF
 from tests.cuda.small import SMALL, tensors
 from tests.cuda.test_engine import Rounded

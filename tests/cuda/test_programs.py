@@ -29,7 +29,7 @@ from penstock.model.eagle import EagleHead, observed
 from penstock.model.families import llama, mtp
 from penstock.model.heads import ends_of, head_spec
 from penstock.model.load import load_model, open_checkpoint
-from penstock.model.weights import Packer
+from penstock.model.packer import Packer
 from penstock.planning.memory_plan import footprint_of
 from penstock.types import DraftCounts, Limits, Request, RowResult, SamplingParams, Tokens
 from tests.cuda.device import DEVICE, HALF

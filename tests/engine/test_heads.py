@@ -20,9 +20,9 @@ from penstock.engine.drafts.draft_model import MTP_HEAD, DraftModel
 from penstock.engine.engine import Engine
 from penstock.model.families import llama, mtp
 from penstock.model.heads import ends_of, head_spec
+from penstock.model.packer import Packer
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Tensor
-from penstock.model.weights import Packer
 from penstock.types import DraftCounts, Limits, StepResult
 from tests.engine.test_draft_model import (
     LIMITS,

@@ -207,7 +207,7 @@ PREFIX = "base_model.model.model.layers.0.self_attn"
         (f"{PREFIX}.q_proj.bias", (32,), "is no LoRA matrix"),
         ("base_model.model.lm_head.weight", (64, 32), "is no LoRA matrix"),
         (f"{PREFIX}.q_proj.lora_B.bias", (32,), "lora_bias"),
-        (f"{PREFIX}.w_proj.lora_A.weight", (4, 32), "matrix A alone"),
+        (f"{PREFIX}.w_proj.lora_A.weight", (4, 32), "matrix A without"),
     ],
 )
 def test_a_tensor_that_would_not_be_computed_is_refused(

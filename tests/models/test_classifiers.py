@@ -15,9 +15,10 @@ import pytest
 from penstock import LLM
 from penstock.errors import InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import load_text, open_checkpoint, read_config, read_fields
+from penstock.model.load import load_text, open_checkpoint, read_fields
 from penstock.text.pairs import PairPrompts, PairTemplate, pair_template, scores
 from penstock.text.tokenizer import PairTokens
+from tests.models.config_json import read_config
 
 CLASSIFIERS = Path(__file__).parent / "classifiers"
 NAMES = sorted(folder.name for folder in CLASSIFIERS.iterdir())
@@ -33,7 +34,7 @@ def golden(name: str) -> dict[str, np.ndarray]:
 def logits(llm: LLM, prompts: list[list[int]]) -> np.ndarray:
     """The logits of all prompts, computed together."""
     pending = [llm._maker.classification(prompt) for prompt in prompts]
-    llm._complete(pending, False)
+    llm._engine.complete(pending, False)
     return np.stack([np.frombuffer(entry.choices[0].pooled, "<f4") for entry in pending])
 
 

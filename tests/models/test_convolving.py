@@ -14,8 +14,9 @@ from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf.export import export
-from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import load_model, open_checkpoint, read_fields
 from penstock.model.recurrence import ConvSpec, MambaSpec, ScanSpec
+from tests.models.config_json import read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 LFM2 = {
@@ -211,7 +212,7 @@ def test_the_width_of_lfm2s_mlp_follows_its_rules(change, hidden):
 
 def test_lfm2_5_names_each_layer():
     spec = read_config(LFM2_5)
-    assert (len(spec.recurrent), spec.kv_layers, spec.hidden, spec.tied) == (20, 10, 10752, True)
+    assert (len(spec.recurrent), len(spec.cached_attention), spec.hidden, spec.tied) == (20, 10, 10752, True)
     assert not read_config(LFM2_5 | {"tie_embedding": False}).tied
 
 

@@ -22,7 +22,7 @@ from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.eagle import EagleHead, build, observed, open_eagle, problems
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
-from penstock.model.weights import Packer
+from penstock.model.packer import Packer
 
 FOLDER = Path(__file__).parent / "eagle3"
 HEADS = ("sglang", "vllm", "speculators")

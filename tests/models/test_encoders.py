@@ -23,11 +23,12 @@ from penstock.backend.cpu._native import isas
 from penstock.backend.ref import RefBackend
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, MalformedFile, UnsupportedModel
 from penstock.model.dequantize import dequantize
-from penstock.model.load import Checkpoint, check_biases, load_model, open_checkpoint, read_config
+from penstock.model.load import Checkpoint, check_biases, load_model, open_checkpoint
 from penstock.model.safetensors import read_safetensors
 from penstock.model.tensor import FORMATS, Tensor
 from penstock.text.embedding import pooling_of
 from penstock.types import Limits
+from tests.models.config_json import read_config
 
 ENCODERS = Path(__file__).parent / "encoders"
 FILES = {
@@ -266,7 +267,7 @@ def test_published_configs():
         spec = read_config(config)
         a = spec.attn
         assert (spec.layers, spec.dim, a.heads, a.head_dim, spec.max_len, spec.first_position) == shape
-        assert (spec.encoder, spec.act, spec.kv_layers) == (True, "gelu", 1)
+        assert (spec.encoder, spec.act, len(spec.cached_attention)) == (True, "gelu", 1)
 
 
 NOMIC = {

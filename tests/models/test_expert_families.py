@@ -14,9 +14,10 @@ import pytest
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.load import load_model, open_checkpoint
 from penstock.model.spec import ExpertSpec
 from penstock.model.tensor import Tensor
+from tests.models.config_json import read_config
 
 ALL = {
     "attention_dropout": 0.0,

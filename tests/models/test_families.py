@@ -16,9 +16,10 @@ from penstock.engine.model_loading import open_configured
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf.reader import read_gguf
-from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import load_model, open_checkpoint, read_fields
 from penstock.model.registry import family
 from penstock.model.spec import ModelSpec
+from tests.models.config_json import read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 ALL = {

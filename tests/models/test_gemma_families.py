@@ -16,11 +16,12 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import load_model, open_checkpoint, read_fields
 from penstock.model.safetensors import read_safetensors
 from penstock.model.spec import ModelSpec
 from penstock.planning.roofline import model_costs
 from penstock.types import blocks_for
+from tests.models.config_json import read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 ALL = {
@@ -168,7 +169,7 @@ def known(config: dict[str, Any]) -> ModelSpec:
 
 def test_gemma_3n_writes_the_keys_and_values_of_twenty_layers():
     spec = known(GEMMA_3N_E4B)
-    assert (spec.layers, spec.kv_layers, spec.attn.multiplier, spec.gain_offset) == (35, 20, 1, 0)
+    assert (spec.layers, len(spec.cached_attention), spec.attn.multiplier, spec.gain_offset) == (35, 20, 1, 0)
     assert [spec.kv_layer(layer) for layer in (17, 18, 19, 20, 23, 24, 33, 34)] == [17, 18, 19, 18, 18, 19, 18, 19]
     assert sum(len(group.layers) for group in spec.kv_groups) == 20
     assert spec.altup
@@ -191,14 +192,14 @@ def test_gemma_4_has_larger_heads_in_layers_that_see_everything():
     assert [sum(freq > 0 for freq in attn.rope.inv_freq) for attn in (near, far)] == [128, 64]
     assert far.rope.inv_freq[63] == pytest.approx(1e6 ** (-126 / 512))
     assert (spec.mlp_hidden(14), spec.mlp_hidden(15), spec.hidden) == (6144, 12288, 12288)
-    assert (spec.kv_layers, spec.tied) == (15, True)
+    assert (len(spec.cached_attention), spec.tied) == (15, True)
 
 
 def test_smaller_layers_share_the_room_of_a_larger_one():
     """Two of E2B's layers with a window take as much as one without, so that no room is lost."""
     spec = known(gemma_4(E2B))
     assert [len(group.layers) for group in spec.kv_groups] == [3, 6, 6]
-    assert spec.kv_group_layers == 3
+    assert len(spec.kv_planes) == 3
     whole = sum(attn.kv_values for attn in spec.cached_attention)
     assert spec.kv_group_bytes(2 * whole) * len(spec.kv_groups) == 2 * whole
 
@@ -208,7 +209,7 @@ def test_the_largest_gemma_4_projects_keys_and_values_by_one_matrix():
     near, far = spec.attention(0), spec.attention(5)
     assert (near.kv_heads, far.kv_heads, near.v_is_k, far.v_is_k) == (16, 4, False, True)
     assert spec.per_layer is None
-    assert spec.kv_layers == 60
+    assert len(spec.cached_attention) == 60
     assert spec.kv_group_bytes(60) * len(spec.kv_groups) <= 66  # at most a tenth is lost
     held = blocks_for(32768, spec.windows, 16)
     assert held < len(spec.windows) * 32768 / 16

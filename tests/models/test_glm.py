@@ -6,8 +6,9 @@ import pytest
 
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.load import load_model, open_checkpoint
 from penstock.model.tensor import some_rows
+from tests.models.config_json import read_config
 
 GLM4 = {  # as zai-org/GLM-4-9B-0414 has it
     "architectures": ["Glm4ForCausalLM"],

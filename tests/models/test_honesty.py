@@ -16,10 +16,11 @@ from penstock.errors import ConfigError, MalformedFile, PenstockError, Unsupport
 from penstock.model.config_fields import CHANGING, NEUTRAL
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf.reader import read_gguf
-from penstock.model.load import METADATA, load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import METADATA, load_model, open_checkpoint, read_fields
 from penstock.model.names import Naming, identify
 from penstock.model.registry import family_of_gguf, family_of_hf
 from penstock.model.safetensors import read_safetensors
+from tests.models.config_json import read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())

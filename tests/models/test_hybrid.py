@@ -10,7 +10,8 @@ import pytest
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import load_model, open_checkpoint, read_fields
+from tests.models.config_json import read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 QWEN3_NEXT = {
@@ -118,7 +119,7 @@ def qwen3_5(kind: str, text: dict[str, Any]) -> dict[str, Any]:
 
 def test_qwen3_next_has_three_delta_nets_for_each_attention():
     spec = read_config(QWEN3_NEXT)
-    assert (spec.kv_layers, sorted(spec.recurrent)[:4], spec.attn.qk_norm) == (12, [0, 1, 2, 4], "head")
+    assert (len(spec.cached_attention), sorted(spec.recurrent)[:4], spec.attn.qk_norm) == (12, [0, 1, 2, 4], "head")
     assert (len(spec.attn.rope.inv_freq), spec.gain_offset, spec.experts.renormalize) == (32, 1, True)
     assert (spec.experts.count, spec.experts.top_k, spec.shared_hidden, spec.shared_gated) == (512, 10, 512, True)
     assert spec.recurrence.width == 8192
@@ -127,7 +128,7 @@ def test_qwen3_next_has_three_delta_nets_for_each_attention():
 
 def test_qwen3_5_is_read_where_it_speaks_of_text():
     experts = read_config(qwen3_5("Qwen3_5MoeForConditionalGeneration", MOE))
-    assert (experts.experts.count, experts.experts.renormalize, experts.kv_layers, experts.tied) == (
+    assert (experts.experts.count, experts.experts.renormalize, len(experts.cached_attention), experts.tied) == (
         256,
         True,
         10,

@@ -6,8 +6,9 @@ import pytest
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import open_checkpoint, read_config, read_fields
+from penstock.model.load import open_checkpoint, read_fields
 from penstock.model.recurrence import DeltaSpec
+from tests.models.config_json import read_config
 
 FULL = (4, 8, 12, 16, 20, 24, 27)
 PUBLISHED = {  # as moonshotai/Kimi-Linear-48B-A3B-Instruct has it
@@ -70,7 +71,7 @@ def test_the_published_config():
     assert spec.recurrence == DeltaSpec(32, 32, 128, 128, 4, channel_decay=True, gate="sigmoid")
     assert [layer + 1 for layer in spec.attention_layers] == list(FULL)
     assert (spec.attn.head_dim, spec.attn.v_dim, spec.attn.scale, spec.attn.rope.inv_freq) == (576, 512, 192**-0.5, ())
-    assert (spec.kv_layers, spec.attn.kv_values, spec.dense) == (7, 576, {0})
+    assert (len(spec.cached_attention), spec.attn.kv_values, spec.dense) == (7, 576, {0})
     assert spec.state_bytes == 20 * 4 * (32 * 128 * 128 + 3 * 3 * 4096)  # 45 MB
     experts = spec.experts
     assert (experts.count, experts.top_k, experts.scale, experts.renormalize) == (256, 8, 2.446, True)

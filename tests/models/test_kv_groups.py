@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.model.load import open_checkpoint, read_config
+from penstock.model.load import open_checkpoint
 from penstock.model.spec import AttentionSpec, KvGroup, ModelSpec, RopeSpec, group_by_window
 from penstock.types import blocks_for
+from tests.models.config_json import read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 GEMMA_3_270M = {
@@ -87,7 +88,7 @@ def read(name: str) -> ModelSpec:
 
 def test_specs_of_every_kind_have_groups() -> None:
     assert read_config(GEMMA_3_270M).windows == (0, 512, 512, 512, 512, 512)
-    assert read_config(GEMMA_3_270M).kv_group_layers == 3
+    assert len(read_config(GEMMA_3_270M).kv_planes) == 3
     assert read("llama3").kv_groups == (KvGroup(0, tuple(range(read("llama3").layers))),)
     latent = read("deepseek_v3")
     assert latent.kv_groups == (KvGroup(0, tuple(range(latent.layers))),)
@@ -103,13 +104,13 @@ def test_the_layers_of_an_encoder_share_one() -> None:
     attn = AttentionSpec(2, 2, 8, RopeSpec((), False), causal=False)
     spec = ModelSpec("bert", 4, 16, 32, 100, 64, 1e-5, attn)
     assert spec.kv_groups == (KvGroup(0, (0,)),)
-    assert replace(spec, attn=replace(attn, causal=True)).kv_group_layers == 4
+    assert len(replace(spec, attn=replace(attn, causal=True)).kv_planes) == 4
 
 
 def test_at_8192_tokens_the_cache_of_gemma_3_270m_is_a_quarter() -> None:
     spec = read_config(GEMMA_3_270M)
     before = blocks_for(8192, (0,), 16) * spec.layers  # in blocks of one layer
-    assert before >= 4 * blocks_for(8192, spec.windows, 16) * spec.kv_group_layers
+    assert before >= 4 * blocks_for(8192, spec.windows, 16) * len(spec.kv_planes)
 
 
 def held_at_once(tokens: int, window: int, block_size: int, chunk: int) -> int:

@@ -16,10 +16,11 @@ from penstock.errors import ConfigError, MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.gguf.metadata import config_keys, difference
-from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.load import load_model, open_checkpoint
 from penstock.model.spec import MlaSpec
 from penstock.model.split_heads import split_heads, split_heads_when_read
 from penstock.model.tensor import FORMATS, Scales, Tensor, some_rows
+from tests.models.config_json import read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 YARN = {

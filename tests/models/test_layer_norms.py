@@ -8,8 +8,9 @@ import pytest
 from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.dequantize import dequantize
-from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.load import load_model, open_checkpoint
 from penstock.model.tensor import FORMATS, FP8, Scales, Tensor, some_rows, transposed
+from tests.models.config_json import read_config
 
 GPT2 = {  # as openai-community/gpt2 has it
     "activation_function": "gelu_new",

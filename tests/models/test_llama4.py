@@ -19,10 +19,11 @@ from penstock.errors import ModelError
 from penstock.model.config_reader import ConfigReader
 from penstock.model.families import llama4
 from penstock.model.gguf.reader import read_gguf
-from penstock.model.load import METADATA, load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import METADATA, load_model, open_checkpoint, read_fields
 from penstock.model.spec import ModelSpec
 from penstock.model.split_fused import each_expert
 from penstock.model.tensor import Tensor, transposed
+from tests.models.config_json import read_config
 
 FOLDERS = Path(__file__).parent / "folders"
 LLAMA3 = {

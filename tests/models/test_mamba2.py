@@ -10,9 +10,10 @@ import pytest
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf.export import export
-from penstock.model.load import open_checkpoint, read_config, read_fields
+from penstock.model.load import open_checkpoint, read_fields
 from penstock.model.recurrence import Mamba2Spec
 from penstock.model.spec import ModelSpec
+from tests.models.config_json import read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 GRANITE_4_H_TINY = {
@@ -248,7 +249,7 @@ def test_granite_4_without_mamba_is_an_ordinary_decoder() -> None:
     spec = read_config(GRANITE_4_H_TINY | layers)
     assert spec.recurrence is None
     assert spec.state_bytes == 0
-    assert spec.kv_layers == 40
+    assert len(spec.cached_attention) == 40
     assert spec.attn.rope.inv_freq
     assert (spec.experts, spec.hidden) == (None, 1024)
 
@@ -257,7 +258,7 @@ def test_each_layer_of_nemotron_h_is_one_part() -> None:
     spec = read_config(NEMOTRON_3_NANO)
     assert (len(spec.recurrent), len(spec.attention_layers), spec.layers) == (23, 6, 52)
     assert not spec.recurrent & set(spec.attention_layers)
-    assert spec.kv_layers == 6
+    assert len(spec.cached_attention) == 6
     assert spec.experts is not None
     assert not spec.experts.gated
     assert (spec.experts.scoring, spec.experts.scale, spec.act) == ("sigmoid", 2.5, "relu2")

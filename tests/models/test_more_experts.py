@@ -8,8 +8,9 @@ import pytest
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import open_checkpoint, read_config, read_fields
+from penstock.model.load import open_checkpoint, read_fields
 from penstock.model.spec import ExpertSpec, MlaSpec
+from tests.models.config_json import read_config
 
 ALL = {
     "attention_dropout": 0.0,

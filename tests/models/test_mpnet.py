@@ -13,7 +13,8 @@ from penstock.backend.cpu import CpuBackend
 from penstock.backend.ref import RefBackend
 from penstock.errors import UnsupportedModel
 from penstock.model.families.mpnet import buckets
-from penstock.model.load import load_model, open_checkpoint, read_config
+from penstock.model.load import load_model, open_checkpoint
+from tests.models.config_json import read_config
 
 FOLDER = Path(__file__).parent / "encoders" / "mpnet"
 PUBLISHED = {  # as sentence-transformers/all-mpnet-base-v2 has it

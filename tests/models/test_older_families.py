@@ -15,9 +15,10 @@ from penstock.backend.ref import RefBackend
 from penstock.errors import MalformedFile, ModelError
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
-from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import load_model, open_checkpoint, read_fields
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import FORMATS, Scales, Tensor, rows_of_groups, some_rows
+from tests.models.config_json import read_config
 
 FOLDERS = Path(__file__).parent / "folders"
 PYTHIA = {  # as EleutherAI/pythia-2.8b has it

@@ -251,7 +251,7 @@ def test_every_op_is_recorded_defined_and_emitted():
 def test_layers_are_known_by_what_they_keep():
     spec, model = shaped_model(HERE / "goldens" / "qwen35moe")
     program = record(model, NOTHING)
-    assert sorted(program.attention_layers) == list(range(spec.kv_layers))
+    assert sorted(program.attention_layers) == list(range(len(spec.cached_attention)))
     assert sorted(program.recurrent_layers) == list(range(len(spec.recurrent)))
     assert {program.nodes[i].outputs[0].symbol for i in range(program.first_sampled)} == {"T"}
     assert program.nodes[program.first_sampled].op == "take_sampled"

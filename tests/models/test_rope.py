@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model import config_hf, rope
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import read_config
+from tests.models.config_json import read_config
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn"}

@@ -10,7 +10,8 @@ import pytest
 from penstock.backend.cpu import CpuBackend
 from penstock.errors import UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import load_model, open_checkpoint, read_fields
+from tests.models.config_json import read_config
 from tests.models.test_latent_families import V3
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -17,8 +17,9 @@ from penstock.backend.ref import RefBackend
 from penstock.backend.ref.random_steps import blocks_for, random_steps
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.load import load_model, open_checkpoint, read_config, read_fields
+from penstock.model.load import load_model, open_checkpoint, read_fields
 from penstock.model.safetensors import read_safetensors
+from tests.models.config_json import read_config
 from tests.models.conftest import write_safetensors
 
 FOLDER = Path(__file__).parent / "text_parts"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from penstock.cli.framework import options
 from penstock.cli.framework.command import Exit, Option, UsageError
-from penstock.cli.terminal import note, obtain, print_json, print_table
+from penstock.cli.terminal import note, obtain, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -104,14 +104,11 @@ async def _measure_engine(config: Config, workloads: list[Workload]) -> list[Res
 
 
 async def _measure(target: Target, workloads: list[Workload]) -> list[Result]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
     from penstock.tools.bench import run_workload
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         results = []
         for workload in workloads:
             task = bar.add_task(f"{workload.concurrency} clients", total=workload.requests)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.fleet.steward_wire import Command, FleetSpec, FleetStatus, MemberStatus
 
 POLL_SECONDS = 0.2
+COLUMNS = ("replica", "state", "process", "keeper", "machine", "in flight", "restarts", "revision", "reason")
 FleetName = Annotated[
     str, Option(help="Name of the fleet (its model's), or the path of its run file. Required if several run.")
 ]
@@ -159,11 +160,10 @@ def _as_json(told: FleetStatus) -> dict[str, Any]:
 def _print(told: FleetStatus) -> None:
     from rich.table import Table
 
-    columns = "replica", "state", "process", "keeper", "machine", "in flight", "restarts", "revision", "reason"
-    table = Table(*columns, box=None, pad_edge=False)
+    table = Table(*COLUMNS, box=None, pad_edge=False)
     for info, keeper, revision, in_flight, restarts in map(_fields, told.members):
-        numbers = str(in_flight), str(restarts), str(revision)
-        table.add_row(info.name, info.state, str(info.pid or ""), str(keeper), info.host, *numbers, info.reason)
+        row = (info.name, info.state, info.pid or "", keeper, info.host, in_flight, restarts, revision, info.reason)
+        table.add_row(*map(str, row))
     print_table(table)
     if told.scale is not None and told.scale.most > told.scale.least:
         bounds = f"{told.scale.least} to {told.scale.most}"

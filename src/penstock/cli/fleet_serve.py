@@ -200,13 +200,23 @@ class FleetClients:
         address = steward_address(folder, self._fleet.ground)
         run_file = str(run_file_of(run_folder(), config.name))
         least, most = replica_range("--replicas", self._fleet.replicas)
-        about = run_file, config, least, self._fleet.ground, self._fleet.ray, self._drain_seconds
         targets = zip(("ttft", "itl"), self._targets, strict=True)
         stated = {name: 1000 * target for name, target in targets if target is not None}
         scaling = ScaleSpec(least, most, **stated)
         split = SplitOptions(self._fleet.itl, prefill_replicas(self._fleet), told=True)
         wishes = {"scaling": scaling, "split": split, "targets": self._targets}
-        spec = FleetSpec(config.name, folder, address, secrets.token_hex(32), *about)
+        spec = FleetSpec(
+            config.name,
+            folder,
+            address,
+            secrets.token_hex(32),
+            run_file,
+            config,
+            least,
+            self._fleet.ground,
+            self._fleet.ray,
+            self._drain_seconds,
+        )
         return msgspec.structs.replace(spec, **wishes)
 
 

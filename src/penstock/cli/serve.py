@@ -233,8 +233,13 @@ class ShareOptions(NamedTuple):
         profile = self.find_profile()
         targets = Targets(self.ttft_target / 1000 or None, self.itl_target / 1000 or None)
         patience = profile.patience if self.max_wait is None else self.max_wait or None
-        terms = targets.over(profile.targets), patience, self.tenant_header.lower()
-        return ServiceTerms(*terms, self.share_prefixes, self.kv_disk_salted)
+        return ServiceTerms(
+            targets.over(profile.targets),
+            patience,
+            self.tenant_header.lower(),
+            self.share_prefixes,
+            self.kv_disk_salted,
+        )
 
     def engine(self, given: Mapping[str, Any]) -> dict[str, int]:
         """Returns the profile's engine options that are not `given`."""
@@ -443,8 +448,9 @@ def run_server(
     found_again = sources.find_again if finder.changes else None
     log = LogSettings(telemetry.log_level, telemetry.log_format, telemetry.log_prompts)
     keep = KeepLimits(listen.resume_seconds)
-    served_as = _data_name(finder.found), storage.space(), rules, traces, log, listen.drain_seconds, keep
-    setup = server.Setup(*served_as, usage.record())
+    setup = server.Setup(
+        _data_name(finder.found), storage.space(), rules, traces, log, listen.drain_seconds, keep, usage.record()
+    )
     others = foreign.models([each for each in aliases if each.model or not finder.found])
     served = ModelPool(sources.first, settings, telemetry.metric_sets(), found_again, others)
     server.serve(served, listen.host, listen.port, setup)

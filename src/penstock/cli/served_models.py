@@ -274,8 +274,17 @@ def source_of(
     client = partial(make_client, config)
     adapters = tuple(map(parse_adapter, config.adapter))
     expected = partial(_expected, config)
-    about = _derived(found), expected, adapters, found.fixed, partial(_check_files, config)
-    return ModelSource(found.name, client, load, found.path, *about)
+    return ModelSource(
+        found.name,
+        client,
+        load,
+        found.path,
+        _derived(found),
+        expected,
+        adapters,
+        found.fixed,
+        partial(_check_files, config),
+    )
 
 
 def _check_files(config: Config) -> None:

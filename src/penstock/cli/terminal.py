@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.system.printing import escaped, escaped_json, print_to_stderr, stripped
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
     from rich.table import Table
 
     from penstock.llm.outputs import RequestOutput
@@ -81,6 +81,18 @@ def readable_size(size: float) -> str:
     return f"{size / 1000**power:.3g} {' kMGT'[power]}B"
 
 
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """Returns a bar on stderr, with these columns behind it; it is disabled outside of terminals."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    description = TextColumn("{task.description}", markup=False)
+    return Progress(
+        description, BarColumn(), *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+
+
 class DownloadBar:
     """Shows the progress of a download on stderr: a bar on a terminal, else a line per stage."""
 
@@ -101,12 +113,9 @@ class DownloadBar:
             self._bar.stop()
 
     def _start(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import DownloadColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        bar = progress_bar(DownloadColumn(), TimeRemainingColumn())
         bar.add_task("", total=None)
         bar.start()
         return bar
@@ -135,12 +144,9 @@ def without_echo() -> Iterator[None]:
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Shows a progress bar on stderr, if that is a terminal. Yields a function that counts one more of `total`."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -28,7 +26,7 @@ from penstock.llm.outputs import (
     ScoringOutput,
 )
 from penstock.llm.pending import PendingOutput
-from penstock.llm.progress import ShowProgress, progress_bar
+from penstock.llm.progress import ShowProgress
 from penstock.llm.requests import (
     ChatOptions,
     PromptLike,
@@ -83,8 +81,8 @@ class LLM:
         limits = engine.open().limits
         self._engine = SharedEngine(engine)
         try:
-            about = limits, itertools.count(1).__next__, read.seed, read.targets
-            self._maker = RequestMaker(as_derived(text(), str(model), read.sampling), *about)
+            derived = as_derived(text(), str(model), read.sampling)
+            self._maker = RequestMaker(derived, limits, itertools.count(1).__next__, read.seed, read.targets)
         except BaseException:
             self._engine.close()
             raise
@@ -110,7 +108,7 @@ class LLM:
             make.generation(make.prompt(each), how, adapters=uses, targets=targets)
             for each, how, uses in zip(given, params, adapters, strict=True)
         ]
-        self._complete(pending, use_tqdm)
+        self._engine.complete(pending, use_tqdm)
         return [each.output() for each in pending]
 
     def chat(
@@ -141,7 +139,7 @@ class LLM:
             make.generation(make.chat_prompt(each, options), how, adapters=uses, targets=targets)
             for each, how, uses in zip(given, params, adapters, strict=True)
         ]
-        self._complete(pending, use_tqdm)
+        self._engine.complete(pending, use_tqdm)
         return [each.output() for each in pending]
 
     def stream(
@@ -161,7 +159,7 @@ class LLM:
         if len(pending.choices) > 1:
             raise InvalidRequest("a stream has one answer: leave out n and best_of, or use generate", param="n")
         self._engine.submit(pending.choices)
-        return CompletionStream(pending, self._pieces(pending))
+        return CompletionStream(pending, self._engine.stream(pending.choices[0]))
 
     def embed(
         self,
@@ -301,53 +299,15 @@ class LLM:
         pending = [
             self._maker.pooling(each, pooling, truncate, uses) for each, uses in zip(given, adapters, strict=True)
         ]
-        self._complete(pending, use_tqdm)
+        self._engine.complete(pending, use_tqdm)
         return pending
 
     def _classify(
         self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress
     ) -> list[tuple[PendingOutput, list[float]]]:
-        self._complete(pending, use_tqdm)
+        self._engine.complete(pending, use_tqdm)
         activation = self._maker.limits.activation
         return [(each, scores(state_of(each.choices[0].pooled), activation)) for each in pending]
-
-    def _complete(self, pending: Sequence[PendingOutput], use_tqdm: ShowProgress) -> None:
-        """Runs requests to their end; the first failure ends all of them. Choices signal their ends, because checking
-        thousands of prompts after every step would take longer than the step.
-        """
-        ends: deque[PendingOutput] = deque()
-        unfinished = {each.id: len(each.choices) for each in pending}
-        for each in pending:
-            for choice in each.choices:
-                choice.on_end = partial(ends.append, each)
-        with (
-            progress_bar(use_tqdm, len(pending)) as advance,
-            self._engine.running([choice for each in pending for choice in each.choices]),
-        ):
-            while unfinished:
-                self._engine.advance()
-                while ends:
-                    each = ends.popleft()
-                    each.ended()  # raises the choice's error, if any
-                    unfinished[each.id] -= 1
-                    if not unfinished[each.id]:
-                        del unfinished[each.id]
-                        advance(1)
-
-    def _pieces(self, pending: PendingOutput) -> Generator[str]:
-        (choice,) = pending.choices
-        try:
-            yield ""  # starts the generator, so that dropping it aborts the request even if nothing was read
-            while True:
-                ended = choice.ended()  # read before the text, because another thread may add the last text now
-                if text := choice.take_text():
-                    yield text
-                elif ended:
-                    return
-                else:
-                    self._engine.advance()
-        finally:
-            self._engine.abandon([choice])
 
 
 class CompletionStream(Iterator[str]):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from penstock.errors import DeviceLost, EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import InProcessEngine
-from penstock.llm.pending import PendingChoice
+from penstock.llm.pending import PendingChoice, PendingOutput
+from penstock.llm.progress import ShowProgress, progress_bar
 from penstock.types import Event, Failed
 from penstock.types.messages import Abort, Add, Answer, Control
 
@@ -44,6 +47,44 @@ class SharedEngine:
             yield
         finally:
             self.abandon(choices)
+
+    def complete(self, pending: Sequence[PendingOutput], show_progress: ShowProgress) -> None:
+        """Runs requests to their end; the first failure ends all of them. Choices signal their ends, because checking
+        thousands of prompts after every step would take longer than the step.
+        """
+        ends: deque[PendingOutput] = deque()
+        unfinished = {each.id: len(each.choices) for each in pending}
+        for each in pending:
+            for choice in each.choices:
+                choice.on_end = partial(ends.append, each)
+        with (
+            progress_bar(show_progress, len(pending)) as add_completed,
+            self.running([choice for each in pending for choice in each.choices]),
+        ):
+            while unfinished:
+                self.advance()
+                while ends:
+                    each = ends.popleft()
+                    each.ended()  # raises the choice's error, if any
+                    unfinished[each.id] -= 1
+                    if not unfinished[each.id]:
+                        del unfinished[each.id]
+                        add_completed(1)
+
+    def stream(self, choice: PendingChoice) -> Generator[str]:
+        """Yields the text of a submitted choice, after an empty piece; aborts the request if closed early."""
+        try:
+            yield ""  # starts the generator, so that dropping it aborts the request even if nothing was read
+            while True:
+                ended = choice.ended()  # read before the text, because another thread may add the last text now
+                if text := choice.take_text():
+                    yield text
+                elif ended:
+                    return
+                else:
+                    self.advance()
+        finally:
+            self.abandon([choice])
 
     def advance(self) -> None:
         """Returns after one step, run by this thread or another."""

@@ -15,9 +15,9 @@ import numpy as np
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.dequantize import dequantize
+from penstock.model.packer import Floats
 from penstock.model.spec import ClassifierSpec, ModelSpec
 from penstock.model.tensor import Tensor, some_rows
-from penstock.model.weights import Floats
 
 PARTS = {  # names in checkpoints: our names
     "bert.pooler.dense": "dense",

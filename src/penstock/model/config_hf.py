@@ -12,7 +12,7 @@ from typing import Any
 from penstock.errors import MalformedFile
 from penstock.model import rope
 from penstock.model.config_fields import CHANGING, NEUTRAL
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
+from penstock.model.config_reader import COUNTS, MAX_EXPERTS, MAX_LAYERS, ConfigReader, size_in_each
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -117,8 +117,8 @@ def read_experts(
     """Reads the sizes of an MoE layer; `count`, `hidden` and `top_k` are the family's key names."""
     config.ignore("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")  # training only
     return ExpertSpec(
-        count=config.size_in_each(count, most=MAX_EXPERTS),
-        top_k=config.size_in_each(top_k, most=MAX_EXPERTS),
+        count=size_in_each(config, count, most=MAX_EXPERTS),
+        top_k=size_in_each(config, top_k, most=MAX_EXPERTS),
         hidden=config.size(hidden),
         act=spec.act,
     )
@@ -172,7 +172,7 @@ def read_rope(
     if kind not in ROPE_TYPES:
         raise fields.unsupported("rope_type", kind, ROPE_TYPES)
     fields.refuse_others(ROPE_KEYS)
-    fields.counts("mrope_section")  # pairs rotated by time, height and width; in text all three are the position
+    fields.array("mrope_section", COUNTS)  # pairs rotated by time, height and width; in text all three are the position
     fields.flag("mrope_interleaved", False)
     dims = min(read_rotated(place, head_dim, partial) for place in (config, fields))
     base = fields.number("rope_theta", config.number("rope_theta", theta), least=1.001)

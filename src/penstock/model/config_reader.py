@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import inf
 from reprlib import Repr
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import MalformedFile, UnsupportedModel
 
@@ -19,6 +19,24 @@ MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # keeps arithmetic finite
 _shortened = Repr()
 _shortened.maxstring = _shortened.maxother = MAX_SHOWN
 short = _shortened.repr
+
+
+class Item(NamedTuple):
+    """Describes the items of a list in a config."""
+
+    kind: str
+    accepts: Callable[[Any], bool]
+    converted: Callable[[Any], Any]
+
+
+SIZES = Item(f"whole numbers from 1 to {MAX_SIZE}", lambda one: type(one) is int and 0 < one <= MAX_SIZE, int)
+COUNTS = Item(f"whole numbers from 0 to {MAX_SIZE}", lambda one: type(one) is int and 0 <= one <= MAX_SIZE, int)
+NUMBERS = Item(
+    f"numbers from {MIN_NUMBER} to {MAX_NUMBER}",
+    lambda one: type(one) in (int, float) and MIN_NUMBER <= one <= MAX_NUMBER,
+    float,
+)
+FLAGS = Item("zeros and ones", lambda one: type(one) in (int, bool) and one in (0, 1), bool)
 
 
 class ConfigReader:
@@ -38,165 +56,70 @@ class ConfigReader:
     def says_null(self, key: str) -> bool:
         return self._prefix + key in self._values and key not in self
 
-    def is_list(self, key: str) -> bool:
-        return key in self and type(self._values[self._prefix + key]) is list
-
-    def is_text(self, key: str) -> bool:
-        return key in self and type(self._values[self._prefix + key]) is str
+    def raw(self, key: str) -> Any:
+        """Returns an unchecked value; None if absent."""
+        return self._values[self._prefix + key] if key in self else None
 
     def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         value = self._get(key, default)
         if type(value) is not int or not 0 < value <= most:
-            raise self._wrong(key, value, f"a whole number from 1 to {most}")
+            raise self.wrong(key, value, f"a whole number from 1 to {most}")
         return value
-
-    def size_in_each(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        value = self._get(key, default)
-        if type(value) is list and value and all(one == value[0] for one in value):
-            value = value[0]
-        if type(value) is not int or not 0 < value <= most:
-            raise self._wrong(key, value, f"a whole number from 1 to {most}, the same for all layers")
-        return value
-
-    def sizes_in_each(self, key: str, layers: int) -> tuple[int, ...]:
-        """Reads one positive integer per layer; a single value applies to all layers."""
-        return self.sizes(key, layers) if self.is_list(key) else (self.size(key),) * layers
 
     def count(self, key: str, default: int, most: int = MAX_SIZE) -> int:
         value = self._get(key, default)
         if type(value) is not int or not 0 <= value <= most:
-            raise self._wrong(key, value, f"a whole number from 0 to {most}")
+            raise self.wrong(key, value, f"a whole number from 0 to {most}")
         return value
-
-    def size_or_all(self, key: str, default: int | None = None) -> int:
-        """Reads a positive integer; -1 means all and returns 0."""
-        return 0 if self._get(key, default) == -1 else self.size(key, default)
-
-    def size_or_auto(self, key: str, auto: int) -> int:
-        """Reads a positive integer; returns `auto` if the value is "auto" or absent."""
-        return auto if self._get(key, "auto") == "auto" else self.size(key)
 
     def number(self, key: str, default: float | None = None, least: float = MIN_NUMBER) -> float:
         """Reads a number of at least `least`."""
         value = self._get(key, default)
         if type(value) not in (int, float) or not least <= value <= MAX_NUMBER:
-            raise self._wrong(key, value, f"a number from {least} to {MAX_NUMBER}")
+            raise self.wrong(key, value, f"a number from {least} to {MAX_NUMBER}")
         return float(value)
-
-    def number_or_null(self, key: str, silent: float) -> float:
-        """Reads a number; null means 0, an absent key `silent`."""
-        return 0.0 if self.says_null(key) else self.number(key, silent, least=0.0)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if type(value) is not bool:
-            raise self._wrong(key, value, "true or false")
+            raise self.wrong(key, value, "true or false")
         return value
-
-    def flag_or_count(self, key: str, default: bool) -> bool:
-        """Reads a boolean, or an integer as one: 0 is false."""
-        value = self._get(key, default)
-        if type(value) not in (bool, int) or value < 0:
-            raise self._wrong(key, value, "true, false or a whole number")
-        return bool(value)
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._get(key, default)
         if type(value) is not str:
-            raise self._wrong(key, value, "a string")
+            raise self.wrong(key, value, "a string")
         return value
 
     def strings(self, key: str) -> list[str]:
         value = self._get(key, None)
         if type(value) is not list or not all(type(one) is str for one in value):
-            raise self._wrong(key, value, "a list of strings")
+            raise self.wrong(key, value, "a list of strings")
         return value
 
-    def sizes(self, key: str, count: int) -> tuple[int, ...]:
-        value = self._get(key, None)
-        if type(value) is not list or len(value) != count:
-            raise self._wrong(key, value, f"a list of {count} whole numbers")
-        if not all(type(size) is int and 0 < size <= MAX_SIZE for size in value):
-            raise self._wrong(key, value, f"whole numbers from 1 to {MAX_SIZE}")
-        return tuple(value)
-
-    def counts(self, key: str) -> tuple[int, ...]:
-        """Reads non-negative integers; empty if the key is absent."""
-        value = self._get(key, [])
-        if type(value) is not list or not all(type(one) is int and 0 <= one <= MAX_SIZE for one in value):
-            raise self._wrong(key, value, f"a list of whole numbers from 0 to {MAX_SIZE}")
-        return tuple(value)
-
-    def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        value = self._get(key, None)
-        if type(value) is not list or len(value) != count:
-            raise self._wrong(key, value, f"a list of {count} numbers")
-        if not all(type(one) in (int, float) and MIN_NUMBER <= one <= MAX_NUMBER for one in value):
-            raise self._wrong(key, value, f"numbers from {MIN_NUMBER} to {MAX_NUMBER}")
-        return tuple(map(float, value))
-
-    def fractions(self, key: str, count: int) -> tuple[float, ...]:
-        """Reads `count` numbers in [0, 1)."""
-        value = self._get(key, None)
-        if (
-            type(value) is not list
-            or len(value) != count
-            or not all(type(one) in (int, float) and 0 <= one < 1 for one in value)
-        ):
-            raise self._wrong(key, value, f"a list of {count} numbers from 0 to below 1")
-        return tuple(map(float, value))
-
-    def cutoffs(self, key: str, count: int) -> tuple[float, ...]:
-        """Reads `count` numbers of either sign, possibly minus infinity."""
-        value = self._get(key, None)
-        if (
-            type(value) is not list
-            or len(value) != count
-            or not all(type(one) in (int, float) and one <= MAX_NUMBER for one in value)
-        ):
-            raise self._wrong(key, value, f"a list of {count} numbers")
-        return tuple(map(float, value))
-
-    def bounds(self, key: str) -> tuple[float, float]:
-        """Reads lower and upper bounds of a value; 0 and infinity if the key is absent."""
-        value = self._get(key, [0.0, inf])
-        found = [inf if one == INFINITY else one for one in value] if type(value) is list else []
-        if len(found) != 2 or not all(type(one) in (int, float) for one in found) or not 0 <= found[0] <= found[1]:
-            raise self._wrong(key, value, "two numbers, the least and the greatest")
-        return float(found[0]), float(found[1])
-
-    def flags(self, key: str, count: int) -> tuple[bool, ...]:
-        """Reads `count` zeros and ones."""
-        value = self._get(key, None)
-        if (
-            type(value) is not list
-            or len(value) != count
-            or not all(type(one) in (int, bool) and one in (0, 1) for one in value)
-        ):
-            raise self._wrong(key, value, f"a list of {count} zeros and ones")
-        return tuple(map(bool, value))
+    def array(self, key: str, item: Item, count: int | None = None) -> tuple[Any, ...]:
+        """Reads a list of `count` items, or of any length, when an absent key means an empty list."""
+        value = self._get(key, [] if count is None else None)
+        length = "" if count is None else f"{count} "
+        if type(value) is not list or count not in (None, len(value)) or not all(map(item.accepts, value)):
+            raise self.wrong(key, value, f"a list of {length}{item.kind}")
+        return tuple(map(item.converted, value))
 
     def table(self, key: str) -> ConfigReader:
         """Returns a reader of a nested object; empty if the key is absent."""
         value = self._get(key, {})
         if type(value) is not dict:
-            raise self._wrong(key, value, "an object")
+            raise self.wrong(key, value, "an object")
         inner = ConfigReader(value, f"{key} in {self._source}")
         inner.unknown = self.unknown
         return inner
-
-    def tables(self, key: str) -> list[ConfigReader]:
-        outer = self.table(key)
-        return [outer.table(name) for name in outer._values]
 
     def names(self) -> list[str]:
         return list(self._values)
 
     def having(self, **values: Any) -> ConfigReader:
-        return self._derived({**self._values, **values})
-
-    def with_value(self, key: str, value: Any) -> ConfigReader:
-        return self._derived({**self._values, self._prefix + key: value})
+        """Returns a reader with other values of these keys."""
+        return self._derived({**self._values} | {self._prefix + key: value for key, value in values.items()})
 
     def without(self, *keys: str) -> ConfigReader:
         left = {key: value for key, value in self._values.items() if key.removeprefix(self._prefix) not in keys}
@@ -265,5 +188,46 @@ class ConfigReader:
             raise MalformedFile(f"{self._source} has no {self._prefix}{key}")
         return default
 
-    def _wrong(self, key: str, value: Any, wanted: str) -> MalformedFile:
+    def wrong(self, key: str, value: Any, wanted: str) -> MalformedFile:
         return MalformedFile(f"{self._prefix}{key} in {self._source} must be {wanted}; got {short(value)}")
+
+
+def size_or_all(config: ConfigReader, key: str, default: int | None = None) -> int:
+    """Reads a positive integer; -1 means all and returns 0."""
+    value = config.raw(key)
+    return 0 if (default if value is None else value) == -1 else config.size(key, default)
+
+
+def size_or_auto(config: ConfigReader, key: str, auto: int) -> int:
+    """Reads a positive integer; returns `auto` if the value is "auto" or absent."""
+    return auto if config.raw(key) in (None, "auto") else config.size(key)
+
+
+def size_in_each(config: ConfigReader, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    """Reads a positive integer, which may be repeated in a list of all layers."""
+    value = config.raw(key)
+    if type(value) is list and value and all(one == value[0] for one in value):
+        return config.having(**{key: value[0]}).size(key, most=most)
+    return config.size(key, default, most)
+
+
+def sizes_in_each(config: ConfigReader, key: str, layers: int) -> tuple[int, ...]:
+    """Reads one positive integer per layer; a single value applies to all layers."""
+    if type(config.raw(key)) is list:
+        return config.array(key, SIZES, layers)
+    return (config.size(key),) * layers
+
+
+def number_or_null(config: ConfigReader, key: str, silent: float) -> float:
+    """Reads a number; null means 0, an absent key `silent`."""
+    return 0.0 if config.says_null(key) else config.number(key, silent, least=0.0)
+
+
+def bounds(config: ConfigReader, key: str) -> tuple[float, float]:
+    """Reads lower and upper bounds of a value; 0 and infinity if the key is absent."""
+    value = config.raw(key)
+    stated = [0.0, inf] if value is None else value if type(value) is list else []
+    found = [inf if one == INFINITY else one for one in stated]
+    if len(found) != 2 or not all(type(one) in (int, float) for one in found) or not 0 <= found[0] <= found[1]:
+        raise config.wrong(key, value, "two numbers, the least and the greatest")
+    return float(found[0]), float(found[1])

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from penstock.model.ops import ExpertWeights, Ops, V, Vectors, Weight
+from penstock.model.packer import Packer
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec
-from penstock.model.weights import Packer
 
 
 class Part(Protocol):

@@ -17,16 +17,16 @@ import numpy as np
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model import config_hf, decoder, names
 from penstock.model.config_fields import CHANGING, NEUTRAL
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import COUNTS, ConfigReader
 from penstock.model.decoder import Attention, Ends, Mlp, Norm, rms_norm
 from penstock.model.formats.checkpoint import weights_of
 from penstock.model.formats.modules import integers
 from penstock.model.load import CONFIG, Checkpoint, check_biases, check_heads, read_safetensors_shards
 from penstock.model.open_files import read_json
 from penstock.model.ops import Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec, ObservedSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 ARCHITECTURES = (  # one Llama layer each
     *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"),
@@ -129,7 +129,7 @@ def read_eagle(config: ConfigReader) -> tuple[ModelSpec, EagleSpec]:
     inner = config.table("eagle_config")
     inner.require("use_aux_hidden_state", (True,), True)
     # SGLang counts the layer before
-    layers = config.counts(LAYERS) or tuple(layer + 1 for layer in inner.counts(LAYERS))
+    layers = config.array(LAYERS, COUNTS) or tuple(layer + 1 for layer in inner.array(LAYERS, COUNTS))
     inner.note_unread((), {})
     config.ignore("architectures", *SPECULATORS_FIELDS)
     spec = replace(config_hf.read_decoder(config, "eagle3"), biases=config_hf.read_biases(config), tied=False)

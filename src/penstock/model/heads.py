@@ -18,11 +18,11 @@ from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards
 from penstock.model.load import CONFIG, Checkpoint, check_biases, read_safetensors_shards
 from penstock.model.names import Naming
+from penstock.model.packer import Packer, Packs
 from penstock.model.registry import PackedModel, family
 from penstock.model.spec import ModelSpec
 from penstock.model.split_fused import split_fused
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer, Packs
 
 FAMILIES = ("deepseek2", "deepseek32", "glmdsa", "glm4moe", "qwen3next", "qwen35")
 FOLDER_PARTS = {"eh_proj": "eh_proj", "embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}

@@ -29,6 +29,7 @@ from penstock.model.formats.checkpoint import weights_of
 from penstock.model.gguf.shards import read_shards, shard_paths
 from penstock.model.low_rank import Placement
 from penstock.model.open_files import read_json
+from penstock.model.packer import Packer, Packs
 from penstock.model.registry import CLASSIFIERS, WITHOUT_HEAD, PackedModel, family, family_of_gguf, family_of_hf
 from penstock.model.roles import BIAS, Role
 from penstock.model.safetensors import read_safetensors
@@ -36,7 +37,6 @@ from penstock.model.sentence_transformers import dense_of_folder, split_dense, w
 from penstock.model.spec import ClassifierSpec, ModelSpec
 from penstock.model.split_fused import split_fused
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer, Packs
 
 if TYPE_CHECKING:
     from penstock.text import Text
@@ -210,10 +210,6 @@ def with_value(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[
     key, *rest = path
     inner = values.get(key)
     return values | {key: with_value(inner if isinstance(inner, dict) else {}, rest, value) if rest else value}
-
-
-def read_config(values: Mapping[str, Any]) -> ModelSpec:
-    return read_fields(ConfigReader(values, CONFIG))
 
 
 def read_fields(config: ConfigReader) -> ModelSpec:

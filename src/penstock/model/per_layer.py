@@ -11,8 +11,8 @@ import numpy as np
 
 from penstock.model.decoder import Norm, rms_norm
 from penstock.model.ops import Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec, PerLayerSpec
-from penstock.model.weights import Packer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from penstock.errors import UnsupportedModel
 from penstock.model.config_reader import ConfigReader
 from penstock.model.names import Naming
 from penstock.model.ops import Ops, V
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 from penstock.plugins import plugin
 
 HUGGING_FACE = {  # architecture in config.json: family file

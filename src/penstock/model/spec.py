@@ -324,10 +324,6 @@ class ModelSpec:
         return tuple(layer for layer in self.attention_layers if not self.attention(layer).shares_kv)
 
     @property
-    def kv_layers(self) -> int:
-        return len(self.cached_attention)
-
-    @property
     def cached_attention(self) -> tuple[AttentionSpec, ...]:
         """Returns the attention of each layer of the KV cache. An encoder's layers overwrite each other's KV, so it has
         one.
@@ -373,10 +369,6 @@ class ModelSpec:
                 used += values[layer]
                 planes[plane] = max(planes.get(plane, 0), used)
         return tuple(planes.values())
-
-    @property
-    def kv_group_layers(self) -> int:
-        return len(self.kv_planes)
 
     def kv_group_bytes(self, token: int) -> int:
         return token * sum(self.kv_planes) // max(sum(attn.kv_values for attn in self.cached_attention), 1)

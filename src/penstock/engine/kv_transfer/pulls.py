@@ -86,9 +86,9 @@ class PullCounts:
 
 
 class BlockPulls:
-    """Reads the blocks of offers into places of the `host`, where `cache` finds them, or straight into `memory` if it has
-    rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may be
-    wrong."""
+    """Reads the blocks of offers into places of the `host`, where `cache` finds them, or straight into `memory` if it
+    has rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may
+    be wrong."""
 
     def __init__(
         self,

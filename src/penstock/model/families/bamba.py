@@ -9,7 +9,7 @@ from functools import partial
 
 from penstock.errors import MalformedFile
 from penstock.model import config_hf, decoder
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import COUNTS, ConfigReader
 from penstock.model.families import falconh1, granitehybrid, mamba2_mixer
 from penstock.model.spec import ModelSpec
 
@@ -26,7 +26,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     spec = config_hf.read_decoder(config, "bamba", partial=True, scaling=rope)
     rotated = 2 * len(spec.attn.rope.inv_freq)
     config.require("attn_rotary_emb", (rotated,), rotated)
-    attentive = config.counts("attn_layer_indices")
+    attentive = config.array("attn_layer_indices", COUNTS)
     if not attentive or max(attentive) >= spec.layers:
         raise MalformedFile(
             f"attn_layer_indices in config.json must name some of the {spec.layers} layers; got {list(attentive)}"

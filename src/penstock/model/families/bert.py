@@ -14,9 +14,9 @@ from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families.gpt2 import ACTS
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 WHOLE = r"(?:bert\.|roberta\.)?"  # optional prefix of files saved with a head
 PARTS = {

@@ -13,9 +13,9 @@ from dataclasses import replace
 from penstock.model import decoder, rope
 from penstock.model.config_reader import ConfigReader
 from penstock.model.families import deepseek2, mla
+from penstock.model.packer import Packer
 from penstock.model.spec import IndexSpec, ModelSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 HUGGING_FACE = deepseek2.HUGGING_FACE.but(
     index_q="self_attn.indexer.wq_b", index_k="self_attn.indexer.wk", index_norm="self_attn.indexer.k_norm",

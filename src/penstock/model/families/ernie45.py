@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import MAX_LAYERS, ConfigReader
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader, size_or_all
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec
@@ -47,7 +47,7 @@ def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     experts = config_hf.read_experts(
         config, spec, count="moe_num_experts", hidden="moe_intermediate_size", top_k="moe_k"
     )
-    last = config.size_or_all("moe_layer_end_index", -1) or spec.layers - 1
+    last = size_or_all(config, "moe_layer_end_index", -1) or spec.layers - 1
     step, first = config.size("moe_layer_interval", 1), config.count("moe_layer_start_index", 1)
     shared = config.count("moe_num_shared_experts", 2) * experts.hidden
     return with_experts(replace(spec, biases=frozenset()), experts, range(first, last + 1), step, shared)

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.model import config_hf, decoder, names
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import NUMBERS, ConfigReader
 from penstock.model.decoder import scaled
 from penstock.model.families import mamba2_mixer
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V
+from penstock.model.packer import Packer
 from penstock.model.recurrence import Mamba2Spec
 from penstock.model.spec import BranchScales, ModelSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 HUGGING_FACE = names.HUGGING_FACE.but(
     **mamba2_mixer.within("mamba"),
@@ -113,7 +113,9 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 def read_multipliers(config: ConfigReader) -> dict[str, tuple[float, ...]]:
     """Reads the lists of multipliers; defaults are ones."""
     counts = {"ssm_multipliers": 5, "mlp_multipliers": 2}
-    return {key: config.numbers(key, count) if key in config else (1.0,) * count for key, count in counts.items()}
+    return {
+        key: config.array(key, NUMBERS, count) if key in config else (1.0,) * count for key, count in counts.items()
+    }
 
 
 def read_mamba(config: ConfigReader, spec: ModelSpec) -> Mamba2Spec:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.model import config_hf, decoder, names
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import ConfigReader, number_or_null
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, all_but_each
 from penstock.model.tensor import Tensor
@@ -28,7 +28,7 @@ build = partial(decoder.build, post_norm=True)
 
 def read_hf(config: ConfigReader) -> ModelSpec:
     spec = scaled(config_hf.read_decoder(config, "gemma2", tied=True, act_key="hidden_activation"))
-    spec = capped(spec, config.number_or_null(SCORES, 50.0), config.number_or_null(LOGITS, 30.0))
+    spec = capped(spec, number_or_null(config, SCORES, 50.0), number_or_null(config, LOGITS, 30.0))
     config.require("use_bidirectional_attention", (False,), False)
     window = config.size("sliding_window", config.size("sliding_window_size", 4096))
     return read_rest(config, spec).with_windows(config_hf.read_sliding(config, all_but_each(2, spec.layers)), window)

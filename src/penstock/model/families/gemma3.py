@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.model import config_hf, names, rope
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import ConfigReader, number_or_null
 from penstock.model.families import gemma2
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
@@ -41,7 +41,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
     far, near = both or (None, config.number("rope_local_base_freq", LOCAL_THETA, least=1.001))
     spec = config_hf.read_decoder(config, "gemma3", tied=True, theta=THETA, act_key="hidden_activation", scaling=far)
     spec = gemma2.read_rest(config, gemma2.scaled(spec))
-    caps = (config.number_or_null(key, 0.0) for key in gemma2.CAPS)
+    caps = (number_or_null(config, key, 0.0) for key in gemma2.CAPS)
     period = config.size("sliding_window_pattern", config.size("_sliding_window_pattern", PERIOD))
     sliding = config_hf.read_sliding(config, all_but_each(period, spec.layers))
     spec, window = gemma2.capped(spec, *caps), config.size("sliding_window", 4096)
@@ -58,7 +58,7 @@ def read_gguf(
     config: ConfigReader, tensors: Mapping[str, Tensor], *, keys: Sequence[str] = KEYS, encoder: bool = False
 ) -> ModelSpec:
     spec = gemma2.scaled(gguf_config.read_decoder(config, tensors, "gemma3", interleaved=False, keys=keys))
-    spec = gemma2.capped(spec, 0.0, config.number_or_null(gemma2.LOGITS, 0.0))
+    spec = gemma2.capped(spec, 0.0, number_or_null(config, gemma2.LOGITS, 0.0))
     spec = replace(spec, attn=replace(spec.attn, multiplier=gemma2.score_scale(spec, LARGEST)))
     sliding = all_but_each(config.size("attention.sliding_window_pattern", PERIOD), spec.layers)
     base = config.number("rope.freq_base_swa", LOCAL_THETA, least=1.001)

@@ -20,19 +20,21 @@ import numpy as np
 
 from penstock.errors import MalformedFile
 from penstock.model import config_hf, decoder, names, per_layer
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import MAX_NUMBER, ConfigReader, Item, number_or_null, sizes_in_each
 from penstock.model.decoder import Attention, Ends, Norm
 from penstock.model.families import gemma2, gemma3
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.per_layer import PerLayerGate, PerLayerInputs
 from penstock.model.spec import AltUpSpec, ModelSpec, PerLayerSpec, all_but_each
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 MAX_STREAMS = 8
 PERIOD, THETA, LOGIT_CAP = 5, 1000000.0, 30.0
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # defaults
+FRACTIONS = Item("numbers from 0 to below 1", lambda one: type(one) in (int, float) and 0 <= one < 1, float)
+CUTOFF_ITEMS = Item("numbers", lambda one: type(one) in (int, float) and one <= MAX_NUMBER, float)  # or minus infinity
 
 PER_LAYER_TOP = {
     "model.embed_tokens_per_layer": "per_layer_embed",
@@ -281,8 +283,8 @@ def read_text(config: ConfigReader) -> ModelSpec:
     config.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     config.ignore("altup_coef_clip", "altup_lr_multiplier")  # training only
     spec = replace(
-        with_hidden(gemma2.scaled(spec), config.sizes_in_each("intermediate_size", spec.layers)),
-        logit_cap=config.number_or_null(gemma2.LOGITS, LOGIT_CAP),
+        with_hidden(gemma2.scaled(spec), sizes_in_each(config, "intermediate_size", spec.layers)),
+        logit_cap=number_or_null(config, gemma2.LOGITS, LOGIT_CAP),
         biases=config_hf.read_biases(config),
         per_layer=read_per_layer(config),
         altup=read_altup(config, spec.layers),
@@ -304,7 +306,7 @@ def read_altup(config: ConfigReader, layers: int) -> AltUpSpec:
     sparse = SPARSE_LAYERS if layers > SPARSE_LAYERS else 0
     sparsity: Sequence[float] = [SPARSITY] * sparse + [0.0] * (layers - sparse)
     if "activation_sparsity_pattern" in config:
-        sparsity = config.fractions("activation_sparsity_pattern", layers)
+        sparsity = config.array("activation_sparsity_pattern", FRACTIONS, layers)
     return AltUpSpec(
         streams=streams,
         active=config.count("altup_active_idx", 0, most=streams - 1),
@@ -328,10 +330,10 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     sparse = [NormalDist().inv_cdf(SPARSITY)] * min(SPARSE_LAYERS, spec.layers)
     cutoffs: Sequence[float] = [*sparse, *[-inf] * (spec.layers - len(sparse))]
     if CUTOFFS in config:
-        cutoffs = config.cutoffs(CUTOFFS, spec.layers)
+        cutoffs = config.array(CUTOFFS, CUTOFF_ITEMS, spec.layers)
     spec = replace(
-        with_hidden(gemma2.scaled(spec), config.sizes_in_each("feed_forward_length", spec.layers)),
-        logit_cap=config.number_or_null(gemma2.LOGITS, LOGIT_CAP),
+        with_hidden(gemma2.scaled(spec), sizes_in_each(config, "feed_forward_length", spec.layers)),
+        logit_cap=number_or_null(config, gemma2.LOGITS, LOGIT_CAP),
         per_layer=PerLayerSpec(config.size(WIDTH), rows_of(tensors, "per_layer_token_embd")),
         altup=AltUpSpec(
             streams=streams,

@@ -18,15 +18,15 @@ import numpy as np
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model import config_hf, decoder, names, per_layer, rope
-from penstock.model.config_reader import MAX_LAYERS, ConfigReader
+from penstock.model.config_reader import MAX_LAYERS, ConfigReader, number_or_null, sizes_in_each
 from penstock.model.decoder import Attention, Ends, Mlp, Norm
 from penstock.model.families import gemma2, gemma3, gemma3n
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import ExpertWeights, Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.per_layer import PerLayerGate, PerLayerInputs
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, PerLayerSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 PERIOD, THETA, GLOBAL_HEAD_DIM, GLOBAL_ROTATED = 6, 1000000.0, 512, 0.25
 _TEXT = gemma2.HUGGING_FACE.but(
@@ -200,7 +200,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
     wide = shared if config.flag("use_double_wide_mlp", False) else 0
     spec = replace(
         gemma3n.with_hidden(gemma2.scaled(spec), [hidden] * (spec.layers - wide) + [2 * hidden] * wide),
-        logit_cap=config.number_or_null(gemma2.LOGITS, 0.0),
+        logit_cap=number_or_null(config, gemma2.LOGITS, 0.0),
         biases=config_hf.read_biases(config),
         per_layer=read_per_layer(config),
     )
@@ -296,16 +296,16 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
         raise MalformedFile("the file has no tensor 'rope_freqs.weight', which says what part of a head is rotated")
     layers = config.size("block_count", most=MAX_LAYERS)
     sliding = gguf_config.read_sliding(config, layers, PERIOD)
-    kv_heads = config.sizes_in_each("attention.head_count_kv", layers)
-    few = config.having(**{"gemma4.attention.head_count_kv": kv_heads[-1]})
+    kv_heads = sizes_in_each(config, "attention.head_count_kv", layers)
+    few = config.having(**{"attention.head_count_kv": kv_heads[-1]})
     spec = gguf_config.read_decoder(
         few, tensors, "gemma4", interleaved=False, keys=KEYS, hidden_key="embedding_length", experts=True
     )
     experts = "expert_count" in config
     width = config.count(gemma3n.WIDTH, 0)
     spec = replace(
-        gemma3n.with_hidden(gemma2.scaled(spec), config.sizes_in_each("feed_forward_length", layers)),
-        logit_cap=config.number_or_null(gemma2.LOGITS, 0.0),
+        gemma3n.with_hidden(gemma2.scaled(spec), sizes_in_each(config, "feed_forward_length", layers)),
+        logit_cap=number_or_null(config, gemma2.LOGITS, 0.0),
         per_layer=PerLayerSpec(width, gemma3n.rows_of(tensors, "per_layer_token_embd")) if width else None,
     )
     if experts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import COUNTS, ConfigReader
 from penstock.model.families import deepseek32
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
@@ -35,7 +35,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = deepseek32.read_file(config.without(TYPES), tensors, "glmdsa", interleaved=True)
     if TYPES in config:
-        kinds = ["full" if one else "shared" for one in config.counts(TYPES)]
+        kinds = ["full" if one else "shared" for one in config.array(TYPES, COUNTS)]
         return with_sharing(config, spec, TYPES, kinds[: spec.layers])
     return with_sharing(config, spec, TYPES, each(spec.layers, 3, 4 if spec.max_len >= SHARING_CONTEXT else 1))
 

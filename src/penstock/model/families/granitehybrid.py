@@ -12,9 +12,9 @@ from penstock.model import config_hf, decoder, names
 from penstock.model.config_reader import ConfigReader
 from penstock.model.families import granite, granitemoe, mamba2_mixer
 from penstock.model.gguf import config as gguf_config
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 HUGGING_FACE = granitemoe.HUGGING_FACE.but(**mamba2_mixer.within("mamba"))
 GGUF = names.GGUF.but(**mamba2_mixer.GGUF_PARTS)

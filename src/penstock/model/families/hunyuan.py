@@ -16,9 +16,9 @@ from penstock.errors import MalformedFile
 from penstock.model import config_hf, decoder, names
 from penstock.model.config_reader import ConfigReader
 from penstock.model.gguf import config as gguf_config
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 HUGGING_FACE = names.HUGGING_FACE.but(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 GGUF = names.GGUF.but(q_norm="attn_q_norm", k_norm="attn_k_norm")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import ConfigReader, size_in_each
 from penstock.model.families import hunyuan
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec
@@ -41,8 +41,8 @@ def read_hf(config: ConfigReader) -> ModelSpec:
     config.require("moe_layer_num_skipped", (0,), 0)
     spec = replace(hunyuan.read_hf(config), arch="hunyuanmoe")
     experts = config_hf.read_experts(config, spec, count="num_experts", hidden="intermediate_size", top_k="moe_topk")
-    width = config.size_in_each("moe_intermediate_size", experts.hidden)
-    shared = config.size_in_each("num_shared_expert", 1) * experts.hidden
+    width = size_in_each(config, "moe_intermediate_size", experts.hidden)
+    shared = size_in_each(config, "num_shared_expert", 1) * experts.hidden
     return with_experts(spec, replace(experts, hidden=width), shared)
 
 

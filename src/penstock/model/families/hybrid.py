@@ -11,12 +11,13 @@ from functools import partial
 import numpy as np
 
 from penstock.model import config_hf, decoder
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import FLAGS, ConfigReader
 from penstock.model.gguf import config as gguf_config
+from penstock.model.low_rank import Spans
 from penstock.model.ops import DeltaInputs, DeltaWeights, Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.recurrence import DeltaSpec
 from penstock.model.spec import ExpertSpec, ModelSpec
-from penstock.model.weights import Packer, Spans
 
 LINEAR, FULL = "linear_attention", "full_attention"
 GGUF_KEYS = (
@@ -111,9 +112,13 @@ def read_hf(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
     config.require("output_gate_type", ("swish", "silu"), "swish")
     config.require("mamba_ssm_dtype", ("float32",), "float32")
     config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-    heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
-    dims = config.size("linear_key_head_dim"), config.size("linear_value_head_dim")
-    delta = DeltaSpec(*heads, *dims, config.size("linear_conv_kernel_dim"))
+    delta = DeltaSpec(
+        config.size("linear_num_key_heads"),
+        config.size("linear_num_value_heads"),
+        config.size("linear_key_head_dim"),
+        config.size("linear_value_head_dim"),
+        config.size("linear_conv_kernel_dim"),
+    )
     each = config.size("full_attention_interval", 4)
     kinds = [FULL if (i + 1) % each == 0 else LINEAR for i in range(spec.layers)]
     if "layer_types" in config:
@@ -143,7 +148,7 @@ def read_gguf(config: ConfigReader, spec: ModelSpec, tiled: bool) -> ModelSpec:
     each = config.size("full_attention_interval", 4)
     recurrent: Sequence[bool] = [(i + 1) % each != 0 for i in range(spec.layers)]
     if "attention.recurrent_layers" in config:
-        recurrent = config.flags("attention.recurrent_layers", spec.layers + unused)[: spec.layers]
+        recurrent = config.array("attention.recurrent_layers", FLAGS, spec.layers + unused)[: spec.layers]
     return in_layers(spec, delta, recurrent)
 
 

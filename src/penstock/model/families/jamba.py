@@ -10,13 +10,13 @@ from functools import partial
 
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, decoder, names
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import ConfigReader, size_or_auto
 from penstock.model.families import mamba_layer
 from penstock.model.gguf import config as gguf_config
+from penstock.model.packer import Packer
 from penstock.model.recurrence import MambaSpec
 from penstock.model.spec import ExpertSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 HUGGING_FACE = names.HUGGING_FACE.but(
     mlp_norm="pre_ff_layernorm",
@@ -49,7 +49,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         config.size("mamba_expand", 2) * spec.dim,
         config.size("mamba_d_conv", 4),
         config.size("mamba_d_state", 16),
-        config.size_or_auto("mamba_dt_rank", -(-spec.dim // 16)),
+        size_or_auto(config, "mamba_dt_rank", -(-spec.dim // 16)),
     )
     experts = config_hf.read_experts(config, spec, count="num_experts", hidden="intermediate_size")
     attentive = every(config, "attn_layer", 8, 4, spec.layers)

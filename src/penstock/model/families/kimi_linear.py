@@ -10,14 +10,14 @@ from functools import partial
 
 from penstock.errors import MalformedFile
 from penstock.model import decoder, names, rope
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
+from penstock.model.config_reader import COUNTS, MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.families import deepseek2, hybrid, mla
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import DeltaInputs, DeltaWeights, Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.recurrence import DeltaSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 PUBLISHED = names.HUGGING_FACE.but(
     **{ours: theirs.replace("mlp.", "block_sparse_moe.", 1) for ours, theirs in names.EXPERTS.items()},
@@ -186,7 +186,7 @@ def read_delta(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 
 
 def read_recurrent(config: ConfigReader, table: ConfigReader, layers: int) -> list[bool]:
-    full, linear = table.counts("full_attn_layers"), table.counts("kda_layers")  # counted from 1
+    full, linear = table.array("full_attn_layers", COUNTS), table.array("kda_layers", COUNTS)  # counted from 1
     if "layer_types" in config:
         kinds = config.strings("layer_types")
         if len(kinds) != layers or not {hybrid.LINEAR, hybrid.FULL}.issuperset(kinds):
@@ -215,7 +215,7 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
         q_lora_rank=config.size("attention.q_lora_rank") if "attention.q_lora_rank" in config else 0,
     )
     experts = replace(gguf_config.read_experts(config, spec, scoring=2), choice_bias=True)
-    kv_heads = config.counts(KV_HEADS)  # 0 marks a delta net
+    kv_heads = config.array(KV_HEADS, COUNTS)  # 0 marks a delta net
     if len(kv_heads) != spec.layers:
         raise config.unsupported(KV_HEADS, list(kv_heads), (f"a number for each of {spec.layers} layers",))
     spec = replace(

@@ -10,13 +10,13 @@ from functools import partial
 
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, decoder, names
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import COUNTS, ConfigReader
 from penstock.model.gguf import config as gguf_config
 from penstock.model.ops import ConvWeights, Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.recurrence import ConvSpec
 from penstock.model.spec import ExpertSpec, ModelSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 CONV, FULL = "conv", "full_attention"
 HUGGING_FACE = names.beside_vision(
@@ -136,9 +136,9 @@ def with_adjusted_width(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 
 def read_recurrent(config: ConfigReader, layers: int) -> Sequence[bool]:
     if "layer_types" not in config:
-        attentive = config.counts("full_attn_idxs") if "full_attn_idxs" in config else range(layers)
+        attentive = config.array("full_attn_idxs", COUNTS) if "full_attn_idxs" in config else range(layers)
         return [layer not in attentive for layer in range(layers)]
-    config.counts("full_attn_idxs")
+    config.array("full_attn_idxs", COUNTS)
     kinds = config.strings("layer_types")
     if len(kinds) != layers or not {CONV, FULL}.issuperset(kinds):
         raise config.unsupported("layer_types", kinds, (f"{CONV} or {FULL} for each layer",))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import COUNTS, FLAGS, ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, QkNorm, RopeSpec, all_but_each
@@ -53,8 +53,8 @@ def read_text(config: ConfigReader) -> ModelSpec:
         raise config_hf.rope_fields(config).unsupported("rope_type", "yarn", ("default", "linear", "llama3"))
     experts = config_hf.read_experts(config, spec, count="num_local_experts", hidden="intermediate_size")
     rotated: Sequence[bool] = all_but_each(config.size("no_rope_layer_interval", INTERVAL), spec.layers)
-    if config.counts("no_rope_layers"):
-        rotated = config.flags("no_rope_layers", spec.layers)
+    if config.array("no_rope_layers", COUNTS):
+        rotated = config.array("no_rope_layers", FLAGS, spec.layers)
     near = near_of(spec, normed=config.flag("use_qk_norm", True), chunk=config.size("attention_chunk_size", CHUNK))
     far = replace(near, qk_norm="", rope=RopeSpec((), interleaved=True), **read_temperature(config))
     layers = [near if one else far for one in rotated]
@@ -68,7 +68,8 @@ def read_text(config: ConfigReader) -> ModelSpec:
 def read_temperature(config: ConfigReader) -> dict[str, Any]:
     """Reads the query scaling of layers without RoPE."""
     scale, span = config.number("attn_scale", TEMPERATURE), config.size("floor_scale", SPAN)
-    if not config.flag_or_count("attn_temperature_tuning", True):
+    counted = type(config.raw("attn_temperature_tuning")) is int
+    if not (config.count("attn_temperature_tuning", 0) if counted else config.flag("attn_temperature_tuning", True)):
         return {}
     return {"temperature": scale, "temperature_span": span}
 
@@ -88,7 +89,7 @@ def read_moe_layers(config: ConfigReader, layers: int) -> frozenset[int]:
     step = config.size(STEP, 1)
     if "moe_layers" not in config:
         return frozenset(range(step - 1, layers, step))
-    listed = config.counts("moe_layers")
+    listed = config.array("moe_layers", COUNTS)
     if any(layer >= layers for layer in listed):
         raise config.unsupported("moe_layers", list(listed), (f"numbers below {layers}",))
     return frozenset(listed)

@@ -11,11 +11,11 @@ import numpy as np
 
 from penstock.errors import MalformedFile
 from penstock.model import decoder
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import ConfigReader, bounds, size_or_auto
 from penstock.model.ops import Mamba2Weights, Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.recurrence import Mamba2Spec
 from penstock.model.spec import ModelSpec
-from penstock.model.weights import Packer
 
 HUGGING_FACE_PARTS = {  # canonical name: module in a Hugging Face folder
     "ssm_in": "in_proj",
@@ -100,16 +100,12 @@ def read_hf(config: ConfigReader, eps: float, inner: int) -> Mamba2Spec:
     """Reads the `mamba_` sizes. `inner` is the width of all heads."""
     config.ignore("mamba_chunk_size")  # chunking does not affect the result
     heads = config.size("mamba_n_heads")
-    head_dim = inner // heads
-    if config.is_text("mamba_d_head"):
-        config.require("mamba_d_head", ("auto",))
-    else:
-        head_dim = config.size("mamba_d_head", head_dim)
+    head_dim = size_or_auto(config, "mamba_d_head", inner // heads)
     if heads * head_dim != inner:
         raise MalformedFile(
             f"mamba_n_heads = {heads} with mamba_d_head = {head_dim} in config.json make no width of {inner}"
         )
-    least, most = config.bounds("time_step_limit")
+    least, most = bounds(config, "time_step_limit")
     return Mamba2Spec(
         heads=heads,
         head_dim=head_dim,

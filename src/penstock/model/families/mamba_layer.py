@@ -10,9 +10,9 @@ import numpy as np
 
 from penstock.model.families.lfm2 import conv_weights
 from penstock.model.ops import ConvWeights, Ops, ScanWeights, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.recurrence import ConvSpec, MambaSpec, ScanSpec
 from penstock.model.spec import ModelSpec
-from penstock.model.weights import Packer
 
 GGUF_KEYS = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
 HUGGING_FACE_PARTS = {  # after the mixer's name

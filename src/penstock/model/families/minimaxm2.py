@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import MAX_LAYERS, ConfigReader
+from penstock.model.config_reader import COUNTS, MAX_LAYERS, ConfigReader
 from penstock.model.families import llama, mixtral
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ExpertSpec, ModelSpec
@@ -39,8 +39,8 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         raise config.unsupported("sliding_window", config.size("sliding_window"), ("null",))
     config.ignore("mlp_intermediate_size", "shared_moe_mode", "use_mtp")  # omitted parts
     spec = config_hf.read_decoder(config, "minimaxm2", theta=5000000.0, partial=True)
-    if any(kind != 1 for kind in config.counts("attn_type_list")):
-        raise config.unsupported("attn_type_list", config.counts("attn_type_list"), ("1 for each layer",))
+    if any(kind != 1 for kind in config.array("attn_type_list", COUNTS)):
+        raise config.unsupported("attn_type_list", config.array("attn_type_list", COUNTS), ("1 for each layer",))
     modules = config.count("num_mtp_modules", 0, most=MAX_LAYERS)
     spec = replace(
         spec,

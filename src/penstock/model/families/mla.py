@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from penstock.model.decoder import Decoder, Layer, Norm
 from penstock.model.ops import MlaWeights, Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.spec import AttentionSpec, MlaSpec, ModelSpec
-from penstock.model.weights import Packer
 
 INNER_EPS = 1e-6  # epsilon of the inner norms, independent of the others
 

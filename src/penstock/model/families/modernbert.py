@@ -13,9 +13,9 @@ from penstock.model import config_hf, decoder, names, rope
 from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families import bert
 from penstock.model.ops import Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 PARTS = {
     "attn_norm": "attn_norm", "attn.Wqkv": "qkv", "attn.Wo": "o",
@@ -99,11 +99,13 @@ def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     spec = replace(bert.read_encoder(config, tensors, "modernbert", KEYS), biases=frozenset())
     period = config.size("attention.sliding_window_pattern", PERIOD)
     sliding = [layer % period != 0 for layer in range(spec.layers)]
-    bases = (
+    return in_layers(
+        spec,
+        sliding,
+        config.size("attention.sliding_window", LOCAL),
         config.number("rope.freq_base", FAR, least=1.001),
         config.number("rope.freq_base_swa", NEAR, least=1.001),
     )
-    return in_layers(spec, sliding, config.size("attention.sliding_window", LOCAL), *bases)
 
 
 def in_layers(spec: ModelSpec, sliding: Sequence[bool], local: int, far: float, near: float) -> ModelSpec:

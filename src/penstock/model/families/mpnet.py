@@ -15,9 +15,9 @@ from penstock.model import decoder, names
 from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families import bert
 from penstock.model.families.gpt2 import ACTS
+from penstock.model.packer import Floats, Packer
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Floats, Packer
 
 WHOLE = r"(?:mpnet\.)?"  # optional prefix of files saved with a head
 HUGGING_FACE = names.Naming(

@@ -13,8 +13,8 @@ from penstock.model import decoder
 from penstock.model.decoder import Block, Ends, Layer, Norm
 from penstock.model.families import mla
 from penstock.model.ops import Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec
-from penstock.model.weights import Packer
 
 NAME = "layers.0"
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from penstock.errors import MalformedFile
 from penstock.model import decoder, names
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
+from penstock.model.config_reader import COUNTS, MAX_EXPERTS, MAX_LAYERS, ConfigReader, bounds
 from penstock.model.families import mamba2_mixer
 from penstock.model.gguf import config as gguf_config
+from penstock.model.packer import Packer
 from penstock.model.recurrence import Mamba2Spec
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"  # letters of hybrid_override_pattern
 KINDS = {
@@ -148,7 +148,7 @@ def read_biases(config: ConfigReader, experts: bool) -> frozenset[str]:
 
 def read_mamba(config: ConfigReader, eps: float) -> Mamba2Spec:
     """Reads Mamba2's sizes; its groups are normed separately."""
-    groups, (least, most) = config.size("n_groups", 8), config.bounds("time_step_limit")
+    groups, (least, most) = config.size("n_groups", 8), bounds(config, "time_step_limit")
     return Mamba2Spec(
         heads=config.size("mamba_num_heads"),
         head_dim=config.size("mamba_head_dim"),
@@ -184,14 +184,14 @@ def read_experts(config: ConfigReader, spec: ModelSpec) -> ModelSpec:
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:
     unused = config.count("nextn_predict_layers", 0, most=MAX_LAYERS)
     layers = config.size("block_count", most=MAX_LAYERS) - unused
-    hidden, kv_heads = config.counts(HIDDEN)[:layers], config.counts(gguf_config.KV_HEADS)[:layers]
+    hidden, kv_heads = config.array(HIDDEN, COUNTS)[:layers], config.array(gguf_config.KV_HEADS, COUNTS)[:layers]
     for key, values in ((HIDDEN, hidden), (gguf_config.KV_HEADS, kv_heads)):
         if len(values) != layers or len({*values} - {0}) > 1:
             raise config.unsupported(key, list(values), (f"0 or the same number for {layers} layers",))
     counted = "expert_count" in config
     other = EXPERTS if counted and config.count("expert_count", 0) else MLP
     kinds = [ATTENTION if kv else other if ff else MAMBA for ff, kv in zip(hidden, kv_heads, strict=True)]
-    scalar = config.with_value(HIDDEN, max(hidden)).with_value(gguf_config.KV_HEADS, max(kv_heads))
+    scalar = config.having(**{HIDDEN: max(hidden), gguf_config.KV_HEADS: max(kv_heads)})
     spec = gguf_config.read_decoder(
         scalar.without("rope.dimension_count"), tensors, "nemotronh", interleaved=False, keys=KEYS, experts=True
     )

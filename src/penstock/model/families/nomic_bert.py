@@ -12,9 +12,9 @@ from penstock.model import config_hf, decoder, names, rope
 from penstock.model.config_hf import ACTS
 from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families import bert
+from penstock.model.packer import Packer
 from penstock.model.spec import ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 PARTS = {
     "attn.Wqkv": "qkv", "attn.out_proj": "o", "norm1": "attn_norm",

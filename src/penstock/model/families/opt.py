@@ -13,9 +13,9 @@ from penstock.model import config_hf, decoder, names
 from penstock.model.config_reader import MAX_LAYERS, ConfigReader
 from penstock.model.families import bert, gpt2
 from penstock.model.ops import Ops, V, Weight
+from penstock.model.packer import Packer
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import Tensor
-from penstock.model.weights import Packer
 
 TOP = {
     "embed_tokens": "embed", "embed_positions": "positions", "final_layer_norm": "norm",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.model import config_hf, names, rope
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import NUMBERS, ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import LongContext, ModelSpec, RopeSpec
@@ -48,7 +48,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         original = fields.size(ORIGINAL, config.size(ORIGINAL, plain.max_len))
         scale = rope.longrope_scale(fields.number("factor", plain.max_len / original), original)
         pairs = len(plain.attn.rope.inv_freq)
-        factors = LongRopeFactors(fields.numbers("short_factor", pairs), fields.numbers("long_factor", pairs))
+        factors = LongRopeFactors(*(fields.array(key, NUMBERS, pairs) for key in ("short_factor", "long_factor")))
         spec = with_factors(plain, original, factors, fields.number("attention_factor", scale))
     else:
         spec = config_hf.read_decoder(config, "phi3", partial=True)

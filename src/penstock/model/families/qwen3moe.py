@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import COUNTS, ConfigReader
 from penstock.model.families import llama, qwen3
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec
@@ -35,7 +35,7 @@ def read_text(config: ConfigReader) -> ModelSpec:
 def read_dense(config: ConfigReader, layers: int) -> set[int]:
     """Returns the layers without experts: those listed, and those between the periodic MoE layers."""
     step = config.size("decoder_sparse_step", 1)
-    return {*config.counts("mlp_only_layers"), *(layer for layer in range(layers) if (layer + 1) % step)}
+    return {*config.array("mlp_only_layers", COUNTS), *(layer for layer in range(layers) if (layer + 1) % step)}
 
 
 def read_gguf(config: ConfigReader, tensors: Mapping[str, Tensor]) -> ModelSpec:

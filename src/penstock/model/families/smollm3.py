@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.model import config_hf, names
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import FLAGS, ConfigReader
 from penstock.model.families import llama
 from penstock.model.gguf import config as gguf_config
 from penstock.model.spec import ModelSpec, RopeSpec, all_but_each
@@ -26,7 +26,7 @@ def read_hf(config: ConfigReader) -> ModelSpec:
         raise config.unsupported("layer_types", config.strings("layer_types"), (config_hf.FULL,))
     rotated: Sequence[bool] = all_but_each(config.size("no_rope_layer_interval", INTERVAL), spec.layers)
     if "no_rope_layers" in config:
-        rotated = config.flags("no_rope_layers", spec.layers)
+        rotated = config.array("no_rope_layers", FLAGS, spec.layers)
     return with_ropes(replace(spec, biases=config_hf.read_biases(config)), rotated)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import ConfigReader, size_or_all
 from penstock.model.formats import awq, gptq
 from penstock.model.formats.modules import Scheme
 
@@ -62,12 +62,12 @@ KEYS = {  # unread ones only concern the quantizer
 
 def read_sizes(config: ConfigReader, module: str) -> tuple[int, int]:
     """Returns a module's bits and group size (0: all columns)."""
-    bits, group = config.size("bits"), config.size_or_all("group_size")
+    bits, group = config.size("bits"), size_or_all(config, "group_size")
     exceptions = config.table("extra_config")
     for name in exceptions.names():
         if name == module or matches(name, module):
             own = exceptions.table(name)
-            bits, group = own.size("bits", bits), own.size_or_all("group_size", group or -1)
+            bits, group = own.size("bits", bits), size_or_all(own, "group_size", group or -1)
     return bits, group
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import ConfigReader, size_or_all
 from penstock.model.formats.gptq import group_size
 from penstock.model.formats.grouped import Factors, Grouped, plain_values
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
@@ -77,5 +77,5 @@ def read(config: ConfigReader) -> Scheme:
     config.require("zero_point", (True,), True)
     if config.text("version", "gemm").lower() != "gemm":
         raise config.unsupported("version", config.text("version"), ("gemm",))
-    group = config.size_or_all("group_size")
+    group = size_or_all(config, "group_size")
     return scheme(lambda module: group)

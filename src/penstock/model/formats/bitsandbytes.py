@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import MAX_NUMBER, ConfigReader
+from penstock.model.config_reader import MAX_NUMBER, SIZES, ConfigReader
 from penstock.model.dequantize import LAYOUTS, NF4_VALUES
 from penstock.model.formats.grouped import BLOCK, Floats, plain_values
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
@@ -46,7 +46,7 @@ STATE_KEYS = {
 def four_bits(module: str, tensors: ModuleTensors) -> Tensor:
     """Returns a 4-bit weight: as NF4 blocks if its table and sizes allow it, else as values."""
     kind, state = read_state(module, tensors)
-    (rows, width), block = state.sizes("shape", 2), state.size("blocksize")
+    (rows, width), block = state.array("shape", SIZES, 2), state.size("blocksize")
     packed, table = tensors["weight"], plain_values(tensors["weight.quant_map"]).reshape(-1)
     stored = integers(packed, "U8", "I8").reshape(-1).view(np.uint8)
     if len(stored) != -(-rows * width // 2) or table.shape != (16,):

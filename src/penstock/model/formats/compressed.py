@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import SIZES, ConfigReader
 from penstock.model.formats.bits import unpack, unpack_range
 from penstock.model.formats.fp4 import mxfp4, mxfp8, nvfp4
 from penstock.model.formats.fp8_checkpoint import Fp8Scheme
@@ -176,7 +176,8 @@ def read(config: ConfigReader) -> Scheme:
     config.require("quantization_status", ("compressed",), "compressed")
     config.table("sparsity_config").require("format", ("dense",), "dense")
     config.table("transform_config").refuse_others(())
-    found = {read_group(group, format) for group in config.tables("config_groups")}
+    groups = config.table("config_groups")
+    found = {read_group(groups.table(name), format) for name in groups.names()}
     if len(found) != 1:
         raise UnsupportedModel(f"config_groups in quantization_config describe {len(found)} ways to quantize, not 1")
     sizes = found.pop()
@@ -216,4 +217,4 @@ def read_fp8_weights(weights: ConfigReader) -> tuple[int, ...]:
     weights.require("num_bits", (8,))
     weights.require("symmetric", (True,), True)
     weights.require("strategy", ("tensor", "channel", "block"))
-    return weights.sizes("block_structure", 2) if weights.text("strategy") == "block" else ()
+    return weights.array("block_structure", SIZES, 2) if weights.text("strategy") == "block" else ()

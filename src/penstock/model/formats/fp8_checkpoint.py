@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import SIZES, ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.modules import Scheme, drop_unused
 from penstock.model.tensor import FP8, Scales, Tensor
@@ -71,4 +71,4 @@ def read(config: ConfigReader) -> Scheme:
     config.refuse_others(KEYS)
     config.require("activation_scheme", ("dynamic", "static"), "dynamic")
     config.require("fmt", ("e4m3", "e5m2", "float8_e4m3fn"), "e4m3")
-    return Fp8Scheme(config.sizes("weight_block_size", 2) if "weight_block_size" in config else None)
+    return Fp8Scheme(config.array("weight_block_size", SIZES, 2) if "weight_block_size" in config else None)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import MalformedFile
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import ConfigReader, size_or_all
 from penstock.model.formats.bits import unpack_columns, unpack_range
 from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
@@ -143,6 +143,6 @@ def read(config: ConfigReader) -> Scheme:
     for key in ("checkpoint_format", "format"):
         config.require(key, ("gptq", "gptq_v2"), "gptq")
     version_2 = "gptq_v2" in (config.text("checkpoint_format", ""), config.text("format", ""))
-    group, ordered = config.size_or_all("group_size"), config.flag("desc_act", False)
+    group, ordered = size_or_all(config, "group_size"), config.flag("desc_act", False)
     packing = GptqPacking(config.size("bits"), group, 0 if version_2 else 1, ordered)
     return scheme(lambda module: packing)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from penstock.errors import MalformedFile
 from penstock.model import rope
-from penstock.model.config_reader import MAX_EXPERTS, MAX_LAYERS, ConfigReader
+from penstock.model.config_reader import COUNTS, FLAGS, MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from penstock.model.dequantize import dequantize
 from penstock.model.spec import AttentionSpec, ExpertSpec, ModelSpec, RopeSpec, all_but_each
 from penstock.model.tensor import Tensor
@@ -76,7 +76,7 @@ def read_decoder(
     dim, heads = config.size("embedding_length"), config.size("attention.head_count")
     head_dim = config.size("attention.key_length", dim // heads, most=rope.MAX_DIMS)
     config.require("attention.value_length", (head_dim,), head_dim)
-    config.counts(SECTIONS)
+    config.array(SECTIONS, COUNTS)
     rotated = config.size("rope.dimension_count", head_dim, most=head_dim)
     if rotated % 2 or not partial:
         config.require("rope.dimension_count", (head_dim,), head_dim)
@@ -126,10 +126,10 @@ def read_attentive(config: ConfigReader) -> tuple[ConfigReader, list[bool]]:
     """Reads which layers have attention, where others have 0 KV heads. Returns it with a reader that sees a single
     number of KV heads.
     """
-    counts, layers = config.counts(KV_HEADS), config.size("block_count", most=MAX_LAYERS)
+    counts, layers = config.array(KV_HEADS, COUNTS), config.size("block_count", most=MAX_LAYERS)
     if len(counts) != layers or len({*counts} - {0}) != 1:
         raise config.unsupported(KV_HEADS, list(counts), (f"0 or the same number for {layers} layers",))
-    return config.with_value(KV_HEADS, max(counts)), [count > 0 for count in counts]
+    return config.having(**{KV_HEADS: max(counts)}), [count > 0 for count in counts]
 
 
 def read_pooling(config: ConfigReader) -> str:
@@ -144,8 +144,8 @@ def read_window(config: ConfigReader) -> int:
 
 def read_sliding(config: ConfigReader, layers: int, period: int) -> Sequence[bool]:
     """Reads which layers have a window: a flag per layer, or all except each nth."""
-    if config.is_list(PATTERN):
-        return config.flags(PATTERN, layers)
+    if type(config.raw(PATTERN)) is list:
+        return config.array(PATTERN, FLAGS, layers)
     return all_but_each(config.size(PATTERN, period), layers)
 
 

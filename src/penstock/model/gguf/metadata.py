@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, registry
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import COUNTS, ConfigReader
 from penstock.model.families import deepseek2, deepseek32, gemma2, glmdsa, llama4
 from penstock.model.gguf import config as gguf_config
 from penstock.model.gguf.read_alike import check_read_alike
@@ -250,7 +250,7 @@ def qwen_3_next(_: ConfigReader, spec: ModelSpec) -> Keys:
 def qwen_3_5(config: ConfigReader, spec: ModelSpec) -> Keys:
     """Adds the keys of Qwen 3.5. By default, time, height and width rotate a third of the pairs each."""
     pairs = len(spec.attn.rope.inv_freq)
-    stated = rope_table(config).counts("mrope_section") or tuple((pairs + 2 - i) // 3 for i in range(3))
+    stated = rope_table(config).array("mrope_section", COUNTS) or tuple((pairs + 2 - i) // 3 for i in range(3))
     sections = {"rope.dimension_sections": [*stated, *[0] * (4 - len(stated))]}
     return qwen_3_next(config, spec) | sections | ({"feed_forward_length": None} if spec.experts else {})
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.errors import UnsupportedModel
 from penstock.model import config_hf, rope
-from penstock.model.config_reader import ConfigReader
+from penstock.model.config_reader import NUMBERS, ConfigReader
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Tensor
 
@@ -89,7 +89,7 @@ def scaling_keys(table: ConfigReader, base: float, spec: RopeSpec, max_len: int)
         case "longrope" | "su":
             names = {f"rope_factors_{which}.weight": f"{which}_factor" for which in ("long", "short")}
             count = len(spec.inv_freq)
-            tensors = {name: vector(name, np.array(table.numbers(key, count))) for name, key in names.items()}
+            tensors = {name: vector(name, np.array(table.array(key, NUMBERS, count))) for name, key in names.items()}
             return {
                 "rope.scaling.original_context_length": max_len,
                 "rope.scaling.attn_factor": spec.scale,

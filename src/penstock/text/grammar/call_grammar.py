@@ -190,8 +190,13 @@ class _GrammarWriter:
         self._rule(rule, '"{"', f"({members})?" if optional else members, '"}"')
 
     def _reasoning(self) -> None:
-        analysis = self._text("<|channel|>analysis<|message|>"), ANYTHING, self._text("<|end|>")
-        self._rule("reasoning", *analysis, self._text("<|start|>assistant"))
+        self._rule(
+            "reasoning",
+            self._text("<|channel|>analysis<|message|>"),
+            ANYTHING,
+            self._text("<|end|>"),
+            self._text("<|start|>assistant"),
+        )
         answer = ANYTHING if self._content is None else "content"
         self._rule("final", self._text("<|channel|>final<|message|>"), answer)
 

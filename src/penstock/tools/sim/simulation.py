@@ -51,9 +51,11 @@ class FleetSimulation:
         self.requests: list[SimulatedRequest] = []  # in the order in which they were sent
         self._trace = trace
         self._options = options
-        about = options.replicas, options.policy, options.timing, size, options.weights
         seats = [GatewaySeat(number, options.gateways) for number in range(options.gateways)]
-        self._gateways = [SimulatedGateway(*about, seat) for seat in seats]
+        self._gateways = [
+            SimulatedGateway(options.replicas, options.policy, options.timing, size, options.weights, seat)
+            for seat in seats
+        ]
         self._replicas = [SimulatedReplica(options.timing, size, options.host_factor) for _ in range(options.replicas)]
         self._received = [[0] * options.gateways for _ in self._replicas]  # requests of each gateway
         self._numbers = [0] * options.replicas  # next block event number of each replica

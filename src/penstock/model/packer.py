@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import dequantize
-from penstock.model.low_rank import PlacedPart, Placement
-from penstock.model.low_rank import Spans as Spans
+from penstock.model.low_rank import PlacedPart, Placement, Spans
 from penstock.model.roles import Role
 from penstock.model.spec import ExpertSpec
 from penstock.model.split_heads import split_heads
