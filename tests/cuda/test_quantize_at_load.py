@@ -10,6 +10,7 @@ import pytest
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda.device import DEVICE as DEVICE_KIND
 from penstock.backend.cuda.footprint import stored_as
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.quantize_at_load import may_quantize, quantized
@@ -66,7 +67,7 @@ def test_a_gpu_quantizes_what_the_table_allows(name: str, file: str, quantize: s
     assert (Role.POSITIONS in roles) == (name == "gpt2")
     for part, weight in backend.packed.values():
         fits = quantize == "int4" or weight.width % 64 == 0
-        allowed = may_quantize(part, quantize, "cuda")
+        allowed = may_quantize(part, DEVICE_KIND)
         assert isinstance(weight, DenseMatrix) != (allowed and fits), part.name
         assert (stored_as(part, quantize).kind == quantize) == allowed, part.name
     for tensor in checkpoint.tensors.values():

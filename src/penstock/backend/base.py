@@ -472,6 +472,7 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
 
     name: str  # of the hardware, or of what takes its place
     device: str  # as a config names it: cpu, cuda:1, ref
+    own_memory: bool  # separate from the host's, and with room for one engine
     depth: int  # steps that it pays to have in flight while the next one is planned
     padded_sizes: Sequence[int]  # the numbers of tokens that steps with drafts are padded to; empty: to none
     kv: BlockMemory

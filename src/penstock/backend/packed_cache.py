@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from penstock import __version__
-from penstock.config import MTP, Config, Device, packed_folder, packed_home
+from penstock.backend.devices import device_kind
+from penstock.config import MTP, Config, packed_folder, packed_home
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 from penstock.system.file_locks import try_lock
@@ -48,7 +49,7 @@ def packed_caches_of(config: Config, target: Checkpoint, draft: Checkpoint | Non
 def packed_cache_of(config: Config, checkpoint: Checkpoint) -> PackedCache | None:
     """Returns where the weights of a checkpoint are cached; None if they are not to be. The config's defaults are
     resolved."""
-    if not config.packed_cache or Device.parse(config.device).kind != "cpu":
+    if not config.packed_cache or not device_kind(config.device).cached_weights:
         return None
     if not hasattr(os, "pread"):  # Windows, where no file is renamed while it is open, and locked
         return None

@@ -30,6 +30,7 @@ class SynchronousBackend(Generic[P]):
     and there is nothing to prepare."""
 
     depth = 0
+    own_memory = False
     padded_sizes: Sequence[int] = ()
     sleeper: Sleeper | None = None
     sharing: DeviceSharing | None = None

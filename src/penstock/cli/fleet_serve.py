@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from penstock.cli.framework import options
 from penstock.cli.framework.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.serve import ModelRefs, ServerOptions, run_server
-from penstock.config import AUTO
 from penstock.fleet import MOST_REPLICAS
 
 if TYPE_CHECKING:
@@ -282,13 +281,14 @@ def check_is_new(name: str) -> None:
 def shares_of(replicas: int, engine: dict[str, Any]) -> dict[str, Any]:
     """Returns the options by which the engines of a fleet share this machine, where no option says it. GPUs are not
     shared: what an engine has of one is for --device and --kv-memory to say."""
+    from penstock.backend.devices import may_own_memory
     from penstock.config import available_memory
     from penstock.fleet.machine_share import cpu_share, gpu_share
 
     if replicas == 1:
         return {}
     memory = available_memory()
-    if str(engine["device"]).startswith("cuda") or (engine["device"] == AUTO and Path("/dev/nvidiactl").exists()):
+    if may_own_memory(str(engine["device"])):
         return gpu_share(replicas, engine, memory)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cpu_share(replicas, engine, cores, memory)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock import __version__
+from penstock.backend.devices import device_kind
 from penstock.cli.terminal import note
-from penstock.config import Device
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -23,7 +23,6 @@ VERSION = f"{__version__} (3)"  # of the engine and of the file's fields
 BUSY = 0.1  # share of the machine that other processes may use while it is measured, if that is to be kept
 STAT = Path("/proc/stat")
 _not_kept: dict[str, MachineProfile] = {}  # what this process measured on a busy machine
-COMMON_FORMATS = {"cpu": ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"), "cuda": ("BF16", "fp8", "Q4_K")}
 
 
 def machine_profile(
@@ -31,9 +30,9 @@ def machine_profile(
 ) -> MachineProfile | None:
     """Returns the speed of this machine with weights of these formats, and measures what is not known yet. None: the
     device is not meant for speed. What was measured on a busy machine is not kept: only this process uses it."""
-    from penstock.planning.calibration import SIZES, measure
+    from penstock.planning.calibration import measure
 
-    if Device.parse(config.device).kind not in SIZES:
+    if device_kind(config.device).calibration is None:
         return None
     key = _key(config, backend_name)
     known = None if again else _not_kept.get(key) or _read(key)
@@ -94,7 +93,7 @@ def _share_of_others(before: BusyTime) -> float:
 
 def _key(config: Config, backend_name: str) -> str:
     """Returns the name under which a machine's speed is kept."""
-    name = backend_name if config.device == "cuda" else f"{_cpu_name()}, {backend_name}"
+    name = backend_name if device_kind(config.device).own_memory else f"{_cpu_name()}, {backend_name}"
     return f"{name}, KV {config.kv}"
 
 

@@ -21,11 +21,6 @@ from penstock.config.kv_formats import read_kv, read_kv_loss
 from penstock.errors import ConfigError
 from penstock.system.printing import escaped_json, print_to_stderr
 
-DEVICES = ("auto", "cpu", "cuda", "ref")  # kinds; of several GPUs, cuda:N is the one with that index
-QUANTIZATIONS = {  # what plain weights can become at load, by device; each takes less memory
-    "cpu": ("q8_0", "q4_k", "int4"),
-    "cuda": ("q8_0", "q4_k", "fp8", "int4"),
-}
 AUTO, OFF = "auto", "off"  # values of options
 LOG_FORMAT = "PENSTOCK_LOG_FORMAT"  # the variable that tells the processes of a server how it logs
 SHAPES, TOKENS = "shapes", "tokens"  # of requests that a bundle about a death holds
@@ -33,57 +28,16 @@ MTP = "mtp"  # the value of draft that means a head of the model itself
 T = TypeVar("T")
 
 
-class Device(NamedTuple):
-    """Names what computes: a kind of device and, of GPUs, which one."""
-
-    kind: str  # one of DEVICES
-    index: int = 0  # type: ignore[assignment]  # a device is no one's list: tuple.index is not missed
-
-    @classmethod
-    def parse(cls, text: str) -> Device:
-        """Reads what `--device` takes; raises ConfigError for anything else."""
-        kind, colon, index = text.partition(":")
-        if kind not in DEVICES or (colon and not (kind == "cuda" and index.isascii() and index.isdigit())):
-            raise ConfigError(f"unknown device {text!r}: use one of {', '.join(DEVICES)}, or cuda:N for GPU number N")
-        return cls(kind, int(index or 0))
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind
-
-
-class DeviceDefaults(NamedTuple):
-    """Gives the values that stand in for 0 on each kind of device."""
-
-    cpu: int
-    cuda: int
-    cuda_fp8: int  # on a GPU, for a model with FP8 weights
-
-    def of(self, device: Device, fp8_weights: bool = False) -> int:
-        """Returns the value for a device."""
-        if device.kind != "cuda":
-            return self.cpu
-        return self.cuda_fp8 if fp8_weights else self.cuda
-
-    def __str__(self) -> str:
-        fp8 = "" if self.cuda_fp8 == self.cuda else f", with FP8 weights {self.cuda_fp8}"
-        return f"0: {self.cpu}; on a GPU {self.cuda}{fp8}."
-
-
 class ConfigOption(NamedTuple):
-    """Describes one field of `Config` to users, and checks its values."""
+    """Describes one field of `Config` to users, and checks its values. Where 0 means a value that depends on the
+    device, or the values are devices, `backend.devices.option_help` completes the help."""
 
     help: str
     minimum: int = 0
     maximum: int | None = None
-    defaults: DeviceDefaults | None = None  # what 0 stands for
     older: tuple[str, ...] = ()  # names that the option had before; they are still read
     in_bytes: bool = False  # its number is of bytes, and may be a text with a unit
     read: Callable[[Any], Any] | None = None  # reads its values, if they are more than numbers or texts
-
-    @property
-    def text(self) -> str:
-        """Returns the help text with the values that 0 stands for."""
-        return f"{self.help} {self.defaults}" if self.defaults else self.help
 
     def check(self, name: str, value: Any, kind: type) -> Any:
         """Returns the value as a `kind` (int, bool, str, or tuple of texts); raises ConfigError if it is not one or is
@@ -164,22 +118,17 @@ class Config:
     offers: tuple[str, ...] = ()  # where it offers KV blocks to other engines: shm, tcp:HOST:PORT
     listen: str = ""  # the address at which several clients may join; ipc://*: in the folder of the engine's socket
     secret: str = ""  # that clients who join have to know
-    device: str = option(
-        "auto", "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
-    )
+    device: str = option("auto", "Device that computes.")
     threads: int = option(0, "CPU threads to compute with. 0: one for every core that this process may use.")
     max_len: int = option(
         0,
         "Most tokens of one sequence, prompt and answer together. 0: the model's context length. In a server of "
         "several models, those with a shorter context have that.",
     )
-    max_rows: int = option(
-        0, "Most sequences computed in one step; further requests wait.", defaults=DeviceDefaults(64, 256, 256)
-    )
+    max_rows: int = option(0, "Most sequences computed in one step; further requests wait.")
     step_tokens: int = option(
         0,
         "Most tokens computed in one step, of prompts and answers together.",
-        defaults=DeviceDefaults(512, 2048, 2048),
         older=("max_tokens",),
     )
     prefill_budget: int = option(
@@ -188,7 +137,6 @@ class Config:
         "prompt of more than 16 such steps takes larger ones. Steps compute fewer if that takes longer than the usual "
         "ITL target (see --itl-target), unless this is as much as step_tokens. A lower value shortens the time between "
         "two tokens, a higher one the time to the first token.",
-        defaults=DeviceDefaults(192, 384, 640),  # 640 FP8 tokens take no longer than 384 with weights of 16 bits
         older=("mixed_tokens",),
     )
     quantize: str = option(

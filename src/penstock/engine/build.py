@@ -16,7 +16,6 @@ from penstock.backend.quantize_at_load import quantized
 from penstock.backend.weight_exchange import KeepingPacker
 from penstock.config import (
     Config,
-    Device,
     available_memory,
     draft_limit,
     log_to_stderr,
@@ -129,23 +128,22 @@ def build_engine(
     """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` is told what memory is for before any is taken,
     and where the time went. Until `until_needed` returns, another engine may be using KV cache, disk and GPU."""
     config, timer = resolve_defaults(config, checkpoint.fp8, checkpoint.whole), StartupTimer()
-    on_gpu = Device.parse(config.device).kind == "cuda"
-    if not on_gpu:
-        tell = silent
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
     kv_file = open_kv_file(config, checkpoint)
     if kv_file is not None:
         config = replace(config, kv_memory=config.kv_memory or kv_file.kv_memory)
     backend = open_backend(config, packed_caches_of(config, checkpoint, draft), kv_file)
+    if not backend.own_memory:
+        tell = silent
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
-    if on_gpu:
+    if backend.own_memory:
         until_needed()  # there is memory for one engine
         _tell_memory(config, checkpoint, draft, backend, tell)
     packer = KeepingPacker(backend)
     loading = partial(_load_weights, checkpoint, backend, packer)
-    model, placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
+    model, placements = run_yielding(loading) if config.yielding and not backend.own_memory else loading()
     if draft is not None:
         draft = load_draft(draft, config, checkpoint, model, backend)
     timer.stop("weights")
@@ -292,7 +290,7 @@ def open_update(config: Config, loaded: Checkpoint, draft: Checkpoint | None, pa
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
     """Returns the adapters that requests may name at first: those of the config."""
     memory = config.adapter_memory or available_memory() // ADAPTER_SHARE
-    if Device.parse(config.device).kind == "cuda":
+    if backend.own_memory:
         memory = config.adapter_memory or max(adapter_memory(config), SPARE_FOR_ADAPTERS)
     adapters = Adapters(backend.adapters, base, config.max_adapters, memory)
     for text in config.adapter:
@@ -330,7 +328,7 @@ def _reserve(
         needs = backend.memory_needs()
         group_token = block_token(spec, needs.kv_bytes_per_token, draft_token)
         room = needs.kv_memory - adapters
-        if Device.parse(config.device).kind == "cuda":
+        if backend.own_memory:
             room = needs.kv_memory - (config.adapter_memory or adapters)
             config = replace(config, kv_memory=min(config.kv_memory or room, room))
         limits = resolve(
@@ -356,7 +354,7 @@ def _reserve(
     weights = sum(weight_bytes(each, backend) for each in (checkpoint, draft) if each is not None)
     block_bytes = limits.block_size * group_token
     tier = host_tier(config, limits, block_bytes, needs.state_bytes, available_memory())
-    if Device.parse(config.device).kind != "cuda":
+    if not backend.own_memory:
         kept += tier.blocks * block_bytes + tier.states * needs.state_bytes
         for line in missing_tiers(config, limits):  # on a GPU the plan has said so
             log_to_stderr(line)

@@ -233,8 +233,8 @@ class Engine:
 
     def hello(self) -> dict[str, Any]:
         """Returns the fields of a Hello that the engine and its features know."""
-        on_gpu = self.backend.device.startswith("cuda")  # which has memory for one engine at a time
-        fields: dict[str, Any] = {"limits": self.limits, "can_stand_by": on_gpu, "loads_late": on_gpu}
+        alone = self.backend.own_memory  # which has room for one engine
+        fields: dict[str, Any] = {"limits": self.limits, "can_stand_by": alone, "loads_late": alone}
         for feature in self.features:
             fields |= feature.hello()
         return fields

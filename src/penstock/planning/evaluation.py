@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend, Batch, Floats, Ints
 from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.devices import device_kind
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config
 from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
@@ -29,7 +30,6 @@ CONTEXT = 512
 TOKENS = 8192
 GUARD_TOKENS = 1024  # of the built-in text, which the engine uses at load to measure a quantized KV cache
 MIN_CONTEXT = 8
-WINDOWS_PER_STEP = {"cuda": 4}  # on other devices 1
 LONG_TOKEN = 32  # characters: tokens are shorter on average
 MAX_CHARACTERS = 1 << 22  # given to the tokenizer in one call
 ROWS = 32  # of logits whose probabilities are computed together
@@ -82,7 +82,7 @@ class Scorer:
         longest = max(config.max_len, context)
         checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config, longest)
         config = resolve_defaults(config, checkpoint.fp8, checkpoint.whole)
-        self.at_once = WINDOWS_PER_STEP.get(config.device, 1)
+        self.at_once = device_kind(config.device).eval_windows
         self.vocab = checkpoint.spec.vocab
         self._context = context
         self._block = config.block_size

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.backend import open_backend, resolve_defaults
+from penstock.backend.devices import device_kind
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import QUANTIZATIONS, Config, Device
+from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.draft import open_draft
 from penstock.model.heads import beside
@@ -53,7 +54,8 @@ def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler
     """Yields the forecast for the config and, if it does not quantize plain weights, one for each way to do so."""
     config = resolve_defaults(config, checkpoint.fp8, checkpoint.whole)
     plain = any(tensor.format.name in PLAIN for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
-    others = QUANTIZATIONS.get(Device.parse(config.device).kind, ()) if plain and not config.quantize else ()
+    kind = device_kind(config.device)
+    others = kind.quantizations if kind.calibration and plain and not config.quantize else ()
     for quantize in (config.quantize, *others):
         resolved = resolve_defaults(replace(config, quantize=quantize), checkpoint.fp8, checkpoint.whole)
         yield make_forecast(resolved, checkpoint, prompt, profiler)

@@ -20,8 +20,9 @@ import numpy as np
 from penstock import __version__
 from penstock.backend.base import Backend, Batch, CacheSize, Ints, Model
 from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.devices import device_kind
 from penstock.backend.packed_cache import identity
-from penstock.config import AUTO, Config, Device, packed_folder
+from penstock.config import AUTO, Config, packed_folder
 from penstock.config.kv_formats import ANY, is_kv_quantized
 from penstock.errors import ConfigError, InvalidRequest, KvLossTooLarge, ModelError
 from penstock.model.load import Checkpoint
@@ -141,7 +142,7 @@ def keep(config: Config, checkpoint: Checkpoint, loss: KvLoss) -> None:
 
 def kept_path(config: Config, checkpoint: Checkpoint) -> Path:
     """Returns the file for what is measured of a model with the options of a config."""
-    options = json.dumps([config.kv, Device.parse(config.device).kind, config.quantize, *config.config])
+    options = json.dumps([config.kv, device_kind(config.device).name, config.quantize, *config.config])
     name = blake2b(options.encode(), digest_size=8).hexdigest()
     return packed_folder(checkpoint.path) / f"{name}{SUFFIX}"
 

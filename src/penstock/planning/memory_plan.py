@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.backend.base import Footprint, Tuner
-from penstock.config import AUTO, Config, Device, parse_adapter, total_memory
+from penstock.backend.devices import device_kind
+from penstock.config import AUTO, Config, parse_adapter, total_memory
 from penstock.errors import ConfigError
 from penstock.model.adapters import adapter_bytes
 from penstock.model.load import Checkpoint
@@ -130,7 +131,7 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
             f"{gigabytes(adapters)} for adapters and {gigabytes(has.reserve)} in reserve, beside its KV cache; "
             f"{has.device} has {gigabytes(has.free)} free of {gigabytes(has.total)}: {ADVICE}"
         )
-    on_host = Device.parse(config.device).kind != "cuda"
+    on_host = not device_kind(config.device).own_memory
     notes = []
     if config.kv_memory > room and not on_host:
         notes.append(f"the KV cache gets {gigabytes(room)}, not the {gigabytes(config.kv_memory)} asked for")
@@ -167,7 +168,7 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
 def check_machine(config: Config, cache: int) -> None:
     """Refuses a cache that was asked for and is larger than the machine: its memory is taken as it is used, so it would
     be reserved, and the process killed later."""
-    on_host = Device.parse(config.device).kind != "cuda"
+    on_host = not device_kind(config.device).own_memory
     if on_host and config.kv_memory and cache > total_memory():
         raise ConfigError(
             f"a KV cache of {gigabytes(cache)} is more than this machine has, {gigabytes(total_memory())}: "
@@ -195,7 +196,7 @@ class HostPlaces(NamedTuple):
 def host_tier(config: Config, limits: Limits, block_bytes: int, state_bytes: int, free: int) -> HostPlaces:
     """Divides the host memory for what leaves the cache, where `free` bytes of it are. States may take half of it, as
     they may of the cache, and there is one wherever it fits. Raises ConfigError for more than the machine has."""
-    unused = Device.parse(config.device).kind == "cuda" and not config.kv_disk and config.kv_ram == AUTO
+    unused = device_kind(config.device).own_memory and not config.kv_disk and config.kv_ram == AUTO
     if unused or limits.encoder:
         return HostPlaces()
     cache = limits.num_blocks * block_bytes + limits.states * state_bytes

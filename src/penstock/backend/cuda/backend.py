@@ -89,6 +89,7 @@ class CudaBackend:
     slower kernels (segments.py, `Tilings.fixed`)."""
 
     depth = 1
+    own_memory = True
 
     def __init__(
         self,

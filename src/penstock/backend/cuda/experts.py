@@ -10,6 +10,7 @@ import torch
 import triton
 
 from penstock.backend.cuda.activations import ACTIVATIONS
+from penstock.backend.cuda.device import DEVICE
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.fp8_weights import scales_of, send_codes
 from penstock.backend.cuda.kernels.expert_gemm import (
@@ -179,7 +180,7 @@ def pack_matrices(
             workspace,
             f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
-    quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
+    quantizes = bool(quantize) and all(may_quantize(part, DEVICE) for part in parts)
     quantizes = quantizes and (tiled or quantize == "fp8") and formats <= PLAIN.keys()
     values = stacked_values(parts, dtype, workspace, kept=not quantizes)
     if not quantizes:

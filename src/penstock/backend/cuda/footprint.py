@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.backend.base import StoredAs
+from penstock.backend.cuda.device import DEVICE
 from penstock.backend.quantize_at_load import may_quantize
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.formats.trellis import trellis_of
@@ -51,7 +52,7 @@ def stored_as(tensor: Tensor, quantize: str, has_fp8: bool = True) -> StoredAs:
     widened |= name != "F8_E4M3" and factor_of(tensor) is None
     if name in STORED_BITS and not widened:
         return StoredAs(name, STORED_BITS[name])
-    if quantize and name in PLAIN and may_quantize(tensor, quantize, "cuda"):
+    if quantize and name in PLAIN and may_quantize(tensor, DEVICE):
         return StoredAs(quantize, QUANTIZED_BITS[quantize])
     return StoredAs("BF16", 16)
 

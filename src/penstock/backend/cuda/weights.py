@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from penstock.backend.cuda.device import DEVICE
 from penstock.backend.cuda.footprint import STORED_BITS
 from penstock.backend.cuda.fp8_weights import RowScaledFp8, pack_fp8
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
@@ -158,7 +159,7 @@ def pack(
     formats = {part.format.name for part in parts}
     in_trellis = [found for found in map(trellis_of, parts) if found]
     vector = stacked_bias(parts, bias, device)
-    quantize = quantize if all(may_quantize(part, quantize, "cuda") for part in parts) else ""
+    quantize = quantize if all(may_quantize(part, DEVICE) for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
         log_once(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
     if dtype.itemsize == 2 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
