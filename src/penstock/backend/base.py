@@ -205,6 +205,7 @@ class StoredAs(NamedTuple):
 
     kind: str  # a format's name, or what weights are quantized to at load
     bits: float  # of one value, its share of scales included
+    size: int = 0  # bytes of the packed tensor; 0: exactly its values
 
     @classmethod
     def in_file(cls, tensor: Tensor) -> StoredAs:
@@ -213,7 +214,7 @@ class StoredAs(NamedTuple):
 
     def bytes(self, tensor: Tensor) -> float:
         """Returns what the tensor takes in this format."""
-        return prod(tensor.shape) * self.bits / 8
+        return self.size or prod(tensor.shape) * self.bits / 8
 
 
 class Footprint(NamedTuple):

@@ -142,8 +142,9 @@ class CudaAdapters:
                 out = self._empty(count, rows // 2 if known.gated else rows)
                 slots = torch.full((count,), -1, dtype=torch.int32, device=self._device)
                 inputs = fp8_view(x) if weight.takes_fp8(count) else x
-                each = RowTiles(nowhere, slots, DECODE_ROWS), AdaptedWeight(records, 0, 1, 1, True, self._dtype)
-                shrink_few(inputs, *each, h)
+                shrink_few(
+                    inputs, RowTiles(nowhere, slots, DECODE_ROWS), AdaptedWeight(records, 0, 1, 1, True, self._dtype), h
+                )
                 weight.updated(inputs, out, ProductUpdates(nowhere, slots, records, h, 1, 1, 1), known.gated)
 
     def _empty(self, rows: int, width: int) -> Any:

@@ -55,8 +55,9 @@ class InputBuffer:
         be. Rows that only pad the step write to the block after the last one and to the slot after the last one."""
         staged = self._staging.take()
         turn, groups = self._staging.turn, len(batch.tables)
-        scratch = self._block_size, self._blocks, self._sizes.rows
-        count = inputs.fill(self._staged(turn, plan.shape, groups), batch, plan, *scratch)
+        count = inputs.fill(
+            self._staged(turn, plan.shape, groups), batch, plan, self._block_size, self._blocks, self._sizes.rows
+        )
         self._words[:count].copy_(staged[:count], non_blocking=True)
         if memory.states:
             memory.states.send(batch, self._row_words[turn])

@@ -206,8 +206,19 @@ def plan_attention(
         tile_tokens = expansion.tile_tokens or tile_tokens
     tiles = tiles_of(batch, prompts.tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
-    total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
-    shape = pad(Shape(*total, run, len(pieces), contexts.room))
+    shape = pad(
+        Shape(
+            len(batch.tokens),
+            len(batch.sampled),
+            int(sizes.sum()),
+            len(splits),
+            len(tiles),
+            len(adapters.tiles),
+            run,
+            len(pieces),
+            contexts.room,
+        )
+    )
     return AttentionPlan(shape, splits, tiles, adapters, shared, pieces, contexts)
 
 

@@ -63,13 +63,24 @@ def attend_mla(
     selected, scratch = others[0] if len(others) > 3 else None, MlaScratch(*buffers)
     rope, step = spec.rope, step.of(context.memory.groups[layer])
     this = MlaLayer(weights, spec, context.memory.caches[layer])
-    store = step.positions, step.places, this.cache.lines, this.cache.scales
-    store_mla_kv(q, kv, weights.gain, eps, frequencies, rope.scale, rope.interleaved, *store, heads=spec.heads)
+    store_mla_kv(
+        q,
+        kv,
+        weights.gain,
+        eps,
+        frequencies,
+        rope.scale,
+        rope.interleaved,
+        step.positions,
+        step.places,
+        this.cache.lines,
+        this.cache.scales,
+        heads=spec.heads,
+    )
     if not len(step.expanded):
         return attend_absorbed(context, step, this, q, out, scratch, step.tiles, selected)
     if len(step.splits):
-        others_first = q[: step.decodes], out[: step.decodes]
-        attend_absorbed(context, step, this, *others_first, scratch, step.tiles[:0], None)
+        attend_absorbed(context, step, this, q[: step.decodes], out[: step.decodes], scratch, step.tiles[:0], None)
     attend_expanded(context, step, this, q, out, scratch)
 
 
@@ -122,8 +133,17 @@ def attend_expanded(
     hopper = context.tilings.hopper_mla(dims.nope, dims.rope, dims.v_dim) if itemsize == HOPPER_BYTES else None
     tiling = context.tilings.mla_expanded(dims.nope, dims.rope, dims.v_dim, itemsize)
     for piece, blocks in enumerate(step.expanded.split(expansion.piece_blocks)):
-        places = blocks, step.tables, step.header
-        expand_latents(cache.lines, *places, weights.k_b, weights.v_b, expanded, cache.scales, stages=stages)
+        expand_latents(
+            cache.lines,
+            blocks,
+            step.tables,
+            step.header,
+            weights.k_b,
+            weights.v_b,
+            expanded,
+            cache.scales,
+            stages=stages,
+        )
         work = step.tiles, step.tile_contexts, out, carry, piece * room
         if hopper:
             hopper_mla(q, expanded, *work, spec.scale, tiling=hopper)

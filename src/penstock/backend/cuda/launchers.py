@@ -254,9 +254,20 @@ def attend(
         prefill_attention(qkv, kv, *places, out, spec.scale, **how)
     if len(step.splits) and tilings.fixed:
         tiling = tilings.segmented_attention(*sizes, queries_of(spec.heads // spec.kv_heads, step.run))
-        where = step.splits, step.positions, step.tables, step.header
         how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
-        segmented_attention(qkv, cache, *where, out, context.memory.split_kv, spec.scale, run=step.run, **how)
+        segmented_attention(
+            qkv,
+            cache,
+            step.splits,
+            step.positions,
+            step.tables,
+            step.header,
+            out,
+            context.memory.split_kv,
+            spec.scale,
+            run=step.run,
+            **how,
+        )
     elif len(step.splits):
         places = step.splits, step.tables, step.header
         run = max(step.run, 1)
@@ -464,8 +475,9 @@ def mamba2(
 ) -> None:
     states = context.memory.states
     rows, buffers = states.rows_of(step), mamba2_kernel.Mamba2Scratch(*scratch)
-    how = len(step.tiles) > 0, context.tilings.fixed
-    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out, *how)
+    mamba2_kernel.mamba2(
+        zxbcdt, weights, spec, states.layers[layer], rows, buffers, out, len(step.tiles) > 0, context.tilings.fixed
+    )
 
 
 LAUNCHERS: dict[str, Callable[..., None]] = {

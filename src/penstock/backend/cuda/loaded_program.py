@@ -11,7 +11,7 @@ import torch
 from penstock.backend.base import Batch, Bitmasks, Model
 from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling
-from penstock.backend.cuda.graphs import Graphs
+from penstock.backend.cuda.graphs import Graphs, verified_sizes
 from penstock.backend.cuda.inputs import DeviceInputs, Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
@@ -60,6 +60,11 @@ class LoadedProgram:
         self._rows, self._fixed = sizes.rows, shared.tilings.fixed
         self._sampled = SampledTokens(sizes.tokens, device)
         self._pools = PoolingSums(sizes.rows, in_order=self._fixed)
+
+    @property
+    def verified_sizes(self) -> list[int]:
+        """Returns the numbers of tokens that steps with drafts are padded to."""
+        return verified_sizes(self._rows, self.program.run_sizes)
 
     # -- memory --------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.split_k import SplitKScratch, row_blocks
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
-from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_tilings import QUANT_GEMM_ROWS, SMALL_GEMM_ROWS
+from penstock.backend.cuda.storage import ROWS
 from penstock.backend.cuda.transfer import Transfer
 
 
