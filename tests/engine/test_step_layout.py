@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from hashlib import blake2b
 
@@ -11,12 +11,13 @@ import pytest
 
 from penstock.backend.base import Batch
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.cuda import inputs
+from penstock.backend.cuda import inputs, step_layout
 from penstock.backend.cuda.inputs import AttentionPlan, Shape
 from penstock.backend.cuda.kv_expansion import KvExpansion
 from penstock.backend.cuda.mla_expansion import MlaDims, MlaExpansion
 from penstock.backend.cuda.segments import plan_segments
 from penstock.backend.cuda.shared_prefixes import Sharing
+from penstock.backend.cuda.step_layout import FIELDS, DeviceInputs, StepNumbers
 
 BLOCK_SIZE, SCRATCH_BLOCK, SCRATCH_SLOT = 16, 9999, 64
 
@@ -84,9 +85,9 @@ STEPS = {
 def sent(batch: Batch, work: AttentionPlan) -> bytes:
     """Returns the words of a step, over a buffer that other steps have used."""
     groups = len(batch.tables)
-    words = np.full(inputs.words(work.shape, groups) + batch.tables.size + 8, -77, np.int32)
-    into = inputs.device_inputs(words, work.shape, inputs.as_floats, groups)
-    count = inputs.fill(into, batch, work, BLOCK_SIZE, SCRATCH_BLOCK, SCRATCH_SLOT)
+    words = np.full(step_layout.words(work.shape, groups) + batch.tables.size + 8, -77, np.int32)
+    into = step_layout.device_inputs(words, work.shape, step_layout.as_floats, groups)
+    count = step_layout.fill(into, StepNumbers(batch, work, BLOCK_SIZE, SCRATCH_BLOCK, SCRATCH_SLOT))
     assert (words[count:] == -77).all()
     return words[:count].tobytes()
 
@@ -97,6 +98,13 @@ def test_a_step_is_sent_word_for_word(name: str) -> None:
     batch, planned = STEPS[name]
     words = sent(batch, planned(batch))
     assert blake2b(words, digest_size=8).hexdigest() == DIGESTS[name], name
+
+
+def test_every_field_belongs_to_one_section() -> None:
+    others = {"tables", "groups", "run", "decodes"}
+    names = [field.name for field in FIELDS]
+    assert len(names) == len(set(names))
+    assert set(names) | others == {field.name for field in fields(DeviceInputs)}
 
 
 DIGESTS = {

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from penstock.backend.base import Batch, Bitmasks, SampleRows, Ticket
-from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.pooling import read
 from penstock.backend.cuda.sampler import Pending
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.backend.pooling import with_pooled
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import with_chains

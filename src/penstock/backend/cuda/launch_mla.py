@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.backend.cuda.device_tilings import Tilings
-from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.fixed_gemm import fixed_heads_gemm
 from penstock.backend.cuda.kernels.hopper_mla import hopper_mla
 from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
@@ -17,6 +16,7 @@ from penstock.backend.cuda.kernels.segmented_mla import segmented_mla
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.launch_context import Context
 from penstock.backend.cuda.mla_expansion import MlaDims, MlaExpansion
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.model.ops import MlaWeights
 from penstock.model.program import Buffer, OpNode
 from penstock.model.spec import AttentionSpec

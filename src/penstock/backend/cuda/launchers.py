@@ -16,7 +16,6 @@ from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.adapters import AdaptedProduct
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.hidden_states import EACH_TOKEN, StoredRows
-from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_net as delta_net_kernel
 from penstock.backend.cuda.kernels import mamba2 as mamba2_kernel
 from penstock.backend.cuda.kernels import norm, streams
@@ -40,6 +39,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mu
 from penstock.backend.cuda.launch_context import Context
 from penstock.backend.cuda.launch_mla import attend_mla, mla_scratch
 from penstock.backend.cuda.shared_prefixes import tile_tokens
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import (

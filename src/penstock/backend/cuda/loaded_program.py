@@ -12,7 +12,7 @@ from penstock.backend.base import Batch, Bitmasks, Model
 from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling
 from penstock.backend.cuda.graphs import Graphs, verified_sizes
-from penstock.backend.cuda.inputs import DeviceInputs, Shape
+from penstock.backend.cuda.inputs import Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
@@ -23,6 +23,7 @@ from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.program import CudaProgram, SharedMemory
 from penstock.backend.cuda.sampler import DeviceSampler, PendingTokenLogprobs, sampling_kinds
 from penstock.backend.cuda.shared_prefixes import Sharing, tile_tokens
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.model.spec import AttentionSpec, KvGroup
 
 # Queues the copy of sampled tokens to the host, if any are given; returns where they will be, and an event that happens

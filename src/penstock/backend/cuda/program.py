@@ -17,7 +17,7 @@ from penstock.backend.base import Model
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.hidden_states import HiddenPlaces, HiddenStates
-from penstock.backend.cuda.inputs import RUN_QUERIES, DeviceInputs, run_sizes_of, spare_splits, split_lines
+from penstock.backend.cuda.inputs import RUN_QUERIES, run_sizes_of, spare_splits, split_lines
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
 from penstock.backend.cuda.kv_expansion import TABLE_WORDS, KvExpansion, kv_expansion_of
 from penstock.backend.cuda.launch_context import Context, Memory
@@ -25,6 +25,7 @@ from penstock.backend.cuda.launchers import CAPABILITIES, bind
 from penstock.backend.cuda.mla_expansion import expansion_of
 from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.backend.cuda.segments import MOST_SPLITS
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.model.program import record
 from penstock.model.spec import AttentionSpec
 

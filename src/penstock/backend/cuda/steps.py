@@ -10,12 +10,13 @@ from penstock.backend.cuda import inputs
 from penstock.backend.cuda.flight import Sampling
 from penstock.backend.cuda.graphs import in_segments, padded
 from penstock.backend.cuda.input_buffer import InputBuffer
-from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.inputs import AttentionPlan, Shape
 from penstock.backend.cuda.loaded_program import LoadedProgram
 from penstock.backend.cuda.program import StepSizes
 from penstock.backend.cuda.programs import Programs
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.segments import plan_segments
+from penstock.backend.cuda.step_layout import DeviceInputs
 
 
 class Steps:
