@@ -105,7 +105,7 @@ def test_layer_groups_have_blocks_of_their_own_and_use_none_behind_their_window(
     backend = loaded(name, backend_of())
     nowhere = len(groups) * blocks_for(prompts, BLOCK_SIZE)
     backend.reserve_kv(nowhere + 1, BLOCK_SIZE, SLOTS, groups)
-    for cache in backend._programs[0].memory.caches.values():
+    for cache in backend._programs[0].memory.kv.caches.values():
         cache.lines[nowhere] = torch.nan
     for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
         wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])

@@ -132,7 +132,7 @@ def test_programs_share_the_memory_of_activations_and_nothing_else() -> None:
     first, second = (backend._programs[number] for number in (0, 1))
     places = [{buffer.data_ptr() for buffer in each.program._buffers} for each in (first, second)]
     assert places[0] == places[1]
-    kept = [[t.data_ptr() for t in tensors_in([each.memory.planes, each.memory.last])] for each in (first, second)]
+    kept = [[t.data_ptr() for t in tensors_in([each.memory.kv.planes, each.memory.last])] for each in (first, second)]
     assert not set(kept[0]) & set(kept[1])
 
 

@@ -62,7 +62,7 @@ class InputBuffer:
         if memory.states:
             memory.states.send(batch, self._row_words[turn])
         if memory.hidden_places:
-            memory.hidden_places.send(batch, turn, memory.hidden_group, (self._blocks, self._block_size))
+            memory.hidden_places.send(batch, turn, memory.kv.hidden_group, (self._blocks, self._block_size))
         self._staging.queued()
         return self._fields(plan.shape, groups)
 

@@ -61,8 +61,8 @@ def attend_mla(
     over their results."""
     out, *buffers = others[-3:]
     selected, scratch = others[0] if len(others) > 3 else None, MlaScratch(*buffers)
-    rope, step = spec.rope, step.of(context.memory.groups[layer])
-    this = MlaLayer(weights, spec, context.memory.caches[layer])
+    rope, step = spec.rope, step.of(context.memory.kv.groups[layer])
+    this = MlaLayer(weights, spec, context.memory.kv.caches[layer])
     store_mla_kv(
         q,
         kv,

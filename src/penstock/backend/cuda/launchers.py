@@ -234,8 +234,8 @@ def attend(
     options: dict[str, Any],
     whole_rows: dict[str, Any],
 ) -> None:
-    rope, step = spec.rope, step.of(context.memory.groups[layer])
-    (cache, scales, _), rotation = context.memory.caches[layer], None
+    rope, step = spec.rope, step.of(context.memory.kv.groups[layer])
+    (cache, scales, _), rotation = context.memory.kv.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
     rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
     if is_apart(cache):
@@ -316,8 +316,8 @@ def select_positions(
     frequencies: Any,
 ) -> None:
     assert spec.index is not None
-    rope, step = spec.index.rope, step.of(context.memory.groups[layer])
-    cache, scores = context.memory.caches[layer].index_keys, context.memory.index_scores
+    rope, step = spec.index.rope, step.of(context.memory.kv.groups[layer])
+    cache, scores = context.memory.kv.caches[layer].index_keys, context.memory.kv.index_scores
     select.store_index(q, k, frequencies, len(rope.inv_freq), rope.scale, rope.interleaved, step, cache)
     for work, tokens in (step.tiles, tokens_per_tile(spec.heads)), (step.splits, max(step.run, 1)):
         if len(work):
@@ -392,13 +392,13 @@ def take_sampled(context: Context, step: DeviceInputs, x: Any, out: Any) -> None
 def store_hidden(context: Context, step: DeviceInputs, x: Any, *, number: int, ahead: int, sampled: bool) -> None:
     memory, stored = context.memory, StoredRows(sampled, ahead)
     own = stored == EACH_TOKEN
-    places = step.of(memory.hidden_group).places if own else memory.hidden_places.of(stored, len(x))
+    places = step.of(memory.kv.hidden_group).places if own else memory.hidden_places.of(stored, len(x))
     scatter_rows(x, places, memory.hidden.rows(number))
 
 
 def load_hidden(context: Context, step: DeviceInputs, out: Any, *, number: int) -> None:
     memory = context.memory
-    gather_rows(memory.hidden.rows(number), step.of(memory.hidden_group).places, out)
+    gather_rows(memory.hidden.rows(number), step.of(memory.kv.hidden_group).places, out)
 
 
 def moe(
