@@ -38,8 +38,8 @@ def resolve_defaults(config: Config, fp8: bool = False, whole: int = 0) -> Confi
 def open_backend(config: Config, packed: Sequence[PackedCache | None] = (), kv_file: KvFile | None = None) -> Backend:
     """Returns the backend for a config that `resolve_defaults` has completed.
 
-    A device that caches weights reads those of each program from its `packed` file, or writes them to it. The KV cache
-    lies in the `kv_file` if the device can map one.
+    A device that caches weights reads each program's from its `packed` file, or writes them to it. The KV cache lies in
+    the `kv_file` if the device can map one.
     """
     check_quantize(config)
     device = parse_device(config.device)

@@ -1,4 +1,4 @@
-"""Defines what a backend declares about its kind of device, without importing what computes on it."""
+"""Defines the declaration of a kind of device. It imports nothing that computes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ class LayerShape(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """Gives the sizes of the models that calibrate a device: matrices like those of its usual models, and more bytes
-    than its caches have."""
+    """Gives the sizes of the models that calibrate a device: usual matrices, and more bytes than its caches hold."""
 
     large: LayerShape
     small: LayerShape  # its layers cost little more than the overhead of a layer
-    bytes: int  # of weights
-    tokens: int  # of a prompt
+    bytes: int  # all weights
+    tokens: int  # one prompt
     rows: tuple[int, ...]  # sequences that decode together
     formats: tuple[str, ...]  # the usual formats of weights
 
@@ -44,7 +43,7 @@ class DeviceKind:
 
     name: str  # as in --device
     help: str  # its names in --help
-    noun: str = ""  # for messages: "a GPU"; empty: this machine's processors
+    noun: str = ""  # "a GPU"; empty: this machine's processors
     indexed: bool = False  # NAME:N is the device with the index N
     order: int  # --device auto takes the first available kind
     open: Open  # `packed`: a file of packed weights per program; `kv_file`: memory for the KV cache
@@ -66,7 +65,7 @@ class DeviceKind:
     cluster_resource: str = ""  # name of the device in a cluster's resources
     packages: tuple[str, ...] = ()  # optional packages that it needs
     extra: str = ""  # the extra of Penstock that installs them
-    hardware: str = ""  # for a list of packages: "NVIDIA GPUs"
+    hardware: str = ""  # "NVIDIA GPUs", in lists of packages
 
     eval_windows: int = 1  # windows of a text that are evaluated in one step
     calibration: Calibration | None = None  # None: speed is not measured

@@ -1,4 +1,4 @@
-"""Quantizes plain weights while they are loaded, and says which ones a device can quantize."""
+"""Quantizes plain weights while they are loaded, if the device has kernels for them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def may_quantize(tensor: Tensor, kind: DeviceKind) -> bool:
 def quantized(checkpoint: Checkpoint, config: Config, note: Callable[[str], None] = log_warning) -> Checkpoint:
     """Returns the checkpoint with weights that are quantized as they are packed.
 
-    The config's defaults are resolved. `note` is told where the result differs from what was asked for. Formats that
-    the backend itself quantizes to are left to it.
+    The config's defaults are resolved. `note` gets a line for each difference from the request. The backend itself
+    quantizes to formats of its own.
     """
     to = recoded_to(config)
     if not to:

@@ -1,4 +1,4 @@
-"""Holds what backends that compute on the host have in common: a step is computed while it is launched."""
+"""Implements the common part of backends on the host: a step is computed while it is launched."""
 
 from __future__ import annotations
 

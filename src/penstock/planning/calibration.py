@@ -34,14 +34,14 @@ from penstock.planning.roofline import MachineProfile, MatmulTimes
 Log = Callable[[str], None]
 BLOCK = 16
 SHORT, LONG = 64, 1984  # tokens of context
-ROWS = 8  # with such contexts
-TIMES = 7  # that each step runs: the fastest counts, others were disturbed
+ROWS = 8  # sequences with either context
+TIMES = 7  # runs of each step; the fastest counts
 
 
 def measure(
     config: Config, kinds: Iterable[str], known: MachineProfile | None = None, log: Log = lambda _: None
 ) -> MachineProfile:
-    """Returns the machine's speed with weights of these formats (`StoredAs.kind`), added to what is `known` already.
+    """Adds the machine's speed with weights of these formats (`StoredAs.kind`) to the `known` profile.
     The config has its defaults filled in."""
     config = replace(config, quantize="")
     sizes = calibration_of(config)
@@ -174,7 +174,7 @@ def one_token(at: int, rows: int = 1) -> Batch:
 
 
 def prompt_of(tokens: int, at: int = 0) -> Batch:
-    """Returns a batch that prefills so many tokens from position `at`."""
+    """Returns a batch that prefills `tokens` tokens from position `at`."""
     return greedy_batch([Chunk([1] * tokens, at, range((at + tokens) // BLOCK + 1), sample=1)])
 
 

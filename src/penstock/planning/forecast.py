@@ -40,14 +40,14 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Says what to expect of a model: `memory` if it fits, else `problem`."""
+    """Forecasts a model: `memory` if it fits, else `problem`."""
 
     quantize: str  # empty: weights as they are
     memory: MemoryPlan | None = None
     speed: Speed | None = None
     problem: str = ""  # why it does not fit
-    profile: MachineProfile | None = None  # of the machine that it was made for, if that is known
-    costs: ModelCosts | None = None  # of the model's steps
+    profile: MachineProfile | None = None  # the machine's, if it is known
+    costs: ModelCosts | None = None
 
 
 def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Iterator[Forecast]:
@@ -62,7 +62,7 @@ def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler
 
 
 def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Forecast:
-    """Returns the forecast for a config with its defaults filled in, and prompts of so many tokens."""
+    """Returns the forecast for a config with resolved defaults and prompts of `prompt` tokens."""
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
     backend, spec, stored = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent)
@@ -81,7 +81,7 @@ def silent(_: str) -> None: ...
 
 
 def forecast_speed(profile: MachineProfile, costs: ModelCosts, memory: MemoryPlan, prompt: int) -> Speed:
-    """Returns the speed of a model on a machine, for prompts of so many tokens."""
+    """Returns the speed of a model on a machine, for prompts of `prompt` tokens."""
     limits = memory.limits
     prompt = min(prompt, limits.max_len)
     context = min(prompt + ANSWER, limits.max_len)
