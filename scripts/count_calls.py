@@ -1,6 +1,7 @@
-"""Counts the functions of Penstock, and their files, that a streamed chat calls between the bytes of its HTTP request and
-the engine: distinct functions, each counted once, of the second request, when all modules are loaded. --list names
-them in the order of their first calls."""
+"""Counts the functions and files of Penstock that a streamed chat calls between its HTTP bytes and the engine. It counts
+each function once, in the second request, when all modules are loaded. --list names them in the order of their first
+calls.
+"""
 
 from __future__ import annotations
 

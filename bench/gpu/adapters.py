@@ -56,7 +56,7 @@ class Loaded(NamedTuple):
 
 def load(kind: str, rank: int, layers: int) -> Loaded:
     backend = CudaBackend(PROMPT, 256)
-    weights = PlacedWeights(backend._workspace, kind)
+    weights = PlacedWeights(backend._packer.target.workspace, kind)
     backend.load(build(llama8b(layers), weights))
     backend.reserve_kv(BLOCKS, BLOCK_SIZE)
     updates = [update_of(place, rank) for place in weights.placements if place.parts[0].name.startswith("layers")]

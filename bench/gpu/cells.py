@@ -67,7 +67,7 @@ class Bench:
         if self._backend is None:
             began = time.perf_counter()
             backend = CudaBackend(MAX_TOKENS, MAX_ROWS, deterministic=self._deterministic)
-            backend.load(build(llama8b(self._layers), RandomWeights(backend._workspace, self._kind)))
+            backend.load(build(llama8b(self._layers), RandomWeights(backend._packer.target.workspace, self._kind)))
             spare = backend.memory_needs().kv_memory
             self.num_blocks = min(spare // (backend.memory_needs().kv_bytes_per_token * BLOCK_SIZE), 24_000)
             backend.reserve_kv(self.num_blocks, BLOCK_SIZE)
@@ -375,7 +375,7 @@ def replaced(work: Any, step: int) -> Any:
 def graph_ms(backend: CudaBackend, rows: int) -> float:
     graphs, padded = backend._programs[0].graphs._graphs, bucket_decode_rows(rows)
     graph = next(graph for shape, graph in graphs.items() if not shape.tiles and shape.decodes == padded)
-    with torch.cuda.stream(backend._stream):
+    with torch.cuda.stream(backend._gpu.stream):
         return seconds(graph.replay, 20) * 1e3
 
 

@@ -57,7 +57,7 @@ def llama1b() -> ModelSpec:
 
 def opened(kind: str, layers: int, draft: str) -> CudaBackend:
     backend = CudaBackend(STEP_TOKENS, ROWS)
-    weights: Any = RandomWeights(backend._workspace, kind)
+    weights: Any = RandomWeights(backend._packer.target.workspace, kind)
     spec = replace(llama8b(layers), stores_hidden=draft == "head")
     target = build(spec, weights)
     backend.load(target)

@@ -156,7 +156,7 @@ def speed(kind: Kind, layers: int) -> Figures:
     from penstock.types import Request, SamplingParams
 
     backend = CudaBackend(512, 64, kv=kind.kv)
-    weights = Counted(RandomWeights(backend._workspace, kind.timed or kind.format.lower()))
+    weights = Counted(RandomWeights(backend._packer.target.workspace, kind.timed or kind.format.lower()))
     backend.load(build(llama8b(layers), weights))  # type: ignore[arg-type]
     blocks = 64 * 128 + 64
     backend.reserve_kv(blocks, BLOCK)
@@ -212,7 +212,7 @@ def compare_greedy(given: argparse.Namespace, inputs: Figures) -> list[Figures]:
     checkpoint = open_checkpoint(given.model)
     backend.load(load_model(checkpoint, backend))
     backend.reserve_kv(256, BLOCK)
-    backend._workspace.transfer.finish()
+    backend._packer.target.workspace.transfer.finish()
     limits = Limits(2048, 64, 512, BLOCK, 256, checkpoint.spec.vocab)
     found = []
     count = ANSWER if given.device == "cuda" else 3

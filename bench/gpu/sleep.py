@@ -75,7 +75,7 @@ def taken(before: int) -> str:
 
 def loaded(kind: str, layers: int, kv: float) -> CudaBackend:
     backend = CudaBackend(STEP_TOKENS, ROWS)
-    backend.load(build(llama8b(layers), RandomWeights(backend._workspace, kind)))
+    backend.load(build(llama8b(layers), RandomWeights(backend._packer.target.workspace, kind)))
     needs = backend.memory_needs()
     memory = int(kv * GB) or needs.kv_memory
     backend.reserve_kv(memory // (needs.kv_bytes_per_token * BLOCK_SIZE), BLOCK_SIZE)
@@ -86,10 +86,10 @@ def run(kind: str, layers: int, kv: float, times: int) -> None:
     before = torch.cuda.mem_get_info()[0]
     began = time.perf_counter()
     backend = loaded(kind, layers, kv)
-    arena, sleeper = backend._arena, backend.sleeper
+    arena, sleeper = backend._packer.target.workspace.arena, backend.sleeper
     if sleeper is None:
         raise SystemExit("this GPU cannot map memory to reserved addresses: its models cannot sleep")
-    kept, cache, spent = arena.kept_bytes, backend._blocks.nbytes, time.perf_counter() - began
+    kept, cache, spent = arena.kept_bytes, backend._programs.blocks.nbytes, time.perf_counter() - began
     print(f"{kind}: {kept / GB:.2f} GB of weights, {cache / GB:.2f} GB of KV cache, loaded in {spent:.1f} s")
     for _ in range(3):  # compiled, captured, replayed
         wanted = answer(backend)

@@ -30,7 +30,7 @@ ROWS, STEP_TOKENS, VOCAB = 256, 8192, 128256
 
 def opened(kind: str, layers: int) -> Engine:
     backend = CudaBackend(STEP_TOKENS, ROWS)
-    backend.load(build(llama8b(layers), RandomWeights(backend._workspace, kind)))
+    backend.load(build(llama8b(layers), RandomWeights(backend._packer.target.workspace, kind)))
     limits = Limits(16384, ROWS, STEP_TOKENS, BLOCK_SIZE, 20_000, VOCAB)
     backend.reserve_kv(limits.num_blocks, BLOCK_SIZE)
     backend.warm_up()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock import LLM
+from penstock.backend.cpu.device import DEVICE
 from penstock.cli.doctor import X86_KERNELS, _chosen_kernels
-from penstock.cli.machine_profile import COMMON_FORMATS
 from penstock.cli.terminal import readable_size
 from penstock.config import Config, home
 from penstock.planning.roofline import MachineProfile, MatmulTimes
@@ -416,7 +416,8 @@ def test_plan_tells_speeds_from_what_was_measured_once(penstock: Penstock, recit
         kept.write_text("{")
         penstock("plan", reciter)
         penstock("doctor", "--measure")
-        assert measured == [*once, *once, list(COMMON_FORMATS["cpu"])]
+        assert DEVICE.calibration is not None
+        assert measured == [*once, *once, list(DEVICE.calibration.formats)]
 
 
 def test_plan_says_that_a_busy_machine_was_measured(penstock: Penstock, reciter: Path) -> None:
@@ -454,7 +455,7 @@ def test_doctor_finds_a_damaged_model(penstock: Penstock, monkeypatch: pytest.Mo
 
 
 def test_doctor_tunes_only_a_gpu(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backend.has_cuda", lambda: False)
+    monkeypatch.setattr("penstock.backend.cuda.device.has_gpu", lambda: False)
     code, out, error = penstock("doctor", "--tune")
     assert code != 0
     assert not out

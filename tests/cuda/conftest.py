@@ -18,7 +18,8 @@ from tests.cuda.missing import MISSING
 FOLDER = Path(__file__).parent
 WITHOUT_TRITON = "test_here.py"  # says why the others do not run
 collect_ignore = [path.name for path in FOLDER.glob("test_*.py") if MISSING and path.name != WITHOUT_TRITON]
-WHOLE = {"test_compiles.py", "test_gluon.py", "test_tilings.py"}  # files that interpret no kernels, or hardly any
+# Files that interpret no kernels, or hardly any.
+WHOLE = {"test_compiles.py", "test_gluon.py", "test_storage.py", "test_tilings.py"}
 COUNTS = {  # cases in the sample, of a test or of an op; of all others one
     "attend_mla": 5,
     "test_a_pair_by_itself_and_in_a_block_give_the_same": 3,

@@ -105,7 +105,7 @@ def test_layer_groups_have_blocks_of_their_own_and_use_none_behind_their_window(
     backend = loaded(name, backend_of())
     nowhere = len(groups) * blocks_for(prompts, BLOCK_SIZE)
     backend.reserve_kv(nowhere + 1, BLOCK_SIZE, SLOTS, groups)
-    for cache in backend._programs[0].memory.caches.values():
+    for cache in backend._programs[0].memory.kv.caches.values():
         cache.lines[nowhere] = torch.nan
     for chunks in random_steps(np.random.default_rng(0), prompts, BLOCK_SIZE):
         wanted = np.concatenate([logits[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks])
@@ -157,7 +157,7 @@ def test_shapes_may_be_prepared_while_the_device_is_behind() -> None:
     shapes = [(1, 0), (8, 0), (40, 0), (64, 0), (8, 100)] if DEVICE == "cuda" else [(2, 0), (8, 100)]
     for turn in range(3 if DEVICE == "cuda" else 1):
         if turn:
-            with torch.cuda.stream(backend._stream):
+            with torch.cuda.stream(backend._gpu.stream):
                 torch.cuda._sleep(200_000_000)
         for rows, prompts in shapes:
             backend.prepare(rows, prompts)
@@ -169,7 +169,7 @@ def test_steps_with_prompts_run_as_graphs_too() -> None:
     """Prompts among answers, the same shape three times: launched, captured, replayed."""
     tokens, logits = expected("llama3")
     backend = loaded("llama3", backend_of())
-    backend._capture = True  # pads in the interpreter too
+    backend._steps.capture = True  # pads in the interpreter too
     backend.reserve_kv(100, BLOCK_SIZE, SLOTS)
     tables = [list(range(at, at + 20)) for at in (0, 20, 40, 60)]
     backend.logits(greedy_batch([Chunk(tokens[:30], 0, tables[0])]))

@@ -47,6 +47,9 @@ COUNTS = 1, 2, 17, 64, 300
 PROMPTS = [[(7 * at + 3 * seed) % 40 for at in range(length)] for seed, length in enumerate((17, 2, 6))]
 
 
+FIXED = Tilings(H200, fixed=True)
+
+
 class Kind(NamedTuple):
     """Names a model and how it is computed."""
 
@@ -56,9 +59,7 @@ class Kind(NamedTuple):
     kv: str = "auto"
 
     def backend(self, **options: Any) -> CudaBackend:
-        made = CudaBackend(
-            512, 300, device=DEVICE, dtype=self.dtype, quantize=self.quantize, kv=self.kv, graphs=False, **options
-        )
+        made = CudaBackend(512, 300, device=DEVICE, dtype=self.dtype, quantize=self.quantize, kv=self.kv, **options)
         if (GOLDENS / self.model).exists():
             return loaded(self.model, made)
         return load_small(made, self.model, spec=LARGE_HEADS if "int4" in self.kv else None)
@@ -124,7 +125,7 @@ def launches(run: Callable[[], Any], patch: pytest.MonkeyPatch) -> set[str]:
 
 def adapted(**options: Any) -> Small:
     """Returns a small model that takes adapters, on a deterministic backend."""
-    return small(CudaBackend(512, 300, device=DEVICE, dtype=HALF, graphs=False, deterministic=True, **options))
+    return small(CudaBackend(512, 300, device=DEVICE, dtype=HALF, deterministic=True, **options))
 
 
 def steps_of(rows: int) -> list[Any]:
@@ -136,7 +137,7 @@ def steps_of(rows: int) -> list[Any]:
 @pytest.mark.skipif(DEVICE == "cuda", reason="launches are noted in the interpreter")
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches_are_the_same_at_every_number_of_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, usual = (KINDS[kind].backend(properties=gpu, deterministic=gpu is H200) for gpu in (H200, RTX_4090))
+    backend, usual = (KINDS[kind].backend(tilings=tilings) for tilings in (FIXED, Tilings.of(RTX_4090)))
     for each in (backend, usual):
         each.reserve_kv(300, 16)
     wanted = launches(partial(backend.logits, steps_of(1)[0]), monkeypatch)
@@ -145,7 +146,7 @@ def test_launches_are_the_same_at_every_number_of_rows(kind: str, monkeypatch: p
         assert launches(partial(backend.logits, steps_of(rows)[step]), monkeypatch) == wanted
     program = backend._programs[0]
     for shape in common_shapes(40, 256, 128, *program.program.split_sizes):
-        rehearsal = partial(backend._rehearse, program, backend._shape_for(program, shape))
+        rehearsal = partial(backend._preparation.rehearse, program, backend._steps.shape_for(program, shape))
         assert launches(rehearsal, monkeypatch) == wanted
     assert not any("cublas" in launch or "hopper" in launch for launch in wanted)
     assert len({frozenset(launches(partial(usual.logits, steps_of(rows)[0]), monkeypatch)) for rows in COUNTS}) > 1
@@ -154,7 +155,7 @@ def test_launches_are_the_same_at_every_number_of_rows(kind: str, monkeypatch: p
 @pytest.mark.skipif(DEVICE == "cuda", reason="launches are noted in the interpreter")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_launch_of_any_family_depends_on_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Kind(name, torch.float32).backend(properties=H200, deterministic=True)
+    backend = Kind(name, torch.float32).backend(tilings=FIXED)
     backend.reserve_kv(300, 16)
     steps = [step for rows in (1, 64, 300) for step in steps_of(rows)]
     first, *others = [launches(partial(backend.logits, step), monkeypatch) for step in steps]
@@ -165,7 +166,7 @@ def test_no_launch_of_any_family_depends_on_rows(name: str, monkeypatch: pytest.
 @pytest.mark.skipif(DEVICE == "cuda", reason="launches are noted in the interpreter")
 @pytest.mark.parametrize("name", ["bert", "mpnet"])
 def test_launches_of_an_encoder_are_the_same_for_every_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = CudaBackend(512, 300, device=DEVICE, dtype=torch.float32, properties=H200, deterministic=True)
+    backend = CudaBackend(512, 300, device=DEVICE, dtype=torch.float32, tilings=FIXED)
     backend.load(load_model(open_checkpoint(ENCODERS / name), backend))
     backend.reserve_kv(40, 16)
     texts = [[1], [1, 64], [17, 3, 48], [60] * 8]
@@ -181,7 +182,7 @@ def test_launches_of_an_encoder_are_the_same_for_every_text(name: str, monkeypat
 @pytest.mark.skipif(DEVICE == "cuda", reason="launches are noted in the interpreter")
 @pytest.mark.parametrize("quantize", ["", "fp8"])
 def test_launches_do_not_depend_on_other_adapters(quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted(quantize=quantize, properties=H200)
+    model = adapted(quantize=quantize, tilings=FIXED)
     model.backend.reserve_kv(300, 16)
     model.load(3, SOME)
     batches = [

@@ -12,8 +12,8 @@ import torch
 
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.device_properties import INTERPRETER
+from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.experts import DenseExperts, Fp8Experts, QuantizedExperts, pack_matrices
-from penstock.backend.cuda.footprint import stored_as
 from penstock.backend.cuda.fp8_weights import RowScaledFp8
 from penstock.backend.cuda.kernels.expert_gemm import ExpertRows
 from penstock.backend.cuda.kernels.expert_routing import (
@@ -24,6 +24,7 @@ from penstock.backend.cuda.kernels.expert_routing import (
     route,
 )
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix
+from penstock.backend.cuda.storage import StorageRules, storage_of
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.ref.ops import choose
 from penstock.model.dequantize import dequantize
@@ -172,15 +173,15 @@ def check_products(matrices: Any, stacks: list[Stack], rows: int, width: int, to
 def test_fp8_experts_are_widened_where_no_kernel_reads_them(caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(packed(fp8_stacks(32, 256, (16, 64))), DenseExperts)
     assert "experts in F8_E4M3 become" in caplog.text
-    older = CudaBackend(64, 8, device=DEVICE, dtype=HALF, properties=replace(INTERPRETER, capability=(8, 0)))
+    older = CudaBackend(64, 8, device=DEVICE, dtype=HALF, tilings=Tilings.of(replace(INTERPRETER, capability=(8, 0))))
     stacks = fp8_stacks(32, 256, (16, 256))
-    assert isinstance(pack_matrices(stacks, torch.device(DEVICE), HALF, older._workspace, ""), DenseExperts)
+    assert isinstance(pack_matrices(stacks, older._packer.target), DenseExperts)
 
 
 def packed(stacks: list[Stack], quantize: str = "") -> Any:
     backend = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize=quantize)
-    matrices = pack_matrices(stacks, torch.device(DEVICE), HALF, backend._workspace, quantize)
-    backend._workspace.transfer.finish()
+    matrices = pack_matrices(stacks, backend._packer.target)
+    backend._packer.target.workspace.transfer.finish()
     return matrices
 
 
@@ -226,7 +227,7 @@ def test_experts_with_a_factor_each_stay_quantized(caplog: pytest.LogCaptureFixt
     ]
     matrices = packed(scaled)
     assert isinstance(matrices, QuantizedExperts)
-    assert stored_as(scaled[0].parts[0], "") == ("NVFP4", 4.5)
+    assert storage_of(scaled[0].parts[0], StorageRules())[1:3] == ("NVFP4", 4.5)
     assert "become" not in caplog.text
     check_products(matrices, scaled, 32, 256, 5e-3)
 
@@ -261,7 +262,7 @@ def test_routers_and_gates_of_shared_experts_are_not_quantized(quantize: str) ->
         tensor = replace(plain, role=role)
         weight = CudaBackend(64, 8, device=DEVICE, dtype=HALF, quantize=quantize).pack_matrix([tensor], [None])
         assert isinstance(weight, kind)
-        assert stored_as(tensor, quantize).kind == ("BF16" if kind is DenseMatrix else quantize)
+        assert storage_of(tensor, StorageRules(quantize)).kind == ("BF16" if kind is DenseMatrix else quantize)
 
 
 def test_memory_figures_know_which_experts_are_float8() -> None:
@@ -269,9 +270,12 @@ def test_memory_figures_know_which_experts_are_float8() -> None:
         scales = Scales(np.ones((1, 1), np.float32), 1024, columns) if columns else None
         return Tensor("w", format, (32, 32), np.zeros(1024 * format.bytes, np.uint8), role=role, scales=scales)
 
+    def bits(tensor: Tensor, quantize: str = "", has_fp8: bool = True) -> float:
+        return storage_of(tensor, StorageRules(quantize, has_fp8=has_fp8)).bits
+
     plain = random_tensor(np.random.default_rng(), "BF16", 32, 32).format
     for role in (Role.EXPERT_IN, Role.EXPERT_OUT):
-        assert [stored_as(tensor(role, FP8["F8_E4M3"], columns), "").bits for columns in (0, 32, 16)] == [8, 8, 16]
-        assert stored_as(tensor(role, FP8["F8_E4M3"]), "", has_fp8=False).bits == 16
-        assert [stored_as(tensor(role, plain), quantize).bits for quantize in ("fp8", "int4", "")] == [8, 4.5, 16]
-    assert stored_as(tensor(Role.MLP_IN, FP8["F8_E4M3"]), "").bits == 8
+        assert [bits(tensor(role, FP8["F8_E4M3"], columns)) for columns in (0, 32, 16)] == [8, 8, 16]
+        assert bits(tensor(role, FP8["F8_E4M3"]), has_fp8=False) == 16
+        assert [bits(tensor(role, plain), quantize) for quantize in ("fp8", "int4", "")] == [8, 4.5, 16]
+    assert bits(tensor(Role.MLP_IN, FP8["F8_E4M3"])) == 16, "a matrix needs whole tiles of 64 columns"

@@ -49,7 +49,7 @@ def packed(
     biases = [random_tensor(rng, "F32", count) if bias else None for count in rows]
     backend = CudaBackend(256, 64, device=DEVICE, dtype=HALF)
     weight = backend.pack_matrix(parts, biases)
-    backend._workspace.transfer.finish()
+    backend._packer.target.workspace.transfer.finish()
     return weight, torch.from_numpy(np.concatenate([dequantize(part) for part in parts])).to(DEVICE)
 
 

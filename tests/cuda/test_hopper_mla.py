@@ -11,6 +11,7 @@ import torch
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, inputs, launch_mla
 from penstock.backend.cuda.contexts import BLOCK, PromptSizes, place_contexts
+from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.kernels.hopper_attention import HopperAttentionTiling
 from penstock.backend.cuda.kernels.hopper_mla import hopper_mla
 from penstock.backend.cuda.kernels.mla_expanded import Carry, ExpandedKv
@@ -96,7 +97,7 @@ def test_prompts_behind_the_backend(kv: str, monkeypatch: pytest.MonkeyPatch) ->
         [Chunk(range(100), 0, range(15))],
         [Chunk(range(100, 230), 100, range(15)), Chunk(range(230, 240), 0, [15], 1)],
     )
-    backend = CudaBackend(144, 8, device=DEVICE, dtype=HALF, kv=kv, properties=HOPPER.device)
+    backend = CudaBackend(144, 8, device=DEVICE, dtype=HALF, kv=kv, tilings=Tilings.of(HOPPER.device))
     got, wanted = run(trial, backend), run(trial, RefBackend())
     assert forms_of(backend, trial) == [(1, 0, 1), (3, 0, 3)]
     assert launches == [0, *range(0, 3 * BLOCK, backend._programs[0].expansion.room)]

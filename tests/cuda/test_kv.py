@@ -224,7 +224,7 @@ def test_another_type_is_tried_before_a_cache_is_reserved(kind: str) -> None:
         assert apart(logits, np.concatenate([alone.logits(batch) for batch in batches])) == 0
     assert apart(tried["auto"], tried[kind]) > 1e-4
     backend.reserve_kv(3, BLOCK_SIZE)
-    assert backend._programs[0].memory.caches[0].lines.dtype == KINDS[kind]
+    assert backend._programs[0].memory.kv.caches[0].lines.dtype == KINDS[kind]
 
 
 @pytest.mark.parametrize(("kind", "line"), [("auto", 8 * 4), ("fp8", 8 + 4), ("int8", 8 + 4)])
@@ -232,7 +232,7 @@ def test_bytes_are_those_of_the_cache(kind: str, line: int) -> None:
     backend = loaded("tied", kind)
     backend.reserve_kv(3, BLOCK_SIZE)
     assert backend.memory_needs().kv_bytes_per_token == 2 * 2 * 2 * line  # layers, keys and values, heads
-    splits = [part for cache in backend._programs[0].memory.caches.values() for part in cache if part is not None]
+    splits = [part for cache in backend._programs[0].memory.kv.caches.values() for part in cache if part is not None]
     assert sum(part.nbytes for part in splits) == 4 * BLOCK_SIZE * backend.memory_needs().kv_bytes_per_token
 
 

@@ -11,6 +11,7 @@ import torch
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend, inputs, kv_expansion
 from penstock.backend.cuda.contexts import BLOCK, MOST_BLOCKS, PromptSizes
+from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.graphs import padded
 from penstock.backend.cuda.kernels.expand_kv import expand_kv
 from penstock.backend.cuda.kernels.prefill_attention import prefill_attention, queries_per_tile
@@ -111,9 +112,9 @@ def test_prompts_and_answers_in_one_step(
         [Chunk(range(120, 230), 120, range(15)), Chunk([239], 9, [15], 1)],
         [Chunk(range(240, 540), 0, range(19))],
     )
-    backend = CudaBackend(384, 128, device=DEVICE, dtype=HALF, kv="int8", properties=HOPPER.device)
+    backend = CudaBackend(384, 128, device=DEVICE, dtype=HALF, kv="int8", tilings=Tilings.of(HOPPER.device))
     if pads:
-        monkeypatch.setattr(backend, "_pad", lambda program, shape: padded(shape, program.program.spare_splits))
+        monkeypatch.setattr(backend._steps, "pad", lambda program, shape: padded(shape, program.program.spare_splits))
     got, wanted = run(trial, backend), run(trial, RefBackend())
     assert [blocks for blocks, *_ in forms_of(backend, trial)] == [2, 2, 3]
     assert max(difference(some[: len(each)], each) for some, each in zip(got, wanted, strict=True)) <= 2e-2

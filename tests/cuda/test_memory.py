@@ -12,8 +12,8 @@ import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.footprint import tensor_bytes
 from penstock.backend.cuda.graphs import Graphs, common_shapes, padded
+from penstock.backend.cuda.storage import StorageRules, storage_of
 from penstock.backend.cuda.transfer import Transfer
 from penstock.engine.assemble import assemble
 from penstock.errors import OutOfMemory
@@ -40,7 +40,7 @@ PROMPTS = {1: (3, 5, 5), 2: (3, 6, 5)}
 )
 def test_matrices_by_format(format: str, quantize: str, bits: float) -> None:
     matrix = Tensor("w", FORMATS[format], (512, 1024), np.empty(0, np.uint8), role=Role.MLP_IN)
-    assert tensor_bytes(matrix, quantize) == pytest.approx(512 * 1024 * bits / 8, rel=0.03)
+    assert storage_of(matrix, StorageRules(quantize)).bytes == pytest.approx(512 * 1024 * bits / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "glm4_moe", "lfm2", "jamba"])
@@ -81,7 +81,7 @@ def test_rehearsals_leave_no_trace() -> None:
     before = backend.logits(greedy_batch([Chunk(tokens, 0, range(4))]))
     program = backend._programs[0]
     for shape in common_shapes(8, 256, 64, *program.program.split_sizes):
-        backend._rehearse(program, backend._pad(program, shape), sampling=True)
+        backend._preparation.rehearse(program, backend._steps.pad(program, shape), sampling=True)
     after = backend.logits(greedy_batch([Chunk([10], 5, range(4))]))
     backend.reserve_kv(64, 4)
     whole = backend.logits(greedy_batch([Chunk([*tokens, 10], 0, range(4))]))
@@ -92,11 +92,11 @@ def test_no_shape_is_made_ready_that_steps_are_too_small_for() -> None:
     """Steps of 200 tokens at most: those that would be padded to 256 are left out, and all others stay."""
     backend = loaded("llama3", CudaBackend(200, 8, device=DEVICE, dtype=torch.float32, prefill_budget=64))
     backend.reserve_kv(64, 4)
-    shapes = [shape for _, shape in backend._shapes_ahead()]
+    shapes = [shape for _, shape in backend._preparation.shapes_ahead()]
     assert {shape.tokens for shape in shapes if shape.tiles} == {128}
     assert {shape.decodes for shape in shapes if not shape.tiles} >= {1, 2, 4, 8}
     for shape in shapes:
-        backend._rehearse(backend._programs[0], shape)
+        backend._preparation.rehearse(backend._programs[0], shape)
 
 
 def test_a_step_without_memory_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_first_answers_wait_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
         pass
     program = backend._programs[0]
     shapes = common_shapes(8, 256, 64, *program.program.split_sizes)
-    assert all(program.graphs.has(shape) for shape in shapes if shape == backend._pad(program, shape))
+    assert all(program.graphs.has(shape) for shape in shapes if shape == backend._steps.pad(program, shape))
     compiled.clear()
     assert answers(backend, limits, {1: (3, 4, 5)}) == before
     answers(backend, limits, {id: (3, 4, id) for id in range(1, 7)})

@@ -38,7 +38,7 @@ def steps_of(trial: Trial, *steps: list[Chunk]) -> Trial:
 def forms_of(backend: CudaBackend, trial: Trial) -> list[tuple[int, int, int]]:
     """Returns of each step the blocks of contexts that are expanded, the splits and the tiles."""
     program = backend._programs[0]
-    plans = [backend._plan(program, batch) for batch in trial.steps]
+    plans = [backend._steps.plan(program, batch) for batch in trial.steps]
     return [(len(plan.contexts.blocks), len(plan.splits), len(plan.tiles)) for plan in plans]
 
 
@@ -67,7 +67,7 @@ def test_answers_and_prompts_in_one_step(pads: bool, monkeypatch: pytest.MonkeyP
     )
     backend = cuda_backend(256, rows=128)
     if pads:
-        monkeypatch.setattr(backend, "_pad", lambda program, shape: padded(shape, program.program.spare_splits))
+        monkeypatch.setattr(backend._steps, "pad", lambda program, shape: padded(shape, program.program.spare_splits))
     got, wanted = run(trial, backend), run(trial, RefBackend())
     assert forms_of(backend, trial) == [(2, 0, 2), (1, 2, 1)]
     assert max(difference(some[: len(each)], each) for some, each in zip(got, wanted, strict=True)) <= 1e-5
@@ -80,7 +80,7 @@ def test_a_rehearsed_step_expands_nothing() -> None:
     program = backend._programs[0]
     assert (
         program.usual(inputs.Shape(20, 1, 0, 0, 1)).expanded
-        == backend._plan(program, trial.steps[0]).shape.expanded
+        == backend._steps.plan(program, trial.steps[0]).shape.expanded
         == 1
     )
     assert program.usual(inputs.Shape(2, 2, 2, 2, 0)).expanded == 0

@@ -132,7 +132,7 @@ def test_programs_share_the_memory_of_activations_and_nothing_else() -> None:
     first, second = (backend._programs[number] for number in (0, 1))
     places = [{buffer.data_ptr() for buffer in each.program._buffers} for each in (first, second)]
     assert places[0] == places[1]
-    kept = [[t.data_ptr() for t in tensors_in([each.memory.planes, each.memory.last])] for each in (first, second)]
+    kept = [[t.data_ptr() for t in tensors_in([each.memory.kv.planes, each.memory.last])] for each in (first, second)]
     assert not set(kept[0]) & set(kept[1])
 
 
@@ -143,8 +143,8 @@ def test_both_answer_after_sleep_as_before() -> None:
     graphs = [dict(each.graphs._graphs) for each in backend._programs.values()]
     assert all(graphs) or DEVICE == "cpu"
     assert backend.sleeper is not None
-    assert backend.sleeper.sleep() == backend._arena.kept_bytes > 0
-    assert backend._arena.device_bytes == 0
+    assert backend.sleeper.sleep() == backend._packer.target.workspace.arena.kept_bytes > 0
+    assert backend._packer.target.workspace.arena.device_bytes == 0
     backend.sleeper.wake()
     for number in (0, 1):
         prompt(backend, number)
@@ -286,7 +286,7 @@ def test_both_get_ready_in_idle() -> None:
     for number, shapes in enumerate((common_shapes, draft_shapes)):
         program = backend._programs[number]
         common = shapes(4, 256, 0, *program.program.split_sizes)
-        ready = [shape for shape in common if shape == backend._pad(program, shape)]
+        ready = [shape for shape in common if shape == backend._steps.pad(program, shape)]
         assert ready
         assert all(program.graphs.has(shape) for shape in ready)
     assert run(backend, step(0, 0), step(0, 1)) == wanted
@@ -363,5 +363,5 @@ def test_two_tokens_of_a_row_attend_as_drafts_do() -> None:
         for slot, (p, token, table) in enumerate(zip(PROMPTS, tokens, TABLES, strict=True))
     ]
     batch = replace(greedy_batch(chunks, 5), program=1, sample=step(0, 1).sample)
-    assert backend._plan(backend._programs[1], batch).shape.run
+    assert backend._steps.plan(backend._programs[1], batch).shape.run
     assert [row.tokens for row in run(backend, batch)[0]] == [row.tokens for row in wanted]

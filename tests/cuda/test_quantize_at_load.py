@@ -10,7 +10,8 @@ import pytest
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.footprint import stored_as
+from penstock.backend.cuda.device import DEVICE as DEVICE_KIND
+from penstock.backend.cuda.storage import StorageRules, storage_of
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.backend.quantize_at_load import may_quantize, quantized
 from penstock.backend.ref import RefBackend
@@ -28,7 +29,7 @@ GOLDEN = GOLDENS / "qwen2"
 def test_the_gpu_computes_with_the_same_weights(to: str) -> None:
     plain = open_checkpoint(GOLDEN)
     loaded = quantized(plain, Config(model=str(GOLDEN), device="cuda", quantize=to, threads=2))
-    reference, backend = RefBackend(), CudaBackend(64, 4, device=DEVICE, dtype=HALF, graphs=False)
+    reference, backend = RefBackend(), CudaBackend(64, 4, device=DEVICE, dtype=HALF)
     answers = []
     for each in (reference, backend):
         each.load(load_model(loaded, each))
@@ -45,7 +46,7 @@ class Recorder(CudaBackend):
     """Remembers what each tensor was packed as."""
 
     def __init__(self, quantize: str) -> None:
-        super().__init__(64, 4, device=DEVICE, dtype=HALF, graphs=False, quantize=quantize)
+        super().__init__(64, 4, device=DEVICE, dtype=HALF, quantize=quantize)
         self.packed: dict[str, Any] = {}
 
     def pack_matrix(self, parts: Any, bias: Any) -> Any:
@@ -66,18 +67,19 @@ def test_a_gpu_quantizes_what_the_table_allows(name: str, file: str, quantize: s
     assert (Role.POSITIONS in roles) == (name == "gpt2")
     for part, weight in backend.packed.values():
         fits = quantize == "int4" or weight.width % 64 == 0
-        allowed = may_quantize(part, quantize, "cuda")
+        allowed = may_quantize(part, DEVICE_KIND)
         assert isinstance(weight, DenseMatrix) != (allowed and fits), part.name
-        assert (stored_as(part, quantize).kind == quantize) == allowed, part.name
+        stored = storage_of(part, StorageRules(quantize)).kind
+        assert (stored == quantize) == (allowed and fits), part.name
     for tensor in checkpoint.tensors.values():
-        assert tensor.role not in MLA or stored_as(tensor, quantize).kind == "BF16"
+        assert tensor.role not in MLA or storage_of(tensor, StorageRules(quantize)).kind == "BF16"
 
 
 def test_a_model_with_fp8_experts_answers_nearly_the_same() -> None:
     """One token has its experts by pairs, and a prompt by blocks."""
     checkpoint, answers = open_checkpoint(GOLDENS / "qwen3_moe"), []
     for quantize in ("", "fp8"):
-        backend = CudaBackend(64, 4, device=DEVICE, dtype=HALF, graphs=False, quantize=quantize)
+        backend = CudaBackend(64, 4, device=DEVICE, dtype=HALF, quantize=quantize)
         backend.load(load_model(checkpoint, backend))
         backend.reserve_kv(8, 16)
         chunks = Chunk(list(range(12)), 0, range(1)), Chunk([12], 12, range(1))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.backend.cuda.footprint import STORED_BITS
 from penstock.backend.cuda.kernels import quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.dequantize import dequantize_matrix, dequantize_rows
 from penstock.backend.cuda.kernels.fp8 import Fp8Weight, cublas_fp8_gemm, fp8_gemm_small, quantize_fp8
@@ -16,6 +15,7 @@ from penstock.backend.cuda.kernels.fp8_gemm import fp8_gemm
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_quantized import CODINGS, QuantizedWeight, pack, quantize_int4
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace
+from penstock.backend.cuda.storage import CODE_BITS
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import dequantize
 from penstock.model.random_tensor import random_tensor
@@ -95,7 +95,7 @@ def arrays(weight: QuantizedWeight) -> list[torch.Tensor]:
 @formats
 def test_packed_weights_take_what_is_said_before(name: str) -> None:
     weight, _ = packed(name)
-    assert weight.bytes * 8 == STORED_BITS[name] * 48 * WIDTH  # rows fill tiles of 16
+    assert weight.bytes * 8 == CODE_BITS[name] * 48 * WIDTH  # rows fill tiles of 16
 
 
 @codings

@@ -153,7 +153,7 @@ def test_the_backend_answers_the_same(prompt: int, monkeypatch: pytest.MonkeyPat
     backend.reserve_kv(6, BLOCK)
     backend.logits(greedy_batch([Chunk(list(range(18)), 0, [0, 2], 0)]))
     backend.logits(greedy_batch([Chunk([7, 8], 16, [0, 3], 1)]))
-    assert backend._plan(backend._programs[0], greedy_batch(rows)).shared is not None
+    assert backend._steps.plan(backend._programs[0], greedy_batch(rows)).shared is not None
     found = [backend.logits(greedy_batch(rows))]
     monkeypatch.setattr(shared_prefixes, "LEAST_SPARED", 1 << 40)
     found.append(backend.logits(greedy_batch(rows)))

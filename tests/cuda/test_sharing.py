@@ -74,7 +74,7 @@ def loaded(kv: str = "auto") -> CudaBackend:
 
 def on_stand_in(backend: CudaBackend, memory: FileMemory | None = None) -> CudaSharing:
     """Lets a backend share blocks through host memory, whatever it computes on."""
-    return CudaSharing("stand-in", backend._blocks.rows, lambda: memory or FileMemory())
+    return CudaSharing("stand-in", backend._programs.blocks.rows, lambda: memory or FileMemory())
 
 
 # -- the rooms, on a stand-in ------------------------------------------------------------------------------------

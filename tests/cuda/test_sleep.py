@@ -38,7 +38,7 @@ def asleep(backend: CudaBackend) -> int:
     """Puts the backend to sleep; returns the bytes of host memory that this takes."""
     assert backend.sleeper is not None
     host = backend.sleeper.sleep()
-    assert backend._arena.device_bytes == 0
+    assert backend._packer.target.workspace.arena.device_bytes == 0
     return host
 
 
@@ -68,7 +68,7 @@ def test_steps_after_sleep_are_those_before_to_the_bit(format: str, quantize: st
     assert np.isfinite(before).all()
     assert graphs or DEVICE == "cpu"
     for _ in range(2 if DEVICE == "cuda" else 1):
-        assert asleep(backend) == backend._arena.kept_bytes > 0
+        assert asleep(backend) == backend._packer.target.workspace.arena.kept_bytes > 0
         assert backend.sleeper is not None
         backend.sleeper.wake()
         assert np.array_equal(logits(), before)
@@ -79,12 +79,12 @@ def test_steps_after_sleep_are_those_before_to_the_bit(format: str, quantize: st
 def test_all_weights_leave_the_device(name: str) -> None:
     backend = backend_of()
     backend.load(load_model(open_checkpoint(GOLDENS / name), backend))
-    backend._workspace.transfer.finish()
+    backend._packer.target.workspace.transfer.finish()
     weights = [
         t for t in tensors_in([node.attributes for node in backend._programs[0].program.recorded.nodes]) if t.nbytes
     ]
     assert len(weights) > 5
-    assert all(backend._arena._holds(weight.data_ptr()) for weight in weights)
+    assert all(backend._packer.target.workspace.arena._holds(weight.data_ptr()) for weight in weights)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="takes the interpreter half a minute")
@@ -105,7 +105,7 @@ def test_an_engine_answers_as_before() -> None:
 
     first = answer(1)
     (use,) = advance(engine, [Sleep(id=2)])
-    assert use == MemoryUse(2, 0, backend._arena.host_bytes)
+    assert use == MemoryUse(2, 0, backend._packer.target.workspace.arena.host_bytes)
     assert answer(3) == first
 
 

@@ -18,10 +18,10 @@ from penstock.backend.cuda import CudaBackend, quantized_tilings
 from penstock.backend.cuda import tilings as dense_tilings
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
-from penstock.backend.cuda.footprint import stored_as
 from penstock.backend.cuda.fp8_weights import Fp8Matrix
 from penstock.backend.cuda.kernels.expert_gemm import block_tiling
 from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS
+from penstock.backend.cuda.storage import StorageRules, storage_of
 from penstock.backend.cuda.tuned_tilings import Product, TunedTilings, entry_name, write_tuned
 from penstock.backend.cuda.weights import DenseMatrix
 from penstock.errors import ConfigError
@@ -197,13 +197,13 @@ def test_a_measured_split_fits_the_scratch_memory_of_a_taller_matrix() -> None:
     assert tilings.quant_gemm(256, 16384, 4096).split == 2
 
 
-def backend_like(properties: DeviceProperties, **options: Any) -> CudaBackend:
-    return CudaBackend(256, 64, device=DEVICE, dtype=options.pop("dtype", HALF), properties=properties, **options)
+def backend_like(properties: DeviceProperties, path: Path | None = None, **options: Any) -> CudaBackend:
+    return CudaBackend(256, 64, device=DEVICE, tilings=Tilings.of(properties, path), **{"dtype": HALF} | options)
 
 
 def test_a_model_runs_with_the_tilings_of_an_a100(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokens, logits = expected("llama3")
-    backend = loaded("llama3", backend_like(A100, dtype=torch.float32, tuned=tmp_path / "none.json"))
+    backend = loaded("llama3", backend_like(A100, tmp_path / "none.json", dtype=torch.float32))
     assert caplog.text.count("penstock doctor --tune") == 1
     assert backend.name == A100.name
     backend.reserve_kv(64, BLOCK_SIZE, SLOTS)
@@ -219,7 +219,7 @@ def test_weights_in_fp8_become_16_bits_without_tensor_cores_for_them() -> None:
         backend = backend_like(device)
         assert isinstance(backend.pack_matrix([tensor], [None]), kind)
         assert backend.stored_as(tensor).bits == (16 if kind is DenseMatrix else 8)
-    assert stored_as(tensor, "").bits == 8
+    assert storage_of(tensor, StorageRules()).bits == 8
 
 
 @pytest.mark.parametrize("options", [{"quantize": "fp8"}, {"kv": "fp8"}])

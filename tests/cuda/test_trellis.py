@@ -13,11 +13,13 @@ import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda import CudaBackend
-from penstock.backend.cuda.exchange import HostPacker, copies
-from penstock.backend.cuda.footprint import expands, stored_as
+from penstock.backend.cuda.exchange import copies
+from penstock.backend.cuda.footprint import expands
 from penstock.backend.cuda.kernels.trellis import Tiling, dequantize_trellis, rotate_inputs, trellis_gemm
+from penstock.backend.cuda.packer import CudaPacker, host_workspace
+from penstock.backend.cuda.storage import StorageRules, storage_of
 from penstock.backend.cuda.trellis_weights import TrellisMatrix
-from penstock.backend.cuda.weights import DenseMatrix
+from penstock.backend.cuda.weights import DenseMatrix, PackTarget
 from penstock.backend.ref import RefBackend
 from penstock.errors import WeightsError
 from penstock.model.dequantize import dequantize
@@ -41,7 +43,7 @@ def packed(
     biases = [random_tensor(rng, "F32", count) if bias else None for count in rows]
     backend = CudaBackend(128, 64, device=DEVICE, dtype=HALF, deterministic=deterministic)
     weight = backend.pack_matrix(parts, biases)
-    backend._workspace.transfer.finish()
+    backend._packer.target.workspace.transfer.finish()
     return weight, torch.from_numpy(np.concatenate([dequantize(part) for part in parts])).to(DEVICE)
 
 
@@ -125,21 +127,21 @@ def test_a_model_answers_with_the_bits_of_its_file(caplog: pytest.LogCaptureFixt
     assert not caplog.text
     tensors = [open_checkpoint(GOLDEN).tensors[f"layers.0.{name}"] for name in "qkv"]
     taken = [sum(each.nbytes for each in (part.words, part.svh, part.suh)) for part in weight.parts]
-    assert taken == [stored_as(tensor, "").bytes(tensor) for tensor in tensors]
+    assert taken == [storage_of(tensor, StorageRules()).bytes for tensor in tensors]
     assert all(map(expands, tensors))
 
 
 def test_what_no_plain_product_has_is_widened() -> None:
     tensor = random_tensor(np.random.default_rng(0), "EXL3-3", 128, 128).with_role(Role.EMBEDDING)
-    packer = HostPacker(torch.bfloat16, TILINGS, "")
+    packer = CudaPacker(PackTarget(host_workspace(TILINGS), torch.bfloat16))
     assert isinstance(packer.pack_matrix([tensor], [None]), DenseMatrix)
-    assert stored_as(tensor, "").kind == "BF16"
+    assert storage_of(tensor, StorageRules()).kind == "BF16"
     assert not expands(tensor)
-    assert stored_as(tensor.with_role(Role.EXPERT_IN), "").kind == "BF16"
+    assert storage_of(tensor.with_role(Role.EXPERT_IN), StorageRules()).kind == "BF16"
 
 
 def test_weights_of_one_layout_are_exchanged() -> None:
-    rng, packer = np.random.default_rng(0), HostPacker(torch.bfloat16, TILINGS, "")
+    rng, packer = np.random.default_rng(0), CudaPacker(PackTarget(host_workspace(TILINGS), torch.bfloat16))
     one, other, wider, book = (
         packer.pack_matrix([random_tensor(rng, format, 128, 128)], [None])
         for format in ("EXL3-2", "EXL3-2", "EXL3-3", "EXL3-2-mul1")

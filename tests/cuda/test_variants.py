@@ -15,6 +15,7 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cuda.backend import CudaBackend
 from penstock.backend.cuda.graphs import of_each_kind
 from penstock.backend.cuda.inputs import Shape
+from penstock.backend.cuda.preparation import FIRST_SHAPES
 from tests.cuda.device import DEVICE
 from tests.cuda.test_memory import loaded
 
@@ -65,25 +66,23 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]]
 def backend() -> CudaBackend:
     made = loaded("llama3", CudaBackend(TOKENS, ROWS, device=DEVICE, dtype=torch.float32))
     made.reserve_kv(2048, BLOCK)
-    made._capture = True  # steps are padded as on a GPU; no graph is captured here
+    made._steps.capture = True  # steps are padded as on a GPU; no graph is captured here
     return made
 
 
 def rehearse(backend: CudaBackend, shapes: Sequence[Shape]) -> None:
     for shape in shapes:
-        backend._rehearse(backend._programs[0], shape)
+        backend._preparation.rehearse(backend._programs[0], shape)
 
 
 def warmed_up(backend: CudaBackend) -> list[Shape]:
     """Returns the shapes whose kernels are compiled before an engine is ready."""
-    first = [
-        backend._shape_for(backend._programs[0], shape) for shape in (Shape(128, 1, 0, 0, 1), Shape(1, 1, 1, 1, 0))
-    ]
-    return first + [shape for _, shape in backend._of_each_kind()]
+    first = [backend._steps.shape_for(backend._programs[0], shape) for shape in FIRST_SHAPES]
+    return first + [shape for _, shape in backend._preparation.of_each_kind()]
 
 
 def test_shapes_of_each_kind_launch_all_that_others_do(backend: CudaBackend, variants: Any) -> None:
-    ahead = [shape for _, shape in backend._shapes_ahead()]
+    ahead = [shape for _, shape in backend._preparation.shapes_ahead()]
     chosen = of_each_kind(ahead)
     assert len(chosen) < len(ahead) / 2
     assert variants(lambda: rehearse(backend, chosen)) == variants(lambda: rehearse(backend, ahead))
@@ -112,13 +111,13 @@ STEPS = {
 def test_a_step_waits_for_no_compiler(step: str, backend: CudaBackend, variants: Any) -> None:
     program = backend._programs[0]
     known = variants(lambda: rehearse(backend, warmed_up(backend)))
-    shape = backend._shape_for(program, backend._plan(program, greedy_batch(STEPS[step])).shape)
+    shape = backend._steps.shape_for(program, backend._steps.plan(program, greedy_batch(STEPS[step])).shape)
     assert variants(lambda: rehearse(backend, [shape])) <= known
 
 
 def test_cached_prompts_attend_in_runs_and_answers_share_a_prefix(backend: CudaBackend) -> None:
     """Says what the steps above are about: the first kernels that are compiled do not have them."""
-    planned = {step: backend._plan(backend._programs[0], greedy_batch(STEPS[step])).shape for step in STEPS}
+    planned = {step: backend._steps.plan(backend._programs[0], greedy_batch(STEPS[step])).shape for step in STEPS}
     assert planned["the same prompts again"].run > 0
     assert planned["answers behind one prefix"].shared > 0
     assert planned["these and a prompt"].shared > 0 < planned["these and a prompt"].tiles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import penstock.backend
-from penstock.backend import check_quantize, open_backend, recoded_to, resolve_defaults
-from penstock.config import Config, Device
+from penstock.backend import check_quantize, devices, open_backend, recoded_to, resolve_defaults
+from penstock.backend.cuda import device as cuda
+from penstock.backend.device import DeviceKind
+from penstock.backend.devices import device_kind, option_help, parse_device, possible_kinds
+from penstock.config import OPTIONS, Config
 from penstock.errors import ConfigError
 
 AUTO = Config(model="m")
@@ -28,13 +31,13 @@ def with_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
             (tmp_path / package / "__init__.py").write_text("raise ImportError('too slow to be imported here')")
         (tmp_path / "torch" / "version.py").write_text(version)
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr(penstock.backend, "NVIDIA", tmp_path)
+        monkeypatch.setattr(cuda, "NVIDIA", tmp_path)
 
     return make
 
 
 def test_without_a_gpu_the_cpu_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(penstock.backend, "NVIDIA", tmp_path / "none")
+    monkeypatch.setattr(cuda, "NVIDIA", tmp_path / "none")
     assert resolve_defaults(AUTO).device == "cpu"
 
 
@@ -53,20 +56,29 @@ def test_a_device_that_was_named_is_not_replaced(with_gpu: Callable[[str], None]
 
 
 def test_cuda_without_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install"):
         open_backend(resolve_defaults(Config(model="m", device="cuda")))
 
 
 @pytest.mark.parametrize(
     ("text", "device"),
-    [("cpu", ("cpu", 0)), ("ref", ("ref", 0)), ("auto", ("auto", 0)), ("cuda", ("cuda", 0)), ("cuda:12", ("cuda", 12))],
+    [("cpu", ("cpu", 0)), ("ref", ("ref", 0)), ("cuda", ("cuda", 0)), ("cuda:12", ("cuda", 12))],
 )
 def test_a_device_may_have_an_index(text: str, device: tuple[str, int]) -> None:
-    assert Device.parse(text) == device
+    found = parse_device(text)
+    assert (found.kind.name, found.number) == device
+    assert parse_device(str(found)) == found
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:1:2", "cpu:0", "CUDA", "cuda:\u0661"])
+def test_auto_is_no_device_yet() -> None:
+    with pytest.raises(ConfigError, match="'auto' is not decided yet"):
+        device_kind("auto")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "gpu", "auto:1", "cuda:", "cuda:-1", "cuda:x", "cuda:1:2", "cpu:0", "CUDA", "cuda:\u0661"]
+)
 def test_other_devices_are_refused_and_the_known_ones_named(text: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown device .*: use one of auto, cpu, cuda, ref, or cuda:N"):
         resolve_defaults(Config(model="m", device=text))
@@ -80,6 +92,84 @@ def test_any_gpu_gets_the_sizes_and_formats_of_gpus() -> None:
 
 
 def test_a_gpu_is_named_where_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(penstock.backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="device cuda:3 needs torch and triton"):
         open_backend(resolve_defaults(Config(model="m", device="cuda:3")))
+
+
+def test_each_kind_declares_what_the_others_do() -> None:
+    """A backend that lacks a declared default, or that auto tries at the same time as another, is found here."""
+    kinds = devices.kinds()
+    assert kinds.keys() == {"cpu", "cuda", "ref"}
+    assert [kind.name for kind in devices.in_order()] == ["cuda", "cpu", "ref"]
+    assert len({frozenset(kind.defaults) for kind in kinds.values()}) == 1
+    for name, kind in kinds.items():
+        assert kind.name == name
+        assert kind.fp8_defaults.keys() <= kind.defaults.keys() <= OPTIONS.keys()
+
+
+def test_declarations_are_read_without_what_computes() -> None:
+    code = "from penstock.backend.devices import kinds; kinds(); import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "triton", "numpy", "importlib.metadata", "penstock.backend.base", "penstock.backend.cpu.backend"}
+    assert not heavy & set(done.stdout.split())
+
+
+def test_auto_may_be_a_gpu_only_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert possible_kinds("gpu") == possible_kinds("None") == []
+    assert [kind.name for kind in possible_kinds("cuda:3")] == ["cuda"]
+
+    def names(present: bool) -> list[str]:
+        kinds: dict[str, DeviceKind] = {**declared, "cuda": replace(cuda.DEVICE, is_present=lambda: present)}
+        monkeypatch.setattr(devices, "kinds", lambda: kinds)
+        return [kind.name for kind in possible_kinds("auto")]
+
+    assert names(False) == ["cpu", "ref"]
+    assert names(True) == ["cuda", "cpu", "ref"]
+
+
+declared = devices.kinds()
+
+
+def test_another_package_brings_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has an entry point; auto does not search for it."""
+    opened: list[str] = []
+    toy = replace(
+        declared["ref"],
+        name="toy",
+        indexed=True,
+        noun="a toy",
+        open=lambda config, device, *_: opened.append(str(device)),
+    )
+
+    class Entry:
+        name = "toy"
+        load = staticmethod(lambda: toy)
+
+    searched: list[str] = []
+
+    def entry_points(group: str) -> list[type[Entry]]:
+        searched.append(group)
+        return [Entry]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
+    devices.other_kinds.cache_clear()
+    try:
+        resolve_defaults(AUTO)
+        assert not searched
+        open_backend(resolve_defaults(Config(model="m", device="toy:1")))
+        assert (opened, searched) == (["toy:1"], ["penstock.backends"])
+        with pytest.raises(ConfigError, match="one of auto, cpu, cuda, ref, toy, or cuda:N for GPU number N, or toy:N"):
+            parse_device("joy")
+    finally:
+        devices.other_kinds.cache_clear()
+
+
+def test_help_has_the_values_that_devices_declare() -> None:
+    texts = {name: option_help(name, option) for name, option in OPTIONS.items()}
+    assert texts["device"] == (
+        "Device that computes: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow)."
+    )
+    assert texts["max_rows"].endswith("further requests wait. 0: 64; on a GPU 256.")
+    assert texts["prefill_budget"].endswith(" 0: 192; on a GPU 384, with FP8 weights 640.")
+    assert texts["threads"] == OPTIONS["threads"].help

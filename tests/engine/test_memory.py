@@ -66,7 +66,9 @@ def test_a_shorter_context_is_told() -> None:
     assert plan.limits.max_len == 30512
     assert plan.whole_sequences == 1
     assert plan.notes == ("prompt and answer have 30512 tokens at most, not 131072: the cache holds no more",)
-    roomy = plan_memory(Config(model="m", max_rows=4, step_tokens=512, max_len=4096), SPEC, device(22 * GB))
+    roomy = plan_memory(
+        Config(model="m", device="cpu", max_rows=4, step_tokens=512, max_len=4096), SPEC, device(22 * GB)
+    )
     assert roomy.notes == ()
     assert roomy.whole_sequences == 4
 
@@ -91,7 +93,7 @@ def test_a_cpu_has_the_cache_that_was_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_smaller_cache_is_what_was_asked_for() -> None:
     plan = plan_memory(
-        Config(model="m", max_rows=8, step_tokens=512, max_len=4096, kv_memory=GB), SPEC, device(22 * GB)
+        Config(model="m", device="cpu", max_rows=8, step_tokens=512, max_len=4096, kv_memory=GB), SPEC, device(22 * GB)
     )
     assert 0 <= GB - plan.cache < 131072 * 16
     assert plan.notes == ()
@@ -143,7 +145,7 @@ def test_a_cache_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPa
 def test_the_plan_tells_what_windows_save() -> None:
     token = 18 * 2 * 256 * 2
     has = Footprint("a GPU", 24 * GB, 22 * GB, GB, GB, GB, token)
-    plan = plan_memory(Config(model="m", max_rows=8, step_tokens=512, max_len=8192), GEMMA, has)
+    plan = plan_memory(Config(model="m", device="cpu", max_rows=8, step_tokens=512, max_len=8192), GEMMA, has)
     assert plan.group_token == token // 6
     assert plan.cache == plan.limits.num_blocks * 16 * token // 6
     assert plan.whole_sequences == 8

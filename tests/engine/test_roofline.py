@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.backend.base import StoredAs
+from penstock.backend.device import Calibration, LayerShape
+from penstock.backend.devices import device_kind
 from penstock.config import Config
 from penstock.model.load import Checkpoint
 from penstock.model.random_tensor import random_tensor
@@ -107,7 +109,8 @@ def test_a_row_needs_some_of_the_experts() -> None:
 
 
 def test_the_outlook_of_plain_weights_tells_of_all_that_they_could_become(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "QUANTIZATIONS", {"ref": ("",)})
+    kind = replace(device_kind("ref"), quantizations={"": ""}, calibration=device_kind("cpu").calibration)
+    monkeypatch.setattr(forecast, "device_kind", lambda device: kind)
     asked: list[list[str]] = []
 
     def rates(config: Config, name: str, kinds: list[str]) -> MachineProfile:
@@ -136,10 +139,8 @@ def test_what_does_not_fit_has_no_speed() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = calibration.CalibrationSizes(
-        calibration.LayerShape(256, 256, 4, 2, 64), calibration.LayerShape(64, 64, 1, 1, 64), 1 << 18, 64, (1, 4)
-    )
-    monkeypatch.setattr(calibration, "SIZES", {"cpu": sizes})
+    sizes = Calibration(LayerShape(256, 256, 4, 2, 64), LayerShape(64, 64, 1, 1, 64), 1 << 18, 64, (1, 4), ())
+    monkeypatch.setattr(calibration, "calibration_of", lambda config: sizes)
 
 
 @pytest.mark.usefixtures("small")

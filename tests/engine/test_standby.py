@@ -33,6 +33,7 @@ from penstock.types import Limits
 
 class Gpu(FakeBackend):
     device = "cuda"
+    own_memory = True
 
 class Loaded(Exception):
     pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.backend.devices import kinds
 
 ROOT = Path(penstock.__file__).parent
 LIBRARY = sys.stdlib_module_names
@@ -33,8 +35,8 @@ MAY_IMPORT = {
     "engine": {"backend", "core", "system", "model", "planning", "text"} | WAIST,
     "ipc": {"engine", "system"} | WAIST,
     "store": {"system"} | WAIST,
-    "llm": {"ipc", "engine", "text", "model", "store", "service_levels"} | WAIST,
-    "fleet": {"server", "ipc", "engine", "core", "planning", "service_levels", "text"} | WAIST,
+    "llm": {"backend", "ipc", "engine", "text", "model", "store", "service_levels"} | WAIST,
+    "fleet": {"backend", "server", "ipc", "engine", "core", "planning", "service_levels", "text"} | WAIST,
     "server": {"ipc", "keys", "model", "plugins", "service_levels", "store", "system", "templates", "text"} | WAIST,
 }
 STANDARD_LIBRARY_ONLY = {"core", "types", "errors", "config", "system"}
@@ -103,6 +105,16 @@ def test_what_decides_reads_no_clock_and_does_no_io(module: str) -> None:
         assert not {name.split(".")[0] for name in imports(path)} & (CLOCKS | WAITING | OUTSIDE), path
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
         assert not names & {"open", "print", "input"}, path
+
+
+def test_only_backends_know_a_device_by_name() -> None:
+    """Everything else asks the device's declaration (backend/device.py), so a new backend is a folder."""
+    name = re.compile(rf"({'|'.join(kinds())})(:.*)?|.*nvidiactl.*")
+    for path in MODULES:
+        if home(path) != "backend":
+            texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+            found = [text for text in texts if isinstance(text, str) and name.fullmatch(text)]
+            assert not found, f"{path} names a device"
 
 
 def test_every_package_has_its_place() -> None:

@@ -15,7 +15,7 @@ import pytest
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.cpu import CpuBackend
 from penstock.backend.cpu.weights import stored_as
-from penstock.backend.cuda import footprint
+from penstock.backend.cuda.storage import StorageRules, storage_of
 from penstock.backend.ref import RefBackend
 from penstock.model.dequantize import dequantize
 from penstock.model.formats.grouped import Factors, Grouped
@@ -87,7 +87,7 @@ def test_codes_stay_exact_at_their_own_bits(
     assert np.array_equal(dequantize(tensor), values)
     assert np.array_equal(dequantize(some_rows(tensor, 5, 41)), values[5:41])
     assert len(tensor.data) == tensor.size
-    for predicted in (stored_as(tensor), footprint.stored_as(tensor, "")):
+    for predicted in (stored_as(tensor), storage_of(tensor, StorageRules())):
         assert (predicted.kind, predicted.bits) == (format, size)
     assert CpuBackend(1).pack_matrix([tensor], [None]).nbytes == tensor.shape[0] * width * size / 8
 

@@ -20,8 +20,8 @@ from penstock.types import SamplerChain, StepResult
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
-# In Batch.tokens: the token this row's slot sampled in the step before, still on the device. It never stands for one
-# that a chain chose, because chains run on the host.
+# In Batch.tokens: the token that this row's slot sampled in the step before, still on the device. Tokens of chains are
+# never there: chains run on the host.
 LAST_SAMPLED = -1
 
 
@@ -124,10 +124,10 @@ class SampleRows:
     seed: NDArray[np.uint64]  # [S] already mixed with the position: one number decides one draw
     logprobs: Ints  # [S] -1: none; else how many alternatives
     edits: LogitEdits = NO_EDITS  # penalties, biases and bans, for the positions that have any
-    chains: tuple[ChainRow, ...] = ()  # for the positions that have one, ascending; what is above is greedy for these
+    chains: tuple[ChainRow, ...] = ()  # ascending positions; the fields above are greedy there
 
     def between(self, first: int, last: int) -> SampleRows:
-        """Returns what is asked of positions first:last, counted from `first`."""
+        """Returns the fields of positions first:last, counted from `first`."""
         part = slice(first, last)
         return SampleRows(
             self.target[part],
@@ -204,7 +204,8 @@ class StoredAs(NamedTuple):
     """Names the format that a weight is stored in once it is packed."""
 
     kind: str  # a format's name, or what weights are quantized to at load
-    bits: float  # of one value, its share of scales included
+    bits: float  # per value, including scales
+    size: int = 0  # bytes of the packed tensor; 0: exactly its values
 
     @classmethod
     def in_file(cls, tensor: Tensor) -> StoredAs:
@@ -212,32 +213,31 @@ class StoredAs(NamedTuple):
         return cls(tensor.format.name, 8 * tensor.format.bytes / tensor.format.values)
 
     def bytes(self, tensor: Tensor) -> float:
-        """Returns what the tensor takes in this format."""
-        return prod(tensor.shape) * self.bits / 8
+        """Returns the tensor's size in this format."""
+        return self.size or prod(tensor.shape) * self.bits / 8
 
 
 class Footprint(NamedTuple):
-    """Predicts what a model will take on a device, in bytes."""
+    """Predicts the memory of a model on a device, in bytes."""
 
     device: str  # its name
     total: int
     free: int
     weights: int
-    workspace: int  # for the largest step
-    reserve: int  # for what is not counted
+    workspace: int  # scratch memory of the largest step
+    reserve: int  # kept free for everything else
     kv_token: int  # one token in the cache
     state: int = 0  # one sequence's recurrent state, besides its tokens
-    draft_weights: int = 0  # of `weights`, those of a draft model or head
-    draft_token: int = 0  # of `kv_token`, what is the same in all KV layer groups: a draft model's KV, hidden states
-    reserve_share: float = 0.0  # of what weights leave, the part that is counted in `reserve`
+    draft_weights: int = 0  # the part of `weights` of a draft model or head
+    draft_token: int = 0  # the part of `kv_token` that all layer groups have: a draft model's KV, hidden states
+    reserve_share: float = 0.0  # the part of the memory beyond weights that is in `reserve`
 
     def with_hidden(self, token: int) -> Footprint:
-        """Returns the footprint of a model that stores so many bytes of hidden states of each token for a head."""
+        """Adds hidden states for a head: `token` bytes per token."""
         return self._replace(kv_token=self.kv_token + token, draft_token=self.draft_token + token)
 
     def with_draft(self, draft: Footprint) -> Footprint:
-        """Returns the footprint of a model with a draft model beside it. Their steps run one after the other in the
-        same workspace."""
+        """Adds a draft model. Its steps and the target's run one after the other in the same workspace."""
         return self._replace(
             weights=self.weights + draft.weights,
             workspace=max(self.workspace, draft.workspace),
@@ -261,7 +261,7 @@ class MemoryNeeds(NamedTuple):
 
     kv_bytes_per_token: int  # keys and values of one token in all layers of all programs, and hidden states
     state_bytes: int  # one sequence's recurrent state; 0 for models that have none
-    kv_memory: int  # for the cache and the states, where nobody says how much
+    kv_memory: int  # default size of the cache and the states
 
 
 class Model(Protocol):
@@ -282,8 +282,7 @@ class WeightPacker(Protocol):
     def pack_vector(self, tensor: Tensor) -> Any: ...
 
     def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
-        """Returns the matrices of each expert, `up` of two parts (a gate and what it gates), and what is added to the
-        router logits that choose among them."""
+        """Packs the matrices of all experts, `up` in two parts (gate and up), and the bias of the router's choice."""
 
     def pack_heads(self, tensor: Tensor) -> Any:
         """Returns a matrix for each head: [heads, out, in]."""
@@ -293,11 +292,11 @@ class WeightPacker(Protocol):
 
 
 class Runner(Protocol):
-    """Runs batches. Steps run in the order they were launched; what a launched step reads was written by those before.
+    """Runs batches. Steps run in the order of their launch, and each reads the results of all steps before it.
 
     Several programs (a draft and a target, an encoder and a decoder) can be loaded. Every program has KV arrays of its
-    own for the same block ids, and recurrent states and last sampled tokens of its own for the same slots. Hidden
-    states, which one stores for another in the same blocks, are common to all.
+    own for the same block ids, and recurrent states and last sampled tokens of its own for the same slots. All
+    share the hidden states, which one program stores for another in the same blocks.
     """
 
     def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
@@ -327,13 +326,13 @@ class Runner(Protocol):
 
 
 class Tuner(Protocol):
-    """Knows what a backend needs, and makes it faster or smaller."""
+    """Predicts a backend's memory, and makes it faster or smaller."""
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
-        """Predicts what a model will take, before anything is loaded."""
+        """Predicts a model's memory before anything is loaded."""
 
     def memory_needs(self) -> MemoryNeeds:
-        """Returns what the loaded programs need and may take; to be called before `reserve_kv`."""
+        """Returns the memory that the loaded programs need and may take. Call it before `reserve_kv`."""
 
     def warm_up(self) -> None:
         """Does what the first step would otherwise wait for; called once, before it."""
@@ -353,7 +352,7 @@ class Tuner(Protocol):
 class CopyTiming(NamedTuple):
     """Says how long blocks took to be copied in or out, by themselves."""
 
-    direction: str  # "in" or "out", as that of a BlockCopy
+    direction: str  # "in" or "out", as in BlockCopy
     blocks: int
     seconds: float
 
@@ -365,16 +364,16 @@ class HostRoom(Protocol):
     array: NDArray[np.uint8]  # [places, bytes of a block]; empty once it is closed
 
     def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> None:
-        """Has blocks copied to places."""
+        """Queues the copy of blocks to places."""
 
     def copy_in(self, blocks: Sequence[int], places: Sequence[int]) -> None:
-        """Has what is in places copied to blocks."""
+        """Queues the copy of places to blocks."""
 
     def finish(self) -> None:
         """Waits until the host may read and write all places."""
 
     def timings(self) -> list[CopyTiming]:
-        """Returns how long copies took that have ended and were not told before."""
+        """Returns the times of copies that have ended since the last call."""
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -391,14 +390,14 @@ class BlockMemory(Protocol):
         hidden states."""
 
     def import_blocks(self, blocks: Sequence[int], data: bytes | memoryview) -> None:
-        """Writes what `export_blocks` returned for as many blocks, here or on a backend with the same fingerprint."""
+        """Writes blocks that `export_blocks` returned, here or on a backend with the same fingerprint."""
 
     def host_room(self, places: int) -> HostRoom:
-        """Returns room in host memory for so many blocks, each as `export_blocks` returns it."""
+        """Returns room in host memory for `places` blocks, each as `export_blocks` returns it."""
 
     def touch_blocks(self, blocks: Sequence[int]) -> None:
-        """Has the system back blocks with memory that it would otherwise give slowly, when they are first written. What
-        they hold is lost."""
+        """Makes the system back blocks with memory now, because the first write would be slow. Their contents are
+        lost."""
 
     def fingerprint(self) -> str:
         """Names the layout of a block: type, block size, layers, heads. Blocks may be exchanged if it is the same."""
@@ -413,9 +412,9 @@ class PackedAdapter(Protocol):
 
 
 class AdapterSlots(Protocol):
-    """Keeps adapters for the rows of batches, numbered from 0 (Batch.adapters). Program 0 alone has adapters.
+    """Keeps adapters for the rows of batches, numbered from 0 (Batch.adapters). Only program 0 has adapters.
 
-    A row's answer depends on what lay in its slot when its step was launched, and not on the other rows of the step.
+    A row's answer depends only on the adapter in its slot when its step was launched, not on other rows of the step.
     """
 
     def pack(self, updates: Sequence[LowRankUpdate]) -> Any:
@@ -434,14 +433,14 @@ class WeightUpdate(Protocol):
 
     @property
     def packer(self) -> Any:
-        """Returns what packs the new weights; the model is built with it."""
+        """Returns the packer of the new weights, with which the model is built."""
 
     def prepare(self, model: Model) -> None:
         """Gets everything ready for the exchange. Raises WeightsError if the weights cannot be exchanged; nothing has
         changed then."""
 
     def exchange(self) -> None:
-        """Puts the new weights in place of the old ones, after all launched steps. KV, recurrent states, last sampled
+        """Replaces the old weights after all launched steps. KV, recurrent states, last sampled
         tokens and adapters stay."""
 
 
@@ -470,8 +469,9 @@ class CacheSize(NamedTuple):
 class Backend(WeightPacker, Runner, Tuner, Protocol):
     """Packs weights, runs batches and tunes itself, on one device."""
 
-    name: str  # of the hardware, or of what takes its place
+    name: str  # the hardware's
     device: str  # as a config names it: cpu, cuda:1, ref
+    own_memory: bool  # separate from the host's, and with room for one engine
     depth: int  # steps that it pays to have in flight while the next one is planned
     padded_sizes: Sequence[int]  # the numbers of tokens that steps with drafts are padded to; empty: to none
     kv: BlockMemory
@@ -484,12 +484,11 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
         """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""
 
     def tell_of_compiling(self, tell: Callable[[bool], None]) -> None:
-        """Has `tell` called when a step begins to compile a kernel (True), and when it goes on (False). To be called in
-        the thread that launches steps."""
+        """Calls `tell` with True when a step begins to compile a kernel, and with False when the step continues.
+        Call this in the thread that launches steps."""
 
     def is_lost(self) -> bool:
-        """Returns whether, after an error, nothing can be computed any more in this process. Most errors harm one step
-        alone."""
+        """Returns whether this process can compute nothing more after an error. Most errors harm only one step."""
 
     def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats | None:
         """Returns the logits of the sampled positions of all batches, [S, vocab], computed one after the other with an

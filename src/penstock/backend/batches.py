@@ -1,4 +1,4 @@
-"""Makes batches by hand, where there is no scheduler: to calibrate, to evaluate, to get ready, and in tests."""
+"""Makes batches by hand, for code without a scheduler: calibration, evaluation, warm-up and tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def greedy_batch(chunks: Sequence[Chunk], step: int = 0) -> Batch:
 
 
 def greedy_rows(count: int) -> SampleRows:
-    """Returns what samples `count` positions greedily, without logprobs or edits."""
+    """Returns rows that sample `count` positions greedily, without logprobs or edits."""
     return SampleRows(
         target=np.full(count, -1, np.int32),
         temperature=np.zeros(count, np.float32),

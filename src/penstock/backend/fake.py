@@ -33,13 +33,13 @@ from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import RowResult, StepResult, TokenLogprob
 
-KV_BYTES = 8  # of a token
-HOST_BYTES = 1000  # that it says its weights take in host memory while it sleeps
+KV_BYTES = 8  # per token
+HOST_BYTES = 1000  # pretended size of sleeping weights
 PRIME = 1000003
 
 
 def next_token(context: Sequence[int] | NDArray[np.int64], vocab: int, windows: Sequence[int] = (0,)) -> int:
-    """Returns what the fake answers after `context`, where there is a KV layer group for each of `windows`."""
+    """Returns the fake's answer after `context`, with a KV layer group for each of `windows`."""
     kv = [windowed(context, window) if window else context for window in windows]
     return checksum([group[-window:] for group, window in zip(kv, windows, strict=True)], len(context), vocab)
 
@@ -52,13 +52,13 @@ def checksum(seen: Sequence[Sequence[int] | NDArray[np.int64]], length: int, voc
 
 
 def terms(values: Sequence[int] | NDArray[np.int64], first: int) -> NDArray[np.int64]:
-    """Returns what each of the values adds to a checksum, where they lie at positions `first` and so on."""
+    """Returns the terms of a checksum: one for each value, which begin at position `first`."""
     places = np.arange(first + 1, first + len(values) + 1, dtype=np.int64)
     return (np.asarray(values, np.int64) + 1) * places * 2654435761 % PRIME
 
 
 def windowed(tokens: Iterable[int], window: int, before: Sequence[int] = ()) -> list[int]:
-    """Returns what a windowed layer group stores for `tokens`, given what it stored `before` them. Like the keys and
+    """Returns the entries of a windowed layer group for `tokens`, given the entries `before` them. Like the keys and
     values of a real model, each entry depends on all entries in its window, so a lost one changes all that follow."""
     values = list(before)
     for token in tokens:
@@ -67,7 +67,7 @@ def windowed(tokens: Iterable[int], window: int, before: Sequence[int] = ()) -> 
 
 
 def gathered(tokens: Iterable[int], state: int = 0) -> int:
-    """Returns what a recurrent state becomes with more tokens."""
+    """Returns a recurrent state after more tokens."""
     for token in tokens:
         state = (state * 31 + token + 1) % PRIME
     return state
@@ -96,7 +96,7 @@ def state(context: Sequence[int] | NDArray[np.int64], vocab: int) -> list[int]:
 
 
 def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
-    """Returns what the fake must answer for an embedding, computed with no cache at all."""
+    """Returns the fake's embedding, computed without a cache."""
     ends = range(len(prompt) if kind == "last" else 1, 2 if kind == "cls" else len(prompt) + 1)
     mean: NDArray[np.float64] = np.mean([state(prompt[:end], vocab) for end in ends], axis=0)
     return mean.astype("<f4").tobytes()
@@ -146,7 +146,7 @@ class FakeProgram:
         self._adapters = adapters
         self._vocab = vocab
         self._windows = windows
-        self._last = np.full(max_rows, -1, np.int64)  # by slot
+        self._last = np.full(max_rows, -1, np.int64)
         self._pools = Pools()
         self.hidden: NDArray[np.int64] | None = None
 
@@ -247,22 +247,22 @@ class FakeProgram:
         hidden[table[positions // hidden.shape[1]], positions % hidden.shape[1]] = totals[positions]
 
     def _seen(self, tables: NDArray[np.int32], length: int) -> list[NDArray[np.int64]]:
-        """Returns what each layer group sees at position `length` - 1."""
+        """Returns the entries that each layer group sees at position `length` - 1."""
         return [
             self._read(table, max(length - window, 0) if window else 0, length)
             for table, window in zip(tables, self._windows, strict=True)
         ]
 
     def _read(self, table: NDArray[np.int32], first: int, last: int) -> NDArray[np.int64]:
-        """Returns what lies at positions first:last of a sequence with this block table."""
+        """Returns the entries at positions first:last of a sequence with this block table."""
         positions, size = np.arange(first, last), self.kv.shape[1]
         return self.kv[table[positions // size], positions % size]
 
 
 class FakeHeadProgram(FakeProgram):
-    """Answers what the target will, as long as that has no windows, by adding a token to the hidden state of the
-    position before it. Its KV are the sums. `stale` has the places within blocks where a sum that it saw was made of
-    other hidden states or tokens than those that the target has computed meanwhile."""
+    """Answers as a target without windows will: it adds a token to the hidden state of the position before it. Its
+    KV are the sums. `stale` lists the places within blocks whose sums came from hidden states or tokens that the
+    target has since computed differently."""
 
     def __init__(self, number: int, **sizes: Any) -> None:
         super().__init__(number, **sizes)
@@ -313,7 +313,7 @@ class FakeSleeper:
 
 class FakeBackend(SynchronousBackend[FakeProgram]):
     """Answers with checksums. Weights and models count for nothing; there is program 0, and every other that is loaded.
-    The KV layer groups of program 0 are those of `windows`, whatever `reserve_kv` is told."""
+    Program 0 has a KV layer group for each of `windows`; it ignores the `groups` of `reserve_kv`."""
 
     name = "the fake"
     device = "fake"

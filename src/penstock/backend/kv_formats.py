@@ -1,6 +1,6 @@
-"""Defines the formats of KV caches: what each makes of keys and values, and how many bytes it takes.
+"""Defines the formats of KV caches: their rounding of keys and values, and their bytes.
 
-`--kv` names one format, or two with a colon between them: that of keys and that of values. int8 has one scale for each
+`--kv` names one format, or two with a colon between them, KEYS:VALUES. int8 has one scale for each
 position and head. int4 has one for every 32 dimensions, and keys get a Hadamard transform first, which queries get too:
 keys have a few large dimensions, which it spreads over all. Values have none, so they stay as they are.
 """
@@ -25,12 +25,12 @@ GROUP = 32  # dimensions of a head that share a scale of int4
 class KvFormat(NamedTuple):
     """Says how one side of a KV cache, keys or values, is stored."""
 
-    bits: int  # of a value
+    bits: int  # per value
     scale_bytes: int = 0
     group: int = 0  # dimensions that share a scale; 0: all of a head
 
     def bytes(self, dims: int) -> int:
-        """Returns the bytes of one position and head with so many dimensions."""
+        """Returns the bytes of one position and head with `dims` dimensions."""
         return dims * self.bits // 8 + self.scale_bytes * (dims // self.group if self.group else 1)
 
 
@@ -92,19 +92,19 @@ class KvFormats(NamedTuple):
         return spec.kv_heads * (keys.bytes(spec.head_dim) + values.bytes(spec.head_dim)) + index
 
     def stored_keys(self, keys: Floats) -> Floats:
-        """Returns what a cache gives back of keys [..., D]."""
+        """Returns keys [..., D] as a cache gives them back."""
         if not KV_FORMATS[self.keys].group:
             return rounded(keys, self.keys)
         matrix = hadamard(keys.shape[-1])
         return rounded(keys @ matrix, self.keys) @ matrix
 
     def stored_values(self, values: Floats) -> Floats:
-        """Returns what a cache gives back of values [..., D]."""
+        """Returns values [..., D] as a cache gives them back."""
         return rounded(values, self.values)
 
     def stored_mla(self, keys: Floats, v_dim: int) -> Floats:
-        """Returns what a cache gives back of vectors of MLA, whose last dimensions are the values: two parts, each with
-        a scale of its own."""
+        """Returns vectors of MLA as a cache gives them back. The last dimensions are the values; both parts have
+        their own scales."""
         parts = np.split(keys, [keys.shape[-1] - v_dim], axis=-1)
         return np.concatenate([rounded(part, self.keys) for part in parts], axis=-1)
 
@@ -121,7 +121,7 @@ def hadamard(dims: int) -> Floats:
 
 
 def rounded(x: Floats, name: str) -> Floats:
-    """Returns what a format gives back of vectors [..., D]."""
+    """Returns vectors [..., D] as a format rounds them."""
     if name == "int8":
         scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
         return np.asarray(np.rint(divided(x, scale)) * scale, np.float32)
@@ -131,7 +131,7 @@ def rounded(x: Floats, name: str) -> Floats:
 
 
 def rounded_to_int4(x: Floats) -> Floats:
-    """Returns what int4 gives back of groups [..., GROUP]. The largest value by magnitude has the code -8, so that the
+    """Returns groups [..., GROUP] as int4 rounds them. The largest value by magnitude has the code -8, so that the
     one code without a counterpart is used."""
     most, least = x.max(-1, keepdims=True), x.min(-1, keepdims=True)
     scale = np.where(-least >= most, least, most) / np.float32(-8)

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from penstock import __version__
-from penstock.config import MTP, Config, Device, packed_folder, packed_home
+from penstock.backend.devices import device_kind
+from penstock.config import MTP, Config, packed_folder, packed_home
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
 from penstock.system.file_locks import try_lock
 
-LAYOUT = 2  # of packed weights: a change of what any weight is packed into needs another number
+LAYOUT = 2  # a change to the layout of any packed weight needs another number
 SUFFIX = ".packed"
 FREE = 1 << 30  # bytes that are left free on the disk
 
@@ -37,22 +38,22 @@ class PackedCache(NamedTuple):
 
 
 def packed_caches_of(config: Config, target: Checkpoint, draft: Checkpoint | None) -> list[PackedCache | None]:
-    """Returns where the weights of a target are cached, and those of what drafts for it. A draft model's file is the
-    one that it has when it is served by itself."""
+    """Returns the caches of a target's weights and of its draft model's or head's. A draft model has the same file
+    when it is served by itself."""
     if draft is None:
         return [packed_cache_of(config, target)]
-    own = config if draft.spec.arch == MTP else replace(config, config=())  # which changes the target alone
+    own = config if draft.spec.arch == MTP else replace(config, config=())  # changes only the target
     return [packed_cache_of(config, target), packed_cache_of(own, draft)]
 
 
 def packed_cache_of(config: Config, checkpoint: Checkpoint) -> PackedCache | None:
     """Returns where the weights of a checkpoint are cached; None if they are not to be. The config's defaults are
     resolved."""
-    if not config.packed_cache or Device.parse(config.device).kind != "cpu":
+    if not config.packed_cache or not device_kind(config.device).cached_weights:
         return None
     if not hasattr(os, "pread"):  # Windows, where no file is renamed while it is open, and locked
         return None
-    head = (MTP,) if checkpoint.spec.arch == MTP else checkpoint.head_files  # its files are those of its target
+    head = (MTP,) if checkpoint.spec.arch == MTP else checkpoint.head_files  # it shares its target's files
     options = json.dumps([config.quantize, *config.config, *map(str, head)])
     try:
         key = json.dumps([LAYOUT, __version__, options, [identity(file) for file in checkpoint.files]])
@@ -64,8 +65,8 @@ def packed_cache_of(config: Config, checkpoint: Checkpoint) -> PackedCache | Non
 
 
 def identity(file: Path) -> tuple[str, int, int, int, int]:
-    """Returns what changes with a file's contents. Whoever sets back the time of its last change cannot set back that
-    of its inode, so it is as sure as a digest of the contents and costs nothing."""
+    """Identifies a file's contents without reading them. The change time of an inode cannot be set back, so this is as
+    reliable as a digest."""
     found = file.stat()
     return file.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 

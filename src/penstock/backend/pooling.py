@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from penstock.backend.base import Batch, Floats
 from penstock.types import StepResult
 
-States = Callable[[int, int], Floats]  # those of tokens[first:last] of a step
+States = Callable[[int, int], Floats]  # hidden states of tokens[first:last]
 
 
 class Pools:
-    """Keeps sums under way, by slot. What a sequence that ended early left behind is overwritten by the next."""
+    """Keeps unfinished sums by slot. The next sequence overwrites the sum of one that ended early."""
 
     def __init__(self) -> None:
         self._sums: dict[int, NDArray[np.float64]] = {}
@@ -39,7 +39,7 @@ class Pools:
 
 
 def with_pooled(result: StepResult, found: Mapping[int, Floats]) -> StepResult:
-    """Returns the result with the means that were `found`, by row. A mean that is not finite is no answer."""
+    """Returns the result with the means that were `found`, by row. A mean that is not finite is left out."""
     rows, broken = list(result.rows), list(result.not_finite)
     for row, mean in found.items():
         rows[row] = rows[row]._replace(pooled=mean.astype("<f4").tobytes())

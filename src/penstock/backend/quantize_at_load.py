@@ -1,4 +1,4 @@
-"""Quantizes plain weights while they are loaded, and says which ones a device can quantize."""
+"""Quantizes plain weights while they are loaded, if the device has kernels for them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.backend import recoded_to
-from penstock.config import Config, Device, available_threads
+from penstock.backend.device import DeviceKind
+from penstock.backend.devices import device_kind
+from penstock.config import Config, available_threads
 from penstock.model.load import Checkpoint
 from penstock.model.quantize_choice import Precision, choose, precision_of, quantized_when_read
-from penstock.model.roles import MLA, Role
+from penstock.model.roles import MLA
 from penstock.model.split_heads import split_kv_b
 from penstock.model.tensor import PLAIN, Format, Tensor
-
-WITHOUT_KERNEL: dict[tuple[str, str], frozenset[Role]] = {  # roles that stay plain because a device has no kernel
-    ("cuda", "q8_0"): MLA,
-    ("cuda", "q4_k"): MLA,
-    ("cuda", "int4"): MLA,
-    ("cuda", "fp8"): MLA,
-}
 
 
 def log_warning(note: str) -> None:
@@ -28,24 +23,23 @@ def log_warning(note: str) -> None:
     logging.getLogger(__name__).warning(note)
 
 
-def may_quantize(tensor: Tensor, quantize: str, device: str) -> bool:
-    """Returns whether `--quantize` changes the format of this tensor on this device, if it is plain."""
-    unsupported = WITHOUT_KERNEL.get((device, quantize), frozenset())
-    return precision_of(tensor) is not Precision.PLAIN and tensor.role not in unsupported
+def may_quantize(tensor: Tensor, kind: DeviceKind) -> bool:
+    """Returns whether `--quantize` changes the format of this tensor on such a device, if it is plain."""
+    return precision_of(tensor) is not Precision.PLAIN and (kind.quantizes_heads or tensor.role not in MLA)
 
 
 def quantized(checkpoint: Checkpoint, config: Config, note: Callable[[str], None] = log_warning) -> Checkpoint:
     """Returns the checkpoint with weights that are quantized as they are packed.
 
-    The config's defaults are resolved. `note` is told where the result differs from what was asked for. Formats that
-    the backend itself quantizes to are left to it.
+    The config's defaults are resolved. `note` gets a line for each difference from the request. The backend itself
+    quantizes to formats of its own.
     """
     to = recoded_to(config)
     if not to:
         return checkpoint
-    device = Device.parse(config.device).kind
-    stored = checkpoint.tensors if device == "cuda" else with_split_kv_b(checkpoint)
-    changing = {name: tensor for name, tensor in stored.items() if may_quantize(tensor, config.quantize, device)}
+    kind = device_kind(config.device)
+    stored = with_split_kv_b(checkpoint) if kind.quantizes_heads else checkpoint.tensors
+    changing = {name: tensor for name, tensor in stored.items() if may_quantize(tensor, kind)}
     formats, notes = choose(changing, to)
     threads = config.threads or available_threads()
     for each in notes:

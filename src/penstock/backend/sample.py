@@ -2,12 +2,12 @@
 
 A sampled row: its logits are edited and divided by the temperature, and every token gets a weight, 1 for the most
 likely. Three thresholds cut it (the k-th largest weight; the smallest set of most likely tokens whose mass reaches
-top_p, counted among those top_k and min_p left; min_p itself). What is left is drawn from in vocabulary order with one
-uniform number, which the seed alone decides. Ties at a threshold all stay. Logprobs are the model's own: before edits,
-temperature and cuts. What a chain of samplers chooses instead is defined in sampler_chain.py.
+top_p, counted among those top_k and min_p left; min_p itself). One of the remaining tokens is drawn, in vocabulary
+order, with one uniform number that depends only on the seed. Ties at a threshold all stay. Logprobs are the model's
+own: before edits, temperature and cuts. Chains of samplers are defined in sampler_chain.py.
 
-A logit that is not a number (NaN) counts as impossible. If no logit, after edits, is finite or one is infinite, there
-is no token to choose: the position's token is NO_TOKEN, and its row is reported as not finite.
+A logit that is not a number (NaN) counts as impossible. If no logit, after edits, is finite or one is infinite, no
+token can be chosen: the position's token is NO_TOKEN, and its row is reported as not finite.
 
 Every sampler must choose the same token, so nothing depends on the order of a sum or on a library's exponential:
 weights follow from single-precision operations named here one by one, and masses are integers.
@@ -30,7 +30,7 @@ MASS_OF_ONE = np.float32(2.0**40)  # the mass of the most likely token
 
 
 def sample(logits: Floats, batch: Batch, masks: Bitmasks | None = None) -> StepResult:
-    """Answers every row of the batch from its logits [S, vocab]; `masks` are those of its constrained positions."""
+    """Answers every row of the batch from its logits [S, vocab]; `masks` belong to its constrained positions."""
     tokens = choose(logits, batch.sample, masks).tolist()
     logprobs = [
         token_logprob(logits[s], tokens[s], top) if tokens[s] != NO_TOKEN else TokenLogprob(0, 0.0, ())
@@ -101,7 +101,7 @@ def _choose_one(logits: Floats, rows: SampleRows, s: int) -> int:
     weights = weigh(logits, rows.temperature[s])
     weights[weights < _threshold(weights, int(rows.top_k[s]), float(rows.top_p[s]), float(rows.min_p[s]))] = 0
     mass = _mass(weights).cumsum()
-    uniform = int(rows.seed[s]) >> 11  # of 53 bits
+    uniform = int(rows.seed[s]) >> 11  # 53 bits
     return int(np.searchsorted(mass, uniform * int(mass[-1]) >> 53, side="right"))
 
 
@@ -137,7 +137,7 @@ def _threshold(weights: Floats, top_k: int, top_p: float, min_p: float) -> float
 
 
 def token_logprob(logits: Floats, token: int, top: int) -> TokenLogprob:
-    """Returns a token's logprob and those of the `top` most likely ones."""
+    """Returns the logprobs of a token and of the `top` most likely ones."""
     highest = float(logits.max())
     norm = highest + float(np.log(np.exp(logits - highest).sum(dtype=np.float64)))
     best = np.argsort(-logits, kind="stable")[:top]

@@ -1,9 +1,9 @@
 """Samples by llama.cpp's ordered chain of samplers, in NumPy on the host: every backend uses this one implementation.
 
 A row's candidates begin as the whole vocabulary, edits and bitmask applied. Each sampler of the order takes candidates
-away or changes their logits; what is left is drawn from in vocabulary order with one uniform number, which the seed
-alone decides, or, if the seed is to give what it gives in llama.cpp, with the most likely first. Mirostat takes the
-place of the cuts. Where llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
+away or changes their logits; one of the rest is drawn with one uniform number that depends only on the
+seed: in vocabulary order, or with the most likely first where the seed must answer as in llama.cpp. Mirostat replaces
+the cuts. Where llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def choose_by_chain(logits: Floats, row: ChainRow, seed: int) -> ChainChoice:
 
 
 def candidates(logits: Floats, row: ChainRow, seed: int) -> Candidates:
-    """Returns what the chain leaves of a row of logits. The seed decides whether XTC acts."""
+    """Returns the candidates that the chain leaves of a row of logits. The seed decides whether XTC acts."""
     left = Candidates(np.arange(len(logits)), logits)
     if row.chain.mirostat:
         cut = mirostat_1 if row.chain.mirostat == 1 else mirostat_2
@@ -221,7 +221,7 @@ def temperature(left: Candidates, row: ChainRow, seed: int) -> Candidates:
 
 def divide(left: Candidates, by: float) -> Candidates:
     """Divides the logits, counted from the highest, so that a small divisor leaves that one finite. Division by less
-    than SMALLEST keeps the most likely candidate alone."""
+    than SMALLEST keeps only the most likely candidate."""
     if by < SMALLEST:
         return left.keep_best(1)
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""Holds what backends that compute on the host have in common: a step is computed while it is launched."""
+"""Implements the common part of backends on the host: a step is computed while it is launched."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class SynchronousBackend(Generic[P]):
     and there is nothing to prepare."""
 
     depth = 0
+    own_memory = False
     padded_sizes: Sequence[int] = ()
     sleeper: Sleeper | None = None
     sharing: DeviceSharing | None = None

@@ -1,4 +1,4 @@
-"""Keeps what a backend has packed, so that other weights can take its place while the engine runs."""
+"""Keeps the weights that a backend has packed, so that others can replace them while the engine runs."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock import __version__
+from penstock.backend.devices import possible_kinds
 from penstock.cli import other_engines
 from penstock.cli.framework import settings
 from penstock.cli.framework.command import (
@@ -174,21 +175,25 @@ def _run_command(name: str, words: Sequence[str]) -> int:
         given = complete(name, function, vars(parse(meant.words)), _settings())
         for note in meant.notes:
             print_to_stderr(f"note: {note}")
-        if given.get("device") != "ref":  # NumPy computes little here, and its threads would compete with ours
-            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        if str(given.get("device")).partition(":")[0] in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
-            _cache_kernels_in_store()
+        _set_environment(str(given.get("device")))
         call(function, given | rest)
     except UsageError as error:
         parser.error(str(error))
     return 0
 
 
-def _cache_kernels_in_store() -> None:
-    """Makes Triton cache compiled kernels in the store's folder, unless the user chose another."""
-    from penstock.store import home
+def _set_environment(device: str) -> None:
+    """Sets variables of libraries that a command with this --device may use, unless the user has set them. Compiled
+    kernels are cached in the store.
+    """
+    from penstock.config import home
 
-    os.environ.setdefault("TRITON_CACHE_DIR", str(home() / "kernels"))
+    kinds = possible_kinds(device)
+    if not kinds or any(not kind.computes_in_numpy for kind in kinds):
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy computes little, and would take our cores
+    for kind in kinds:
+        if kind.kernel_cache and kind.is_present():
+            os.environ.setdefault(kind.kernel_cache, str(home() / "kernels"))
 
 
 def _settings() -> settings.Settings:

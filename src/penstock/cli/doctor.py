@@ -18,9 +18,9 @@ from penstock.cli import machine_checks
 from penstock.cli.framework import options
 from penstock.cli.framework.command import Exit, Option
 from penstock.cli.machine_checks import Advice, CheckResult
-from penstock.cli.machine_profile import COMMON_FORMATS, busy_text, is_busy, machine_profile
+from penstock.cli.machine_profile import busy_text, is_busy, machine_profile
 from penstock.cli.terminal import line_width, note, print_filled, print_json, readable_size
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 
 Check = Callable[[], CheckResult | tuple[str, str]]
 KernelNeeds = dict[str, tuple[str, ...]]
@@ -157,8 +157,7 @@ def _disk() -> tuple[str, str]:
 
 
 def _native_backend() -> CheckResult | tuple[str, str]:
-    from penstock.backend import has_native
-    from penstock.backend.availability import NO_NATIVE
+    from penstock.backend.cpu.device import NO_NATIVE, has_native
 
     if not has_native():
         advice = Advice("pip install --force-reinstall --no-deps .", "compile the native code, in a checkout")
@@ -231,12 +230,14 @@ def _default_model() -> CheckResult | tuple[str, str]:
 
 def _speed(again: bool) -> tuple[str, str]:
     from penstock.backend import open_backend, resolve_defaults
+    from penstock.backend.devices import device_kind
     from penstock.config import Config
 
     config = resolve_defaults(Config(model=""))
-    if config.device == "ref":
+    calibration = device_kind(config.device).calibration
+    if calibration is None:
         return "note", "NumPy computes: its speed is not measured"
-    profile = machine_profile(config, open_backend(config).name, COMMON_FORMATS[config.device], again)
+    profile = machine_profile(config, open_backend(config).name, calibration.formats, again)
     assert profile is not None  # auto never chooses a device without a profile
     rates = [
         f"{name} {1e-9 / times.seconds[0]:,.3g} and {1e-9 * times.rows[-1] / times.seconds[-1]:,.4g}"
@@ -247,14 +248,12 @@ def _speed(again: bool) -> tuple[str, str]:
 
 
 def _tune_kernels() -> None:
-    """Measures the tilings of the first GPU; raises ConfigError without a GPU."""
-    from penstock.backend import has_cuda
+    """Measures the tilings of the first device of each kind that has some; raises ConfigError without such a device."""
+    from penstock.backend.devices import in_order
 
-    if not has_cuda():
-        raise ConfigError("--tune measures kernels on an NVIDIA GPU: none that torch and triton can use is here")
-    from penstock.backend.cuda.tune import tune
-
-    note(f"tilings are kept in {tune(report=note)}")
+    for kind in in_order():
+        if kind.tune is not None:
+            note(f"tilings are kept in {kind.tune(note)}")
 
 
 NEXT_STEPS = Finding(

@@ -29,8 +29,10 @@ class MemoryAdvisor:
         note(text)
 
     def plan(self, path: Path) -> PlannedFit | None:
-        device = str(self._engine.get("device", "auto")).partition(":")[0]
-        if device in ("auto", "cuda") and Path("/dev/nvidiactl").exists():
+        from penstock.backend.devices import may_own_memory
+        from penstock.config import AUTO
+
+        if may_own_memory(str(self._engine.get("device", AUTO))):
             return plan_in_child(path, self._engine)
         return plan_fit(path, self._engine)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from penstock.cli.framework import options
 from penstock.cli.framework.command import Argument, Option, OptionGroup, UsageError
 from penstock.cli.serve import ModelRefs, ServerOptions, run_server
-from penstock.config import AUTO
 from penstock.fleet import MOST_REPLICAS
 
 if TYPE_CHECKING:
@@ -283,13 +282,14 @@ def shares_of(replicas: int, engine: dict[str, Any]) -> dict[str, Any]:
     """Returns engine options that divide this machine, where none are given. GPUs are not divided; --device and
     --kv-memory do that.
     """
+    from penstock.backend.devices import may_own_memory
     from penstock.config import available_memory
     from penstock.fleet.machine_share import cpu_share, gpu_share
 
     if replicas == 1:
         return {}
     memory = available_memory()
-    if str(engine["device"]).startswith("cuda") or (engine["device"] == AUTO and Path("/dev/nvidiactl").exists()):
+    if may_own_memory(str(engine["device"])):
         return gpu_share(replicas, engine, memory)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cpu_share(replicas, engine, cores, memory)

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 OK, NOTE, BAD = "ok", "note", "bad"
@@ -24,8 +23,6 @@ OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # torch's CUDA version: oldest dri
 C_PACKAGE = "apt-get install --yes gcc libc6-dev"
 PACKAGES = {  # optional packages: their extra and purpose
     "uvloop": ("server", "faster answers over HTTP"),
-    "torch": ("cuda", "NVIDIA GPUs"),
-    "triton": ("cuda", "NVIDIA GPUs"),
     "ray": ("fleet", "a fleet on many machines"),
     "opentelemetry-sdk": ("otel", "traces with --otlp"),
     "nixl": ("nixl", "KV blocks between machines by RDMA"),
@@ -50,8 +47,10 @@ class CheckResult(NamedTuple):
 
 
 def gpu() -> CheckResult:
+    from penstock.backend.cuda.device import NVIDIA
+
     if shutil.which("nvidia-smi") is None:
-        found = Path("/dev/nvidiactl").exists()
+        found = NVIDIA.exists()
         return CheckResult(
             *(NOTE, "a device file, but no nvidia-smi") if found else (OK, "none found: the CPU computes")
         )
@@ -95,9 +94,9 @@ def cuda_of_torch() -> int:
 def torch() -> CheckResult:
     if installed("torch") is None:
         return CheckResult(OK, "not installed; only a GPU needs it")
-    from penstock.backend import has_cuda
+    from penstock.backend.cuda.device import has_gpu
 
-    usable = "it can use the GPU" if has_cuda() else "it finds no GPU that it can use"
+    usable = "it can use the GPU" if has_gpu() else "it finds no GPU that it can use"
     return CheckResult(OK, f"{installed('torch')}, triton {installed('triton') or 'not installed'}; {usable}")
 
 
@@ -113,9 +112,12 @@ def compiler() -> CheckResult:
 
 
 def packages() -> CheckResult:
-    found = {name: installed(name) for name in PACKAGES}
+    from penstock.backend.devices import in_order
+
+    known = PACKAGES | {name: (kind.extra, kind.hardware) for kind in in_order() for name in kind.packages}
+    found = {name: installed(name) for name in known}
     there = [f"{name} {number}" for name, number in found.items() if number is not None]
-    missing = [f"no {name} ({PACKAGES[name][1]}: penstock[{PACKAGES[name][0]}])" for name in found if not found[name]]
+    missing = [f"no {name} ({known[name][1]}: penstock[{known[name][0]}])" for name in found if not found[name]]
     detail = "; ".join([*there, *missing])
     if found["uvloop"]:
         return CheckResult(OK, detail)

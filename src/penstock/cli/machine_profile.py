@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock import __version__
+from penstock.backend.devices import device_kind
 from penstock.cli.terminal import note
-from penstock.config import Device
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -24,7 +24,6 @@ VERSION = f"{__version__} (3)"  # engine version and file version
 BUSY = 0.1  # largest share used by other processes for a measurement to be cached
 STAT = Path("/proc/stat")
 _not_kept: dict[str, MachineProfile] = {}  # measurements on a busy machine, for this process only
-COMMON_FORMATS = {"cpu": ("BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"), "cuda": ("BF16", "fp8", "Q4_K")}
 
 
 def machine_profile(
@@ -33,9 +32,9 @@ def machine_profile(
     """Returns the speed of this machine with weights of these formats, measuring only missing values. None: the device
     is not meant for speed. Measurements on a busy machine are used by this process only.
     """
-    from penstock.planning.calibration import SIZES, measure
+    from penstock.planning.calibration import measure
 
-    if Device.parse(config.device).kind not in SIZES:
+    if device_kind(config.device).calibration is None:
         return None
     key = _key(config, backend_name)
     known = None if again else _not_kept.get(key) or _read(key)
@@ -92,7 +91,7 @@ def _share_of_others(before: BusyTime) -> float:
 
 
 def _key(config: Config, backend_name: str) -> str:
-    name = backend_name if config.device == "cuda" else f"{_cpu_name()}, {backend_name}"
+    name = backend_name if device_kind(config.device).own_memory else f"{_cpu_name()}, {backend_name}"
     return f"{name}, KV {config.kv}"
 
 

@@ -21,11 +21,6 @@ from penstock.config.kv_formats import read_kv, read_kv_loss
 from penstock.errors import ConfigError
 from penstock.system.printing import escaped_json, print_to_stderr
 
-DEVICES = ("auto", "cpu", "cuda", "ref")  # kinds; cuda:N is the GPU with that index
-QUANTIZATIONS = {  # formats of plain weights quantized at load, by device, in descending size
-    "cpu": ("q8_0", "q4_k", "int4"),
-    "cuda": ("q8_0", "q4_k", "fp8", "int4"),
-}
 AUTO, OFF = "auto", "off"  # option values
 LOG_FORMAT = "PENSTOCK_LOG_FORMAT"  # the server's log format, inherited by its processes
 SHAPES, TOKENS = "shapes", "tokens"  # request contents in a post-mortem bundle
@@ -33,55 +28,16 @@ MTP = "mtp"  # the value of draft for a head in the model's own checkpoint
 T = TypeVar("T")
 
 
-class Device(NamedTuple):
-    """Names a device: its kind and, for GPUs, its index."""
-
-    kind: str  # one of DEVICES
-    index: int = 0  # type: ignore[assignment]  # a device is no one's list: tuple.index is not missed
-
-    @classmethod
-    def parse(cls, text: str) -> Device:
-        """Parses `--device`; raises ConfigError if invalid."""
-        kind, colon, index = text.partition(":")
-        if kind not in DEVICES or (colon and not (kind == "cuda" and index.isascii() and index.isdigit())):
-            raise ConfigError(f"unknown device {text!r}: use one of {', '.join(DEVICES)}, or cuda:N for GPU number N")
-        return cls(kind, int(index or 0))
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind
-
-
-class DeviceDefaults(NamedTuple):
-    """Holds the defaults that 0 stands for, by device."""
-
-    cpu: int
-    cuda: int
-    cuda_fp8: int  # on a GPU, for models with FP8 weights
-
-    def of(self, device: Device, fp8_weights: bool = False) -> int:
-        if device.kind != "cuda":
-            return self.cpu
-        return self.cuda_fp8 if fp8_weights else self.cuda
-
-    def __str__(self) -> str:
-        fp8 = "" if self.cuda_fp8 == self.cuda else f", with FP8 weights {self.cuda_fp8}"
-        return f"0: {self.cpu}; on a GPU {self.cuda}{fp8}."
-
-
 class ConfigOption(NamedTuple):
-    """Describes one field of `Config` to users, and checks its values."""
+    """Describes one field of `Config` to users, and checks its values. Where 0 means a value that depends on the
+    device, or the values are devices, `backend.devices.option_help` completes the help."""
 
     help: str
     minimum: int = 0
     maximum: int | None = None
-    defaults: DeviceDefaults | None = None  # the defaults that 0 stands for
     older: tuple[str, ...] = ()  # former names, still accepted
     in_bytes: bool = False  # a number of bytes, or text with a unit
     read: Callable[[Any], Any] | None = None  # parses values that are not plain numbers or texts
-
-    @property
-    def text(self) -> str:
-        return f"{self.help} {self.defaults}" if self.defaults else self.help
 
     def check(self, name: str, value: Any, kind: type) -> Any:
         """Returns the value as a `kind` (int, bool, str, or tuple of texts); raises ConfigError if it is not one or out
@@ -160,20 +116,17 @@ class Config:
     offers: tuple[str, ...] = ()  # endpoints that offer KV blocks to other engines: shm, tcp:HOST:PORT
     listen: str = ""  # address for several clients; ipc://*: in the folder of the engine's socket
     secret: str = ""  # required from joining clients
-    device: str = option("auto", "Device: auto, cpu, cuda, cuda:N (the GPU with that index) or ref (NumPy, slow).")
+    device: str = option("auto", "Device that computes.")
     threads: int = option(0, "CPU threads for computation. 0: one per core available to this process.")
     max_len: int = option(
         0,
         "Maximum tokens of one sequence, prompt and answer together. 0: the model's context length. In a server of "
         "several models, a shorter context takes precedence.",
     )
-    max_rows: int = option(
-        0, "Maximum sequences computed in one step; further requests wait.", defaults=DeviceDefaults(64, 256, 256)
-    )
+    max_rows: int = option(0, "Maximum sequences computed in one step; further requests wait.")
     step_tokens: int = option(
         0,
         "Maximum tokens computed in one step, of prompts and answers together.",
-        defaults=DeviceDefaults(512, 2048, 2048),
         older=("max_tokens",),
     )
     prefill_budget: int = option(
@@ -182,8 +135,6 @@ class Config:
         "prompts of more than 16 such steps take larger ones. Steps shrink to meet the default ITL target (see "
         "--itl-target), unless this equals step_tokens. A lower value shortens the inter-token latency, a higher one "
         "the time to first token.",
-        # 640 tokens with FP8 weights take no longer than 384 with 16-bit ones
-        defaults=DeviceDefaults(192, 384, 640),
         older=("mixed_tokens",),
     )
     quantize: str = option(

@@ -14,7 +14,6 @@ from penstock.backend.packed_cache import packed_caches_of
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import (
     Config,
-    Device,
     draft_limit,
     log_to_stderr,
 )
@@ -81,21 +80,20 @@ def build_engine(
     """Loads the checkpoint and reserves its KV cache. On a GPU, `tell` gets the plan of the memory before any is taken,
     and the times of the start. Until `until_needed` returns, another engine may be using KV cache, disk and GPU."""
     config, timer = resolve_defaults(config, checkpoint.fp8, checkpoint.whole), StartupTimer()
-    on_gpu = Device.parse(config.device).kind == "cuda"
-    if not on_gpu:
-        tell = silent
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
     kv_file = open_kv_file(config, checkpoint)
     if kv_file is not None:
         config = replace(config, kv_memory=config.kv_memory or kv_file.kv_memory)
     backend = open_backend(config, packed_caches_of(config, checkpoint, draft), kv_file)
+    if not backend.own_memory:
+        tell = silent
     checkpoint = quantized(checkpoint, config)
     timer.stop(config.device)
-    if on_gpu:
+    if backend.own_memory:
         until_needed()  # there is memory for one engine
         _tell_memory(config, checkpoint, draft, backend, tell)
-    weights = load_weights(checkpoint, backend, yielding=config.yielding and not on_gpu)
+    weights = load_weights(checkpoint, backend, yielding=config.yielding and not backend.own_memory)
     if draft is not None:
         draft = load_draft(draft, config, checkpoint, weights.model, backend)
     timer.stop("weights")

@@ -201,8 +201,8 @@ class Engine:
         self.backend.tell_of_compiling(self.recorder.compile)
 
     def hello(self) -> dict[str, Any]:
-        on_gpu = self.backend.device.startswith("cuda")  # which has memory for one engine at a time
-        fields: dict[str, Any] = {"limits": self.limits, "can_stand_by": on_gpu, "loads_late": on_gpu}
+        alone = self.backend.own_memory  # which has room for one engine
+        fields: dict[str, Any] = {"limits": self.limits, "can_stand_by": alone, "loads_late": alone}
         for feature in self.features:
             fields |= feature.hello()
         return fields

@@ -11,4 +11,4 @@ from penstock.model.gguf import config
 __all__ = ["build", "config", "llama"]
 
 with suppress(ImportError):  # the extension may not be built
-    import penstock.backend.cpu  # noqa: F401
+    import penstock.backend.cpu.backend  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.backend.base import Backend
-from penstock.config import Config, Device, available_memory, log_to_stderr
+from penstock.config import Config, available_memory, log_to_stderr
 from penstock.errors import OutOfMemory
 from penstock.model.classifier import limits_of_labels
 from penstock.model.load import Checkpoint
@@ -43,7 +43,7 @@ def reserve_kv(
         needs = backend.memory_needs()
         group_token = block_token(spec, needs.kv_bytes_per_token, draft_token)
         room = needs.kv_memory - adapters
-        if Device.parse(config.device).kind == "cuda":
+        if backend.own_memory:
             room = needs.kv_memory - (config.adapter_memory or adapters)
             config = replace(config, kv_memory=min(config.kv_memory or room, room))
         limits = resolve(
@@ -69,7 +69,7 @@ def reserve_kv(
     weights = sum(weight_bytes(each, backend) for each in (checkpoint, draft) if each is not None)
     block_bytes = limits.block_size * group_token
     tier = host_tier(config, limits, block_bytes, needs.state_bytes, available_memory())
-    if Device.parse(config.device).kind != "cuda":
+    if not backend.own_memory:
         kept += tier.blocks * block_bytes + tier.states * needs.state_bytes
         for line in missing_tiers(config, limits):  # on a GPU the plan has said so
             log_to_stderr(line)

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.backend.devices import device_kind, in_order
 from penstock.config import AUTO, Config, available_memory
 from penstock.errors import ConfigError, EngineUnavailable
 from penstock.fleet.forks import KEEPER, ForkRequest, fork, start_forking
@@ -98,8 +99,9 @@ def shared(config: Config, gpus: Sequence[int | str]) -> Config:
     with as much memory as one of those has that its threads leave room for."""
     options = {name: getattr(config, name) for name in ("threads", "kv_memory", "kv_ram")}
     if gpus:
+        kind = next(kind for kind in in_order() if kind.cluster_resource == "GPU")
         here = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        return replace(config, device=f"cuda:{gpus[0]}", **gpu_share(max(here, 1), options, available_memory()))
+        return replace(config, device=f"{kind.name}:{gpus[0]}", **gpu_share(max(here, 1), options, available_memory()))
     cores = os.cpu_count() or 1
     engines = max(cores // (config.threads or cores), 1)
     return replace(config, **cpu_share(engines, options, cores, available_memory()))
@@ -108,7 +110,7 @@ def shared(config: Config, gpus: Sequence[int | str]) -> Config:
 def with_threads(ray: Any, spec: FleetSpec, keeper: KeeperSpec) -> KeeperSpec:
     """Returns a replica with the threads that it has of its cluster, unless an option says how many or it may compute
     on a GPU: what Ray reserves for it is what it uses."""
-    if keeper.config.threads or _takes_gpu(ray, keeper.config):
+    if keeper.config.threads or _devices(ray, keeper.config.device):
         return keeper
     cores = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     most = max(spec.replicas, spec.scaling.most if spec.scaling else 0)
@@ -168,13 +170,16 @@ def _place(ray: Any, spec: FleetSpec, keeper: KeeperSpec) -> None:
 
 
 def _needs(ray: Any, keeper: KeeperSpec) -> dict[str, float]:
-    """Returns what a replica takes of a machine: processors, and a GPU if it may compute on one."""
-    gpu = {"GPU": 1.0} if _takes_gpu(ray, keeper.config) else {}
-    return {"CPU": float(keeper.config.threads or 1)} | gpu
+    """Returns the resources of a replica: processors, and a device if it may compute on one that the cluster counts."""
+    return {"CPU": float(keeper.config.threads or 1)} | dict.fromkeys(_devices(ray, keeper.config.device), 1.0)
 
 
-def _takes_gpu(ray: Any, config: Config) -> bool:
-    return config.device.startswith("cuda") or (config.device == AUTO and ray.cluster_resources().get("GPU", 0) > 0)
+def _devices(ray: Any, device: str) -> list[str]:
+    """Returns the cluster's names of the devices that a replica may compute on."""
+    if device != AUTO:
+        return [name] if (name := device_kind(device).cluster_resource) else []
+    there = ray.cluster_resources()
+    return [kind.cluster_resource for kind in in_order() if there.get(kind.cluster_resource, 0) > 0][:1]
 
 
 def _remove(ray: Any, fleet: str, replica: str) -> None:

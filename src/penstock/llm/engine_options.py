@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any, NamedTuple
 
-from penstock.config import QUANTIZATIONS, log_to_stderr
+from penstock.backend.devices import quantizations
+from penstock.config import log_to_stderr
 from penstock.config.speculative import speculation_in
 from penstock.errors import InvalidRequest
 from penstock.service_levels import NO_TARGETS, Targets
@@ -79,7 +80,7 @@ def read_options(given: Mapping[str, Any], warn: Callable[[str], None] = log_to_
     targets = check_targets(options.pop("targets", NO_TARGETS))
     for name, value in options.items():
         if name in NO_EFFECT or name in IGNORED:
-            if name == "quantization" and value in QUANTIZATIONS["cuda"]:
+            if name == "quantization" and value in quantizations():
                 engine["quantize"] = value
             elif name in IGNORED or (NO_EFFECT[name] and value not in NO_EFFECT[name]):
                 ignored.append(name)

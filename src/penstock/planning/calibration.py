@@ -12,14 +12,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil, prod
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from penstock.backend import open_backend
 from penstock.backend.base import Backend, Batch
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.config import Config, Device
+from penstock.backend.device import Calibration, LayerShape
+from penstock.backend.devices import device_kind
+from penstock.config import Config
+from penstock.errors import ConfigError
 from penstock.model import rope
 from penstock.model.formats.trellis import NAME as EXL3
 from penstock.model.formats.trellis import trellis_bits
@@ -32,48 +34,17 @@ from penstock.planning.roofline import MachineProfile, MatmulTimes
 Log = Callable[[str], None]
 BLOCK = 16
 SHORT, LONG = 64, 1984  # tokens of context
-ROWS = 8  # with such contexts
-TIMES = 7  # that each step runs: the fastest counts, others were disturbed
-
-
-class LayerShape(NamedTuple):
-    """Gives the shape of the layers of a calibration model."""
-
-    dim: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
-class CalibrationSizes(NamedTuple):
-    """Gives the sizes of the models that calibrate a device: matrices like those of its usual models, and more bytes
-    than its caches have."""
-
-    large: LayerShape
-    small: LayerShape  # so small that only the fixed costs of a layer count
-    bytes: int  # of weights
-    tokens: int  # of a prompt
-    rows: tuple[int, ...]  # sequences that decode together
-
-
-SIZES = {
-    "cpu": CalibrationSizes(
-        LayerShape(1024, 2816, 16, 4, 64), LayerShape(64, 64, 1, 1, 64), 160 << 20, 256, (1, 8, 32)
-    ),
-    "cuda": CalibrationSizes(
-        LayerShape(4096, 14336, 32, 8, 128), LayerShape(256, 256, 2, 1, 128), 1 << 30, 2048, (1, 8, 32, 128)
-    ),
-}
+ROWS = 8  # sequences with either context
+TIMES = 7  # runs of each step; the fastest counts
 
 
 def measure(
     config: Config, kinds: Iterable[str], known: MachineProfile | None = None, log: Log = lambda _: None
 ) -> MachineProfile:
-    """Returns the machine's speed with weights of these formats (`StoredAs.kind`), added to what is `known` already.
+    """Adds the machine's speed with weights of these formats (`StoredAs.kind`) to the `known` profile.
     The config has its defaults filled in."""
     config = replace(config, quantize="")
-    sizes = SIZES[Device.parse(config.device).kind]
+    sizes = calibration_of(config)
     if known is None:
         log("steps and layers")
         step, layer = fixed_costs(config, sizes)
@@ -86,7 +57,15 @@ def measure(
     return known._replace(matmuls=matmuls)
 
 
-def fixed_costs(config: Config, sizes: CalibrationSizes) -> tuple[float, float]:
+def calibration_of(config: Config) -> Calibration:
+    """Returns the sizes that the config's device declares; raises ConfigError if its speed is not measured."""
+    sizes = device_kind(config.device).calibration
+    if sizes is None:
+        raise ConfigError(f"the speed of device {config.device} is not measured")
+    return sizes
+
+
+def fixed_costs(config: Config, sizes: Calibration) -> tuple[float, float]:
     """Returns the seconds of the host for a step, and the seconds of a layer without work."""
     few, many = 2, 34
     with opened(config, sizes.small, "F16", few) as backend:
@@ -95,7 +74,7 @@ def fixed_costs(config: Config, sizes: CalibrationSizes) -> tuple[float, float]:
         return step, max(backend.time_step(one_token(1), TIMES) - short, 0.0) / (many - few)
 
 
-def attention_rates(config: Config, sizes: CalibrationSizes) -> tuple[float, float]:
+def attention_rates(config: Config, sizes: Calibration) -> tuple[float, float]:
     """Returns per second: bytes of KV cache read in decode, and multiply-adds of attention in prefill."""
     layers, shape = 4, sizes.large._replace(dim=256, hidden=256)
     with opened(config, shape, "F16", layers) as backend:
@@ -109,7 +88,7 @@ def attention_rates(config: Config, sizes: CalibrationSizes) -> tuple[float, flo
     )
 
 
-def matmul_times(config: Config, sizes: CalibrationSizes, kind: str, profile: MachineProfile) -> MatmulTimes:
+def matmul_times(config: Config, sizes: Calibration, kind: str, profile: MachineProfile) -> MatmulTimes:
     """Measures products with weights of one format."""
     shape, format = sizes.large, kind
     if kind not in STORAGE and not kind.startswith(EXL3):
@@ -140,9 +119,9 @@ def above_zero(seconds: float) -> float:
 @contextmanager
 def opened(config: Config, shape: LayerShape, format: str, layers: int) -> Iterator[Backend]:
     """Yields a backend with a random model of this shape loaded."""
-    backend = open_backend(config)
-    backend.load(load_model(random_model(shape, format, layers), backend))
-    backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + SIZES[Device.parse(config.device).kind].tokens // BLOCK, BLOCK)
+    backend, tokens = open_backend(config), calibration_of(config).tokens
+    backend.load(load_model(random_model(shape, format, layers, tokens), backend))
+    backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + tokens // BLOCK, BLOCK)
     backend.warm_up()
     try:
         yield backend
@@ -150,9 +129,9 @@ def opened(config: Config, shape: LayerShape, format: str, layers: int) -> Itera
         backend.close()
 
 
-def random_model(shape: LayerShape, format: str, layers: int) -> Checkpoint:
-    """Returns a model whose layers have equal weights. Each layer is packed separately, so no weight is read twice in a
-    step."""
+def random_model(shape: LayerShape, format: str, layers: int, tokens: int) -> Checkpoint:
+    """Returns a model with room for a prompt of `tokens` tokens. Its layers have equal weights, but each is packed
+    separately, so no weight is read twice in a step."""
     rng = np.random.default_rng(0)
     vocab, freqs = 64, rope.plain(10000.0, shape.head_dim)
     spec = ModelSpec(
@@ -161,7 +140,7 @@ def random_model(shape: LayerShape, format: str, layers: int) -> Checkpoint:
         dim=shape.dim,
         hidden=shape.hidden,
         vocab=vocab,
-        max_len=LONG + max(sizes.tokens for sizes in SIZES.values()),
+        max_len=LONG + tokens,
         eps=1e-5,
         attn=AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, RopeSpec(freqs, interleaved=False)),
         tied=True,
@@ -195,7 +174,7 @@ def one_token(at: int, rows: int = 1) -> Batch:
 
 
 def prompt_of(tokens: int, at: int = 0) -> Batch:
-    """Returns a batch that prefills so many tokens from position `at`."""
+    """Returns a batch that prefills `tokens` tokens from position `at`."""
     return greedy_batch([Chunk([1] * tokens, at, range((at + tokens) // BLOCK + 1), sample=1)])
 
 

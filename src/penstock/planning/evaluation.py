@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from penstock.backend import open_backend, resolve_defaults
 from penstock.backend.base import Backend, Batch, Floats, Ints
 from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.devices import device_kind
 from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config
 from penstock.errors import ConfigError, InvalidRequest, UnsupportedModel
@@ -27,12 +28,11 @@ Doubles = NDArray[np.float64]
 
 CONTEXT = 512
 TOKENS = 8192
-GUARD_TOKENS = 1024  # of the built-in text, which the engine uses at load to measure a quantized KV cache
+GUARD_TOKENS = 1024  # length of the built-in text, which measures quantized KV caches at load
 MIN_CONTEXT = 8
-WINDOWS_PER_STEP = {"cuda": 4}  # on other devices 1
 LONG_TOKEN = 32  # characters: tokens are shorter on average
 MAX_CHARACTERS = 1 << 22  # given to the tokenizer in one call
-ROWS = 32  # of logits whose probabilities are computed together
+ROWS = 32  # rows of logits whose probabilities are computed together
 
 
 class BackendWithLogits(Backend, Protocol):
@@ -46,7 +46,7 @@ class Perplexity:
     """Holds the perplexity of a model on a text."""
 
     value: float
-    error: float  # of the mean
+    error: float  # standard error
     predictions: int
 
 
@@ -55,7 +55,7 @@ class Divergence:
     """Describes the distribution of KL(reference || model) over predictions, in nats."""
 
     mean: float
-    error: float  # of the mean
+    error: float  # standard error
     median: float
     p90: float
     p99: float
@@ -63,7 +63,7 @@ class Divergence:
     same_top: float  # share of predictions whose most likely token is the same
     predictions: int
     perplexity: Perplexity
-    reference: Perplexity  # of the reference
+    reference: Perplexity
 
 
 class Comparison(NamedTuple):
@@ -82,7 +82,7 @@ class Scorer:
         longest = max(config.max_len, context)
         checkpoint = open_checkpoint(Path(config.model), config.config, config.strict_config, longest)
         config = resolve_defaults(config, checkpoint.fp8, checkpoint.whole)
-        self.at_once = WINDOWS_PER_STEP.get(config.device, 1)
+        self.at_once = device_kind(config.device).eval_windows
         self.vocab = checkpoint.spec.vocab
         self._context = context
         self._block = config.block_size
@@ -213,8 +213,8 @@ def log_softmax(logits: Floats) -> Doubles:
 
 
 def divergence(truth: Doubles, answer: Doubles, within: float = np.inf) -> Doubles:
-    """Returns KL(truth || answer) for each row of log-probabilities, over the tokens within so many nats of the most
-    likely one."""
+    """Returns KL(truth || answer) for each row of log-probabilities, over the tokens that are at
+    most `within` nats less likely than the best."""
     with np.errstate(invalid="ignore"):
         terms = np.where(truth > -np.inf, np.exp(truth) * (truth - answer), 0.0)
     counted = truth > truth.max(axis=1, keepdims=True) - within

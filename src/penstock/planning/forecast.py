@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.backend import open_backend, resolve_defaults
+from penstock.backend.devices import device_kind
 from penstock.backend.quantize_at_load import quantized
-from penstock.config import QUANTIZATIONS, Config, Device
+from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.draft import open_draft
 from penstock.model.heads import beside
@@ -39,28 +40,29 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Says what to expect of a model: `memory` if it fits, else `problem`."""
+    """Forecasts a model: `memory` if it fits, else `problem`."""
 
     quantize: str  # empty: weights as they are
     memory: MemoryPlan | None = None
     speed: Speed | None = None
     problem: str = ""  # why it does not fit
-    profile: MachineProfile | None = None  # of the machine that it was made for, if that is known
-    costs: ModelCosts | None = None  # of the model's steps
+    profile: MachineProfile | None = None  # the machine's, if it is known
+    costs: ModelCosts | None = None
 
 
 def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Iterator[Forecast]:
     """Yields the forecast for the config and, if it does not quantize plain weights, one for each way to do so."""
     config = resolve_defaults(config, checkpoint.fp8, checkpoint.whole)
     plain = any(tensor.format.name in PLAIN for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1)
-    others = QUANTIZATIONS.get(Device.parse(config.device).kind, ()) if plain and not config.quantize else ()
+    kind = device_kind(config.device)
+    others = kind.quantizations if kind.calibration and plain and not config.quantize else ()
     for quantize in (config.quantize, *others):
         resolved = resolve_defaults(replace(config, quantize=quantize), checkpoint.fp8, checkpoint.whole)
         yield make_forecast(resolved, checkpoint, prompt, profiler)
 
 
 def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Forecast:
-    """Returns the forecast for a config with its defaults filled in, and prompts of so many tokens."""
+    """Returns the forecast for a config with resolved defaults and prompts of `prompt` tokens."""
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
     backend, spec, stored = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent)
@@ -79,7 +81,7 @@ def silent(_: str) -> None: ...
 
 
 def forecast_speed(profile: MachineProfile, costs: ModelCosts, memory: MemoryPlan, prompt: int) -> Speed:
-    """Returns the speed of a model on a machine, for prompts of so many tokens."""
+    """Returns the speed of a model on a machine, for prompts of `prompt` tokens."""
     limits = memory.limits
     prompt = min(prompt, limits.max_len)
     context = min(prompt + ANSWER, limits.max_len)

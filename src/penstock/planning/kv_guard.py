@@ -1,6 +1,6 @@
-"""Measures at load what a quantized KV cache costs: the KL divergence of predictions from those with 16 bits, on a text
-that comes with the package. `penstock eval kl` finds the same without --text: both cut the text into the same windows.
-What was measured is kept beside the model's packed weights:
+"""Measures the loss of a quantized KV cache at load: the KL divergence of predictions with it and with 16 bits, on a
+text in the package. `penstock eval kl` without --text measures the same windows. Results are kept next to the model's
+packed weights:
 
 <home>/packed/<model>/<options>.kv_loss
 """
@@ -20,8 +20,9 @@ import numpy as np
 from penstock import __version__
 from penstock.backend.base import Backend, Batch, CacheSize, Ints, Model
 from penstock.backend.batches import Chunk, greedy_batch
+from penstock.backend.devices import device_kind
 from penstock.backend.packed_cache import identity
-from penstock.config import AUTO, Config, Device, packed_folder
+from penstock.config import AUTO, Config, packed_folder
 from penstock.config.kv_formats import ANY, is_kv_quantized
 from penstock.errors import ConfigError, InvalidRequest, KvLossTooLarge, ModelError
 from penstock.model.load import Checkpoint
@@ -36,7 +37,7 @@ from penstock.planning.evaluation import (
     windows_in,
 )
 
-MEASURE = 2  # another number where the text or what is computed of it changes
+MEASURE = 2  # a change to the text or the computation needs another number
 SUFFIX = ".kv_loss"
 
 
@@ -44,7 +45,7 @@ class KvLoss(NamedTuple):
     """Says how far predictions with a quantized KV cache are from those with one of 16 bits."""
 
     mean: float  # KL divergence of a prediction, in nats
-    error: float  # of the mean
+    error: float  # standard error
     same_top: float  # share of predictions whose most likely token is the same
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ def is_measured(config: Config, checkpoint: Checkpoint) -> bool:
 
 
 def guard_windows(checkpoint: Checkpoint) -> list[Ints]:
-    """Returns the windows that the cache is measured on. Raises ModelError if the model has no tokenizer."""
+    """Returns the windows of the measurement. Raises ModelError if the model has no tokenizer."""
     return windows_in(checkpoint, built_in_text(), min(CONTEXT, checkpoint.spec.max_len), GUARD_TOKENS)
 
 
@@ -118,7 +119,7 @@ def batches_of(window: Ints, step_tokens: int, blocks: int) -> Iterator[Batch]:
 
 
 def kept_loss(config: Config, checkpoint: Checkpoint) -> KvLoss | None:
-    """Returns what was measured earlier, of the same files and on the same kind of device; None: nothing. The config's
+    """Returns the loss that was measured earlier with the same files on the same kind of device, if any. The config's
     defaults are resolved."""
     if not is_measured(config, checkpoint):
         return None
@@ -130,7 +131,7 @@ def kept_loss(config: Config, checkpoint: Checkpoint) -> KvLoss | None:
 
 
 def keep(config: Config, checkpoint: Checkpoint, loss: KvLoss) -> None:
-    """Keeps what was measured for the next engine, where the folder can be written."""
+    """Keeps the loss for the next engine, if the folder is writable."""
     with suppress(OSError, ConfigError):
         path = kept_path(config, checkpoint)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,12 +141,12 @@ def keep(config: Config, checkpoint: Checkpoint, loss: KvLoss) -> None:
 
 
 def kept_path(config: Config, checkpoint: Checkpoint) -> Path:
-    """Returns the file for what is measured of a model with the options of a config."""
-    options = json.dumps([config.kv, Device.parse(config.device).kind, config.quantize, *config.config])
+    """Returns the file of the loss of a model with a config's options."""
+    options = json.dumps([config.kv, device_kind(config.device).name, config.quantize, *config.config])
     name = blake2b(options.encode(), digest_size=8).hexdigest()
     return packed_folder(checkpoint.path) / f"{name}{SUFFIX}"
 
 
 def kept_key(config: Config, checkpoint: Checkpoint) -> str:
-    """Returns what a measured loss depends on, beside the options in its file's name."""
+    """Returns the key of a measured loss, in addition to the options in its file's name."""
     return json.dumps([MEASURE, __version__, checkpoint.spec.max_len, [identity(file) for file in checkpoint.files]])

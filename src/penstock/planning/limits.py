@@ -12,7 +12,7 @@ from penstock.types import Limits, blocks_for
 
 SAVED_PER_ROW = 4  # states, where there is room: of its system prompt, its conversation and some others'
 BLOCK_ID = 4  # bytes of an entry of a block table
-TABLES_SHARE = 8  # of the memory for KV, block tables may take one part
+TABLES_SHARE = 8  # block tables may take an eighth of the memory for KV
 
 
 def resolve(
@@ -69,18 +69,18 @@ def resolve(
 
 
 def _longest(most: int, num_blocks: int, needed: Callable[[int], int]) -> int:
-    """Returns how many tokens, `most` at most, a sequence may have that is alone and needs `needed(tokens)` blocks."""
+    """Returns the longest context of one sequence that needs `needed(tokens)` blocks, at most `most` tokens."""
     return bisect_right(range(1, most + 1), num_blocks, key=needed)
 
 
 def _longest_in_tables(memory: int, tables: int, block_size: int) -> int:
-    """Returns how many tokens a sequence may have for so many block tables. Blocks behind a window are freed, so where
-    every layer has one, the tables alone grow with the context: a file may state one of 2 billion tokens."""
+    """Returns the longest context for which there is room for this number of block tables. Blocks behind a window are
+    freed, so if every layer has one, only the tables grow with the context: a file may state 2 billion tokens."""
     return max(memory // (BLOCK_ID * tables), 1) * block_size
 
 
 def _states(max_rows: int, size: int, memory: int) -> tuple[int, int]:
-    """Returns how many rows there can be and how many states can be saved: at least as many, where memory is short."""
+    """Returns the numbers of rows and of saved states. If memory is short, at least one state is saved for each row."""
     if not size:
         return max_rows, 0
     rows = min(max_rows, memory // size // 2)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.backend.base import Footprint, Tuner
-from penstock.config import AUTO, Config, Device, parse_adapter, total_memory
+from penstock.backend.devices import device_kind
+from penstock.config import AUTO, Config, parse_adapter, total_memory
 from penstock.errors import ConfigError
 from penstock.model.adapters import adapter_bytes
 from penstock.model.load import Checkpoint
@@ -16,7 +17,7 @@ from penstock.model.spec import ModelSpec
 from penstock.planning.limits import resolve
 from penstock.types import Limits, blocks_for
 
-KV_RAM_SHARE = 8  # of the free memory, one part is for blocks that have left the cache
+KV_RAM_SHARE = 8  # blocks that have left the cache may take an eighth of the free memory
 ADVICE = "--quantize fp8 or int4 makes plain weights smaller, lower --step-tokens and --max-rows the workspace"
 
 
@@ -29,7 +30,7 @@ class MemoryPlan:
     group_token: int  # bytes of one token in one KV layer group
     adapters: int = 0  # bytes of those in memory at once
     on_host: bool = True  # the device's memory is the host's
-    notes: tuple[str, ...] = ()  # what is less than was asked for
+    notes: tuple[str, ...] = ()  # differences from the request
 
     @property
     def cache(self) -> int:
@@ -57,7 +58,7 @@ class MemoryPlan:
 
     @property
     def whole_sequences(self) -> int:
-        """Returns how many sequences fit at once with as many tokens as they may have."""
+        """Returns how many sequences of the maximum length fit at once."""
         return max(self.limits.num_blocks // self.sequence_blocks(self.limits.max_len), 1)
 
     def lines(self) -> Iterator[str]:
@@ -83,7 +84,7 @@ class MemoryPlan:
         yield from (f"  note: {note}" for note in self.notes)
 
     def _weights_remark(self) -> str:
-        """Says how many of the weights are those of a draft model or a head, if there is one."""
+        """Returns the share of a draft model or head in the weights."""
         drafting = self.footprint.draft_weights
         return f"{gigabytes(drafting)} of them for drafts" if drafting else ""
 
@@ -99,7 +100,7 @@ class MemoryPlan:
         return max(self.footprint.reserve - (self.kv_ram if self.on_host else 0), 0)
 
     def _cache_remark(self) -> str:
-        """Says what the cache holds; where layers have windows, also what a sequence would take without them."""
+        """Describes the cache; if layers have windows, also the size of a sequence without them."""
         limits, token = self.limits, self.footprint.kv_token
         fit = f"{self.whole_sequences} x {limits.max_len:,}"
         if not any(limits.windows):
@@ -109,15 +110,14 @@ class MemoryPlan:
 
 
 def footprint_of(backend: Tuner, stored: Checkpoint, draft: Checkpoint | None) -> Footprint:
-    """Predicts what a model takes, with the draft model beside it if there is one. Both are given as they are
-    stored."""
+    """Predicts the memory of a model and its draft model. Both are given as they are stored."""
     alone = backend.footprint(stored.spec, stored.tensors.values())
     return alone if draft is None else alone.with_draft(backend.footprint(draft.spec, draft.tensors.values()))
 
 
 def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
-    """Divides the memory for a config with all defaults filled in. Raises ConfigError if not even a small cache would
-    fit beside the weights."""
+    """Divides the memory for a config with resolved defaults. Raises ConfigError if weights leave too little for even a
+    small cache."""
     adapters = adapter_memory(config)
     room = has.free - has.weights - has.workspace - adapters
     if config.kv_memory and has.reserve_share:  # a share is kept free by default only
@@ -130,7 +130,7 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
             f"{gigabytes(adapters)} for adapters and {gigabytes(has.reserve)} in reserve, beside its KV cache; "
             f"{has.device} has {gigabytes(has.free)} free of {gigabytes(has.total)}: {ADVICE}"
         )
-    on_host = Device.parse(config.device).kind != "cuda"
+    on_host = not device_kind(config.device).own_memory
     notes = []
     if config.kv_memory > room and not on_host:
         notes.append(f"the KV cache gets {gigabytes(room)}, not the {gigabytes(config.kv_memory)} asked for")
@@ -167,7 +167,7 @@ def plan_memory(config: Config, spec: ModelSpec, has: Footprint) -> MemoryPlan:
 def check_machine(config: Config, cache: int) -> None:
     """Refuses a cache that was asked for and is larger than the machine: its memory is taken as it is used, so it would
     be reserved, and the process killed later."""
-    on_host = Device.parse(config.device).kind != "cuda"
+    on_host = not device_kind(config.device).own_memory
     if on_host and config.kv_memory and cache > total_memory():
         raise ConfigError(
             f"a KV cache of {gigabytes(cache)} is more than this machine has, {gigabytes(total_memory())}: "
@@ -176,7 +176,7 @@ def check_machine(config: Config, cache: int) -> None:
 
 
 def missing_tiers(config: Config, limits: Limits) -> Iterator[str]:
-    """Yields a line for each place that was asked for to keep KV in and that a model has no use for."""
+    """Yields a line for each KV tier that was requested for a model without KV."""
     if not limits.encoder:
         return
     if config.kv_ram not in (AUTO, "0"):
@@ -193,9 +193,9 @@ class HostPlaces(NamedTuple):
 
 
 def host_tier(config: Config, limits: Limits, block_bytes: int, state_bytes: int, free: int) -> HostPlaces:
-    """Divides the host memory for what leaves the cache, where `free` bytes of it are. States may take half of it, as
-    they may of the cache, and there is one wherever it fits. Raises ConfigError for more than the machine has."""
-    unused = Device.parse(config.device).kind == "cuda" and not config.kv_disk and config.kv_ram == AUTO
+    """Divides the host memory for blocks and states that leave the cache; `free` bytes are free. States take at most
+    half, but at least one if it fits. Raises ConfigError for more memory than the machine has."""
+    unused = device_kind(config.device).own_memory and not config.kv_disk and config.kv_ram == AUTO
     if unused or limits.encoder:
         return HostPlaces()
     cache = limits.num_blocks * block_bytes + limits.states * state_bytes
@@ -210,8 +210,8 @@ def host_tier(config: Config, limits: Limits, block_bytes: int, state_bytes: int
 
 
 def adapter_memory(config: Config) -> int:
-    """Returns the bytes that the adapters of a config take in memory at once: of the largest ones as many as there are
-    slots, within --adapter-memory. In a slot an adapter takes about as much as its file."""
+    """Returns the memory of a config's adapters: the files of the largest ones, one for each slot, within
+    --adapter-memory."""
     sizes = sorted(adapter_bytes(Path(parse_adapter(text).path).expanduser()) for text in config.adapter)
     total = sum(sizes[-config.max_adapters :])
     return min(total, config.adapter_memory or total)

@@ -1,4 +1,4 @@
-"""Forecasts how long steps take, from what a model computes and what the machine was measured to do (calibration.py).
+"""Forecasts the time of steps from a model's arithmetic and the measured speed of the machine (calibration.py).
 
 A matrix product reads its weights and multiplies them. For few rows the reading takes the time, for many rows the
 multiplying, and in between kernels differ. So products are measured for several numbers of rows, and the times between
@@ -26,10 +26,10 @@ class MatmulTimes(NamedTuple):
     """Holds the measured times of products with weights of one format."""
 
     rows: tuple[int, ...]  # rising, from 1
-    seconds: tuple[float, ...]  # for each of `rows`: of one step, per weight
+    seconds: tuple[float, ...]  # per step and weight, for each of `rows`
 
     def time(self, rows: float) -> float:
-        """Returns the seconds per weight for so many rows. Beyond what was measured they grow as rows do."""
+        """Returns the seconds per weight for a number of rows. Beyond the measured numbers they grow in proportion."""
         if rows > self.rows[-1]:
             return rows / self.rows[-1] * self.seconds[-1]
         return float(np.interp(rows, self.rows, self.seconds))
@@ -39,10 +39,10 @@ class MachineProfile(NamedTuple):
     """Holds the measured speed of a machine."""
 
     step: float  # seconds of the host for each step, while the device computes: no step takes less
-    layer: float  # seconds that every layer takes, whatever its size
+    layer: float  # seconds of any layer, independent of its size
     cache: float  # bytes of the KV cache read per second while decoding
     scores: float  # multiply-adds per second in the attention of prompts
-    matmuls: Mapping[str, MatmulTimes]  # by the format that weights are stored in
+    matmuls: Mapping[str, MatmulTimes]  # by stored format
     busy: float = 0.0  # share of the machine that other processes used while it was measured
 
 
@@ -51,7 +51,7 @@ class WeightGroup(NamedTuple):
 
     kind: str  # format
     weights: int
-    share: float = 1.0  # of them that one row uses; less than 1 for experts
+    share: float = 1.0  # used by one row; below 1 for experts
     sampled: bool = False  # used only for rows whose logits are needed
 
 
@@ -60,8 +60,8 @@ class ModelCosts(NamedTuple):
 
     weight_groups: tuple[WeightGroup, ...]
     kv_token: int  # bytes that all layers together read of one token
-    windows: tuple[int, ...]  # of each attention layer; 0: it sees the whole context
-    q_width: int  # of a layer, on average
+    windows: tuple[int, ...]  # one per attention layer; 0: the whole context
+    q_width: int  # average of layers
     causal: bool = True
     recurrent: int = 0  # layers with a state instead of KV
     state: int = 0  # bytes of all those layers; each token of a row reads and writes them

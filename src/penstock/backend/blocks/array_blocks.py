@@ -20,7 +20,7 @@ class ArrayBlocks:
     """Implements BlockMemory and BlockRows over arrays whose first axis is the block."""
 
     def __init__(self, kind: str, arrays: Arrays) -> None:
-        self._kind = kind  # the backend, and what it stores
+        self._kind = kind  # backend and contents
         self._arrays = arrays
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

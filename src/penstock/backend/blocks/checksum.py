@@ -1,4 +1,4 @@
-"""Defines the checksum of KV blocks that stay on a device: what a GPU adds up fast, and a CPU can add up too.
+"""Defines the checksum of KV blocks that stay on a device. GPUs compute it fast, and CPUs can compute it too.
 
 A block is read as 32-bit words. The checksum is the sum of each word times the weight of its place, modulo 2**64.
 Weights are odd, so a change of one word always changes the sum. They look random, so words that are swapped, shifted or

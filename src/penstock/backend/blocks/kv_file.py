@@ -1,8 +1,8 @@
-"""Keeps a KV cache in a file in memory, so that the engine that is started after one that died finds what it computed.
+"""Keeps a KV cache in a file in memory, where the next engine finds it after this one has died.
 
-header      what the file is, the bytes of KV that it was made for, and a fingerprint of whose KV it is
+header      a magic number, the size of the KV, and the fingerprint of model and backend
 KV caches   of all programs, and hidden states: backend/cpu
-ledger      which blocks hold what: engine/kv_handover/ledger.py
+ledger      the contents of each block: engine/kv_handover/ledger.py
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ HEADER = ALLOCATIONGRANULARITY
 
 
 class KvFile:
-    """Is that file as an engine has it open. Whoever gave the path owns it; it is empty at first."""
+    """Is the open file. The process that gave the path owns it; it is empty at first."""
 
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.end = HEADER  # of what was taken so far
+        self.end = HEADER  # bytes taken so far
         self._grow(HEADER)
         self._header = mmap(self.descriptor, HEADER)
 
@@ -40,8 +40,8 @@ class KvFile:
         return mmap(self.descriptor, size, offset=start)
 
     def claim(self, fingerprint: bytes, kv_memory: int) -> None:
-        """Marks the file, all of which was taken, as holding `kv_memory` bytes of KV with a fingerprint. If that of its
-        contents is another, they are dropped before."""
+        """Marks the file as KV of `kv_memory` bytes with this fingerprint. Contents with another fingerprint are
+        dropped first."""
         if self.kv_memory == kv_memory and self._header[FINGERPRINT_AT : FINGERPRINT_AT + FINGERPRINT] == fingerprint:
             return
         size = os.fstat(self.descriptor).st_size
@@ -52,7 +52,7 @@ class KvFile:
         self._header[MAGIC_AT : len(MAGIC)] = MAGIC
 
     def close(self) -> None:
-        """Closes the file, once. What was taken of it stays mapped."""
+        """Closes the file, once. Its mappings stay."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

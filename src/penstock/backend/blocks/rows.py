@@ -13,8 +13,8 @@ Rows = NDArray[np.uint8]  # [places, bytes of a block]
 
 @runtime_checkable
 class BlockRows(Protocol):
-    """Copies blocks to and from any rows, and computes the CRC of what has arrived, which goes on with the one that is
-    given for its block; where none are given, none are computed. Every call happens after all launched steps."""
+    """Copies blocks to and from any rows. Given a CRC for each block, it continues them with the bytes that arrive.
+    Every call happens after all launched steps."""
 
     def copy_out(self, blocks: Sequence[int], rows: Rows, places: Sequence[int], crcs: Sequence[int] = ()) -> list[int]:
         """Copies blocks to the rows at some places; returns the CRC of each row."""

@@ -9,7 +9,7 @@ from typing import Protocol
 class SharedRoom(Protocol):
     """Is memory of the device with places for copies of KV blocks, which other processes on that device can open."""
 
-    handle: bytes  # to open it with
+    handle: bytes  # opens it
     places: int
 
     def write(self, blocks: Sequence[int], places: Sequence[int]) -> list[int]:
@@ -28,16 +28,16 @@ class OpenedRoom(Protocol):
         block has got."""
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Gives the memory back."""
 
 
 class DeviceSharing(Protocol):
-    """Lets processes that compute on one device copy KV blocks from each other without host memory."""
+    """Copies KV blocks between processes that compute on one device, without host memory."""
 
-    name: str  # by which all processes know the device
+    name: str  # the device's, in all processes
 
     def share(self, places: int) -> SharedRoom:
-        """Returns room for so many blocks, or for fewer if there is little memory. Raises OSError if there is none."""
+        """Returns room for at most `places` blocks, fewer if memory is short. Raises OSError for none."""
 
     def open(self, handle: bytes) -> OpenedRoom:
         """Returns a room of another process. Raises OSError if it cannot be opened, or has blocks of another size."""

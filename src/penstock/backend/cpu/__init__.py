@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from penstock.backend.cpu.backend import CpuBackend
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.backend.cpu.backend import CpuBackend
 
 __all__ = ["CpuBackend"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "CpuBackend":  # imported when it is first used: the declaration beside it stays light
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from penstock.backend.cpu.backend import CpuBackend
+
+    return CpuBackend

@@ -26,6 +26,7 @@ from penstock.backend.blocks.kv_file import KvFile
 from penstock.backend.cpu import _native
 from penstock.backend.cpu.adapters import NativeAdapters
 from penstock.backend.cpu.blocks import NativeBlocks, NativeStates
+from penstock.backend.cpu.device import DEVICE
 from penstock.backend.cpu.packed_file import PackedFile
 from penstock.backend.cpu.record import record
 from penstock.backend.cpu.weights import HeadWeights, Packing, pack_vector, stored_as
@@ -44,7 +45,6 @@ from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
-KV_TYPES = ("f16", "f32", "int8", "int4")
 HIDDEN_BYTES = 2  # of each value of a hidden state
 NO_WORDS = np.zeros((0, 0), np.int32)
 
@@ -135,7 +135,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         supported = _native.isas()
         if isa not in ("auto", *supported):
             raise ConfigError(f"this CPU cannot run {isa!r} kernels: use auto or one of {', '.join(supported)}")
-        self._kv = KvFormats.parse(kv, KV_TYPES, "for a CPU")
+        self._kv = KvFormats.parse(kv, DEVICE.kv_formats, "for a CPU")
         self._first = _native.Program(isa, threads or available_threads(), self._kv.name)
         self.name = f"{self._first.threads} threads of {self._first.isa}"
         self.kv: BlockMemory = NativeBlocks(self._programs, self._first.hidden)
@@ -222,7 +222,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return CpuProgram(self._native_beside(), model, kv=self._kv)
 
     def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:
-        formats = KvFormats.parse(kv, KV_TYPES, "for a CPU")
+        formats = KvFormats.parse(kv, DEVICE.kv_formats, "for a CPU")
         program = CpuProgram(self._native_beside(formats), model, kv=formats)
         program.native.reserve_kv(size.blocks, size.block_size, size.states, [], None)
         self._first.hidden.reserve(size.blocks, size.block_size, None)  # all programs share it

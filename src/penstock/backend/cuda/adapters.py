@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS
-from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations, fp8_view, quantize_activations
 from penstock.backend.cuda.kernels.hopper_low_rank import MAX_WIDTH, ProductUpdates, shrink_few
 from penstock.backend.cuda.kernels.low_rank import (
@@ -29,6 +28,7 @@ from penstock.backend.cuda.kernels.low_rank import (
 )
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.pack_low_rank import PackedUpdate, UpdateSizes, pack_update
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.backend.cuda.transfer import CHUNK, Lane
 from penstock.errors import AdapterError, OutOfMemory
 from penstock.model.low_rank import LowRankUpdate
@@ -142,8 +142,9 @@ class CudaAdapters:
                 out = self._empty(count, rows // 2 if known.gated else rows)
                 slots = torch.full((count,), -1, dtype=torch.int32, device=self._device)
                 inputs = fp8_view(x) if weight.takes_fp8(count) else x
-                each = RowTiles(nowhere, slots, DECODE_ROWS), AdaptedWeight(records, 0, 1, 1, True, self._dtype)
-                shrink_few(inputs, *each, h)
+                shrink_few(
+                    inputs, RowTiles(nowhere, slots, DECODE_ROWS), AdaptedWeight(records, 0, 1, 1, True, self._dtype), h
+                )
                 weight.updated(inputs, out, ProductUpdates(nowhere, slots, records, h, 1, 1, 1), known.gated)
 
     def _empty(self, rows: int, width: int) -> Any:

@@ -102,7 +102,7 @@ class CudaBlocks(CudaMemory):
 
     def _layouts(self) -> list[str]:
         layouts = [
-            f"{program.groups} groups, blocks of {shapes_of(program.memory.planes)}"
+            f"{program.groups} groups, blocks of {shapes_of(program.memory.kv.planes)}"
             for program in self._programs.values()
         ]
         hidden = [f"hidden states of {shapes_of(planes)}"] if (planes := self._hidden.planes) else []
@@ -110,7 +110,7 @@ class CudaBlocks(CudaMemory):
 
     def _caches(self) -> list[LayerCache]:
         """Returns what blocks consist of, program by program, and then hidden states."""
-        kv = [cache for program in self._programs.values() for cache in program.memory.planes]
+        kv = [cache for program in self._programs.values() for cache in program.memory.kv.planes]
         return [*kv, *self._hidden.planes]
 
 

@@ -6,59 +6,25 @@ capturing a graph, which such a call would spoil. Then their bytes are copied ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
-from penstock.backend.base import Model, StoredAs
+from penstock.backend.base import Model
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.device_tilings import Tilings
-from penstock.backend.cuda.experts import pack_matrices
-from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.launchers import CAPABILITIES
+from penstock.backend.cuda.packer import CudaPacker
 from penstock.backend.cuda.quantized_weights import Workspace
 from penstock.backend.cuda.transfer import Transfer
-from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.weight_exchange import EXPERTS, HEADS, MATRIX, VECTOR, PackedWeight, PairingPacker
 from penstock.errors import WeightsError
-from penstock.model.dequantize import dequantize
-from penstock.model.ops import ExpertWeights
 from penstock.model.program import Program, record
-from penstock.model.tensor import Stack, Tensor
 
-HOST = torch.device("cpu")
 SHARED = (Workspace, Tilings, DeviceProperties)  # parts of weights that are no values of theirs
-
-
-class HostPacker:
-    """Packs weights in host memory as a backend packs them on its device."""
-
-    def __init__(self, dtype: torch.dtype, tilings: Tilings, quantize: str) -> None:
-        nothing = SplitKScratch(torch.empty(0), torch.zeros(0, dtype=torch.int32))
-        self._workspace = Workspace(nothing, 0, tilings)
-        self._about = HOST, dtype, self._workspace, quantize
-        self._dtype = dtype
-
-    def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
-        return pack(parts, bias, *self._about)
-
-    def pack_vector(self, tensor: Tensor) -> Any:
-        return torch.from_numpy(dequantize(tensor).copy())
-
-    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
-        bias = None if choice_bias is None else self.pack_vector(choice_bias)
-        return ExpertWeights(pack_matrices(up, *self._about), pack_matrices(down, *self._about), bias)
-
-    def pack_heads(self, tensor: Tensor) -> Any:
-        heads, rows, width = tensor.shape
-        flat = replace(tensor, shape=(heads * rows, width))
-        return stacked_values([flat], self._dtype, self._workspace).view(heads, rows, width)
-
-    def stored_as(self, tensor: Tensor) -> StoredAs:
-        return StoredAs.in_file(tensor)
 
 
 class CudaUpdate:
@@ -66,7 +32,7 @@ class CudaUpdate:
 
     def __init__(
         self,
-        packer: HostPacker,
+        packer: CudaPacker,
         loaded: Iterable[PackedWeight],
         program: Program,
         device: torch.device,

@@ -28,15 +28,24 @@ from penstock.backend.cuda.kernels.expert_routing import (
 )
 from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
-from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
-from penstock.backend.cuda.quant_blocks import ROWS
+from penstock.backend.cuda.pack_quantized import QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quantized_weights import Workspace, join
-from penstock.backend.cuda.weights import PLAIN, log_growth, log_once, names, packed, stacked_bias, stacked_values
-from penstock.backend.quantize_at_load import may_quantize
+from penstock.backend.cuda.storage import Layout, common_layout
+from penstock.backend.cuda.weights import (
+    PLAIN,
+    PackTarget,
+    log_growth,
+    log_once,
+    names,
+    packed,
+    stacked_bias,
+    stacked_values,
+    values_to_quantize,
+)
 from penstock.model.formats.near_blocks import as_near_blocks
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import ExpertSpec
-from penstock.model.tensor import Stack, Tensor, factor_of
+from penstock.model.tensor import Stack, Tensor
 
 LARGEST_BLOCK = 128  # token-expert pairs
 FIXED_BLOCK = 64  # the same, where results may not depend on how many pairs there are
@@ -159,38 +168,38 @@ def activate(both: Any, hidden: Any, spec: ExpertSpec) -> None:
         ACTIVATIONS[spec.act](both, out=hidden)
 
 
-def pack_matrices(
-    stacks: Sequence[Stack], device: torch.device, dtype: torch.dtype, workspace: Workspace, quantize: str
-) -> ExpertMatrices:
-    """Packs the matrices of all experts. Quantized formats stay as they are if all experts have the same one and fill
-    tiles, which FP8 need not; others become values of `dtype`."""
-    parts = [as_near_blocks(part) or part for stack in stacks for part in stack.parts]
-    formats = {part.format.name for part in parts}
-    bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], device)
-    tiled = dtype.itemsize == 2 and all(part.shape[0] % ROWS == 0 for part in parts)
-    if tiled and len(formats) == 1 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
-        log_growth(parts[:1], workspace)
-        return pack_quantized_experts(parts, bias, workspace)
-    if dtype.itemsize == 2 and formats == {"F8_E4M3"} and (experts := pack_fp8_experts(parts, bias, workspace)):
-        return experts
-    if dtype.itemsize == 2 and not formats <= PLAIN.keys():
+def pack_matrices(stacks: Sequence[Stack], target: PackTarget) -> ExpertMatrices:
+    """Packs the matrices of all experts, in the layout that they have in common."""
+    parts, workspace = [part for stack in stacks for part in stack.parts], target.workspace
+    layout = common_layout(parts, target.rules, experts=True)
+    parts = [as_near_blocks(part) or part for part in parts]
+    bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], workspace.arena.device)
+    match layout:
+        case Layout.CODES:
+            log_growth(parts[:1], workspace)
+            return pack_quantized_experts(parts, bias, workspace)
+        case Layout.FP8:
+            return pack_fp8_experts(parts, bias, workspace)
+        case Layout.INT4:
+            return QuantizedExperts(quantize_int4(values_to_quantize(parts, target)), bias)
+        case Layout.ROW_FP8:
+            made = quantize_fp8(values_to_quantize(parts, target))
+            return Fp8Experts(made.values, made.scales, bias, workspace.tilings)
+    log_values(parts, target)
+    return DenseExperts(stacked_values(parts, target.dtype, workspace), bias, workspace.tilings)
+
+
+def log_values(parts: Sequence[Tensor], target: PackTarget) -> None:
+    """Logs that experts become values, where that takes more memory than it might."""
+    formats = names({part.format.name for part in parts})
+    if target.dtype.itemsize == 2 and not all(part.format.name in PLAIN for part in parts):
         stored = sum(part.size for part in parts) / sum(part.shape[0] * part.shape[1] for part in parts)
         log_once(
-            workspace,
-            f"experts in {names(formats)} become {dtype}, {2 / stored:.1f} times as large: no kernel reads them",
+            target.workspace,
+            f"experts in {formats} become {target.dtype}, {2 / stored:.1f} times as large: no kernel reads them",
         )
-    quantizes = bool(quantize) and all(may_quantize(part, quantize, "cuda") for part in parts)
-    quantizes = quantizes and (tiled or quantize == "fp8") and formats <= PLAIN.keys()
-    values = stacked_values(parts, dtype, workspace, kept=not quantizes)
-    if not quantizes:
-        if quantize:
-            log_once(workspace, f"experts in {names(formats)} do not become {quantize}: they stay as they are")
-        return DenseExperts(values, bias, workspace.tilings)
-    workspace.transfer.finish()
-    if quantize == "int4":
-        return QuantizedExperts(quantize_int4(values), bias)
-    made = quantize_fp8(values)
-    return Fp8Experts(made.values, made.scales, bias, workspace.tilings)
+    if target.quantize:
+        log_once(target.workspace, f"experts in {formats} do not become {target.quantize}: they stay as they are")
 
 
 def pack_quantized_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> QuantizedExperts:
@@ -204,13 +213,9 @@ def pack_quantized_experts(parts: Sequence[Tensor], bias: Any | None, workspace:
     return QuantizedExperts(join([replace(matrix, factor=1.0) for matrix in matrices]), bias, factors)
 
 
-def pack_fp8_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> Fp8Experts | None:
-    """Packs parts in F8_E4M3; returns None if the device does not read FP8, or no kernel takes their scales."""
-    tilings = workspace.tilings
-    scales = scales_of(parts) if tilings.device.has_fp8 else None
-    if scales is None:
-        return None
-    rows = sum(part.shape[0] for part in parts)
+def pack_fp8_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> Fp8Experts:
+    """Packs parts in F8_E4M3."""
+    scales, rows = scales_of(parts), sum(part.shape[0] for part in parts)
     values = workspace.arena.empty((rows, parts[0].shape[1]), torch.float8_e4m3fn)
     send_codes(parts, values, workspace.transfer)
-    return Fp8Experts(values, scales.to(workspace.arena.device), bias, tilings)
+    return Fp8Experts(values, scales.to(workspace.arena.device), bias, workspace.tilings)

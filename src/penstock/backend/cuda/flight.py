@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.backend.base import Batch, Bitmasks, SampleRows
-from penstock.backend.cuda.inputs import DeviceInputs
+from penstock.backend.base import Batch, Bitmasks, SampleRows, Ticket
 from penstock.backend.cuda.pooling import read
 from penstock.backend.cuda.sampler import Pending
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.backend.pooling import with_pooled
 from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import with_chains
@@ -75,3 +75,18 @@ class Unconstrained:
 
     batch: Batch
     logits: Iterator[Sampling]
+
+
+@dataclass(slots=True)
+class Flights:
+    """Holds the launched steps by ticket, and the one that waits for its bitmasks."""
+
+    launched: dict[Ticket, Flight] = field(default_factory=dict)
+    unconstrained: Unconstrained | None = None
+
+    def take_unconstrained(self, ticket: Ticket) -> Unconstrained:
+        """Returns the step that waits for bitmasks; raises ValueError if it is not this one."""
+        step, self.unconstrained = self.unconstrained, None
+        if step is None or step.batch.step != ticket:
+            raise ValueError(f"step {ticket} waits for no bitmasks: constrain follows the launch of its step at once")
+        return step

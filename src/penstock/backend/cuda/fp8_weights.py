@@ -19,10 +19,9 @@ from penstock.backend.cuda.kernels.hopper_low_rank import MAX_ROWS as MAX_UPDATE
 from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.split_k import row_blocks
-from penstock.backend.cuda.quant_blocks import COLUMNS as TILE_COLUMNS
-from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_tilings import FP8_GEMM_ROWS, SMALL_GEMM_ROWS
 from penstock.backend.cuda.quantized_weights import Workspace
+from penstock.backend.cuda.storage import ROWS
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.tensor import Tensor
 
@@ -99,8 +98,9 @@ class RowScaledFp8(Fp8Matrix):
         elif count <= FP8_GEMM_ROWS or out.dtype != torch.bfloat16 or self.workspace.tilings.fixed:
             tiling = self.workspace.tilings.fp8_gemm(count, self.rows, self.width)
             for part in row_blocks(count, self.rows, tiling.split, tiling.rows):
-                some = x.values[part], x.scales[part]
-                fp8_gemm(*some, self.weight, self.bias, out[part], tiling, self.workspace.scratch)
+                fp8_gemm(
+                    x.values[part], x.scales[part], self.weight, self.bias, out[part], tiling, self.workspace.scratch
+                )
         else:
             cublas_fp8_gemm(*x, self.weight, self.bias, out)
 
@@ -137,8 +137,15 @@ class BlockScaledFp8(Fp8Matrix):
         x = x.bfloat16() if scales is None else x
         tiling = self.workspace.tilings.fp8_block_gemm(len(x), self.rows, self.width)
         for part in row_blocks(len(x), self.rows, tiling.split, tiling.items):
-            some = x[part], None if scales is None else scales[part]
-            fp8_block_gemm(*some, self.weight, self.bias, out[part], tiling, self.workspace.scratch)
+            fp8_block_gemm(
+                x[part],
+                None if scales is None else scales[part],
+                self.weight,
+                self.bias,
+                out[part],
+                tiling,
+                self.workspace.scratch,
+            )
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         self.product(x, scratch)
@@ -151,12 +158,9 @@ class BlockScaledFp8(Fp8Matrix):
         gather_fp8_blocks(self.weight, tokens, out)
 
 
-def pack_fp8(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> RowScaledFp8 | BlockScaledFp8 | None:
-    """Packs parts in F8_E4M3 as one weight; returns None if no kernel takes their shape."""
-    width = parts[0].shape[1]
-    found = None if width % TILE_COLUMNS else scales_of(parts)
-    if found is None:
-        return None
+def pack_fp8(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> RowScaledFp8 | BlockScaledFp8:
+    """Packs parts in F8_E4M3 as one weight."""
+    width, found = parts[0].shape[1], scales_of(parts)
     rows = sum(part.shape[0] for part in parts)
     values = workspace.arena.empty((fp8_room(rows), width), torch.float8_e4m3fn)[:rows]
     send_codes(parts, values, workspace.transfer)
@@ -167,13 +171,11 @@ def pack_fp8(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) ->
     return BlockScaledFp8(Fp8BlockWeight(values, found.to(workspace.arena.device)), bias, workspace)
 
 
-def scales_of(parts: Sequence[Tensor]) -> Any | None:
+def scales_of(parts: Sequence[Tensor]) -> Any:
     """Returns the scales of parts in F8_E4M3 as kernels take them, on the host: [rows] or, where columns have several,
-    [width / 128, rows]. None if a scale is for other columns than multiples of 128."""
+    [width / 128, rows]."""
     width = parts[0].shape[1]
     shared = [part.scales.columns for part in parts if part.scales is not None]
-    if any(columns < width and columns % COLUMNS for columns in shared):
-        return None
     if all(columns >= width for columns in shared):
         return stacked_scales(parts, width)[:, 0]
     return stacked_scales(parts, COLUMNS).T.contiguous()

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape, most_runs
+from penstock.backend.cuda.inputs import SPARE_SPLITS, Shape, most_runs
 from penstock.backend.cuda.program import CudaProgram
 from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.system.garbage import no_collection
 from penstock.types import prefill_budget
 

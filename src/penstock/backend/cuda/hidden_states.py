@@ -11,8 +11,8 @@ import torch
 from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.flight import IN_FLIGHT
-from penstock.backend.cuda.inputs import put
 from penstock.backend.cuda.kv_cache import LayerCache
+from penstock.backend.cuda.step_layout import put
 from penstock.errors import UnsupportedModel
 from penstock.model.program import Program
 

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from penstock.backend.base import Batch, Ints
-from penstock.backend.cuda import inputs
+from penstock.backend.cuda import inputs, step_layout
 from penstock.backend.cuda.contexts import MOST_BLOCKS
 from penstock.backend.cuda.flight import IN_FLIGHT
-from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.inputs import AttentionPlan, Shape
 from penstock.backend.cuda.launch_context import Memory
 from penstock.backend.cuda.program import StepSizes
 from penstock.backend.cuda.recurrent_states import words
 from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 from penstock.backend.cuda.staging import Event, Staging
+from penstock.backend.cuda.step_layout import DeviceInputs, StepNumbers
 
 TABLE_WORDS = 1 << 20
 SPARE_TILES = 64  # that only pad
@@ -55,13 +56,13 @@ class InputBuffer:
         be. Rows that only pad the step write to the block after the last one and to the slot after the last one."""
         staged = self._staging.take()
         turn, groups = self._staging.turn, len(batch.tables)
-        scratch = self._block_size, self._blocks, self._sizes.rows
-        count = inputs.fill(self._staged(turn, plan.shape, groups), batch, plan, *scratch)
+        numbers = StepNumbers(batch, plan, self._block_size, self._blocks, self._sizes.rows)
+        count = step_layout.fill(self._staged(turn, plan.shape, groups), numbers)
         self._words[:count].copy_(staged[:count], non_blocking=True)
         if memory.states:
             memory.states.send(batch, self._row_words[turn])
         if memory.hidden_places:
-            memory.hidden_places.send(batch, turn, memory.hidden_group, (self._blocks, self._block_size))
+            memory.hidden_places.send(batch, turn, memory.kv.hidden_group, (self._blocks, self._block_size))
         self._staging.queued()
         return self._fields(plan.shape, groups)
 
@@ -72,7 +73,7 @@ class InputBuffer:
         splits = max(r + inputs.MOST_SPARE, most_splits(t, r, 1))
         expanded = 2 * MOST_BLOCKS  # they are rounded up to a power of two
         largest = Shape(t, t, r, splits, t + SPARE_TILES, t, shared=SHARED_SPLITS, expanded=expanded)
-        count = inputs.words(largest, self._groups) + self._table_words
+        count = step_layout.words(largest, self._groups) + self._table_words
         pinned = {"dtype": torch.int32, "pin_memory": self._device.type == "cuda"}
         self._words: Any = torch.zeros(count, dtype=torch.int32, device=self._device)
         staged = [torch.zeros(count, **pinned) for _ in range(IN_FLIGHT)]
@@ -87,10 +88,10 @@ def fields_of(on_device: Any, staged: Sequence[Ints]) -> tuple[Fields, StagedFie
 
     @lru_cache(KEPT)
     def fields(shape: Shape, groups: int) -> DeviceInputs:
-        return inputs.device_inputs(on_device, shape, lambda view: view.view(torch.float32), groups)
+        return step_layout.device_inputs(on_device, shape, lambda view: view.view(torch.float32), groups)
 
     @lru_cache(KEPT * len(staged))
     def staged_fields(turn: int, shape: Shape, groups: int) -> DeviceInputs:
-        return inputs.device_inputs(staged[turn], shape, inputs.as_floats, groups)
+        return step_layout.device_inputs(staged[turn], shape, step_layout.as_floats, groups)
 
     return fields, staged_fields

@@ -1,25 +1,16 @@
-"""Lays out a step's numbers for the device: one buffer of 32-bit words, sent with one copy.
-
-A graph reads each field at an offset that the step's shape alone decides. The width of block tables changes from step
-to step, so they come last, and their width is a number like the others. Row r of a step has a block table for each KV
-layer group, at row r * groups + g of the tables. Splits and tiles, which name such rows, are there once for each group,
-so that kernels need not know about groups.
-"""
+"""Plans the attention of a step: how its tokens and contexts are divided among the programs of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
-from functools import lru_cache
-from math import prod
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.backend.base import Batch, Floats, Ints
+from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, PROMPT_ROWS, AdapterTiles, adapter_tiles
-from penstock.backend.cuda.contexts import CONTEXT_COLUMNS, NO_CONTEXTS, ExpandedContexts
+from penstock.backend.cuda.contexts import NO_CONTEXTS, ExpandedContexts
 from penstock.backend.cuda.kv_expansion import KvExpansion
 from penstock.backend.cuda.mla_expansion import MlaExpansion
 from penstock.backend.cuda.shared_prefixes import (
@@ -27,12 +18,10 @@ from penstock.backend.cuda.shared_prefixes import (
     SharedPrefixes,
     Sharing,
     find_shared_prefixes,
-    shared_places,
 )
 from penstock.backend.cuda.shared_prefixes import SPARE_SPLITS as SHARED_SPARE
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 
-ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 SPARE_SPLITS = 64  # beyond one for each row, so that few long contexts still fill the device
 MOST_SPARE = 256  # the same, where few programs attend to a split
 FILLED = 512  # programs that fill a large device
@@ -59,101 +48,6 @@ class Shape(NamedTuple):
     shared: int = 0  # pieces that prefixes are split into which several rows have in common
     expanded: int = 0  # blocks of contexts that are expanded for the tokens of tiles; 0: none are
     segmented: bool = False  # all rows attend in runs, whatever they are for: see segments.py; `decodes` counts rows
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceInputs:
-    """Holds views of the buffer, on the host or the device. Places, splits and tiles are those of one layer group."""
-
-    header: Any  # [4] the tables' width
-    tokens: Any  # [T]
-    positions: Any  # [T]
-    token_slots: Any  # [T]
-    places: Any  # [T] where a token's KV goes in the cache, counted in tokens
-    splits: Any  # [P, 8] see decode_attention
-    tiles: Any  # [Q, 5] see prefill_attention
-    sampled: Any  # [S]
-    target: Any  # [S]
-    sample_slots: Any  # [S] where the sampled token is kept for the next step
-    temperature: Any  # [S] float32
-    top_p: Any  # [S] float32
-    top_k: Any  # [S]
-    min_p: Any  # [S] float32
-    seeds: Any  # [S, 2] low word, high word
-    adapter_tiles: Any  # [D, 4] see low_rank
-    adapter_order: Any  # [T], or [0] without adapters
-    adapter_slots: Any  # [T] of each token, or [0] without adapters
-    sampled_adapters: Any  # [S] adapter slots, or [0] without adapters
-    shared_splits: Any  # [U, 8] see shared_prefix_attention
-    shared_tokens: Any  # [decodes], or [0] without shared prefixes
-    shared_places: Any  # [T, 4] see `shared_places`, or [0, 4]
-    expanded: Any  # [B, 3] see contexts, or [0, 3]
-    tile_contexts: Any  # [Q] where the context of each tile begins among those that are expanded, or [0]
-    tables: Any  # [rows * groups * width]
-    groups: tuple[DeviceInputs, ...] = ()  # the same for each layer group; empty: there is one
-    run: int = 0  # above 0, the step's KV is stored before anything attends: see Shape
-    decodes: int = 0  # tokens that come first and attend as decoding rows do, with padding, where MLA expands contexts
-
-    def of(self, group: int) -> DeviceInputs:
-        """Returns the inputs that the layers of one group read."""
-        return self.groups[group] if self.groups else self
-
-
-NAMES = tuple(entry.name for entry in dataclass_fields(DeviceInputs))[:-4]
-FLOATS = ("temperature", "top_p", "min_p")
-
-
-@lru_cache(maxsize=512)
-def offsets(shape: Shape, groups: int = 1) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    """Returns (begin, end, shape) of every field but the tables. Where there are several layer groups, fields that each
-    of them has are stacked, each group's at a multiple of ALIGNMENT."""
-    t, s, decodes, p, q, d, _, u, b, _ = shape
-    by_group: tuple[tuple[int, ...], ...] = (t,), (p, 8), (q, 5)
-    if groups > 1:
-        by_group = (groups, aligned(t)), (groups, p, 8), (groups, aligned(5 * q))
-    by_adapter = (d, 4), (min(t, d * t),), (min(t, d * t),), (min(s, d * s),)
-    by_prefix = (u, 8), (min(decodes, u * decodes),), (min(t, u * t), 4)
-    by_context = (b, CONTEXT_COLUMNS), (min(q, b * q),)
-    sizes = ((4,), (t,), (t,), (t,), *by_group, *[(s,)] * 7, (s, 2), *by_adapter, *by_prefix, *by_context)
-    found = []
-    at = 0
-    for size in sizes:
-        found.append((at, at + prod(size), size))
-        at += aligned(prod(size))
-    return tuple(found)
-
-
-def aligned(count: int) -> int:
-    """Returns the number of words, rounded up, after which the next field may begin."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-@lru_cache(maxsize=512)
-def words(shape: Shape, groups: int = 1) -> int:
-    """Returns how many words the fields before the tables take."""
-    return aligned(offsets(shape, groups)[-1][1])
-
-
-def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], groups: int = 1) -> DeviceInputs:
-    """Returns the fields of a flat buffer of NumPy or torch: those of the first layer group, with all in `groups`."""
-    found = zip(NAMES, offsets(shape, groups), strict=True)
-    views = {name: buffer[begin:end].reshape(size) for name, (begin, end, size) in found}
-    for name in FLOATS:
-        views[name] = as_float(views[name])
-    views["tables"] = buffer[words(shape, groups) :]
-    stacked = DeviceInputs(**views, run=shape.run, decodes=shape.decodes)
-    if groups == 1:
-        return stacked
-    each = tuple(
-        replace(
-            stacked,
-            places=stacked.places[group, : shape.tokens],
-            splits=stacked.splits[group],
-            tiles=stacked.tiles[group, : 5 * shape.tiles].reshape(shape.tiles, 5),
-        )
-        for group in range(groups)
-    )
-    return replace(each[0], groups=each)
 
 
 NO_SPLITS: Ints = np.zeros((0, 8), np.int32)
@@ -206,8 +100,19 @@ def plan_attention(
         tile_tokens = expansion.tile_tokens or tile_tokens
     tiles = tiles_of(batch, prompts.tolist(), tile_tokens)
     adapters = adapter_tiles(batch, PROMPT_ROWS if len(tiles) else DECODE_ROWS)
-    total = len(batch.tokens), len(batch.sampled), int(sizes.sum()), len(splits), len(tiles), len(adapters.tiles)
-    shape = pad(Shape(*total, run, len(pieces), contexts.room))
+    shape = pad(
+        Shape(
+            len(batch.tokens),
+            len(batch.sampled),
+            int(sizes.sum()),
+            len(splits),
+            len(tiles),
+            len(adapters.tiles),
+            run,
+            len(pieces),
+            contexts.room,
+        )
+    )
     return AttentionPlan(shape, splits, tiles, adapters, shared, pieces, contexts)
 
 
@@ -311,77 +216,3 @@ def tiles_of(batch: Batch, rows: Sequence[int], tile_tokens: int) -> Ints:
 def _runs(batch: Batch, row: int, tile_tokens: int) -> Iterator[tuple[int, int]]:
     first, last = int(batch.row_start[row]), int(batch.row_start[row + 1])
     return ((token, last) for token in range(first, last, tile_tokens))
-
-
-def fill(
-    into: DeviceInputs, batch: Batch, plan: AttentionPlan, block_size: int, scratch_block: int, scratch_slot: int
-) -> int:
-    """Writes the batch into the fields of a host buffer; returns how many words of that are to be sent."""
-    groups, rows, width = batch.tables.shape
-    owner = np.repeat(np.arange(rows), np.diff(batch.row_start))  # [T]
-    into.header[0] = width
-    put(into.tokens, batch.tokens, 0)
-    put(into.positions, batch.positions, 0)
-    put(into.token_slots, batch.slots[owner], scratch_slot)
-    entry, offset = batch.positions // block_size, batch.positions % block_size
-    for group, table in enumerate(batch.tables):
-        put(into.of(group).places, table[owner, entry] * block_size + offset, scratch_block * block_size)
-        fill_attention(into.of(group), plan, group, groups)
-    fill_sampling(into, batch, scratch_slot)
-    put(into.adapter_tiles, plan.adapters.tiles, -1)
-    put(into.adapter_order, plan.adapters.order, 0)
-    put(into.adapter_slots, plan.adapters.slots, -1)
-    put(into.sampled_adapters, plan.adapters.sampled, -1)
-    put(into.shared_splits, plan.shared_splits, -1)
-    if plan.shared is not None:
-        put(into.shared_tokens, plan.shared.tokens, 0)
-        put(into.shared_places, shared_places(plan.shared_splits, plan.shared.tokens, len(batch.tokens)), 0)
-    put(into.expanded, plan.contexts.blocks, -1)
-    if plan.contexts.room:
-        put(into.tile_contexts, plan.contexts.starts[plan.tiles[:, ROW]], 0)
-    count = int(batch.tables.size)
-    into.tables[:count].reshape(rows, groups, width)[:] = batch.tables.transpose(1, 0, 2)
-    return words(plan.shape, groups) + count
-
-
-def fill_attention(into: DeviceInputs, plan: AttentionPlan, group: int, groups: int) -> None:
-    """Writes what attention has to do, for the rows of tables that belong to one of the layer groups."""
-    for target, source in ((into.splits, plan.splits), (into.tiles, plan.tiles)):
-        put(target, source, -1)
-        if groups > 1:
-            target[: len(source), ROW] = source[:, ROW] * groups + group
-
-
-def fill_sampling(into: DeviceInputs, batch: Batch, scratch_slot: int) -> None:
-    """Writes how the sampled positions are to be answered."""
-    rows = batch.sample
-    put(into.sampled, batch.sampled, 0)
-    put(into.target, rows.target, 0)
-    put(into.sample_slots, slots_to_keep(batch, scratch_slot), scratch_slot)
-    put(into.temperature, rows.temperature, 0)
-    put(into.top_p, rows.top_p, 1)
-    put(into.top_k, rows.top_k, 0)
-    put(into.min_p, rows.min_p, 0)
-    put(into.seeds, rows.seed.view(np.int32).reshape(-1, 2), 0)
-
-
-def slots_to_keep(batch: Batch, scratch_slot: int) -> Ints:
-    """Returns for each sampled position the slot whose next token it is: that of its row, for the last position that
-    the row samples; for all others the scratch slot."""
-    slots = np.full(len(batch.sampled), scratch_slot, np.int32)
-    last = batch.sample_start[1:] - 1
-    rows = np.flatnonzero(np.diff(batch.sample_start) > 0)
-    slots[last[rows]] = batch.slots[rows]
-    slots[batch.sample.target >= 0] = scratch_slot
-    return slots
-
-
-def put(into: Any, values: Any, padding: int) -> None:
-    """Writes the values, and `padding` after them."""
-    into[: len(values)] = values
-    into[len(values) :] = padding
-
-
-def as_floats(view: Ints) -> Floats:
-    """Returns the same words as float32."""
-    return view.view(np.float32)

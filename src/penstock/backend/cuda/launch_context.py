@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +11,25 @@ import torch
 from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
+from penstock.backend.cuda.hidden_states import HiddenPlaces, HiddenStates
+from penstock.backend.cuda.kernels.decode_attention import SplitKV
 from penstock.backend.cuda.kernels.expert_routing import ExpertPermutation
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.kv_expansion import KvCopies, KvExpansion
 from penstock.backend.cuda.mla_expansion import MlaExpansion
+from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.model.spec import ExpertSpec, RopeSpec
+
+
+@dataclass(slots=True)
+class KvMemory:
+    """Holds a program's KV cache. By default none is reserved."""
+
+    groups: Mapping[int, int] = field(default_factory=dict)  # the KV group of each layer
+    hidden_group: int = 0  # the KV group whose blocks hidden states lie in
+    caches: Mapping[int, LayerCache] = field(default_factory=dict)  # by layer
+    planes: Sequence[LayerCache] = ()  # the parts of a block: caches are views of them
+    index_scores: Any = None  # see kernels/select_positions.py
 
 
 @dataclass(slots=True)
@@ -23,20 +38,16 @@ class Memory:
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
+    token_ids: Any | None  # [vocab] the token that each sampled one is read as; None: the same
     arena: Arena  # where weights, caches and buffers are
     adapters: CudaAdapters
-    token_ids: Any = None  # [vocab] the token that each sampled one is read as; None: the same
-    split_kv: Any = None  # partial results of decode attention over long contexts
-    caches: dict[int, LayerCache] = field(default_factory=dict)  # by layer
-    planes: list[LayerCache] = field(default_factory=list)  # what blocks consist of: caches are views of them
-    expansion: MlaExpansion | KvExpansion | None = None  # how contexts of prompts are expanded; None: they are not
-    copies: KvCopies | None = None  # where, if a cache of 8 bits is
-    index_scores: Any = None  # see kernels/select_positions.py
-    groups: dict[int, int] = field(default_factory=dict)  # the KV group of each layer
-    states: Any = None  # see recurrent_states
-    hidden: Any = None  # what programs store for each other: see hidden_states
-    hidden_places: Any = None  # where a step's rows are stored there
-    hidden_group: int = 0  # the KV group whose blocks they lie in
+    states: RecurrentStates
+    hidden: HiddenStates  # which programs store for each other
+    hidden_places: HiddenPlaces  # where a step's rows are stored there
+    expansion: MlaExpansion | KvExpansion | None  # how contexts of prompts are expanded; None: they are not
+    copies: KvCopies | None  # of contexts of a cache with 8 bits
+    split_kv: SplitKV  # partial results of decode attention over long contexts
+    kv: KvMemory = field(default_factory=KvMemory)
 
     def reserve_arrivals(self, count: int) -> None:
         """Makes room for `count` counters of finished splits, one for each KV head of each split."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.backend.cuda.device_tilings import Tilings
-from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.fixed_gemm import fixed_heads_gemm
 from penstock.backend.cuda.kernels.hopper_mla import hopper_mla
 from penstock.backend.cuda.kernels.mla_attention import ALL, mla_decode, mla_prefill, mla_selected, store_mla_kv
@@ -17,6 +16,7 @@ from penstock.backend.cuda.kernels.segmented_mla import segmented_mla
 from penstock.backend.cuda.kv_cache import LayerCache
 from penstock.backend.cuda.launch_context import Context
 from penstock.backend.cuda.mla_expansion import MlaDims, MlaExpansion
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.model.ops import MlaWeights
 from penstock.model.program import Buffer, OpNode
 from penstock.model.spec import AttentionSpec
@@ -61,15 +61,26 @@ def attend_mla(
     over their results."""
     out, *buffers = others[-3:]
     selected, scratch = others[0] if len(others) > 3 else None, MlaScratch(*buffers)
-    rope, step = spec.rope, step.of(context.memory.groups[layer])
-    this = MlaLayer(weights, spec, context.memory.caches[layer])
-    store = step.positions, step.places, this.cache.lines, this.cache.scales
-    store_mla_kv(q, kv, weights.gain, eps, frequencies, rope.scale, rope.interleaved, *store, heads=spec.heads)
+    rope, step = spec.rope, step.of(context.memory.kv.groups[layer])
+    this = MlaLayer(weights, spec, context.memory.kv.caches[layer])
+    store_mla_kv(
+        q,
+        kv,
+        weights.gain,
+        eps,
+        frequencies,
+        rope.scale,
+        rope.interleaved,
+        step.positions,
+        step.places,
+        this.cache.lines,
+        this.cache.scales,
+        heads=spec.heads,
+    )
     if not len(step.expanded):
         return attend_absorbed(context, step, this, q, out, scratch, step.tiles, selected)
     if len(step.splits):
-        others_first = q[: step.decodes], out[: step.decodes]
-        attend_absorbed(context, step, this, *others_first, scratch, step.tiles[:0], None)
+        attend_absorbed(context, step, this, q[: step.decodes], out[: step.decodes], scratch, step.tiles[:0], None)
     attend_expanded(context, step, this, q, out, scratch)
 
 
@@ -122,8 +133,17 @@ def attend_expanded(
     hopper = context.tilings.hopper_mla(dims.nope, dims.rope, dims.v_dim) if itemsize == HOPPER_BYTES else None
     tiling = context.tilings.mla_expanded(dims.nope, dims.rope, dims.v_dim, itemsize)
     for piece, blocks in enumerate(step.expanded.split(expansion.piece_blocks)):
-        places = blocks, step.tables, step.header
-        expand_latents(cache.lines, *places, weights.k_b, weights.v_b, expanded, cache.scales, stages=stages)
+        expand_latents(
+            cache.lines,
+            blocks,
+            step.tables,
+            step.header,
+            weights.k_b,
+            weights.v_b,
+            expanded,
+            cache.scales,
+            stages=stages,
+        )
         work = step.tiles, step.tile_contexts, out, carry, piece * room
         if hopper:
             hopper_mla(q, expanded, *work, spec.scale, tiling=hopper)

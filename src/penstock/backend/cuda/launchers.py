@@ -16,7 +16,6 @@ from penstock.backend.cuda.activations import ACTIVATIONS
 from penstock.backend.cuda.adapters import AdaptedProduct
 from penstock.backend.cuda.experts import compute_experts
 from penstock.backend.cuda.hidden_states import EACH_TOKEN, StoredRows
-from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels import delta_net as delta_net_kernel
 from penstock.backend.cuda.kernels import mamba2 as mamba2_kernel
 from penstock.backend.cuda.kernels import norm, streams
@@ -40,6 +39,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul as act_and_mu
 from penstock.backend.cuda.launch_context import Context
 from penstock.backend.cuda.launch_mla import attend_mla, mla_scratch
 from penstock.backend.cuda.shared_prefixes import tile_tokens
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.backend.cuda.weights import Weight
 from penstock.errors import UnsupportedModel
 from penstock.model.ops import (
@@ -234,8 +234,8 @@ def attend(
     options: dict[str, Any],
     whole_rows: dict[str, Any],
 ) -> None:
-    rope, step = spec.rope, step.of(context.memory.groups[layer])
-    (cache, scales, _), rotation = context.memory.caches[layer], None
+    rope, step = spec.rope, step.of(context.memory.kv.groups[layer])
+    (cache, scales, _), rotation = context.memory.kv.caches[layer], None
     sizes, tilings = (spec.head_dim, qkv.element_size()), context.tilings
     rope_options = frequencies, rope.scale, len(rope.inv_freq), rope.interleaved
     if is_apart(cache):
@@ -254,9 +254,20 @@ def attend(
         prefill_attention(qkv, kv, *places, out, spec.scale, **how)
     if len(step.splits) and tilings.fixed:
         tiling = tilings.segmented_attention(*sizes, queries_of(spec.heads // spec.kv_heads, step.run))
-        where = step.splits, step.positions, step.tables, step.header
         how = {"scales": scales, "tiling": tiling, **options, **whole_rows}
-        segmented_attention(qkv, cache, *where, out, context.memory.split_kv, spec.scale, run=step.run, **how)
+        segmented_attention(
+            qkv,
+            cache,
+            step.splits,
+            step.positions,
+            step.tables,
+            step.header,
+            out,
+            context.memory.split_kv,
+            spec.scale,
+            run=step.run,
+            **how,
+        )
     elif len(step.splits):
         places = step.splits, step.tables, step.header
         run = max(step.run, 1)
@@ -305,8 +316,8 @@ def select_positions(
     frequencies: Any,
 ) -> None:
     assert spec.index is not None
-    rope, step = spec.index.rope, step.of(context.memory.groups[layer])
-    cache, scores = context.memory.caches[layer].index_keys, context.memory.index_scores
+    rope, step = spec.index.rope, step.of(context.memory.kv.groups[layer])
+    cache, scores = context.memory.kv.caches[layer].index_keys, context.memory.kv.index_scores
     select.store_index(q, k, frequencies, len(rope.inv_freq), rope.scale, rope.interleaved, step, cache)
     for work, tokens in (step.tiles, tokens_per_tile(spec.heads)), (step.splits, max(step.run, 1)):
         if len(work):
@@ -381,13 +392,13 @@ def take_sampled(context: Context, step: DeviceInputs, x: Any, out: Any) -> None
 def store_hidden(context: Context, step: DeviceInputs, x: Any, *, number: int, ahead: int, sampled: bool) -> None:
     memory, stored = context.memory, StoredRows(sampled, ahead)
     own = stored == EACH_TOKEN
-    places = step.of(memory.hidden_group).places if own else memory.hidden_places.of(stored, len(x))
+    places = step.of(memory.kv.hidden_group).places if own else memory.hidden_places.of(stored, len(x))
     scatter_rows(x, places, memory.hidden.rows(number))
 
 
 def load_hidden(context: Context, step: DeviceInputs, out: Any, *, number: int) -> None:
     memory = context.memory
-    gather_rows(memory.hidden.rows(number), step.of(memory.hidden_group).places, out)
+    gather_rows(memory.hidden.rows(number), step.of(memory.kv.hidden_group).places, out)
 
 
 def moe(
@@ -464,8 +475,9 @@ def mamba2(
 ) -> None:
     states = context.memory.states
     rows, buffers = states.rows_of(step), mamba2_kernel.Mamba2Scratch(*scratch)
-    how = len(step.tiles) > 0, context.tilings.fixed
-    mamba2_kernel.mamba2(zxbcdt, weights, spec, states.layers[layer], rows, buffers, out, *how)
+    mamba2_kernel.mamba2(
+        zxbcdt, weights, spec, states.layers[layer], rows, buffers, out, len(step.tiles) > 0, context.tilings.fixed
+    )
 
 
 LAUNCHERS: dict[str, Callable[..., None]] = {

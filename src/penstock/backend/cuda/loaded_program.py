@@ -6,23 +6,22 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from penstock.backend.base import Batch, Bitmasks, Model
 from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.flight import Flight, SampledTokens, Sampling
-from penstock.backend.cuda.graphs import Graphs
-from penstock.backend.cuda.inputs import DeviceInputs, Shape
+from penstock.backend.cuda.graphs import Graphs, verified_sizes
+from penstock.backend.cuda.inputs import Shape
 from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
 from penstock.backend.cuda.kv_expansion import BLOCK_SIZE, KvExpansion
-from penstock.backend.cuda.launch_context import Memory
+from penstock.backend.cuda.launch_context import KvMemory
 from penstock.backend.cuda.mla_expansion import MlaExpansion
 from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.program import CudaProgram, SharedMemory
 from penstock.backend.cuda.sampler import DeviceSampler, PendingTokenLogprobs, sampling_kinds
 from penstock.backend.cuda.shared_prefixes import Sharing, tile_tokens
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.model.spec import AttentionSpec, KvGroup
 
 # Queues the copy of sampled tokens to the host, if any are given; returns where they will be, and an event that happens
@@ -44,11 +43,8 @@ class LoadedProgram:
         capture: bool,
     ) -> None:
         device, sizes = shared.device, shared.sizes
-        last = torch.zeros(sizes.rows + 1, dtype=torch.int32, device=device)
-        self.memory = Memory(last, shared.tokens, shared.arena, adapters)
-        if token_ids:
-            self.memory.token_ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
-        self.program = CudaProgram(model, self.memory, shared)
+        self.program = CudaProgram(model, shared, adapters, token_ids)
+        self.memory = self.program.memory
         self.graphs = Graphs(self.program, capture)
         self.sampler = DeviceSampler(device, sizes.rows, by_row=shared.tilings.fixed)
         self.sampler.reserve(self.program.answer.width)
@@ -60,6 +56,11 @@ class LoadedProgram:
         self._rows, self._fixed = sizes.rows, shared.tilings.fixed
         self._sampled = SampledTokens(sizes.tokens, device)
         self._pools = PoolingSums(sizes.rows, in_order=self._fixed)
+
+    @property
+    def verified_sizes(self) -> list[int]:
+        """Returns the numbers of tokens that steps with drafts are padded to."""
+        return verified_sizes(self._rows, self.program.run_sizes)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -79,9 +80,10 @@ class LoadedProgram:
     def reserve_kv(self, layout: KvLayout, size: tuple[int, int], states: int, groups: Sequence[KvGroup]) -> None:
         """Reserves a KV cache of `size` (blocks, positions of each) and so many recurrent states."""
         layers, memory = self.program.layers, self.memory
-        memory.caches, memory.planes = reserve_caches(layout, layers, groups, size, memory.arena)
-        if any(spec.index_dim for spec in layers.values()):
-            memory.index_scores = memory.arena.zeros((max(LINES, self.tile_tokens), size[0] * size[1]))
+        caches, planes = reserve_caches(layout, layers, groups, size, memory.arena)
+        indexed = any(spec.index_dim for spec in layers.values())
+        scores = memory.arena.zeros((max(LINES, self.tile_tokens), size[0] * size[1])) if indexed else None
+        memory.kv = replace(memory.kv, caches=caches, planes=planes, index_scores=scores)
         may_share = len(groups) < 2 and not self._fixed
         self.sharing = sharing_of(layers.values(), size[1]) if may_share else None
         readable = not isinstance(memory.expansion, KvExpansion) or (layout.is_kv8 and size[1] == BLOCK_SIZE)
@@ -95,13 +97,11 @@ class LoadedProgram:
         memory = self.memory
         self.graphs.forget()
         self.groups = max(len(groups), 1)
-        memory.groups = dict.fromkeys(self.program.layers, 0) | {
-            layer: number for number, group in enumerate(groups) for layer in group.layers
-        }
-        memory.hidden_group = next((number for number, group in enumerate(groups) if not group.window), 0)
-        memory.caches.clear()
-        memory.planes.clear()
-        memory.index_scores = None
+        of_layers = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+        memory.kv = KvMemory(
+            groups=dict.fromkeys(self.program.layers, 0) | of_layers,
+            hidden_group=next((number for number, group in enumerate(groups) if not group.window), 0),
+        )
         memory.states.layers.clear()
 
     # -- steps ---------------------------------------------------------------------------------------------------

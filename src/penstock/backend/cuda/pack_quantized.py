@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from penstock.backend.cuda import iquants
 from penstock.backend.cuda.quant_blocks import (
-    COLUMNS,
-    ROWS,
     Array,
     Coding,
     QuantBlocks,
@@ -35,6 +33,7 @@ from penstock.backend.cuda.quant_blocks import (
     line,
     one_each,
 )
+from penstock.backend.cuda.storage import COLUMNS, ROWS
 from penstock.backend.cuda.transfer import Transfer
 from penstock.model.dequantize import FP4_VALUES, IQ4_VALUES, NF4_VALUES
 from penstock.model.tensor import AFFINE, STORAGE, AffineFormat

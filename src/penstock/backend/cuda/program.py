@@ -14,17 +14,19 @@ from typing import Any
 import torch
 
 from penstock.backend.base import Model
+from penstock.backend.cuda.adapters import CudaAdapters
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.device_tilings import Tilings
 from penstock.backend.cuda.hidden_states import HiddenPlaces, HiddenStates
-from penstock.backend.cuda.inputs import RUN_QUERIES, DeviceInputs, run_sizes_of, spare_splits, split_lines
+from penstock.backend.cuda.inputs import RUN_QUERIES, run_sizes_of, spare_splits, split_lines
 from penstock.backend.cuda.kernels.decode_attention import SplitKV
-from penstock.backend.cuda.kv_expansion import TABLE_WORDS, KvExpansion, kv_expansion_of
+from penstock.backend.cuda.kv_expansion import TABLE_WORDS, KvCopies, KvExpansion, kv_expansion_of
 from penstock.backend.cuda.launch_context import Context, Memory
 from penstock.backend.cuda.launchers import CAPABILITIES, bind
-from penstock.backend.cuda.mla_expansion import expansion_of
+from penstock.backend.cuda.mla_expansion import MlaExpansion, expansion_of
 from penstock.backend.cuda.recurrent_states import RecurrentStates
 from penstock.backend.cuda.segments import MOST_SPLITS
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.model.program import record
 from penstock.model.spec import AttentionSpec
 
@@ -78,23 +80,48 @@ class SharedMemory:
 class CudaProgram:
     """Holds a model's launches and the buffers of their values."""
 
-    def __init__(self, model: Model, memory: Memory, shared: SharedMemory) -> None:
-        device, sizes = shared.device, shared.sizes
-        self.recorded = record(model, CAPABILITIES)
-        self.answer = self.recorded.answer
-        self.layers = self.recorded.attention_layers
-        self.sees_whole_rows = not all(spec.causal for spec in self.layers.values())
-        memory.states = RecurrentStates(self.recorded.recurrent_layers, sizes.rows, sizes.tokens, device)
-        shared.hidden.declare(self.recorded.hidden_widths)
-        memory.hidden, memory.hidden_places = shared.hidden, HiddenPlaces(self.recorded, sizes.tokens, device)
-        memory.expansion = expansion_of(self.recorded, sizes.tokens)
+    def __init__(
+        self, model: Model, shared: SharedMemory, adapters: CudaAdapters, token_ids: Sequence[int] = ()
+    ) -> None:
+        device, sizes, tilings = shared.device, shared.sizes, shared.tilings
+        self.recorded = recorded = record(model, CAPABILITIES)
+        self.answer = recorded.answer
+        self.layers = recorded.attention_layers
+        layers = self.layers.values()
+        self.sees_whole_rows = not all(spec.causal for spec in layers)
+        # MLA attends token by token, but for segments.
+        groups = [RUN_QUERIES if spec.v_dim and not tilings.fixed else spec.heads // spec.kv_heads for spec in layers]
+        self.run_sizes = run_sizes_of(max(groups, default=1))
+        self.spare_splits = spare_splits(max((split_programs(spec, shared) for spec in layers), default=1))
+        shared.hidden.declare(recorded.hidden_widths)
+        shared.arena.adopt([node.attributes for node in recorded.nodes])
+        expansion: MlaExpansion | KvExpansion | None = expansion_of(recorded, sizes.tokens)
         if shared.expands_kv:
-            memory.expansion = memory.expansion or kv_expansion_of(self.layers.values(), sizes.tokens, shared.tilings)
-        self._sampling = self.recorded.first_sampled
-        memory.arena.adopt([node.attributes for node in self.recorded.nodes])
-        context = Context(memory, device, shared.tilings)
-        launches = [bind(node, context) for node in self.recorded.nodes]
-        self._launches: list[Launch] = list(zip(launches, self.recorded.places, strict=True))
+            expansion = expansion or kv_expansion_of(layers, sizes.tokens, tilings)
+        self._buffers, copies = self._activations(shared, expansion)
+        self.memory = Memory(
+            last=torch.zeros(sizes.rows + 1, dtype=torch.int32, device=device),
+            tokens=shared.tokens,
+            token_ids=torch.tensor(token_ids, dtype=torch.int32, device=device) if token_ids else None,
+            arena=shared.arena,
+            adapters=adapters,
+            states=RecurrentStates(recorded.recurrent_layers, sizes.rows, sizes.tokens, device),
+            hidden=shared.hidden,
+            hidden_places=HiddenPlaces(recorded, sizes.tokens, device),
+            expansion=expansion,
+            copies=copies,
+            split_kv=self._partial_results(shared),
+        )
+        context = Context(self.memory, device, tilings)
+        launches = [bind(node, context) for node in recorded.nodes]
+        self._launches: list[Launch] = list(zip(launches, recorded.places, strict=True))
+        self._sampling = recorded.first_sampled
+
+    def _activations(
+        self, shared: SharedMemory, expansion: MlaExpansion | KvExpansion | None
+    ) -> tuple[list[Any], KvCopies | None]:
+        """Returns the buffers of a step's values, and those of copied contexts."""
+        sizes = shared.sizes
         wanted = [
             (
                 (sizes.rows if buffer.symbol == "S" else sizes.tokens, buffer.width),
@@ -102,24 +129,21 @@ class CudaProgram:
             )
             for buffer in self.recorded.buffers
         ]
-        if isinstance(memory.expansion, KvExpansion):
-            wanted.append(((memory.expansion.room, memory.expansion.width), shared.dtype))
-        self._buffers = shared.activations.buffers(wanted)
-        if isinstance(memory.expansion, KvExpansion):
-            tables = torch.zeros(TABLE_WORDS, dtype=torch.int32, device=device)
-            memory.copies = memory.expansion.copies_within(self._buffers.pop(), tables)
-        heads = [(spec.heads, spec.head_dim) for spec in self.layers.values()]
-        alone = not shared.tilings.fixed  # MLA attends token by token, but for segments
-        groups = [RUN_QUERIES if spec.v_dim and alone else spec.heads // spec.kv_heads for spec in self.layers.values()]
-        self.run_sizes = run_sizes_of(max(groups, default=1))
-        programs = [split_programs(spec, shared) for spec in self.layers.values()]
-        self.spare_splits = spare_splits(max(programs, default=1))
-        lines = split_lines(sizes.rows, self.run_sizes, self.spare_splits)
+        if not isinstance(expansion, KvExpansion):
+            return shared.activations.buffers(wanted), None
+        *buffers, room = shared.activations.buffers([*wanted, ((expansion.room, expansion.width), shared.dtype)])
+        tables = torch.zeros(TABLE_WORDS, dtype=torch.int32, device=shared.device)
+        return buffers, expansion.copies_within(room, tables)
+
+    def _partial_results(self, shared: SharedMemory) -> SplitKV:
+        """Returns room for what the splits of long contexts find."""
+        layers, device = self.layers.values(), shared.device
+        lines = split_lines(shared.sizes.rows, self.run_sizes, self.spare_splits)
         if shared.tilings.fixed:
             lines = MOST_SPLITS * self.run_sizes[-1]
-        most_heads = max([h for h, _ in heads], default=1)
-        memory.split_kv = SplitKV(
-            torch.empty(lines * max([h * d for h, d in heads], default=1), device=device),
+        most_heads = max([spec.heads for spec in layers], default=1)
+        return SplitKV(
+            torch.empty(lines * max([spec.heads * spec.head_dim for spec in layers], default=1), device=device),
             torch.empty(lines * most_heads * 2, device=device),
             torch.zeros(lines * most_heads, dtype=torch.int32, device=device),
         )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-ROWS, COLUMNS = 16, 64  # of a tile, as pack_quantized.py packs them
+from penstock.backend.cuda.storage import COLUMNS
 
 Array = Any  # a torch tensor
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from penstock.backend.cuda.device_properties import DeviceProperties
 from penstock.backend.cuda.kernels import fp8_blocks, quant_gemm, quant_gemm_small, quant_gemv
 from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS
-from penstock.backend.cuda.quant_blocks import COLUMNS
+from penstock.backend.cuda.storage import COLUMNS
 
 SMALL_GEMM_ROWS = 16  # rows up to which the matrix is read at the speed of memory
 QUANT_GEMM_ROWS = 256  # rows up to which a quantized matrix's values are not written out

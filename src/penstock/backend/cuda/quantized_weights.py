@@ -20,8 +20,8 @@ from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.split_k import SplitKScratch, row_blocks
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
-from penstock.backend.cuda.quant_blocks import ROWS
 from penstock.backend.cuda.quantized_tilings import QUANT_GEMM_ROWS, SMALL_GEMM_ROWS
+from penstock.backend.cuda.storage import ROWS
 from penstock.backend.cuda.transfer import Transfer
 
 
@@ -77,16 +77,12 @@ def each_part(parts: Sequence[Any], bias: Any | None, out: Any) -> Iterator[tupl
 
 
 @dataclass(slots=True)
-class QuantizedMatrix:
-    """Holds codes of a file's format. Parts in different formats lie below each other and are multiplied one by one."""
+class PartsMatrix:
+    """Holds parts that lie below each other and are multiplied one by one: each has a format or factors of its own."""
 
-    parts: tuple[QuantizedWeight, ...]
+    parts: tuple[Any, ...]
     bias: Any | None  # [rows] float32
     workspace: Workspace
-
-    def __post_init__(self) -> None:
-        for part in self.parts:
-            self.workspace.reserve_values(part.rows, part.width, QUANT_GEMM_ROWS)
 
     @property
     def rows(self) -> int:
@@ -94,15 +90,35 @@ class QuantizedMatrix:
 
     @property
     def width(self) -> int:
-        return self.parts[0].width
+        return int(self.parts[0].width)
 
     def takes_fp8(self, count: int) -> bool:
         return False
 
     def product(self, x: Any, out: Any) -> None:
-        x = x.bfloat16()
         for part, bias, columns in each_part(self.parts, self.bias, out):
             self._multiply(x, part, bias, columns)
+
+    def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
+        self.product(x, scratch)
+        act_and_mul(scratch, out, fp8_out)
+
+    def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
+        return False
+
+    def _multiply(self, x: Any, part: Any, bias: Any | None, out: Any) -> None:
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class QuantizedMatrix(PartsMatrix):
+    """Holds codes of a file's format."""
+
+    parts: tuple[QuantizedWeight, ...]
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            self.workspace.reserve_values(part.rows, part.width, QUANT_GEMM_ROWS)
 
     def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
         part = self.parts[0]
@@ -110,16 +126,13 @@ class QuantizedMatrix:
         if not fp8_out and fits and not self.workspace.tilings.fixed:
             quant_gemm_few_rows(x.bfloat16(), part, self.bias, out, self.workspace.tilings, gated=True)
         else:
-            self.product(x, scratch)
-            act_and_mul(scratch, out, fp8_out)
-
-    def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
-        return False
+            PartsMatrix.gated(self, x, out, scratch, fp8_out)
 
     def gather(self, tokens: Any, out: Any) -> None:
         dequantize_rows(self.parts[0], tokens, out)
 
     def _multiply(self, x: Any, part: QuantizedWeight, bias: Any | None, out: Any) -> None:
+        x = x.bfloat16()
         count, width = x.shape
         if self.workspace.tilings.fixed:
             self._fixed_gemm(x, part, bias, out)

@@ -9,8 +9,8 @@ import torch
 
 from penstock.backend.base import Batch, Ints
 from penstock.backend.cuda.arena import Arena
-from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.causal_conv import CHUNK_FIELDS, ROW_FIELDS, StateRows
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.model.recurrence import CHUNK, RecurrentSpec
 
 # Tokens of a row that is divided into chunks. A chunk takes about as long with few tokens as with all: on an H200 as

@@ -12,11 +12,11 @@ import triton
 
 from penstock.backend.base import Bitmasks, Ints, LogitEdits, SampleRows
 from penstock.backend.batches import greedy_rows
-from penstock.backend.cuda.inputs import DeviceInputs
 from penstock.backend.cuda.kernels.apply_bitmask import apply_bitmask
 from penstock.backend.cuda.kernels.sample_tokens import CHUNK, find_chunk_maxima, sample_tokens
 from penstock.backend.cuda.kernels.sampling_threshold import ThresholdScratch, sampling_threshold
 from penstock.backend.cuda.kernels.token_logprobs import token_logprobs
+from penstock.backend.cuda.step_layout import DeviceInputs
 from penstock.types import TokenLogprob
 
 

@@ -29,8 +29,18 @@ def plan_segments(batch: Batch, run: int, pad: Callable[[Shape], Shape], *, whol
     ends = batch.row_start[owners + 1] if whole_rows else first + sizes
     splits = split_at_segments(first, owners, batch.positions[ends - 1] + 1, sizes)
     adapters = adapter_tiles(batch, DECODE_ROWS)
-    total = len(batch.tokens), len(batch.sampled), len(rows), len(splits), 0, len(adapters.tiles)
-    shape = pad(Shape(*total, run=run, segmented=True))
+    shape = pad(
+        Shape(
+            len(batch.tokens),
+            len(batch.sampled),
+            len(rows),
+            len(splits),
+            0,
+            len(adapters.tiles),
+            run=run,
+            segmented=True,
+        )
+    )
     return AttentionPlan(shape, splits, np.zeros((0, 5), np.int32), adapters, None, NO_SPLITS)
 
 

@@ -193,6 +193,12 @@ class CudaSharing:
         self._rows: KvRows | None = None
         self._memory: IpcMemory | None = None
 
+    @classmethod
+    def of(cls, device: torch.device, rows: Callable[[], KvRows]) -> CudaSharing | None:
+        """Returns what shares the blocks of a device; None if other processes have no name for it."""
+        name = device_name(device)
+        return cls(name, rows, lambda: CudaIpcMemory(device)) if name else None
+
     def share(self, places: int) -> CudaSharedRoom:
         return CudaSharedRoom(*self._opened(), places)
 

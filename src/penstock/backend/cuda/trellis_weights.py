@@ -10,9 +10,6 @@ import numpy as np
 import torch
 
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
-from penstock.backend.cuda.kernels.fp8_activations import Fp8Activations
-from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
-from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.split_k import MAX_PARTIALS
 from penstock.backend.cuda.kernels.trellis import (
     Tiling,
@@ -23,7 +20,7 @@ from penstock.backend.cuda.kernels.trellis import (
     trellis_gemm,
 )
 from penstock.backend.cuda.quantized_tilings import split_of
-from penstock.backend.cuda.quantized_weights import Workspace, each_part
+from penstock.backend.cuda.quantized_weights import PartsMatrix, Workspace
 from penstock.model.formats.trellis import Trellis
 
 GEMM_ROWS = 64  # rows up to which a weight's values are not written out
@@ -31,39 +28,15 @@ TILE_ROWS = 64  # of the weight, in one program
 
 
 @dataclass(slots=True)
-class TrellisMatrix:
-    """Holds the parts of a weight, which are multiplied one by one: each has its own factors for the columns."""
+class TrellisMatrix(PartsMatrix):
+    """Holds the parts of a weight; each has its own factors for the columns."""
 
     parts: tuple[TrellisWeight, ...]
-    bias: Any | None  # [rows] float32
-    workspace: Workspace
 
     def __post_init__(self) -> None:
         self.workspace.reserve_rotated(self.width, GEMM_ROWS)
         for part in self.parts:
             self.workspace.reserve_values(part.rows, part.width, GEMM_ROWS)
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def width(self) -> int:
-        return self.parts[0].width
-
-    def takes_fp8(self, count: int) -> bool:
-        return False
-
-    def product(self, x: Any, out: Any) -> None:
-        for part, bias, columns in each_part(self.parts, self.bias, out):
-            self._multiply(x, part, bias, columns)
-
-    def gated(self, x: Any, out: Any, scratch: Any, fp8_out: Fp8Activations | None = None) -> None:
-        self.product(x, scratch)
-        act_and_mul(scratch, out, fp8_out)
-
-    def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
-        return False
 
     def gather(self, tokens: Any, out: Any) -> None:
         raise AssertionError("trellis_of leaves out tables, of which rows are gathered")

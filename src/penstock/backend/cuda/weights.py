@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from penstock.backend.cuda.footprint import STORED_BITS
+from penstock.backend.cuda.device import DEVICE
 from penstock.backend.cuda.fp8_weights import RowScaledFp8, pack_fp8
 from penstock.backend.cuda.kernels.cublas import cublas_gemm
 from penstock.backend.cuda.kernels.fixed_gemm import fixed_gemm
@@ -27,10 +27,10 @@ from penstock.backend.cuda.kernels.hopper_low_rank import ProductUpdates
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.kernels.skinny_gemm import skinny_gemm
 from penstock.backend.cuda.kernels.split_k import row_blocks
-from penstock.backend.cuda.pack_quantized import SPLIT, QuantizedWeight, quantize_int4
+from penstock.backend.cuda.pack_quantized import QuantizedWeight, quantize_int4
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
-from penstock.backend.cuda.quant_blocks import COLUMNS
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace, stack
+from penstock.backend.cuda.storage import CODE_BITS, COLUMNS, Layout, StorageRules, common_layout
 from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL
 from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.cuda.trellis_weights import pack_trellis
@@ -144,51 +144,66 @@ class DenseMatrix:
         gather_rows(self.weight, tokens, out)
 
 
-def pack(
-    parts: Sequence[Tensor],
-    bias: Sequence[Tensor | None],
-    device: torch.device,
-    dtype: torch.dtype,
-    workspace: Workspace,
-    quantize: str = "",
-) -> Weight:
-    """Packs parts as one matrix. Quantized formats stay as they are; plain ones become what `quantize` says (FP8 or 4
-    bits), or 16 bits if it says nothing or their roles forbid it."""
+class PackTarget(NamedTuple):
+    """Says where weights are packed, and what plain ones become."""
+
+    workspace: Workspace
+    dtype: torch.dtype  # of activations
+    quantize: str = ""
+
+    @property
+    def rules(self) -> StorageRules:
+        return StorageRules(self.quantize, self.dtype.itemsize, self.workspace.tilings.device.has_fp8)
+
+
+def pack(parts: Sequence[Tensor], bias: Sequence[Tensor | None], target: PackTarget) -> Weight:
+    """Packs parts as one matrix, in the layout that they have in common."""
+    workspace, layout = target.workspace, common_layout(parts, target.rules, experts=False)
     parts = [as_near_blocks(part) or part for part in parts]
-    formats = {part.format.name for part in parts}
-    in_trellis = [found for found in map(trellis_of, parts) if found]
-    vector = stacked_bias(parts, bias, device)
-    quantize = quantize if all(may_quantize(part, quantize, "cuda") for part in parts) else ""
+    vector = stacked_bias(parts, bias, workspace.arena.device)
+    log_storage(parts, layout, target)
+    match layout:
+        case Layout.CODES:
+            log_growth(parts, workspace)
+            return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
+        case Layout.TRELLIS:
+            return pack_trellis([trellis for part in parts if (trellis := trellis_of(part))], vector, workspace)
+        case Layout.FP8:
+            return pack_fp8(parts, vector, workspace)
+        case Layout.INT4:
+            return QuantizedMatrix((quantize_int4(values_to_quantize(parts, target)),), vector, workspace)
+        case Layout.ROW_FP8:
+            return RowScaledFp8(quantize_fp8(values_to_quantize(parts, target)), vector, workspace)
+    return DenseMatrix(stacked_values(parts, target.dtype, workspace), vector, workspace)
+
+
+def values_to_quantize(parts: Sequence[Tensor], target: PackTarget) -> Any:
+    """Returns the values of all parts on the device, for a moment."""
+    values = stacked_values(parts, target.dtype, target.workspace, kept=False)
+    target.workspace.transfer.finish()
+    return values
+
+
+def log_storage(parts: Sequence[Tensor], layout: Layout, target: PackTarget) -> None:
+    """Logs formats that no kernel reads, and plain weights that are not quantized although that was asked for."""
+    formats, workspace = {part.format.name for part in parts}, target.workspace
+    quantize = target.quantize if all(may_quantize(part, DEVICE) for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
         log_once(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
-    if dtype.itemsize == 2 and formats <= SPLIT.keys() and None not in map(factor_of, parts):
-        log_growth(parts, workspace)
-        return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
-    if dtype.itemsize == 2 and len(in_trellis) == len(parts):
-        return pack_trellis(in_trellis, vector, workspace)
-    reads_fp8 = dtype.itemsize == 2 and workspace.tilings.device.has_fp8
-    if reads_fp8 and formats == {"F8_E4M3"} and (weight := pack_fp8(parts, vector, workspace)):
-        return weight
-    if dtype.itemsize == 2 and not formats <= PLAIN.keys():
-        size = f"{dtype.itemsize} bytes for each value"
-        log_once(workspace, f"weights in {names(formats)} become {dtype}, {size}: no kernel reads them as they are")
-    quantizes = bool(quantize) and formats <= PLAIN.keys()
-    values = stacked_values(parts, dtype, workspace, kept=not quantizes)
-    if not quantizes:
-        return DenseMatrix(values, vector, workspace)
-    workspace.transfer.finish()
-    if quantize == "int4":
-        return QuantizedMatrix((quantize_int4(values),), vector, workspace)
-    if values.shape[1] % COLUMNS == 0:
-        return RowScaledFp8(quantize_fp8(values), vector, workspace)
-    log_once(workspace, f"weights with rows of {values.shape[1]} stay as they are: fp8 needs multiples of {COLUMNS}")
-    return DenseMatrix(values, vector, workspace)
+    if layout is Layout.VALUES and target.dtype.itemsize == 2 and not formats <= PLAIN.keys():
+        size = f"{target.dtype.itemsize} bytes for each value"
+        log_once(
+            workspace, f"weights in {names(formats)} become {target.dtype}, {size}: no kernel reads them as they are"
+        )
+    if layout is Layout.VALUES and quantize and formats <= PLAIN.keys():
+        width = parts[0].shape[1]
+        log_once(workspace, f"weights with rows of {width} stay as they are: fp8 needs multiples of {COLUMNS}")
 
 
 def log_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
     """Logs formats that take more memory than in their files."""
     for format in {part.format for part in parts}:
-        in_file, packed_bits = 8 * format.bytes / format.values, STORED_BITS[format.name]
+        in_file, packed_bits = 8 * format.bytes / format.values, CODE_BITS[format.name]
         if packed_bits > NOTED_GROWTH * in_file:
             log_once(
                 workspace,

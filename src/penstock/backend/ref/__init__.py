@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from penstock.backend.ref.backend import RefBackend
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.backend.ref.backend import RefBackend
 
 __all__ = ["RefBackend"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "RefBackend":  # imported when it is first used: the declaration beside it stays light
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from penstock.backend.ref.backend import RefBackend
+
+    return RefBackend

@@ -26,6 +26,7 @@ from penstock.backend.blocks.array_blocks import ArrayBlocks
 from penstock.backend.kv_formats import KvFormats
 from penstock.backend.pooling import Pools
 from penstock.backend.ref.adapters import LoadedAdapters, RefAdapters
+from penstock.backend.ref.device import DEVICE
 from penstock.backend.ref.hidden import RefHidden
 from penstock.backend.ref.kv_cache import RefCache
 from penstock.backend.ref.ops import Matrix, RefOps
@@ -40,12 +41,10 @@ from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
 
-KV_TYPES = ("f32", "f16", "int8", "int4")
-
 
 def kv_formats(kv: str) -> KvFormats:
     """Returns the formats that `--kv` names. All take the memory of f32: keys and values are rounded alone."""
-    return KvFormats.parse(kv, KV_TYPES, "for the reference")
+    return KvFormats.parse(kv, DEVICE.kv_formats, "for the reference")
 
 
 class RefProgram:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, cleandoc, signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from penstock.backend.devices import option_help
 from penstock.cli.framework.settings import Setting, Settings
 from penstock.config import DEFAULTS, OPTIONS
 from penstock.config.byte_sizes import EXAMPLES, read_bytes, written_bytes
@@ -173,7 +174,9 @@ def _grouped(group: Any) -> Iterator[Declared]:
 def engine_options(annotation: EngineOptions) -> Iterator[Declared]:
     for name in annotation.names:
         engine, default = OPTIONS[name], DEFAULTS[name]
-        option = Option(engine.text, minimum=engine.minimum, maximum=engine.maximum, in_bytes=engine.in_bytes)
+        option = Option(
+            option_help(name, engine), minimum=engine.minimum, maximum=engine.maximum, in_bytes=engine.in_bytes
+        )
         yield Declared(name, type(default), default, option, of_engine=True)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.backend.blocks.kv_file import KvFile
-from penstock.config import Config, Device
+from penstock.backend.devices import device_kind
+from penstock.config import Config
 from penstock.core.kvcache import KvCache
 from penstock.engine.feature import Feature
 from penstock.engine.kv_handover.identity import cache_identity
@@ -37,8 +38,7 @@ class KeptKv(Feature):
 
 def open_kv_file(config: Config, checkpoint: Checkpoint) -> KvFile | None:
     """Returns the file that the KV cache and recurrent states lie in; None if they are private memory."""
-    on_cpu = Device.parse(config.device).kind == "cpu"
-    if not config.kv_file or not on_cpu or checkpoint.spec.encoder:
+    if not config.kv_file or not device_kind(config.device).kv_in_file or checkpoint.spec.encoder:
         return None
     return KvFile(config.kv_file)
 

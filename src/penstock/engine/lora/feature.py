@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.backend.base import Backend
-from penstock.config import Config, Device, available_memory, parse_adapter
+from penstock.config import Config, available_memory, parse_adapter
 from penstock.engine.background_reader import Reading
 from penstock.engine.feature import End, Feature
 from penstock.engine.lora.adapters import Adapters
@@ -115,7 +115,7 @@ class AdapterControl(NoAdapters):
 
 def open_adapters(config: Config, backend: Backend, base: AdapterBase) -> Adapters:
     memory = config.adapter_memory or available_memory() // SHARE
-    if Device.parse(config.device).kind == "cuda":
+    if backend.own_memory:
         memory = config.adapter_memory or max(adapter_memory(config), SPARE)
     adapters = Adapters(backend.adapters, base, config.max_adapters, memory)
     for text in config.adapter:

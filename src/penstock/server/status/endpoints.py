@@ -78,7 +78,7 @@ async def health(pool: ModelPool, http: Request, context: RequestContext) -> Res
     which needs a key, it has every engine that is awake generate a token first."""
     pool.refresh()
     if generate := wants_generation(http.scope):
-        check_right(Right.USE, "generate=1", context.payer, context.page)
+        check_right(Right.USE, "generate=1", context.caller.payer, context.caller.page)
     entries = [entry for entry in pool.entries if may_see(context, entry)]
     models = [state_of(entry) for entry in entries]
     fleet = _replicas(next((client for _, client in pool.clients()), None))

@@ -383,8 +383,9 @@ def decode_attention(
     assert (run == 1 and not shared) or rotation is None, "all keys of a run are stored before it attends"
     assert not is_apart(cache) or rotation is None, "another kernel stores keys and values apart"
     shape = heads_of(cache, qkv, out)
-    others = chunk, temperature, temperature_span
-    options = AttentionOptions(window, soft_cap > 0, sinks is not None, True, q_gain is not None, *others)
+    options = AttentionOptions(
+        window, soft_cap > 0, sinks is not None, True, q_gain is not None, chunk, temperature, temperature_span
+    )
     # Activations of 32 bits want more than the float16 that is used over 8 bits.
     kv8 = scales is not None and not soft_cap and qkv.element_size() == 2 and not is_apart(cache)
     tile, warps, stages = tiling

@@ -139,9 +139,10 @@ def delta_net(
     conv = ConvSizes.of(spec.conv_width, spec.width, qkv.stride(0), spec.k_dim * spec.v_width)
     store_conv_state(qkv, conv, states, rows)
     block = triton.next_power_of_2(spec.v_dim)
-    normed = scratch.raw, z, weights.gain, out, eps, z.stride(0)
     sigmoid = spec.gate == "sigmoid"
-    _gated_norm[(len(out), spec.v_heads)](*normed, V_DIM=spec.v_dim, SIGMOID=sigmoid, BLOCK=block, **options)
+    _gated_norm[(len(out), spec.v_heads)](
+        scratch.raw, z, weights.gain, out, eps, z.stride(0), V_DIM=spec.v_dim, SIGMOID=sigmoid, BLOCK=block, **options
+    )
 
 
 def sigmoid_mul(x: Any, gate: Any, out: Any) -> None:

@@ -209,9 +209,18 @@ def quant_expert_gemv(
     config = GemmConfig(tiling, Epilogue(gated, bias is not None), even, format_of(weight))
     matrix = matrix_of(weight, 2 * out.shape[1] if gated else out.shape[1])
     vectors = (weight.scales if one is None else one for one in (bias, factors))
-    inputs = rows.x, matrix, *vectors, out, rows.experts, rows.each
     grid = (triton.cdiv(out.shape[1], 16 * TILES), len(out))
-    _quant_expert_gemv[grid](*inputs, CONFIG=config, SCALED=factors is not None, **launch_options(warps, 1))
+    _quant_expert_gemv[grid](
+        rows.x,
+        matrix,
+        *vectors,
+        out,
+        rows.experts,
+        rows.each,
+        CONFIG=config,
+        SCALED=factors is not None,
+        **launch_options(warps, 1),
+    )
 
 
 @triton.jit
@@ -311,10 +320,11 @@ def expert_gemm(
     epilogue = Epilogue(bias=bias is not None)
     config = GemmConfig(GemvTiling(tall, step, warps), epilogue, width % step == 0, columns=size)
     matrix, vector = scaled_matrix(weight, scales), weight if bias is None else bias
-    inputs = rows.x, matrix, vector, out, permutation, rows.each, lines, width
     grid = (triton.cdiv(lines, tall), most_blocks(len(out), count, size))
     about = {"CONFIG": config, "COUNT": count, "SCALES": scale_kind(scales)}
-    _expert_gemm[grid](*inputs, **about, **launch_options(warps, stages))
+    _expert_gemm[grid](
+        rows.x, matrix, vector, out, permutation, rows.each, lines, width, **about, **launch_options(warps, stages)
+    )
 
 
 @triton.jit(do_not_specialize=["each"])
@@ -374,7 +384,17 @@ def quant_expert_gemm(
     epilogue = Epilogue(bias=bias is not None)
     config = GemmConfig(tiling, epilogue, weight.width % 64 == 0, format_of(weight), size)
     vectors = (weight.scales if one is None else one for one in (bias, factors))
-    inputs = rows.x, matrix_of(weight, lines), *vectors, out, permutation, rows.each
     grid = (triton.cdiv(lines, 16 * QUANT_TILES), most_blocks(len(out), count, size))
     options = launch_options(tiling.warps, tiling.stages, early=False)
-    _quant_expert_gemm[grid](*inputs, CONFIG=config, COUNT=count, SCALED=factors is not None, **options)
+    _quant_expert_gemm[grid](
+        rows.x,
+        matrix_of(weight, lines),
+        *vectors,
+        out,
+        permutation,
+        rows.each,
+        CONFIG=config,
+        COUNT=count,
+        SCALED=factors is not None,
+        **options,
+    )

@@ -115,12 +115,27 @@ def route(
 ) -> None:
     """Writes the experts of each token, the best one first, and their weights: [T, count] -> 2 * [T, chosen]. Weights
     are multiplied by the scale of their experts, [count], where there is one."""
-    groups = spec.groups, spec.top_k_groups, spec.group_score == "top2"
-    routing = Routing(spec.count, spec.top_k, spec.scoring, spec.renormalize, *groups)
-    vectors = logits if bias is None else bias, logits if expert_scale is None else expert_scale
+    routing = Routing(
+        spec.count,
+        spec.top_k,
+        spec.scoring,
+        spec.renormalize,
+        spec.groups,
+        spec.top_k_groups,
+        spec.group_score == "top2",
+    )
     given = {"BIAS": bias is not None, "SCALED": expert_scale is not None}
-    outputs = experts, weights, spec.scale
-    _route[(len(logits),)](logits, *vectors, *outputs, ROUTING=routing, **given, **launch_options(1))
+    _route[(len(logits),)](
+        logits,
+        logits if bias is None else bias,
+        logits if expert_scale is None else expert_scale,
+        experts,
+        weights,
+        spec.scale,
+        ROUTING=routing,
+        **given,
+        **launch_options(1),
+    )
 
 
 class ExpertPermutation(NamedTuple):

@@ -88,8 +88,19 @@ def fixed_gemm(x: Any, weight: Any, bias: Any | None, out: Any, tiling: Tiling, 
     config = GemmConfig(tiling, Epilogue(bias=bias is not None))
     grid = (triton.cdiv(rows, tiling.rows), triton.cdiv(count, tiling.items), tiling.split)
     vector, strides = weight if bias is None else bias, (x.stride(0), out.stride(0))
-    inputs = x, weight, vector, out, scratch, count, rows, width, strides
-    _fixed_gemm[grid](*inputs, CONFIG=config, **launch_options(tiling.warps, tiling.stages))
+    _fixed_gemm[grid](
+        x,
+        weight,
+        vector,
+        out,
+        scratch,
+        count,
+        rows,
+        width,
+        strides,
+        CONFIG=config,
+        **launch_options(tiling.warps, tiling.stages),
+    )
 
 
 def fixed_heads_gemm(x: Any, weight: Any, out: Any, tiling: Tiling) -> None:

@@ -146,11 +146,22 @@ def fp8_gemm_small(
     quant_gemm_small.py."""
     even = weight.width % (64 * tiling.warps * tiling.steps) == 0
     config = GemmConfig(tiling, Epilogue(gated, bias is not None), even, columns=8 if len(x) <= 8 else 16)
-    arrays = x.view(torch.int32), weight.values.view(torch.int32), weight.scales
-    sizes = len(x), weight.rows, weight.width // 64, x.stride(0) // 2, out.stride(0)
     vector, grid = weight.scales if bias is None else bias, (programs_for(out.shape[1], tiling, gated),)
     options = launch_options(tiling.warps, tiling.stages)
-    _fp8_gemm_small[grid](*arrays, vector, out, *sizes, CONFIG=config, **options)
+    _fp8_gemm_small[grid](
+        x.view(torch.int32),
+        weight.values.view(torch.int32),
+        weight.scales,
+        vector,
+        out,
+        len(x),
+        weight.rows,
+        weight.width // 64,
+        x.stride(0) // 2,
+        out.stride(0),
+        CONFIG=config,
+        **options,
+    )
 
 
 def cublas_fp8_gemm(codes: Any, scales: Any, weight: Fp8Weight, bias: Any | None, out: Any) -> None:

@@ -101,9 +101,20 @@ def fp8_block_gemm(
     grid = (triton.cdiv(weight.rows, tiling.rows), triton.cdiv(len(x), tiling.items), tiling.split)
     config = GemmConfig(tiling, Epilogue(bias=bias is not None), columns=COLUMNS)
     vectors = weight.scales if item_scales is None else item_scales, weight.scales if bias is None else bias
-    inputs = x, vectors[0], matrix_of(weight), vectors[1], out, scratch, len(x), (x.stride(0), out.stride(0))
     options = launch_options(tiling.warps, tiling.stages)
-    _fp8_block_gemm[grid](*inputs, CONFIG=config, FP8=item_scales is not None, **options)
+    _fp8_block_gemm[grid](
+        x,
+        vectors[0],
+        matrix_of(weight),
+        vectors[1],
+        out,
+        scratch,
+        len(x),
+        (x.stride(0), out.stride(0)),
+        CONFIG=config,
+        FP8=item_scales is not None,
+        **options,
+    )
 
 
 @triton.jit
@@ -122,5 +133,6 @@ def _gather_fp8_blocks(tokens, values, scales, out, rows, width, K: tl.constexpr
 def gather_fp8_blocks(weight: Fp8BlockWeight, tokens: Any, out: Any) -> None:
     """Writes row tokens[i] of a matrix to out[i]."""
     grid = (len(tokens), len(weight.scales))
-    sizes = weight.rows, weight.width
-    _gather_fp8_blocks[grid](tokens, weight.values, weight.scales, out, *sizes, K=COLUMNS, **launch_options())
+    _gather_fp8_blocks[grid](
+        tokens, weight.values, weight.scales, out, weight.rows, weight.width, K=COLUMNS, **launch_options()
+    )

@@ -80,5 +80,4 @@ def fp8_gemm(
     matrix, vector = matrix_of(weight), weight.scales if bias is None else bias
     config = GemmConfig(tiling, Epilogue(bias=bias is not None))
     options = launch_options(tiling.warps, tiling.stages)
-    inputs = x, item_scales, matrix, vector, out, scratch, len(x), out.stride(0)
-    _fp8_gemm[grid](*inputs, CONFIG=config, **options)
+    _fp8_gemm[grid](x, item_scales, matrix, vector, out, scratch, len(x), out.stride(0), CONFIG=config, **options)

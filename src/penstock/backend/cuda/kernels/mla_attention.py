@@ -150,11 +150,19 @@ def store_mla_kv(
     in tokens from the cache's start."""
     v_dim = len(gain)
     pairs = (kv.shape[1] - v_dim) // 2
-    blocks = triton.next_power_of_2(pairs), triton.next_power_of_2(v_dim)
     rope = RopeInputs(inv_freq, positions, places, rope_scale)
     _store_mla_kv[(len(q), 1 + triton.cdiv(heads, HEADS))](
         *(q, kv, gain, eps, rope, cache, inv_freq if scales is None else scales),
-        SHAPE=MlaShape(heads, 2 * pairs, v_dim, cache.shape[1], HEADS, *blocks, 0),
+        SHAPE=MlaShape(
+            heads,
+            2 * pairs,
+            v_dim,
+            cache.shape[1],
+            HEADS,
+            triton.next_power_of_2(pairs),
+            triton.next_power_of_2(v_dim),
+            0,
+        ),
         NOPE=q.shape[1] // heads - 2 * pairs,
         INTERLEAVED=interleaved,
         LARGEST=largest_of(cache, scales),
@@ -426,6 +434,14 @@ def tiled(tiling: MlaTiling, cache: Any, scales: Any | None, out: Any, v_dim: in
     """Returns the constants of a launch, and its other keyword arguments."""
     queries, tile, warps, stages = tiling
     rope_dims = cache.shape[2] - v_dim
-    blocks = max(triton.next_power_of_2(rope_dims), 16), max(triton.next_power_of_2(v_dim), 16)
-    shape = MlaShape(out.shape[1] // v_dim, rope_dims, v_dim, cache.shape[1], queries, *blocks, tile)
+    shape = MlaShape(
+        out.shape[1] // v_dim,
+        rope_dims,
+        v_dim,
+        cache.shape[1],
+        queries,
+        max(triton.next_power_of_2(rope_dims), 16),
+        max(triton.next_power_of_2(v_dim), 16),
+        tile,
+    )
     return shape, {"LARGEST": largest_of(cache, scales), **launch_options(warps, stages)}

@@ -78,8 +78,17 @@ def matrix_of(weight: QuantizedWeight, rows: int = 0) -> QuantMatrix:
     several matrices that lie below each other."""
     high = weight.low if weight.high is None else weight.high
     supers = weight.scales if weight.supers is None else weight.supers
-    sizes = rows or weight.rows, weight.tiles, weight.width
-    return QuantMatrix(weight.low, high, weight.scales, supers, *sizes, BASE, weight.factor * weight.coding.factor)
+    return QuantMatrix(
+        weight.low,
+        high,
+        weight.scales,
+        supers,
+        rows or weight.rows,
+        weight.tiles,
+        weight.width,
+        BASE,
+        weight.factor * weight.coding.factor,
+    )
 
 
 @triton.jit

@@ -226,11 +226,11 @@ def prefill_attention(
     their row has reached; header[0] is the width of tables. distance_bias is [heads, 2 * reach + 1]."""
     shape = heads_of(cache, qkv, out)
     kv = paged(cache, scales, tables, header)
-    others = chunk, temperature, temperature_span
-    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None, *others)
+    options = AttentionOptions(
+        window, soft_cap > 0, sinks is not None, causal, q_gain is not None, chunk, temperature, temperature_span
+    )
     if hopper and distance_bias is None and not is_apart(cache) and has_all_of(cache, qkv, shape, options):
-        places = tiles, tables, header, out
-        return hopper_attention(qkv, cache, *places, scale, window, soft_cap, sinks, tiling=hopper)
+        return hopper_attention(qkv, cache, tiles, tables, header, out, scale, window, soft_cap, sinks, tiling=hopper)
     tile, warps, stages = tiling
     reach = 0 if distance_bias is None else len(distance_bias) // shape.heads // 2
     _prefill_attention[(shape.kv_heads, len(tiles))](

@@ -216,6 +216,15 @@ def quant_gemm_small(
     even = weight.width % (64 * tiling.warps * tiling.steps) == 0
     columns = 4 if len(x) <= 4 else 8 if len(x) <= 8 else 16
     config = GemmConfig(tiling, Epilogue(gated, bias is not None), even, format_of(weight), columns)
-    inputs = x, matrix_of(weight), weight.scales if bias is None else bias, out, len(x), x.stride(0), out.stride(0)
     grid = (programs_for(out.shape[1], tiling, gated),)
-    _quant_gemm_small[grid](*inputs, CONFIG=config, **launch_options(tiling.warps, tiling.stages))
+    _quant_gemm_small[grid](
+        x,
+        matrix_of(weight),
+        weight.scales if bias is None else bias,
+        out,
+        len(x),
+        x.stride(0),
+        out.stride(0),
+        CONFIG=config,
+        **launch_options(tiling.warps, tiling.stages),
+    )

@@ -139,8 +139,18 @@ def rope_and_store(
     kv_heads = kv_heads if stores else 0
     tokens, width = qkv.shape
     heads = width // dims
-    layout = rotated, block_size, cache.stride(0) // dims, interleaved, HEADS, triton.next_power_of_2(dims // 2)
-    config = RopeConfig(heads - 2 * kv_heads, kv_heads, dims // 2, *layout, largest_of(cache, scales))
+    config = RopeConfig(
+        heads - 2 * kv_heads,
+        kv_heads,
+        dims // 2,
+        rotated,
+        block_size,
+        cache.stride(0) // dims,
+        interleaved,
+        HEADS,
+        triton.next_power_of_2(dims // 2),
+        largest_of(cache, scales),
+    )
     rope = RopeInputs(inv_freq, positions, places, rope_scale)
     vector, grid = inv_freq if scales is None else scales, (tokens, triton.cdiv(heads, HEADS))
     _rope_and_store[grid](qkv, rope, cache, vector, CONFIG=config, **launch_options())

@@ -141,13 +141,22 @@ def rope_and_store_sides(
     their gain is applied, and what is done to keys."""
     shape, kinds = heads_of(cache, qkv, qkv[:, :q_width]), kinds_of(cache, scales)
     run = shape.dims & -shape.dims if kinds.keys == INT4.value else 0
-    about = rotated, interleaved, run, max(run, 1) ** -0.5, min(shape.block_d, CHUNK), HEADS, q_gain is not None
     parts = triton.cdiv(shape.heads, HEADS) + (2 * triton.cdiv(shape.kv_heads, HEADS) if stores else 0)
     _rope_and_store_sides[(len(qkv), parts)](
         qkv,
         RopeInputs(inv_freq, positions, places, rope_scale),
         paged(cache, scales, positions, positions),
         inv_freq if q_gain is None else q_gain,
-        CONFIG=SidesConfig(shape, kinds, *about),
+        CONFIG=SidesConfig(
+            shape,
+            kinds,
+            rotated,
+            interleaved,
+            run,
+            max(run, 1) ** -0.5,
+            min(shape.block_d, CHUNK),
+            HEADS,
+            q_gain is not None,
+        ),
         **launch_options(),
     )

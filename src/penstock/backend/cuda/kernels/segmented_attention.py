@@ -224,16 +224,18 @@ def segmented_attention(
     those of decode attention, of one segment each or of a whole context, which is a whole row where attention is not
     causal. positions: [T]. distance_bias is [heads, 2 * reach + 1]."""
     shape = heads_of(cache, qkv, out)
-    others = chunk, temperature, temperature_span
-    options = AttentionOptions(window, soft_cap > 0, sinks is not None, causal, q_gain is not None, *others)
+    options = AttentionOptions(
+        window, soft_cap > 0, sinks is not None, causal, q_gain is not None, chunk, temperature, temperature_span
+    )
     tile, warps, stages = tiling
     reach = 0 if distance_bias is None else len(distance_bias) // shape.heads // 2
-    sizes = queries_of(shape.group, run), tile, run, SEGMENT, reach
     vectors = tuple(splits if vector is None else vector for vector in (sinks, q_gain, distance_bias))
     _segmented_attention[(shape.kv_heads, len(splits))](
         *(qkv, paged(cache, scales, tables, header), splits, positions, out, split_kv, vectors),
         *(scale * LOG2E, soft_cap * LOG2E),
-        CONFIG=SegmentConfig(shape, options, kinds_of(cache, scales), *sizes),
+        CONFIG=SegmentConfig(
+            shape, options, kinds_of(cache, scales), queries_of(shape.group, run), tile, run, SEGMENT, reach
+        ),
         enable_fp_fusion=False,
         **launch_options(warps, 1 if reach else stages),  # biases that are loaded ahead take much shared memory
     )

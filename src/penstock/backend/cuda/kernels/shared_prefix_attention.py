@@ -80,8 +80,9 @@ def shared_prefix_attention(
     tile, warps, stages = tiling
     queries = queries_of(shape.group, places.tile_tokens)
     options = AttentionOptions(0, soft_cap > 0)
-    sizes = queries, tile, warps, 0, 1, 1, places.tile_tokens
-    config = DecodeConfig(shape, options, kinds_of(cache, scales), -1, False, *sizes)
+    config = DecodeConfig(
+        shape, options, kinds_of(cache, scales), -1, False, queries, tile, warps, 0, 1, 1, places.tile_tokens
+    )
     _shared_prefix_attention[(shape.kv_heads, len(tiles.splits))](
         *(qkv, paged(cache, scales, tables, header), *tiles),
         *(split_kv, places.base, scale * LOG2E, soft_cap * LOG2E),

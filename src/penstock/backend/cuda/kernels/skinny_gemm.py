@@ -91,6 +91,16 @@ def skinny_gemm(
     (count, width), rows = x.shape, out.shape[1]
     epilogue, columns = Epilogue(gated, bias is not None), max(triton.next_power_of_2(count), 16)
     config = GemmConfig(tiling, epilogue, width % tiling.width == 0, columns=columns)
-    inputs = x, weight, weight if bias is None else bias, out, scratch, count, rows, width
     grid = (tiling.split, triton.cdiv(rows, tiling.rows))
-    _skinny_gemm[grid](*inputs, CONFIG=config, **launch_options(tiling.warps, tiling.stages))
+    _skinny_gemm[grid](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        scratch,
+        count,
+        rows,
+        width,
+        CONFIG=config,
+        **launch_options(tiling.warps, tiling.stages),
+    )
