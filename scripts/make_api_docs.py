@@ -21,11 +21,8 @@ WIDTH = 120
 HEAD = """\
 # Python API reference
 
-This page is written by `scripts/make_api_docs.py` from signatures and docstrings. Do not edit it.
-[Python](python.md) has examples of all this; [engine options](cli.md#engine-options) lists the keyword arguments of
-`LLM` and `AsyncLLM`.
-
-Import these names from `penstock`.
+Import these names from `penstock`. [Python](python.md) has examples; [engine options](cli.md#engine-options) lists the
+keyword arguments of `LLM` and `AsyncLLM`. `scripts/make_api_docs.py` generates this page: do not edit it.
 """
 ORDER = (
     *("LLM", "AsyncLLM", "AsyncEngineArgs", "SamplingParams", "StructuredOutputsParams", "Grammar", "BeamSearchParams"),
@@ -128,8 +125,8 @@ def error_list() -> str:
     kinds = [kind for kind in errors._tree(errors.PenstockError) if kind is not errors.PenstockError]
     names = ", ".join(f"`{kind.__name__}` (`{kind.code}`)" for kind in kinds)
     text = (
-        "Every failure raises one of these, with a `code` and a `message`. They are in `penstock.errors`; "
-        "[troubleshooting](troubleshooting.md#by-error-code) has what to do about each: "
+        "Every failure raises one of these classes of `penstock.errors`, with a `code` and a `message`. "
+        "[Troubleshooting](troubleshooting.md#by-error-code) has advice for each: "
     )
     return textwrap.fill(f"{text}{names}.", WIDTH, break_long_words=False, break_on_hyphens=False)
 

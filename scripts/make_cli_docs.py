@@ -16,17 +16,17 @@ PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEAD = """\
 # The command line
 
-This page is written by `scripts/make_cli_docs.py` from the same declarations as `--help`. Do not edit it.
+`penstock COMMAND --help` shows the same text. `scripts/make_cli_docs.py` generates this page: do not edit it.
 
 - Answers go to stdout, everything else to stderr.
 - Exit codes: 0 success, 1 an error, 2 wrong usage, 130 interrupted.
-- `PENSTOCK_HOME` is the folder for models. By default it is `penstock` in the user's cache folder.
+- `PENSTOCK_HOME` is the folder for models; default: `penstock` in the user's cache folder.
 - `PENSTOCK_DEBUG=1` prints the traceback of an error.
 """
 ENGINE_OPTIONS = """\
 ## Engine options
 
-These options configure the engine. `src/penstock/config/__init__.py` declares each once. Commands take them as flags:
+These options configure the engine (declared in `src/penstock/config/__init__.py`). Commands take them as flags:
 
 ```sh
 penstock serve ./model.gguf --max-len 8192 --kv int8 --step-tokens 1024
@@ -38,7 +38,7 @@ penstock serve ./model.gguf --max-len 8192 --kv int8 --step-tokens 1024
 LLM("./model.gguf", max_len=8192, kv="int8", step_tokens=1024)
 ```
 
-Bytes may be written with a unit, as a text in Python: `8G` and `8GiB` are 8 × 1024³, `8GB` is 8 × 1000³.
+Bytes can have a unit (in Python, as a text): `8G` and `8GiB` are 8 × 1024³, `8GB` is 8 × 1000³.
 """
 NO_DEFAULT = (inspect.Parameter.empty, None, False, "", ())
 

@@ -1,5 +1,4 @@
-"""Writes docs/dialects.md from the routes and the structs that bodies are read into; with --check, only says whether it
-is current."""
+"""Writes docs/dialects.md from the routes and the structs of their bodies; with --check, only checks the page."""
 
 from __future__ import annotations
 
@@ -22,17 +21,17 @@ WIDTH = 120
 HEAD = """\
 # The dialects: every route and field
 
-This page is written by `scripts/make_dialect_docs.py` from the structs that bodies are read into. Do not edit it.
-[How the dialects behave](behaviour.md) has what a list of names cannot say.
+`GET /openapi.json` has this list with types. [How the dialects behave](behaviour.md) describes the behaviour.
+`scripts/make_dialect_docs.py` generates this page from the structs of request bodies: do not edit it.
 
-A field of a request is one of these:
+A request field is one of these:
 
-- **honoured**: it changes the answer, or how it comes;
-- **without effect**: it is accepted with these values, because they change no answer;
-- **ignored**: any other field, and any other value of those without effect. The answer lists it in
-  `penstock.ignored_fields` and in the header `x-penstock-ignored`. `penstock serve --strict` refuses it with a 400.
+- **honoured**: it changes the answer or its form;
+- **without effect**: the listed values are accepted, because they change no answer;
+- **ignored**: any other field or value. The answer lists it in `penstock.ignored_fields` and in the header
+  `x-penstock-ignored`. `penstock serve --strict` refuses it with a 400.
 
-`GET /openapi.json` has the same with types. An object that several bodies of a dialect have is listed with the first.
+An object that is part of several bodies of a dialect is listed with the first body.
 """
 
 
