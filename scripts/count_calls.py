@@ -1,6 +1,6 @@
-"""Counts the functions and files of Penstock that a streamed chat calls between its HTTP bytes and the engine. It counts
-each function once, in the second request, when all modules are loaded. --list names them in the order of their first
-calls.
+"""Counts the functions and files of Penstock that a streamed chat calls between its HTTP bytes and the engine. It
+counts each function once, in the second request, when all modules are loaded. --list names them in the order of their
+first calls.
 """
 
 from __future__ import annotations
