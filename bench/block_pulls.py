@@ -223,7 +223,7 @@ async def compare(config: Config, prompts: int, hits: bool, itl_ms: float) -> No
                 f"{turn} {name:8} a prompt of {LONG:,} every {every:.1f} s; "
                 f"ITL p50 {gaps[len(gaps) // 2]:.0f} p99 {gaps[len(gaps) * 99 // 100]:.0f} ms; "
                 f"TTFT of long prompts {median(watched.firsts):.0f} ms; {rate:.0f} tokens/s; {peers.pulls} pulls, "
-                f"{dict(client.split.decisions)}, failures {dict(peers.failures)}",
+                f"{dict(client.fleet_figures.decisions['splits'])}, failures {dict(peers.failures)}",
                 flush=True,
             )
 

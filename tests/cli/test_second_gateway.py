@@ -48,9 +48,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Star
 def decision(client: FleetClient) -> tuple[int, str]:
     """Returns how many of three replicas are on duty, and what is decided of a long prompt; closes the client."""
     loads = dict.fromkeys(range(3), Load(rows=1))
-    duty = client.split.on_duty(loads, 1.0)
-    client.split.decide(PromptToSplit(100_000), 2, loads, EngineTiming(), 1.0)
-    ((reason, _),) = client.split.decisions.items()
+    duty = client._router.split.on_duty(loads, 1.0)
+    client._router.split.decide(PromptToSplit(100_000), 2, loads, EngineTiming(), 1.0)
+    ((reason, _),) = client._router.split.decisions.items()
     asyncio.run(client.close())
     return len(duty), reason
 

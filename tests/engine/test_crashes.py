@@ -19,6 +19,7 @@ from penstock.errors import EngineUnavailable
 from penstock.ipc.engine_folder import EngineMemory
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.spawn import ProcessClient
+from penstock.ipc.trust import Trust
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Tokens
 from penstock.types.messages import DescribeWeights, Pause, Resume
 from tests.engine.test_ipc import LIMITS, VOCAB, events_of, run, started, tokens_of, until
@@ -148,7 +149,7 @@ def check_whole(events: list[Event], prompt: list[int], max_tokens: int = COUNT)
 
 def trying(client: Any) -> bool:
     """Returns whether a request is tried that may be why an engine died: another death then would be its fault."""
-    return any(stream.doubted for stream in client._streams._streams.values())
+    return any(stream.trust is Trust.DOUBTED for stream in client._streams._streams.values())
 
 
 async def kill_after_tokens(client: Any, kind: signal.Signals) -> int:
@@ -238,7 +239,7 @@ def test_a_request_is_not_blamed_for_a_compiler_that_hangs(tmp_path: Path) -> No
         async with started(mortal(str(tmp_path / "once"))) as client:
             stream = asyncio.create_task(events_of(client, request(client, [1, 2, COMPILES_ON])))
             await until(lambda: client.restarts == 1)
-            assert not any(each.doubted or each.blamed for each in client._streams._streams.values())
+            assert not any(each.trust is Trust.DOUBTED or each.blame for each in client._streams._streams.values())
             check_whole(await stream, [1, 2, COMPILES_ON])
 
     run(scenario())

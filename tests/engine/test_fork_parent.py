@@ -20,12 +20,12 @@ from tests.engine.test_kept_kv import ANSWER, PROMPT, config
 
 SERVER = """
 import asyncio
-from penstock.ipc.launchers import ForkLauncher
+from penstock.ipc.launchers import ForkLauncher, SpawnLauncher
 from penstock.ipc.spawn import ProcessClient
 from tests.engine.test_kept_kv import config
 
 async def serve():
-    client = ProcessClient(config(), ForkLauncher())
+    client = ProcessClient(config(), {launcher}())
     await client.start()
     print(client.hello.pid, flush=True)
     await asyncio.sleep(600)
@@ -33,6 +33,7 @@ async def serve():
 if __name__ == "__main__":
     asyncio.run(serve())
 """
+FORKING, SPAWNING = SERVER.format(launcher="ForkLauncher"), SERVER.format(launcher="SpawnLauncher")
 
 
 def state_of(pid: int) -> tuple[str, int]:
@@ -138,7 +139,7 @@ def test_an_engine_is_still_killed_without_its_fork_parent() -> None:
 
 
 def test_an_engine_ends_with_its_server_though_its_fork_parent_ended_before() -> None:
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([sys.executable, "-c", FORKING], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     engine = int(server.stdout.readline())
     parent = state_of(engine)[1]
@@ -149,6 +150,27 @@ def test_an_engine_ends_with_its_server_though_its_fork_parent_ended_before() ->
         assert not ended(engine)
         server.kill()
         await until(lambda: ended(engine))
+
+    run(scenario())
+    server.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no signal for a parent's death")
+@pytest.mark.parametrize("code", [FORKING, SPAWNING])
+def test_a_stopped_engine_ends_with_its_server(code: str) -> None:
+    """A stopped process notices nothing: without a signal it and its memory would stay."""
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    engine = int(server.stdout.readline())
+    parent = state_of(engine)[1]
+    stopped = {engine} if parent == server.pid else {engine, parent}
+
+    async def scenario() -> None:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        await until(lambda: {state_of(pid)[0] for pid in stopped} == {"T"})
+        server.kill()
+        await until(lambda: all(ended(pid) for pid in stopped))
 
     run(scenario())
     server.communicate()

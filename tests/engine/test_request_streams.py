@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.ipc.dispatch import Dispatch
 from penstock.ipc.streams import RequestStreams
 from penstock.types import Event, Failed, Finished, Request, SamplingParams, Tokens
 from penstock.types.messages import Abort, Add, Message
@@ -24,11 +25,14 @@ class Sent:
     def send(self, message: Message) -> None:
         self.messages.append(message)
 
-    def place(self, *_: object) -> Sent:
-        return self
+    def place(self, *_: object) -> Dispatch:
+        return Dispatch(self)
 
     def quietest(self) -> Sent:
         return self
+
+    def trial(self, *_: object) -> Dispatch:
+        return Dispatch(self)
 
     def forget(self, *_: object) -> None: ...
 

@@ -182,7 +182,7 @@ def test_nothing_waits_while_the_engine_sleeps_or_if_it_cannot_be_started() -> N
         async with started(ProcessClient(config())) as client:
             await kill(client)
             pid = await waiting(client)
-            client._asleep = True
+            client._settings.asleep = True
             await client._standby.close()
             assert not Path(f"/proc/{pid}").exists()
             await kill(client)

@@ -16,8 +16,9 @@ from penstock.backend.fake import FakeBackend
 from penstock.config import Config
 from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
-from penstock.ipc.host import _host, _until_parent_ends
+from penstock.ipc.host import _host
 from penstock.ipc.launchers import ForkedChild
+from penstock.ipc.orphans import fork_parent
 from penstock.types import Limits, StepResult
 
 VOCAB = 1000
@@ -67,7 +68,7 @@ def serve(address: str, config: bytes, constants: dict[str, float]) -> None:
 
     vars(shared_host).update(constants)
     os.setsid()
-    _host(open_fake, address, msgspec.json.decode(config, type=Config), _until_parent_ends)
+    _host(open_fake, address, msgspec.json.decode(config, type=Config), fork_parent())
 
 
 class FakeLauncher:

@@ -13,8 +13,11 @@ import pytest
 
 from penstock.fleet.deaths import DOUBTED_WORD_SECONDS, TURN_SECONDS, WORD_SECONDS, DeathNotices
 from penstock.fleet.directory import Death
-from penstock.ipc import request_stream, streams
-from penstock.ipc.streams import TRIAL, RequestStreams
+from penstock.ipc import crashes, dispatcher, request_stream
+from penstock.ipc.dispatch import Dispatch
+from penstock.ipc.dispatcher import TRIAL
+from penstock.ipc.streams import RequestStreams
+from penstock.ipc.trust import Trust
 from penstock.types import Aborted, Event, Failed, Finished, Request, SamplingParams, Tokens
 from penstock.types.messages import Abort, Add, Message
 
@@ -93,12 +96,17 @@ class Fleet:
         self.answers: dict[int, asyncio.Task[list[Event]]] = {}
         self.prompts: dict[int, tuple[int, ...]] = {}
 
-    def place(self, request: Request, avoid: object) -> Engine | None:
+    def place(self, request: Request, avoid: object, source: object = None) -> Dispatch | None:
         fit = [engine for engine in self.engines if engine.joined and engine is not avoid]
-        return min(fit, key=lambda engine: self.streams.load(engine)[1], default=None)
+        engine = min(fit, key=lambda engine: self.streams.dispatcher.load(engine)[1], default=None)
+        return None if engine is None else Dispatch(engine)
 
     def quietest(self) -> Engine | None:
-        return min((engine for engine in self.engines if engine.joined), key=self.streams.load, default=None)
+        fit = (engine for engine in self.engines if engine.joined)
+        return min(fit, key=self.streams.dispatcher.load, default=None)
+
+    def trial(self, engine: Any) -> Dispatch:
+        return Dispatch(engine)
 
     def forget(self, id: int, generated: int) -> None:
         pass
@@ -136,7 +144,7 @@ class Fleet:
         engine.joined = False
         lost = self.streams.lose(engine, f"{engine.name} has gone")
         self.notices.lose((engine.name, engine.epoch), lost)
-        self.streams.dispatch()
+        self.streams.dispatcher.dispatch()
 
     def tell(self, engine: Engine, epoch: int, suspects: tuple[tuple[str, int], ...]) -> None:
         self.notices.explain(Death(engine.name, epoch, True, suspects))
@@ -151,7 +159,7 @@ class Fleet:
 
     def join(self, engine: Engine) -> None:
         engine.joined = True
-        self.streams.resume()
+        self.streams.dispatcher.resume()
 
     def die(self, engine: Engine, *others: tuple[str, int]) -> None:
         """Has an engine work on what it has, and on requests of others, and die of it, and everybody know."""
@@ -190,7 +198,7 @@ class Fleet:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualClock]:
     loop = VirtualClock()
-    for module in (streams, request_stream):
+    for module in (crashes, dispatcher, request_stream):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=loop.time))
     yield loop
     loop.close()
@@ -247,7 +255,7 @@ def test_what_was_doubted_before_is_blamed_if_others_had_to_come_to_its_engine(c
         assert {poisoned, late} <= set(fleet.has(first))
         fleet.die(first)
         assert fleet.answers.keys() - fleet.streams._streams.keys() == {poisoned}
-        assert not fleet.streams._streams[late].doubted  # the reason is found
+        assert fleet.streams._streams[late].trust is not Trust.DOUBTED  # the reason is found
         await fleet.check()
 
     assert play(clock, 2, scenario).deaths == TOGETHER
@@ -331,7 +339,7 @@ def test_a_late_word_does_not_count_against_what_was_answered_since(clock: Virtu
         for engine in (first, second):
             fleet.tell(engine, 0, ((GATEWAY, innocent),))
             engine.suspects = ()
-        assert fleet.streams._streams[innocent].blamed == 0
+        assert fleet.streams._streams[innocent].blame == 0
         await fleet.check()
 
     play(clock, 3, scenario)
@@ -368,8 +376,8 @@ def test_only_an_answer_ends_a_doubt(clock: VirtualClock, drained: bool) -> None
         if drained:
             fleet.streams.move(second)
         else:
-            fleet.streams.trust(fleet.streams.lose(second, "it was told to end"))
-            fleet.streams.dispatch()
+            fleet.streams.judge.clear(fleet.streams.lose(second, "it was told to end"))
+            fleet.streams.dispatcher.dispatch()
         assert fleet.has(third) == [other]
         fleet.step(third)
         fleet.step(third)
@@ -436,7 +444,7 @@ def test_an_engine_that_worked_on_requests_of_others_alone_blames_none(clock: Vi
         fleet.lose(first)
         fleet.tell(first, 0, first.suspects)
         assert fleet.has(second) == [innocent]
-        assert not fleet.streams._streams[innocent].doubted
+        assert fleet.streams._streams[innocent].trust is not Trust.DOUBTED
         await fleet.check()
 
     play(clock, 2, scenario)

@@ -54,7 +54,7 @@ def test_requests_are_spread_and_answered() -> None:
             assert stats.generated_tokens == 24 * 40
             assert stats.running == 0
             assert stats.prompt_tokens == 24 * 4
-            assert sum(latest.prompt_tokens > 0 for _, latest in client._totals._latest.values()) == 3
+            assert sum(latest.prompt_tokens > 0 for _, latest in client._lifecycle.totals._latest.values()) == 3
 
     run(scenario())
 
@@ -88,12 +88,12 @@ def test_a_gateway_that_comes_later_knows_what_replicas_hold() -> None:
             other = FleetClient(Follower(keepers), name="other")
             await other.start()
             await until_ready(other, 3)
-            assert other._view is not None
-            assert all(other._view._index.is_live(number) for number in range(3))
+            assert other._router.view is not None
+            assert all(other._router.view._index.is_live(number) for number in range(3))
             events = await answer(other, [*prefix, 2], 4)
             assert isinstance(events[0], Tokens)
             assert events[0].cached == 256
-            for view in (client._view, other._view):  # each hears of it by a message of its own
+            for view in (client._router.view, other._router.view):  # each hears of it by a message of its own
                 assert view is not None
                 await until(lambda router=view._router: router.gateways == 2)
             await other.close()
@@ -217,7 +217,7 @@ def test_a_replica_that_joins_while_others_are_resumed_goes_on(monkeypatch: pyte
         async with fleet(2) as (client, keepers):
             await until_ready(client, 2)
             await client.ask(Pause())
-            ask, paused = client._streams.answer, []
+            ask, paused = client._streams.controls.ask, []
 
             async def resume_after_pause(engine: Any, message: Any) -> Event:
                 event = await ask(engine, message)
@@ -226,7 +226,7 @@ def test_a_replica_that_joins_while_others_are_resumed_goes_on(monkeypatch: pyte
                     await client.ask(Resume())
                 return event
 
-            monkeypatch.setattr(client._streams, "answer", resume_after_pause)
+            monkeypatch.setattr(client._streams.controls, "ask", resume_after_pause)
             keepers.kill("fake-0")
             await until(lambda: client.restarts == 1)
             assert len(paused) == 1
@@ -251,7 +251,8 @@ def test_a_replica_that_ends_for_good_leaves_its_counts_and_its_number(caplog: p
                 await until(lambda gone=gone: client._members.number_of(gone) is None)
                 check(await answer(client, [3, number], 10), [3, number], 10)
             assert max(client._members._numbers.values()) <= 2  # of five: the next is there before one goes
-            assert len(client._totals._latest) == len(client._tally._replicas) == len(client._lives) == 2
+            kept = client._lifecycle
+            assert len(kept.totals._latest) == len(kept.tally._replicas) == len(kept._lives) == 2
             assert client.stats.generated_tokens == 8 * 10 + 3 * 10
 
     run(scenario())
@@ -290,7 +291,7 @@ def test_a_connection_that_is_given_up_while_it_is_made_is_closed() -> None:
         with context.socket(zmq.ROUTER) as silent:
             port = silent.bind_to_random_port("tcp://127.0.0.1")
             info = ReplicaInfo("toy-0", f"tcp://127.0.0.1:{port}")
-            replica = Replica(info, 0, Credentials("gateway", "secret"), None)  # type: ignore[arg-type]
+            replica = Replica(info, 0, Credentials("gateway", "secret"), *(None, None))  # type: ignore[arg-type]
             joining = asyncio.create_task(replica.join(context))
             await asyncio.sleep(0)
             joining.cancel()

@@ -36,13 +36,13 @@ def report(events: list[Event]) -> Report:
 def observe(client: FleetClient) -> list[int]:
     """Returns a list that the most requests of each report of a replica are added to."""
     seen: list[int] = []
-    note = client._totals.note
+    note = client._lifecycle.totals.note
 
     def noted(replica: Any, stats: Any) -> None:
         seen.append(stats.running + stats.waiting)
         note(replica, stats)
 
-    client._totals.note = noted  # type: ignore[method-assign]
+    client._lifecycle.totals.note = noted  # type: ignore[method-assign]
     return seen
 
 
@@ -53,14 +53,14 @@ def test_what_replicas_have_no_room_for_waits_here() -> None:
             seen = observe(client)
             answers = await asyncio.gather(*(ask(client, number) for number in range(120)))
             assert LIMITS.max_rows // 2 < max(seen) <= MOST  # they have enough to do meanwhile
-            turns = client.fleet_decisions["turns"]
+            turns = client.fleet_figures.decisions["turns"]
             assert turns["at_once"] == 2 * MOST
             assert turns["waited"] == 120 - 2 * MOST
-            assert client.in_line == client.stats.in_line == 0
+            assert client._router.in_line == client.stats.in_line == 0
             waits = [dict(report(events).waited).get("gateway", 0.0) for events in answers]
             assert waits[: 2 * MOST] == [0.0] * 2 * MOST
             assert min(waits[2 * MOST :]) > 0
-            assert client.fleet_figures == (0, pytest.approx(sum(waits)), None)
+            assert client.fleet_figures[:3] == (0, pytest.approx(sum(waits)), None)
 
     run(scenario())
 
@@ -71,7 +71,7 @@ def test_nobody_waits_while_there_is_room() -> None:
             await until_ready(client, 2)
             for _ in range(5):
                 await asyncio.gather(*(ask(client, number, 10) for number in range(20)))
-            assert client.fleet_decisions["turns"] == {"at_once": 100}
+            assert client.fleet_figures.decisions["turns"] == {"at_once": 100}
 
     run(scenario())
 
@@ -87,7 +87,7 @@ def test_tenants_have_their_shares_and_first_requests_do_not_wait() -> None:
                 return told
 
             greedy = [asyncio.create_task(of("greedy", number)) for number in range(100)]
-            await until(lambda: client.in_line > 60)
+            await until(lambda: client._router.in_line > 60)
             first = asyncio.create_task(of("light", 200))
             await asyncio.sleep(0)
             later = [asyncio.create_task(of("light", 201 + number)) for number in range(5)]
@@ -108,11 +108,11 @@ def test_background_requests_leave_room_for_others() -> None:
             later = [asyncio.create_task(ask(client, number, 60, background=True)) for number in range(40)]
             while client.in_flight < 40:
                 await asyncio.sleep(0)
-            assert client.in_line == 40 - LIMITS.max_rows // 2
+            assert client._router.in_line == 40 - LIMITS.max_rows // 2
             await until(lambda: LIMITS.max_rows // 2 in seen)
             soon = await asyncio.gather(*(ask(client, 100 + number, 4) for number in range(4)))
             assert not any(dict(report(events).waited) for events in soon)
-            assert client.in_line > 0
+            assert client._router.in_line > 0
             await asyncio.gather(*later)
 
     run(scenario())
@@ -128,23 +128,23 @@ def test_who_waits_can_leave_be_aborted_or_expire() -> None:
             leaving = client.submit(request(client, [6], 4))
             left = asyncio.create_task(anext(leaving))
             patient = asyncio.create_task(ask(client, 8, claim=Claim(deadline=60.0)))
-            await until(lambda: client.in_line == 3)
+            await until(lambda: client._router.in_line == 3)
             client.abort(waiting.id)
             assert await aborted == [Aborted(waiting.id)]
             left.cancel()
             await asyncio.wait([left])
             await leaving.aclose()
-            assert client.in_line == 1
+            assert client._router.in_line == 1
             (failed,) = await ask(client, 7, claim=Claim(deadline=0.1))
             assert isinstance(failed, Failed)
             assert failed.code == "wait_too_long"
             assert "the deadline passed after 0.1 s in line" in failed.message
-            assert client.in_line == 1
+            assert client._router.in_line == 1
             assert dict(report(await patient).waited)["gateway"] > 0.1
             await asyncio.gather(*running)
-            turns = client.fleet_decisions["turns"]
+            turns = client.fleet_figures.decisions["turns"]
             assert turns == {"at_once": MOST, "left": 2, "expired": 1, "waited": 1}
-            assert client.in_flight == client.in_line == 0
+            assert client.in_flight == client._router.in_line == 0
 
     run(scenario())
 
@@ -155,12 +155,13 @@ def test_replicas_that_die_lose_nobody_who_waits(killed: int) -> None:
         async with fleet(3) as (client, keepers):
             await until_ready(client, 3)
             asking = [asyncio.create_task(ask(client, number, 150)) for number in range(150)]
-            await until(lambda: client.in_line > 20 and client.stats.generated_tokens > 200)
+            await until(lambda: client._router.in_line > 20 and client.stats.generated_tokens > 200)
             for number in range(killed):
                 keepers.kill(f"fake-{number}")
             for events in await asyncio.gather(*asking):
                 assert isinstance(events[-1], Finished)
-            assert client.fleet_decisions["turns"]["waited"] + client.fleet_decisions["turns"]["at_once"] == 150
+            turns = client.fleet_figures.decisions["turns"]
+            assert turns["waited"] + turns["at_once"] == 150
 
     run(scenario())
 
@@ -169,11 +170,11 @@ def test_those_who_wait_are_told_when_there_will_be_no_replica() -> None:
     async def scenario() -> None:
         async with fleet(1, restart=False) as (client, keepers):
             asking = [asyncio.create_task(ask(client, number, 400)) for number in range(40)]
-            await until(lambda: client.in_line > 10)
+            await until(lambda: client._router.in_line > 10)
             keepers.kill("fake-0")
             codes = {getattr(events[-1], "code", "") for events in await asyncio.gather(*asking)}
             assert codes == {"engine_died"}
-            assert client.in_line == client.in_flight == 0
+            assert client._router.in_line == client.in_flight == 0
 
     run(scenario())
 
@@ -183,7 +184,7 @@ def test_draining_under_load_loses_nobody() -> None:
         async with fleet(2) as (client, keepers):
             await until_ready(client, 2)
             asking = [asyncio.create_task(ask(client, number, 60)) for number in range(100)]
-            while client.in_line <= 50:
+            while client._router.in_line <= 50:
                 await asyncio.sleep(0)
             keepers.drain("fake-0")
             for events in await asyncio.gather(*asking):
@@ -220,8 +221,8 @@ def test_two_gateways_share_the_room() -> None:
             for events in await asyncio.gather(*asking):
                 assert isinstance(events[-1], Finished)
             assert max(seen[40:]) <= 2 * MOST  # they hear of each other's requests a step later
-            assert client.fleet_decisions["turns"]["waited"] > 50
-            assert other.fleet_decisions["turns"]["waited"] > 50
+            assert client.fleet_figures.decisions["turns"]["waited"] > 50
+            assert other.fleet_figures.decisions["turns"]["waited"] > 50
             await other.close()
 
     run(scenario())
@@ -233,7 +234,7 @@ def test_a_stream_that_is_left_frees_its_place_for_who_waits() -> None:
             async with aclosing(client.submit(request(client, [1, 2], 4000))) as long:
                 assert isinstance((await anext(long))[0], Tokens)
                 others = [asyncio.create_task(ask(client, number, 300)) for number in range(MOST)]
-                await until(lambda: client.in_line == 1)
+                await until(lambda: client._router.in_line == 1)
             for events in await asyncio.gather(*others):
                 assert isinstance(events[-1], Finished)
 

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from penstock.backend.fake import continuation
 from penstock.cli.fleet_serve import ReplicaOptions, prefill_replicas, replica_range
 from penstock.cli.framework.command import UsageError
-from penstock.fleet import client as fleet_client
+from penstock.fleet import lifecycle
 from penstock.fleet.client import FleetClient
 from penstock.fleet.directory import ReplicaState
 from penstock.fleet.ledger import Load
-from penstock.fleet.pulls import PullPlan
 from penstock.fleet.recent_prompts import RecentPrompts
 from penstock.fleet.split import PromptToSplit, SplitOptions, SplitRule, longest_step
 from penstock.fleet.timing import EngineTiming
+from penstock.ipc.dispatch import Pull
 from penstock.ipc.launchers import SpawnLauncher
 from penstock.ipc.placement import RequestPlacement
 from penstock.types import Aborted, Claim, Event, Finished, Report, Request, SamplingParams, Tokens
-from tests.engine.test_ipc import run
+from tests.engine.test_ipc import run, until
 from tests.fleet.fleets import HOST, VOCAB, Keepers, fleet, until_ready
 
 CARRYING = HOST.replace(
@@ -70,13 +70,17 @@ def from_peers(report: Report) -> int:
 def steer(client: FleetClient, name: str) -> None:
     """Has one replica answer what comes next."""
     for replica in client._members.ready():
-        (client._view.open if replica.name == name else client._view.shut)(replica.number)
+        (client._router.view.open if replica.name == name else client._router.view.shut)(replica.number)
 
 
 def source(client: FleetClient, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Has blocks come from one replica."""
     [replica] = [each for each in client._members.ready() if each.name == name]
-    monkeypatch.setattr(client, "_plan", lambda route, request, salt: PullPlan(replica, salt, 0))
+
+    def pull(reader: Any, route: Any, request: Any, salt: str, _: Any) -> Pull:
+        return Pull(replica, salt, 0, reader.hello.device)
+
+    monkeypatch.setattr(client._router, "_pull", pull)
 
 
 def test_a_prompt_that_another_replica_holds_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +95,9 @@ def test_a_prompt_that_another_replica_holds_is_read(monkeypatch: pytest.MonkeyP
             assert from_peers(report) == 256
             assert (placement.replica, placement.source, placement.computing) == ("fake-1", "fake-0", "")
             assert client.stats.peers.pulled_blocks == 16
-            assert client.pulls.counts == {"offered": 1}
+            assert client._streams.pulls.counts == {"offered": 1}
             assert from_peers(await ask(client, [5, *PREFIX])) == 0  # nobody has that
-            assert client.pulls.counts == {"offered": 1, "not_offered": 1}
+            assert client._streams.pulls.counts == {"offered": 1, "not_offered": 1}
 
     run(scenario())
 
@@ -112,7 +116,7 @@ def test_a_source_that_dies_costs_only_time(monkeypatch: pytest.MonkeyPatch) -> 
             assert not asked.done()
             keepers.kill("fake-0")
             assert from_peers(await asked) == 0
-            assert client.pulls.counts == {"not_offered": 1}
+            assert client._streams.pulls.counts == {"not_offered": 1}
 
     run(scenario())
 
@@ -136,7 +140,7 @@ def test_a_request_that_waits_for_blocks_can_be_aborted(monkeypatch: pytest.Monk
                 left.cancel()
                 with suppress(asyncio.CancelledError):
                     await left
-            assert not client.pulls._held
+            await until(lambda: client.in_flight == 0)
             keepers.kill("fake-0", 18)
 
     run(scenario())
@@ -144,7 +148,7 @@ def test_a_request_that_waits_for_blocks_can_be_aborted(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("state", [ReplicaState.DRAINING, ReplicaState.ENDED])
 def test_streams_take_their_blocks_with_them(state: ReplicaState, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_client, "HAND_OVER_SECONDS", 0.05)
+    monkeypatch.setattr(lifecycle, "HAND_OVER_SECONDS", 0.05)
 
     async def scenario() -> None:
         async with fleet(2, launcher=LAUNCHER) as (client, keepers):
@@ -159,7 +163,7 @@ def test_streams_take_their_blocks_with_them(state: ReplicaState, monkeypatch: p
             peers = client.stats.peers
             assert peers.pulls >= 1
             assert peers.pulled_blocks >= 16 + 3  # the prefix, once, and what was generated
-            assert client.pulls.counts["offered"] == 4
+            assert client._streams.pulls.counts["offered"] == 4
 
     run(scenario())
 
@@ -173,7 +177,7 @@ def test_a_new_replica_reads_what_others_hold() -> None:
             await ask(client, [3, *PREFIX])
             await ask(client, [1, 2, 3])
             keepers.kill("fake-1")
-            while client.pulls.counts["warmed"] < 2 or client.stats.peers.pulls < 2:
+            while client._streams.pulls.counts["warmed"] < 2 or client.stats.peers.pulls < 2:
                 await asyncio.sleep(0.01)
             steer(client, "fake-1")
             assert (await ask(client, [*PREFIX, 5])).reused == (("device", 256),)
@@ -209,13 +213,13 @@ def test_long_prompts_are_computed_elsewhere_while_others_are_answered(monkeypat
             assert [from_peers(report) for report, _ in answers] == [384, 384, 384]
             assert all({each.replica, each.computing} == {"fake-0", "fake-1"} for _, each in answers)
             assert all("; fake-" in each.why and not each.source for _, each in answers)
-            assert client.split.decisions["split"] == 3
+            assert client._router.split.decisions["split"] == 3
             await asyncio.gather(*streams)
             before = client.stats.peers.pulls
             await ask(client, [*longs[0], 5], claim=Claim(itl=10.0))
             await ask(client, [*longs[1], 5])
             assert client.stats.peers.pulls == before
-            assert client.split.decisions == {"split": 3, "short": 1, "no_target": 5}
+            assert client._router.split.decisions == {"split": 3, "short": 1, "no_target": 5}
         finally:
             await client.close()
 

@@ -254,7 +254,7 @@ def test_the_index_is_what_a_full_scan_finds() -> None:
             for events, prompt in zip(answers, prompts, strict=True):
                 check(events, prompt, 20)
             await client.ask(DescribeWeights())
-            view, told = client._view, []
+            view, told = client._router.view, []
             assert view is not None
             followed = view._index.held_by(0)
             client.take_snapshot = lambda _, snapshot: told.append(snapshot)  # type: ignore[method-assign]
@@ -271,10 +271,10 @@ def test_the_index_is_what_a_full_scan_finds() -> None:
 def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
     async def scenario() -> None:
         async with fleet(1) as (client, _):
-            assert client._view is not None
+            assert client._router.view is not None
             prefix = list(range(64))
             await answer(client, [*prefix, 1])
-            index = client._view._index
+            index = client._router.view._index
             index._feeds[0].next -= 1_000_000  # as if so many events were missing
             await answer(client, [*range(100, 170)])
             await until(lambda: index.is_live(0))

@@ -312,7 +312,7 @@ def test_an_upgrade_and_its_end_are_written_for_the_next_steward(folder: Path) -
         steward._roster.take(KeeperReport(SECRET, ReplicaInfo("toy-1"), 3, 1, attempts=2, failure=why), 0.0)
         steward._look()
         assert read_run_file(Path(spec.run_file)).config == spec.config
-        steward._context.destroy(linger=0)
+        steward._link.close()
 
     asyncio.run(main())
 

@@ -41,7 +41,7 @@ class Recorder(InProcessClient):
 def recorder(serve: Callable[[Any, Any, str], AbstractContextManager[Any]], toy_text: Any) -> Any:
     client = Recorder(open_parrot)
     with serve(client, toy_text, "toy") as server:
-        client.adapters = {name: AdapterInfo(name, "", 1.0, 4) for name in ("pirate", "toy:shout")}
+        client._settings.adapters = {name: AdapterInfo(name, "", 1.0, 4) for name in ("pirate", "toy:shout")}
         yield server, client
 
 

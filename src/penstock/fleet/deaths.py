@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 
 from penstock.fleet.directory import Death
-from penstock.ipc.streams import LostRequests, RequestStreams
+from penstock.ipc.crashes import LostRequests
+from penstock.ipc.streams import RequestStreams
 
 WORD_SECONDS = 0.5  # that requests wait to hear how their engine died, if it had not answered them
 DOUBTED_WORD_SECONDS = 5.0  # that they wait if one was doubted before: without the word it ends another engine
@@ -37,8 +38,7 @@ class DeathNotices:
                 unanswered, answered = [*before.unanswered, *lost.unanswered], before.answered or lost.answered
                 lost = lost._replace(unanswered=unanswered, answered=answered)
             self._awaited[life] = lost
-            doubted = any(stream.suspected for stream in lost.unanswered)
-            seconds = DOUBTED_WORD_SECONDS if doubted else WORD_SECONDS
+            seconds = DOUBTED_WORD_SECONDS if lost.suspected else WORD_SECONDS
             asyncio.get_running_loop().call_later(seconds, self._stop_waiting, life, lost)
 
     def explain(self, death: Death) -> None:
@@ -47,11 +47,11 @@ class DeathNotices:
         self._known[life] = death
         if (lost := self._awaited.pop(life, None)) is not None:
             self._judge(lost, death)
-            self._streams.dispatch()
+            self._streams.dispatcher.dispatch()
         elif (lost := self._overdue.pop(life, None)) is not None:
             own = self._own_suspects(death)
             if len(own) == len(death.suspects):
-                self._streams.blame_late(lost, own, crashed=death.crashed)
+                self._streams.judge.blame_late(lost, own, crashed=death.crashed)
 
     def forget(self, replica: str) -> None:
         """Forgets the deaths of a replica that has ended for good: no word of one will come any more."""
@@ -69,7 +69,7 @@ class DeathNotices:
         clients = sorted({client for client, _ in death.suspects} | {self._client})
         doubts = any(stream.id in own for stream in lost.unanswered)
         if death.suspects and not own:
-            self._streams.trust(lost)  # it worked on another gateway's requests
+            self._streams.judge.clear(lost)  # it worked on another gateway's requests
         elif doubts and (turn := clients.index(self._client)):
             asyncio.get_running_loop().call_later(turn * TURN_SECONDS, self._blame, lost, death)
         else:
@@ -77,8 +77,8 @@ class DeathNotices:
 
     def _blame(self, lost: LostRequests, death: Death) -> None:
         suspects = self._own_suspects(death)
-        self._streams.blame(lost, suspects, crashed=death.crashed, shared=len(death.suspects) > len(suspects))
-        self._streams.dispatch()
+        self._streams.judge.blame(lost, suspects, crashed=death.crashed, shared=len(death.suspects) > len(suspects))
+        self._streams.dispatcher.dispatch()
 
     def _stop_waiting(self, life: EngineLife, lost: LostRequests) -> None:
         """Lets requests go on whose engine nobody has told about: one after the other."""
@@ -87,5 +87,5 @@ class DeathNotices:
         del self._awaited[life]
         if lost.unanswered:
             self._overdue[life] = lost
-            self._streams.blame(lost, None, crashed=False)
-            self._streams.dispatch()
+            self._streams.judge.blame(lost, None, crashed=False)
+            self._streams.dispatcher.dispatch()

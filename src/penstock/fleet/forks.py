@@ -124,7 +124,7 @@ def _run_fork(connection: socket.socket) -> NoReturn:
         else:
             from penstock.ipc.host import serve_forked
 
-            serve_forked(request.address, bytes(request.payload), lambda: _until_closed(connection))
+            serve_forked(request.address, bytes(request.payload), connection.fileno())
         code = 0
     except BaseException:
         if _is_wanted(connection):  # else its files may be gone already
@@ -151,11 +151,6 @@ def _is_wanted(connection: socket.socket) -> bool:
         return True
     except OSError:
         return False
-
-
-def _until_closed(connection: socket.socket) -> None:
-    while connection.recv(4096):
-        pass
 
 
 def main(path: str) -> None:

@@ -144,8 +144,15 @@ class Keeper:
             self._deaths = (*self._deaths, death)[-REMEMBERED:]
             self._change(address="", pid=0, state=ReplicaState.STARTING, reason=reason)
             if self._spec.config.post_mortem != OFF:
-                about = self._spec.config, engine.hello, reason, engine.last_stack(), self._flight
-                await asyncio.to_thread(post_mortem.write_about, *about, engine.last_requests())
+                await asyncio.to_thread(
+                    post_mortem.write_about,
+                    self._spec.config,
+                    engine.hello,
+                    reason,
+                    engine.last_stack(),
+                    self._flight,
+                    engine.last_requests(),
+                )
         finally:
             await engine.end(GRACE)  # also if this keeper is told to end meanwhile: its folder would stay
 

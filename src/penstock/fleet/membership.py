@@ -22,31 +22,34 @@ PAUSES = (0.2, 0.2, 0.5, 1.0, 2.0)  # seconds before a replica that was lost, or
 
 
 class MemberOwner(ReplicaOwner, Protocol):
-    """Is told who has joined, and how engines died."""
+    """Handles replicas that join, leave and die."""
 
     async def welcome(self, replica: Replica) -> None:
         """Prepares an engine that was joined for requests; raises PenstockError if it can be sent none."""
 
     def admit(self, replica: Replica) -> None:
-        """Takes note that a replica can be sent requests from now on, or again."""
+        """Sends requests to a replica from now on, or again."""
 
     def shut_out(self, replica: Replica) -> None:
-        """Takes note that a replica gets no new requests."""
+        """Sends a replica no new requests."""
 
     def move_from(self, replica: Replica) -> None:
-        """Has other replicas go on with what a replica has in flight: it is about to end."""
+        """Moves the requests of a replica that is about to end."""
+
+    def lose(self, replica: Replica, reason: str, *, innocent: bool) -> None:
+        """Handles the loss of a replica. It is `innocent` if it was asked to end."""
 
     def forget_replica(self, name: str, number: int) -> None:
-        """Takes note that a replica has ended for good. Another one may get its number."""
+        """Forgets a replica that has ended for good. Another one may get its number."""
 
     def note_refusal(self, replica: str, reason: str) -> None:
-        """Takes note that a replica could not be joined."""
+        """Counts a failed attempt to join a replica."""
 
     def explain(self, death: Death) -> None:
-        """Takes note of how an engine died."""
+        """Takes the cause of an engine's death."""
 
     def give_up(self, reason: str) -> None:
-        """Takes note that there is no replica any more, and that none is being started."""
+        """Handles that there is no replica any more, and that none is being started."""
 
 
 class Membership:
@@ -95,17 +98,9 @@ class Membership:
         """Returns the replicas that may be sent requests or control messages."""
         return [replica for replica in self._replicas.values() if replica.ready]
 
-    def numbered(self, number: int) -> Replica | None:
-        """Returns the replica that has joined with this number."""
-        return next((replica for replica in self._replicas.values() if replica.number == number), None)
-
     def number_of(self, name: str) -> int | None:
         """Returns the number that stands for a replica in the router; None: it has never joined."""
         return self._numbers.get(name)
-
-    def name_of(self, number: int) -> str:
-        """Returns the name of a replica that has joined once."""
-        return next(name for name, each in self._numbers.items() if each == number)
 
     def infos(self) -> Iterator[ReplicaInfo]:
         """Yields what is known of each replica, as seen from here."""
@@ -116,8 +111,9 @@ class Membership:
                 info = info._replace(state=ReplicaState.STARTING, reason=reason)
             yield info
 
-    def forget(self, replica: Replica) -> None:
-        """Takes note that a connection was lost; if the directory still has that engine, it is joined again."""
+    def _lose(self, replica: Replica, reason: str, innocent: bool) -> None:
+        """Handles the loss of a connection. If the directory still has that engine, it is joined again."""
+        self._owner.lose(replica, reason, innocent=innocent)
         if self._replicas.get(replica.name) is replica:
             del self._replicas[replica.name]
             info = next((info for info in self._directory.replicas if info.name == replica.name), None)
@@ -215,7 +211,7 @@ class Membership:
                 self._tried.set()
 
     async def _try_to_join(self, info: ReplicaInfo) -> None:
-        replica = Replica(info, self._number(info.name), self._credentials(), self._owner)
+        replica = Replica(info, self._number(info.name), self._credentials(), self._owner, self._lose)
         try:
             await replica.join(self._context)
         except PenstockError:

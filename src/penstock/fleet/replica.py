@@ -42,17 +42,11 @@ class Credentials(NamedTuple):
 
 
 class ReplicaOwner(Protocol):
-    """Is told what comes from a replica."""
+    """Takes the messages of a replica."""
 
     def take_step(self, replica: Replica, step: wire.Step) -> None: ...
 
     def take_snapshot(self, replica: Replica, snapshot: Snapshot) -> None: ...
-
-    def hold(self, replica: Replica, message: Message) -> bool:
-        """Returns whether a message for a replica is held back; it is transmitted later, if at all."""
-
-    def lose(self, replica: Replica, reason: str, *, innocent: bool) -> None:
-        """Takes note that a replica is gone. It is `innocent` if it was asked to end."""
 
 
 class WatchedSocket:
@@ -93,13 +87,22 @@ class Replica:
 
     hello: Hello  # once it has joined
 
-    def __init__(self, info: ReplicaInfo, number: int, credentials: Credentials, owner: ReplicaOwner) -> None:
+    def __init__(
+        self,
+        info: ReplicaInfo,
+        number: int,
+        credentials: Credentials,
+        owner: ReplicaOwner,
+        when_lost: Callable[[Replica, str, bool], None],
+    ) -> None:
+        """Calls `when_lost` with the reason, and whether the engine was asked to end."""
         self.info = info
         self.number = number
         self.ready = False  # it may be sent requests
         self.draining = False
         self._credentials = credentials
         self._owner = owner
+        self._when_lost = when_lost
         self._joined: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._beats: asyncio.Task[None] | None = None
         self._lost = False
@@ -154,12 +157,7 @@ class Replica:
     # -- talking -------------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Sends a message to the engine, unless its owner holds it back; one that is lost gets none."""
-        if not self._lost and not self._owner.hold(self, message):
-            self.transmit(message)
-
-    def transmit(self, message: Message) -> None:
-        """Sends a message to the engine now; one that is lost gets none."""
+        """Sends a message to the engine, unless it is lost."""
         if not self._lost:
             self._put([wire.encode_message(message)])
 
@@ -214,7 +212,7 @@ class Replica:
         joined = self._joined.done()
         self.close()
         if joined:
-            self._owner.lose(self, f"{self.name} {reason}", innocent=innocent)
+            self._when_lost(self, f"{self.name} {reason}", innocent)
         else:
             self._joined.set_exception(EngineUnavailable(reason))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hmac
 import logging
 import os
 import shutil
@@ -20,13 +19,10 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from penstock.errors import ConfigError, EngineUnavailable, PenstockError
 from penstock.fleet import MOST_REPLICAS
@@ -35,7 +31,7 @@ from penstock.fleet.directory import Directory, ReplicaInfo
 from penstock.fleet.ground import LOCAL, Ground, forks_of, make_ground
 from penstock.fleet.roster import KeptReplica, Roster, RosterPlan
 from penstock.fleet.run_file import write_run_file
-from penstock.fleet.scale import MeasuredLoad
+from penstock.fleet.steward_socket import ABANDONED, Gateways, StewardSocket
 from penstock.fleet.steward_wire import (
     AskStatus,
     Command,
@@ -44,7 +40,6 @@ from penstock.fleet.steward_wire import (
     DrainReplica,
     FleetSpec,
     FleetStatus,
-    FromSteward,
     GatewayBeat,
     GatewayLeave,
     KeeperOrder,
@@ -56,30 +51,15 @@ from penstock.fleet.steward_wire import (
     ToSteward,
     UpgradeFleet,
     WrongProtocol,
-    decode_to_steward,
-    encode,
 )
 
 log = logging.getLogger(__name__)
 
 TICK = 0.1  # seconds between two looks at the roster
 DECISION = 1.0  # seconds between two looks at the load
-ABANDONED = 60.0  # seconds without a gateway after which the fleet ends
-GATEWAY_SILENT = 5.0  # seconds after which a gateway that says nothing is gone
 ADOPTION = 3.0  # seconds that keepers of an earlier steward have to say who they are
 ENDING = 8.0  # seconds that all replicas have to end
-MOST_STRANGERS = 32  # of whom the log says that they are of another version
 GIVING_BACK = 3.0  # seconds that the ground has to end: it may be gone itself
-
-
-@dataclass(slots=True)
-class KnownGateway:
-    """Holds what is known of one gateway."""
-
-    route: bytes
-    version: int
-    heard: float
-    measured: MeasuredLoad | None = None
 
 
 class Steward:
@@ -89,32 +69,28 @@ class Steward:
         self._spec = spec
         self._older = spec  # before the upgrade that goes on now
         self._latest_revision = spec.revision  # one that was taken back is not used again
-        version = time.time_ns() // 1_000_000  # higher than every one of the steward before
-        numbers = {"revision": spec.revision, "next_number": spec.next_number, "version": version}
-        self._roster = Roster(spec.name, spec.replicas, **numbers)
+        self._roster = Roster(
+            spec.name,
+            spec.replicas,
+            revision=spec.revision,
+            next_number=spec.next_number,
+            version=time.time_ns() // 1_000_000,  # higher than every one of the steward before
+        )
         self._ground = make(spec, self._lose_keeper)
         self._awake = 0.0  # seconds that this process was awake: one that was stopped has missed beats
-        self._gateways: dict[str, KnownGateway] = {}
+        self._gateways = Gateways()
         self._keepers: dict[str, bytes] = {}  # routes, by replica
-        self._refused = 0  # messages
-        self._strangers: set[tuple[str, int]] = set()  # who speaks another protocol, and which
-        self._abandoned = ABANDONED  # when the fleet ends, unless a gateway comes
         self._ending = False
         self._next_decision = 0.0  # when the load is looked at next
-        self._adopting = spec.adopt  # not all keepers have said yet who they are
-        self._pushed = 0  # version of the directory that all gateways were sent
+        self._adopting = spec.adopt  # some keepers have not said yet who they are
         self._working: set[asyncio.Task[None]] = set()
         self._upgrade_failure: StartFailure | None = None
         self._autoscaler = Autoscaler(spec)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._link = StewardSocket(spec.secret)
 
     async def run(self) -> None:
         """Serves until the fleet has ended."""
-        try:
-            self._socket.bind(self._spec.address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"the steward cannot listen at {self._spec.address}: {error}") from error
+        self._link.bind(self._spec.address)
         self._save()
         listening = asyncio.create_task(self._listen())
         try:
@@ -125,7 +101,7 @@ class Steward:
                     await self._ground.close()
         finally:
             listening.cancel()
-            self._context.destroy(linger=200)
+            self._link.close(linger=200)
 
     def _save(self) -> None:
         """Writes the run file, so that commands and the next steward find the fleet as it is wanted now."""
@@ -144,50 +120,29 @@ class Steward:
     # -- what is heard -----------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        secret = self._spec.secret.encode()
-        while True:
-            route, *frames = await self._socket.recv_multipart()
-            try:
-                message = decode_to_steward(frames)
-            except msgspec.DecodeError:
-                self._refused += 1  # what is no message of a fleet is not answered
-            except WrongProtocol as error:
-                self._refuse_version(route, error)
+        async for route, message in self._link.messages():
+            if isinstance(message, WrongProtocol):  # a keeper of another version cannot keep a replica
+                self._roster.refuse(message.sender, StartFailure(message.code, message.message))
             else:
-                if hmac.compare_digest(message.secret.encode(), secret):
-                    self._take(route, message)
-                else:
-                    self._refused += 1
-                    self._send(route, CommandRefused("wrong_secret", "the secret is not that of this fleet"))
-
-    def _refuse_version(self, route: bytes, error: WrongProtocol) -> None:
-        """Says once which part of the fleet is of another version, and counts its messages. A keeper of one cannot keep
-        a replica."""
-        self._refused += 1
-        if (error.sender, error.theirs) not in self._strangers and len(self._strangers) < MOST_STRANGERS:
-            self._strangers.add((error.sender, error.theirs))
-            log.error("%s", error)
-        self._roster.refuse(error.sender, StartFailure(error.code, error.message))
-        self._send(route, CommandRefused(error.code, error.message))
+                self._take(route, message)
 
     def _take(self, route: bytes, message: ToSteward) -> None:
         match message:
             case GatewayBeat():
-                self._gateways[message.gateway] = KnownGateway(route, message.version, self._awake, message.measured)
-                self._abandoned = self._awake + ABANDONED
-                self._send(route, self._update())
+                self._gateways.note(route, message, self._awake)
+                self._link.send(route, self._update())
             case GatewayLeave():
-                self._gateways.pop(message.gateway, None)
-                self._send(route, self._status())
-                if not self._gateways:
+                self._gateways.leave(message.gateway)
+                self._link.send(route, self._status())
+                if not len(self._gateways):
                     self._end("its last gateway has left")
             case KeeperReport():
                 self._keepers[message.replica.name] = route
                 replica = self._roster.take(message, self._awake)
-                self._send(route, KeeperOrder(end=replica.ending or self._ending))
+                self._link.send(route, KeeperOrder(end=replica.ending or self._ending))
                 self._look()
             case _:
-                self._send(route, self._obey(message))
+                self._link.send(route, self._obey(message))
 
     def _obey(self, command: Command) -> FleetStatus | CommandRefused:
         try:
@@ -263,10 +218,8 @@ class Steward:
         """Does what the roster plans."""
         if self._ending:
             return self._carry_out(self._roster.end_all(self._awake))
-        for name, gateway in list(self._gateways.items()):
-            if self._awake - gateway.heard > GATEWAY_SILENT:
-                del self._gateways[name]
-        if self._awake > self._abandoned:
+        self._gateways.forget_silent(self._awake)
+        if self._gateways.is_abandoned(self._awake):
             return self._end(f"it has had no gateway for {ABANDONED:.0f} s")
         if self._adopting and self._awake < ADOPTION and len(self._roster.replicas) < self._roster.wanted:
             return None
@@ -275,13 +228,11 @@ class Steward:
         self._take_back_hopeless_upgrade()
         if self._awake >= self._next_decision and not self._is_upgrading:
             self._next_decision = self._awake + DECISION
-            measured = [each.measured for each in self._gateways.values() if each.measured is not None]
-            self._roster.wanted = self._autoscaler.decide(measured, self._roster.wanted, self._awake)
-        seen = min((gateway.version for gateway in self._gateways.values()), default=2**62)
-        self._carry_out(self._roster.plan(self._awake, self._spec.drain_seconds, seen))
+            self._roster.wanted = self._autoscaler.decide(self._gateways.measured, self._roster.wanted, self._awake)
+        self._carry_out(self._roster.plan(self._awake, self._spec.drain_seconds, self._gateways.seen))
         if self._wishes != before or self._spec.replicas != self._roster.wanted:
             self._save()
-        self._push()
+        self._gateways.push(self._update(), self._link)
 
     @property
     def _wishes(self) -> tuple[int, int, int]:
@@ -302,7 +253,7 @@ class Steward:
             self._begin(self._start_keeper(self._keeper_spec(name)))
         for name in plan.end:
             if name in self._keepers:
-                self._send(self._keepers[name], KeeperOrder(end=True))
+                self._link.send(self._keepers[name], KeeperOrder(end=True))
         for name in plan.forget:
             self._keepers.pop(name, None)
             self._begin(self._forget_keeper(name))
@@ -329,9 +280,17 @@ class Steward:
 
     def _keeper_spec(self, name: str) -> KeeperSpec:
         spec, revision = self._spec, self._roster.revision
-        forks = forks_of(spec.folder, revision)
-        about = spec.folder, forks, spec.config, revision, spec.host_command, spec.ground != LOCAL
-        return KeeperSpec(name, spec.address, spec.secret, *about)
+        return KeeperSpec(
+            name,
+            spec.address,
+            spec.secret,
+            spec.folder,
+            forks_of(spec.folder, revision),
+            spec.config,
+            revision,
+            spec.host_command,
+            spec.ground != LOCAL,
+        )
 
     def _end(self, reason: str) -> None:
         if not self._ending:
@@ -341,30 +300,26 @@ class Steward:
 
     # -- what is told ------------------------------------------------------------------------------------------------
 
-    def _push(self) -> None:
-        """Tells every gateway of replicas that have changed."""
-        update = self._update()
-        if update.directory.version != self._pushed:
-            self._pushed = update.directory.version
-            for gateway in self._gateways.values():
-                self._send(gateway.route, update)
-
     def _update(self) -> DirectoryUpdate:
         if self._adopting:  # gateways go by what the steward before has told them
             return DirectoryUpdate(os.getpid(), socket.gethostname(), Directory(0, ()))
-        about = self._roster.directory(), self._roster.failure, self._autoscaler.status(self._roster.wanted)
-        return DirectoryUpdate(os.getpid(), socket.gethostname(), *about)
+        scale = self._autoscaler.status(self._roster.wanted)
+        return DirectoryUpdate(os.getpid(), socket.gethostname(), self._roster.directory(), self._roster.failure, scale)
 
     def _status(self) -> FleetStatus:
         directory = {info.name: info for info in self._roster.directory().replicas}
         members = tuple(_member(each, directory[name]) for name, each in self._roster.replicas.items())
-        wishes = self._roster.wanted, self._roster.revision
-        gateways, failure = tuple(self._gateways), self._upgrade_failure
-        scale = self._autoscaler.status(self._roster.wanted)
-        return FleetStatus(self._spec.name, os.getpid(), *wishes, gateways, members, failure, scale, self._refused)
-
-    def _send(self, route: bytes, message: FromSteward) -> None:
-        self._socket.send_multipart((route, *encode(message, "the steward")))
+        return FleetStatus(
+            self._spec.name,
+            os.getpid(),
+            self._roster.wanted,
+            self._roster.revision,
+            self._gateways.names,
+            members,
+            self._upgrade_failure,
+            self._autoscaler.status(self._roster.wanted),
+            self._link.refused,
+        )
 
 
 def _member(replica: KeptReplica, info: ReplicaInfo) -> MemberStatus:

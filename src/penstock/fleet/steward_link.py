@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -67,6 +68,33 @@ class StewardProcess:
             self.process.stdin.close()
 
 
+@dataclass(slots=True)
+class KnownSteward:
+    """The steward as a gateway knows it."""
+
+    pid: int  # 0: none has said its id yet
+    host: str
+    process: StewardProcess | None = None  # if it was started here
+    heard: float = field(default_factory=time.monotonic)
+    starts: int = 0  # of stewards that have said nothing yet
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    def lives(self) -> bool:
+        if self.process is not None:
+            return self.process.process.poll() is None
+        return not self.pid or not self.is_here or lives(self.pid)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.process.kill()
+            self.process.process.wait()
+        elif self.is_here and self.pid and lives(self.pid):
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class StewardLink:
     """Tells a gateway which replicas there are, and starts the steward if there is none: at first, and when it has
     died."""
@@ -78,22 +106,19 @@ class StewardLink:
         self.scale: ScaleStatus | None = None  # as the steward said last
         self._spec = spec
         self._begin = begin
-        self._steward: StewardProcess | None = None
+        self._steward = KnownSteward(spec.steward_pid, spec.host or socket.gethostname())
         self._name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         self._directory = NOTHING_YET
         self._failure: StartFailure | None = None
-        self._pid, self._host = spec.steward_pid, spec.host or socket.gethostname()
-        self._heard = time.monotonic()
-        self._starts = 0  # of stewards that have said nothing yet
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Directory:
         if self._begin is not None:
-            self._steward = self._begin()
-            self._steward.tell(self._spec)
+            self._steward.process = self._begin()
+            self._steward.process.tell(self._spec)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # a beat is for the steward that there is now
         self._socket.connect(self._spec.address)
         loops = (self._listen(), self._beat(), self._watch())
@@ -137,7 +162,7 @@ class StewardLink:
     def _refuse(self, error: WrongProtocol) -> None:
         """Says once that the steward is of another version. This gateway goes on with what it knows, and does not end
         that steward; if it knows nothing yet, it cannot start."""
-        self._heard = time.monotonic()
+        self._steward.heard = time.monotonic()
         if self._failure is None:
             log.error("%s", error)
             self._failure = StartFailure(error.code, error.message)
@@ -146,8 +171,8 @@ class StewardLink:
     def _take(self, message: FromSteward) -> None:
         if not isinstance(message, DirectoryUpdate):
             return
-        self._heard, self._starts = time.monotonic(), 0
-        self._pid, self._host, self.scale = message.steward, message.host, message.scale
+        steward, self.scale = self._steward, message.scale
+        steward.heard, steward.starts, steward.pid, steward.host = time.monotonic(), 0, message.steward, message.host
         if message.directory.version >= self._directory.version or message.failure:
             self._directory, self._failure = message.directory, message.failure
             self._changed.set()
@@ -175,7 +200,7 @@ class StewardLink:
                     pass
             if not status.gateways:
                 async with asyncio.timeout(ENDING_SECONDS):
-                    while self._steward_lives():
+                    while self._steward.lives():
                         await asyncio.sleep(NOTICE_SECONDS)
         except WrongProtocol:
             return  # it was said before
@@ -184,44 +209,36 @@ class StewardLink:
 
     # -- the steward's process ---------------------------------------------------------------------------------------
 
-    def _steward_lives(self) -> bool:
-        if self._steward is not None:
-            return self._steward.process.poll() is None
-        return not self._pid or self._host != socket.gethostname() or lives(self._pid)
-
     async def _watch(self) -> None:
         """Starts another steward when there is none, or when it says nothing for too long."""
-        silent, before = 0.0, self._heard
+        steward, silent, before = self._steward, 0.0, self._steward.heard
         while True:
             await asyncio.sleep(CHECK_SECONDS)
-            silent = silent + CHECK_SECONDS if self._heard == before else 0.0
-            before = self._heard
-            if self._steward_lives() and (silent < SILENT or self._host != socket.gethostname()):
+            silent = silent + CHECK_SECONDS if steward.heard == before else 0.0
+            before = steward.heard
+            if steward.lives() and (silent < SILENT or not steward.is_here):
                 continue  # a steward on another machine is for the gateway there to replace
             silent = 0.0
             self._replace_steward()
             await asyncio.sleep(PAUSE)
 
     def _replace_steward(self) -> None:
-        self._starts += 1
-        if self._starts > MOST_STARTS:
+        steward = self._steward
+        steward.starts += 1
+        if steward.starts > MOST_STARTS:
             reason = "the steward cannot be started; its output above has the reason"
             self._failure = StartFailure(EngineUnavailable.code, reason)
             self._changed.set()
         try:
             spec = read_run_file(Path(self._spec.run_file))
         except FleetNotFound:
-            if self._pid:
+            if steward.pid:
                 return log.error("the fleet %s has ended", self._spec.name)
             spec = self._spec
-        if self._steward is not None:
-            self._steward.process.kill()
-            self._steward.process.wait()
-        elif self._host == socket.gethostname() and self._pid and lives(self._pid):
-            os.kill(self._pid, signal.SIGKILL)
+        steward.kill()
         log.error("the steward of %s has ended; another one is started", spec.name)
-        self._steward = StewardProcess(spec.folder)
-        self._steward.tell(spec)
+        steward.process = StewardProcess(spec.folder)
+        steward.process.tell(spec)
 
 
 def log_failure(task: asyncio.Task[None]) -> None:

@@ -169,8 +169,15 @@ def _load(stats: Stats, limits: Limits) -> Load:
     """Returns what an engine's statistics say that it owes."""
     queued = stats.uncached_tokens
     used = stats.blocks_used * limits.block_size // len(limits.windows)
-    later = stats.waiting, stats.background, stats.background_tokens
-    return Load(queued, queued, stats.running, used + queued, 0.0, *later)
+    return Load(
+        queued=queued,
+        pending=queued,
+        rows=stats.running,
+        kv_tokens=used + queued,
+        waiting=stats.waiting,
+        background=stats.background,
+        background_tokens=stats.background_tokens,
+    )
 
 
 def _reuses(request: Request, limits: Limits) -> bool:

@@ -77,11 +77,6 @@ class EngineClient(Protocol):
         """Returns figures of a fleet as a whole; None: there is one engine."""
 
     @property
-    def fleet_decisions(self) -> Mapping[str, Mapping[str, int]]:
-        """Returns how often a fleet has decided what, by its kind and outcome: pulls, splits, and how requests
-        came to their turn."""
-
-    @property
     def in_flight(self) -> int:
         """Returns how many requests have not had their last event."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import shutil
 import signal
@@ -30,12 +29,13 @@ from penstock.ipc import wire
 from penstock.ipc.engine_folder import CLIENTS, FLIGHT, REQUESTS, SOCKET, STACK, connect, engine_file, open_memory
 from penstock.ipc.inprocess_engine import hello_of
 from penstock.ipc.loading_pulse import LoadingPulse
+from penstock.ipc.orphans import STDIN, fork_parent, until_ended
 from penstock.types.messages import Message
 
 UntilNeeded = Callable[[], None]  # returns when a standby is to take over
 OpenEngine = Callable[[Config, UntilNeeded], Engine]
 
-STDIN, STDOUT, STDERR = 0, 1, 2
+STDOUT, STDERR = 1, 2
 
 
 class SocketInbox:
@@ -55,19 +55,19 @@ def host(open: OpenEngine) -> None:
     """Serves until whoever started it sends Close or, if it serves that client alone, ends. An engine that cannot start
     sends the reason and exits."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
-    _host(open, sys.argv[1], config, _until_stdin_ends)
+    _host(open, sys.argv[1], config, STDIN)
 
 
-def serve_forked(address: str, config: bytes, until_parent_ends: Callable[[], None] | None = None) -> None:
-    """Serves in a forked process, as `host` does in a program of its own. `until_parent_ends` returns when the process
-    has ended that wanted this one; by default, that is its parent."""
+def serve_forked(address: str, config: bytes, parent: int | None = None) -> None:
+    """Serves in a forked process, as `host` does in a program of its own. `parent` is a file that ends with the process
+    which wanted this one; by default, with the server."""
     os.setsid()  # an interrupt of the terminal is the server's
     os.dup2(STDERR, STDOUT)
     given = msgspec.json.decode(config, type=Config)
-    _host(open_logging, address, given, until_parent_ends or _until_parent_ends)
+    _host(open_logging, address, given, fork_parent() if parent is None else parent)
 
 
-def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Callable[[], None]) -> None:
+def _host(open: OpenEngine, address: str, config: Config, parent: int) -> None:
     for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager may send one to every process
         signal.signal(ending, signal.SIG_IGN)  # the server decides when to stop
     if LOG_FORMAT in os.environ:
@@ -77,7 +77,7 @@ def _host(open: OpenEngine, address: str, config: Config, until_parent_ends: Cal
     _write_stacks(address)
     orphaned = threading.Event()
     ended = orphaned.set if config.listen else partial(_exit, address)
-    threading.Thread(target=_when_parent_ends, args=[until_parent_ends, ended], daemon=True).start()
+    threading.Thread(target=_watch_parent, args=[parent, ended], daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         connect(socket, address)
         flight = open_memory(address, FLIGHT, RECORD_BYTES)
@@ -174,19 +174,8 @@ def _stack_of_errors(address: str) -> Iterator[None]:
         raise
 
 
-def _until_stdin_ends() -> None:
-    while os.read(STDIN, 4096):
-        pass
-
-
-def _until_parent_ends() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-
-
-def _when_parent_ends(until_parent_ends: Callable[[], None], ended: Callable[[], None]) -> None:
-    until_parent_ends()
+def _watch_parent(parent: int, ended: Callable[[], None]) -> None:
+    until_ended(parent)
     ended()
 
 

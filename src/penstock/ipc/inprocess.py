@@ -58,7 +58,7 @@ class InProcessClient(SingleEngineClient):
         try:
             hello = self._engine.open()
         except Exception as error:
-            return self._post(self._refuse, error)
+            return self._post(self._fail_start, error)
         self._post(self._welcome, hello, self._engine.engine.stats())
         ending = "the engine is closed"
         try:
@@ -79,10 +79,10 @@ class InProcessClient(SingleEngineClient):
 
     def _welcome(self, hello: Hello, stats: Stats) -> None:
         self.hello, self.stats, self.state = hello, stats, EngineState.READY
-        self.adapters = {info.name: info for info in hello.adapters}
+        self._settings.adapters = {info.name: info for info in hello.adapters}
         self._opened.set_result(hello)
 
-    def _refuse(self, error: Exception) -> None:
+    def _fail_start(self, error: Exception) -> None:
         self.unavailable_reason, self.state = f"the engine could not start: {error}", EngineState.FAILED
         self._opened.set_exception(error)
         self._ended.set_result(None)
@@ -92,6 +92,5 @@ class InProcessClient(SingleEngineClient):
         self._streams.deliver(self._engine, events)
 
     def _end(self, ending: str) -> None:
-        self.hello, self.unavailable_reason, self.state = None, ending, EngineState.FAILED
-        self._streams.fail("engine_died", ending)
+        self.refuse(ending)
         self._ended.set_result(None)

@@ -39,6 +39,7 @@ class FleetFigures(NamedTuple):
     waiting: int = 0  # requests that wait until an engine has room
     waited_seconds: float = 0.0  # by all that have waited
     scale: ScaleStatus | None = None  # None: not known
+    decisions: Mapping[str, Mapping[str, int]] = {}  # how often a fleet has decided what: pulls, splits, turns
 
 
 class ReplicaFigures(NamedTuple):

@@ -98,8 +98,14 @@ def _versions() -> dict[str, str]:
 
 
 def _bundled(request: Request, suspects: Collection[int]) -> BundledRequest:
-    counts = len(request.prompt), len(request.generated), request.max_tokens
-    return BundledRequest(request.id, request.id in suspects, *counts, msgspec.msgpack.encode(request))
+    return BundledRequest(
+        request.id,
+        request.id in suspects,
+        len(request.prompt),
+        len(request.generated),
+        request.max_tokens,
+        msgspec.msgpack.encode(request),
+    )
 
 
 def write(bundle: PostMortem) -> Path:

@@ -1,5 +1,5 @@
-"""Keeps one request in flight: its journal, by which another engine can resume it, which engine has it, how far that is
-trusted with it, and what its reader has not read yet."""
+"""Keeps one request in flight: the journal from which another engine can resume it, its engine, and how far it is
+trusted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.ipc.request_journal import RequestJournal
+from penstock.ipc.trust import Trust, TrustEvent, after
 from penstock.types import Event, Request, Tokens
 
 if TYPE_CHECKING:
-    from penstock.ipc.streams import RequestEngine
+    from penstock.ipc.dispatch import Dispatch, RequestEngine
 
 RESTART = "restart"  # what a report says that a resumed request waited for
 GATEWAY = "gateway"  # and one that had to wait for its turn before it was sent to any engine
@@ -43,45 +44,45 @@ class EventMailbox:
 
 
 class RequestStream:
-    """Follows one request through the engines that answer it, one after the other, and calls its reader with what they
-    say. A reader that fails ends its own request only."""
+    """Follows one request through the engines that answer it, one after the other, and calls its reader with their
+    events. A reader that fails ends its own request only."""
 
     __slots__ = (
         "_answers",
-        "_journal",
         "_lost",
         "_read",
         "_waited",
         "aborting",
-        "blamed",
-        "doubted",
+        "blame",
         "ended",
         "engine",
         "held",
-        "settling",
-        "suspected",
-        "unexplained",
+        "journal",
+        "promised",
+        "pulling",
+        "source",
+        "trust",
     )
 
     def __init__(self, request: Request, read: EventReader) -> None:
-        self._journal = RequestJournal(request)
+        self.journal = RequestJournal(request)
         self._read = read
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # nothing more is read
         self._lost: float | None = None  # when the last engine was lost, until the next one answers
         self._waited: float | None = None  # seconds, for other engines; None: it was never resumed
-        self.engine: RequestEngine | None = None  # that has it
-        self.held = 0.0  # seconds that it waited for its turn before it was sent to any engine
         self._answers = 0  # deliveries by this engine
-        self.settling = False  # it is trusted, since a lost engine had answered it; this one has not yet
-        self.unexplained = False  # it waits until it is known why its engine was lost
-        self.doubted = False  # it may be why an engine died, and no engine has answered it since
-        self.suspected = False  # it was doubted already when its last engine was lost
-        self.blamed = 0  # for deaths of which it alone can be the reason, see RequestStreams
+        self.engine: RequestEngine | None = None  # the engine that has it
+        self.source: RequestEngine | None = None  # an engine that it was moved from, with its blocks
+        self.pulling: asyncio.Task[None] | None = None  # asks for blocks; the engine gets the request afterwards
+        self.promised: int | None = None  # prompt tokens that its engine is believed to hold
+        self.held = 0.0  # seconds in the gateway's queue
+        self.trust = Trust.NEW
+        self.blame = 0  # for deaths of which it alone can be the reason, see crashes.py
         self.aborting = False
 
     @property
     def id(self) -> int:
-        return self._journal.request.id
+        return self.journal.request.id
 
     @property
     def begun(self) -> bool:
@@ -90,13 +91,12 @@ class RequestStream:
 
     @property
     def answered(self) -> bool:
-        """Returns whether this engine has delivered so much that the request is unlikely to end it."""
-        return self._answers >= ANSWERS
+        """Returns whether this engine has delivered enough of the answer to show that the request does not end it."""
+        return self.trust is Trust.ANSWERED
 
     @property
     def generated(self) -> int:
-        """Returns how many tokens of its answer were delivered."""
-        return self._journal.delivered
+        return self.journal.delivered
 
     @property
     def resumed(self) -> bool:
@@ -105,33 +105,35 @@ class RequestStream:
 
     @property
     def request(self) -> Request:
-        """Returns the request as it is sent to an engine: for what is left of its answer, and of its time."""
-        request = self._journal.request if self._waited is None else self.so_far
+        """Returns the request as the next engine gets it: for the rest of its answer, and of its time."""
+        request = self.journal.request if self._waited is None else self.so_far
         return request._replace(claim=request.claim.after(self.held)) if self.held else request
 
     @property
     def so_far(self) -> Request:
-        """Returns the request with what was delivered of its answer."""
-        return self._journal.so_far()
+        """Returns the request with the delivered part of its answer."""
+        return self.journal.so_far()
+
+    def note(self, event: TrustEvent) -> None:
+        self.trust = after(self.trust, event)
+
+    def take_place(self, dispatch: Dispatch) -> None:
+        self.engine, self.promised, self.source = dispatch.engine, dispatch.promised, None
+        self.held = dispatch.waited or self.held
+
+    def stop_pull(self) -> bool:
+        """Returns whether the request still waited for blocks, which nobody needs any more."""
+        pulling, self.pulling = self.pulling, None
+        return pulling is not None and pulling.cancel()
 
     def lose_engine(self) -> None:
-        """Notes that the engine is gone. If it had not answered this request, that may be why."""
         self._lost = self._lost or time.monotonic()
         self._waited = self._waited or 0.0
-        self.unexplained = not self.answered
-        self.settling = self.settling or self.answered
-        self.engine = None
-        self._answers = 0
-        self.suspected, self.doubted = self.doubted, False
-
-    def explain(self, *, doubted: bool) -> None:
-        """Notes whether the engine may be gone because of this request. Only an answer ends a doubt that there was
-        before."""
-        self.unexplained, self.doubted = False, doubted or self.suspected
-        self.settling = self.settling and not self.doubted
+        self.engine, self._answers = None, 0
+        self.note(TrustEvent.LOSS)
 
     def take(self, events: list[Event]) -> None:
-        """Notes what the engine answered and passes it on, unless its reader has left."""
+        """Notes the engine's events and passes them on, unless the reader has left."""
         if self.ended.done():
             return
         for event in events:
@@ -140,7 +142,7 @@ class RequestStream:
         if self._answers < ANSWERS:
             self._count_answer()
         plain = self._waited is None and not self.held
-        told = events if plain else [self._journal.told(event, self._waits) for event in events]
+        told = events if plain else [self.journal.told(event, self._waits) for event in events]
         try:
             if self._read(told):
                 self.end()
@@ -150,31 +152,30 @@ class RequestStream:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raises an error of the reader where its request is followed, unless that was left meanwhile."""
+        """Raises a reader's error where its request is followed, unless that was left meanwhile."""
         if not self.ended.done():
-            unfit = isinstance(error, StopIteration)  # a future takes no such
+            unfit = isinstance(error, StopIteration)  # a future refuses it
             self.ended.set_exception(RuntimeError("a reader raised StopIteration") if unfit else error)
 
     def end(self) -> None:
-        """Lets whoever follows it go on: there is nothing more to read."""
         if not self.ended.done():
             self.ended.set_result(None)
 
     def _count_answer(self) -> None:
         """Counts the first deliveries of this engine, until they show that the request does it no harm."""
         self._answers += 1
-        if self.answered:
-            self.settling = self.doubted = self.suspected = False
-            self.blamed = 0
+        if self._answers == ANSWERS:
+            self.note(TrustEvent.ANSWER)
+            self.blame = 0
 
     def _note(self, event: Tokens) -> None:
-        self._journal.note(event)
+        self.journal.note(event)
         if self._lost is not None and self._waited is not None:
             self._waited += time.monotonic() - self._lost
             self._lost = None
 
     @property
     def _waits(self) -> tuple[tuple[str, float], ...]:
-        """Returns for what it waited outside of engines: its turn, and another engine."""
+        """Returns its waits outside of engines: for its turn, and for another engine."""
         turn = ((GATEWAY, self.held),) if self.held else ()
         return turn if self._waited is None else (*turn, (RESTART, self._waited))

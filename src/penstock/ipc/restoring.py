@@ -1,5 +1,5 @@
-"""Brings an engine that has just started to the state of others: the adapters, the weights and the pause that these
-were told of since they were started."""
+"""Keeps the adapters, the weights and the pause that engines got since their start, and brings a new engine to the same
+state."""
 
 from __future__ import annotations
 
@@ -8,27 +8,65 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import EngineUnavailable, PenstockError
-from penstock.types import AdapterInfo, Event, WeightState
-from penstock.types.messages import Control, Pause, RegisterAdapter, Resume, UnregisterAdapter, UpdateWeights
+from penstock.types import AdapterInfo, AdapterList, Event, Hello, WeightState
+from penstock.types.messages import (
+    Control,
+    Pause,
+    RegisterAdapter,
+    Resume,
+    Sleep,
+    UnregisterAdapter,
+    UpdateWeights,
+    Wake,
+)
 
 log = logging.getLogger(__name__)
 
 
+class EngineSettings:
+    """The state of a client's engines, as far as control messages change it."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.forgotten: set[str] = set()  # adapters that were unregistered
+        self.weights = WeightState()
+        self.asleep = False
+
+    def note(self, message: Control[Any], answer: Event) -> None:
+        match message, answer:
+            case RegisterAdapter(), AdapterList(_, (info,)):
+                self.adapters[info.name] = info
+                self.forgotten.discard(info.name)
+            case UnregisterAdapter(name), _:
+                self.adapters.pop(name, None)
+                self.forgotten.add(name)
+            case ((Sleep() | Wake()), _):
+                self.asleep = isinstance(message, Sleep)
+            case _, WeightState():
+                self.weights = answer
+
+    def missing(self, hello: Hello, weights: WeightState) -> EngineChanges:
+        """Returns the changes that an engine with these adapters still needs to have the given weights."""
+        known = {(info.name, info.path, info.scale) for info in hello.adapters}
+        missing = [each for each in self.adapters.values() if (each.name, each.path, each.scale) not in known]
+        forgotten = [info.name for info in hello.adapters if info.name in self.forgotten]
+        return EngineChanges(missing, forgotten, weights)
+
+
 class EngineChanges(NamedTuple):
-    """Holds what an engine has to be told."""
+    """Changes that an engine has to be told."""
 
     adapters: Sequence[AdapterInfo] = ()  # to register
     forgotten: Sequence[str] = ()  # adapters to unregister
     weights: WeightState = WeightState()
 
     def __bool__(self) -> bool:
-        """Returns whether there is anything to tell."""
         return bool(self.adapters or self.forgotten or self.weights.updates or self.weights.paused)
 
     async def tell(self, ask: Callable[[Control[Any]], Awaitable[Event]]) -> None:
-        """Tells an engine, which `ask` sends control messages to. What cannot be read any more is left out: requests
-        for such an adapter fail, and answers tell which weights computed them. Raises EngineUnavailable if the engine
-        has died meanwhile."""
+        """Sends the changes to an engine with `ask`. An adapter or weights that cannot be read any more are left out:
+        requests for such an adapter fail, and answers name the weights that computed them. Raises EngineUnavailable if
+        the engine has died meanwhile."""
         for name, path, scale, *_ in self.adapters:
             await _try(ask(RegisterAdapter(name, path, scale, replace=True)))
         for name in self.forgotten:

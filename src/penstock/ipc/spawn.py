@@ -21,7 +21,7 @@ from penstock.ipc.process import EngineProcess
 from penstock.ipc.request_client import SingleEngineClient
 from penstock.ipc.restoring import EngineChanges
 from penstock.ipc.standby import Standby
-from penstock.types import AdapterInfo, Event, Hello, Stats, WeightState
+from penstock.types import Event, Hello, Stats, WeightState
 from penstock.types.messages import Control, DescribeWeights, Sleep, UnregisterAdapter
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ProcessClient(SingleEngineClient):
         if self._writing is not None:
             await self._writing
         engine, self._engine = self._engine, None
-        self._refuse("the engine is closed")
+        self.refuse("the engine is closed")
         if engine is not None:
             await engine.end(GRACE)
         await self._standby.close()
@@ -106,7 +106,7 @@ class ProcessClient(SingleEngineClient):
             self._streams.deliver(self._engine, step.events())
 
     async def _launch(self, yielding: bool = False) -> None:
-        if self._failures > 1 or self._streams.blamed_twice:  # what is in the KV cache may be why
+        if self._failures > 1 or self._streams.judge.blamed_twice:  # what is in the KV cache may be why
             await self._standby.close()
             self._kv.close()
         grammars_wait, kv_file = self._streams.with_grammars, self._kv.open()
@@ -115,7 +115,7 @@ class ProcessClient(SingleEngineClient):
         standby = await self._standby.take(config, times)
         self._engine = standby or await EngineProcess.launch(self._launcher, config, times)
         self.hello = self._engine.hello
-        self.adapters = {info.name: info for info in self.hello.adapters} | self.adapters
+        self._settings.adapters = {info.name: info for info in self.hello.adapters} | self._settings.adapters
 
     # -- when it dies --------------------------------------------------------------------------------------------
 
@@ -136,18 +136,27 @@ class ProcessClient(SingleEngineClient):
         """Keeps what was in flight for the next engine."""
         self._engine, self.stats, self.state = None, Stats(), EngineState.RESUMING
         self.unavailable_reason = f"{reason}; a new one is being started: send this again"
-        self._unrestored, self.weights = self._unrestored or self.weights, WeightState()
+        self._unrestored, self._settings.weights = self._unrestored or self.weights, WeightState()
         if self._restoring is not None:
             self._restoring.cancel()
         self._flight = engine.last_flight()
         if self._config.post_mortem != OFF:
-            about = self._config, engine.hello, reason, engine.last_stack(), self._flight, self._streams.requests
-            self._writing = asyncio.create_task(asyncio.to_thread(post_mortem.write_about, *about))
+            self._writing = asyncio.create_task(
+                asyncio.to_thread(
+                    post_mortem.write_about,
+                    self._config,
+                    engine.hello,
+                    reason,
+                    engine.last_stack(),
+                    self._flight,
+                    self._streams.requests,
+                )
+            )
         lost = self._streams.lose(engine, reason)
         if engine.innocent:
-            self._streams.trust(lost)
+            self._streams.judge.clear(lost)
         else:
-            self._streams.blame(lost, self._flight.suspects, crashed=engine.crashed)
+            self._streams.judge.blame(lost, self._flight.suspects, crashed=engine.crashed)
         await engine.end(GRACE)
 
     async def _restart(self, reason: str) -> None:
@@ -166,29 +175,23 @@ class ProcessClient(SingleEngineClient):
                 return self._resume()
             if self._failures >= len(self._pauses):
                 again = f"it is tried again every {self._pauses[-1]:g} s"
-                self._refuse(f"the engine failed {self._failures + 1} times in a row, {again}: {reason}")
+                self.refuse(f"the engine failed {self._failures + 1} times in a row, {again}: {reason}")
                 log.error("%s", self.unavailable_reason)
-        self._refuse(f"{reason}, and is given up")
+        self.refuse(f"{reason}, and is given up")
 
-    def _refuse(self, reason: str) -> None:
-        """Ends all requests in flight and refuses new ones for this reason."""
-        self.hello, self.stats, self.state = None, Stats(), EngineState.FAILED
-        self.unavailable_reason = reason
-        self._streams.fail("engine_died", reason)
+    def refuse(self, reason: str) -> None:
+        self.stats = Stats()
+        super().refuse(reason)
 
     # -- when the next one has started ---------------------------------------------------------------------------
 
     def _resume(self) -> None:
         """Brings an engine to the state of the one before, and has it resume the requests."""
-        if changes := EngineChanges(self._unregistered(), weights=self._unrestored or WeightState()):
+        assert self.hello is not None
+        if changes := self._settings.missing(self.hello, self._unrestored or WeightState()):
             self._restoring = asyncio.create_task(self._restore(changes))
         else:
             self._restored()
-
-    def _unregistered(self) -> list[AdapterInfo]:
-        """Returns the adapters that were registered while the last engine ran."""
-        known = {(info.name, info.path, info.scale) for info in self.hello.adapters} if self.hello else set()
-        return [info for info in self.adapters.values() if (info.name, info.path, info.scale) not in known]
 
     async def _restore(self, changes: EngineChanges) -> None:
         """Tells an engine what the one before was told."""
@@ -205,9 +208,9 @@ class ProcessClient(SingleEngineClient):
         """Has the engine resume the requests. If there are none, it may sleep as the one before did."""
         self._unrestored = None
         self.state = EngineState.READY
-        if self._asleep and not len(self._streams) and self.hello is not None and self.hello.can_sleep:
+        if self._settings.asleep and not len(self._streams) and self.hello is not None and self.hello.can_sleep:
             self.tell(Sleep(id=self.next_id()))
-        self._streams.resume()
-        if self.hello is not None and self.hello.can_stand_by and not (self._asleep or self._config.listen):
+        self._streams.dispatcher.resume()
+        if self.hello is not None and self.hello.can_stand_by and not (self._settings.asleep or self._config.listen):
             config = replace(self._launched, grammars_wait=self._streams.with_grammars)
             self._standby.prepare(config, self.hello.pid, loads_late=self.hello.loads_late)

@@ -34,8 +34,14 @@ class StepHistory:
         """Takes the statistics of an engine and those before them. Another engine's begin with fewer steps."""
         if after.steps <= before.steps:
             return
-        taken = after.busy_seconds - before.busy_seconds
-        tokens = after.computed_tokens - before.computed_tokens
-        generated = after.generated_tokens - before.generated_tokens
-        state = after.running, after.waiting, after.blocks_used
-        self.samples.append(StepSample(time(), after.steps, taken, tokens, generated, *state))
+        sample = StepSample(
+            time(),
+            after.steps,
+            after.busy_seconds - before.busy_seconds,
+            after.computed_tokens - before.computed_tokens,
+            after.generated_tokens - before.generated_tokens,
+            after.running,
+            after.waiting,
+            after.blocks_used,
+        )
+        self.samples.append(sample)

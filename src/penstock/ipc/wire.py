@@ -64,8 +64,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     received: int = 0  # requests that a shared host has had of the client since it joined
 
     def events(self) -> Iterator[Event]:
-        answers = (self.adapters, self.weights, self.memory, self.offered)
-        return chain(self.tokens, self.finished, self.aborted, self.failed, *answers)
+        answers: Iterator[Event] = chain(self.adapters, self.weights, self.memory, self.offered)
+        return chain(self.tokens, self.finished, self.aborted, self.failed, answers)
 
     def block_events(self) -> list[BlockEvent]:
         """Returns what entered and left the prefix cache, in the order in which it happened."""

@@ -285,7 +285,7 @@ class ForeignEngine:
         """Returns the JSON that the engine answers to a small request; raises EngineLost if it has none by then."""
         try:
             async with asyncio.timeout(seconds):
-                answer = await self.http.request("POST", path, msgspec.json.encode(body))
+                answer = await self._probes.request("POST", path, msgspec.json.encode(body))
                 given = await answer.read(seconds)
         except TimeoutError:
             raise EngineLost(f"{path} was not answered within {seconds:g} s") from None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from fnmatch import fnmatchcase
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 from typing import Any
 
 import msgspec
@@ -48,6 +48,7 @@ from penstock.server.models.foreign import ForeignModel
 from penstock.server.models.pool import Alias
 from penstock.server.telemetry.metrics import Metrics
 
+TICK = 0.5  # seconds between two looks for requests that are not answered
 START_SECONDS = 5.0  # that engines have to answer before the server starts without them
 EMBEDDINGS = "/v1/embeddings"
 RESPONSES = OPENAI._replace(frame=lambda error: b"event: error\ndata: " + error + b"\n\n")  # the rest is framed
@@ -81,7 +82,15 @@ class ForeignGateway:
         for task in looking:
             task.cancel()
         self._tasks = [asyncio.create_task(engine.watch()) for engine in self._engines]
+        self._tasks.append(asyncio.create_task(self._tick()))
         self._tasks += [asyncio.create_task(each.run()) for each in self._placement.subscribers.values()]
+
+    async def _tick(self) -> None:
+        """Counts the seconds that this process is awake: a stopped gateway blames no engine."""
+        while True:
+            began = monotonic()
+            await asyncio.sleep(TICK)
+            self._placement.tick(min(monotonic() - began, 2 * TICK))
 
     async def close(self) -> None:
         for task in self._tasks:

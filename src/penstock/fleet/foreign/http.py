@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -23,6 +23,9 @@ TICKS = 8  # in the seconds that an engine may be silent: so precisely are they 
 TRICKLE = 64  # bytes: an answer that brings fewer during a probe is silent
 MOST_READ = 64 * 2**20  # bytes of an answer that is read whole
 IDLE_CONNECTIONS = 32  # that are kept for the next request
+RECEIVED = "received"  # bytes
+
+GiveUp = Callable[[str], None]  # ends an answer for a reason
 
 
 class EngineLost(Exception):
@@ -59,7 +62,8 @@ def parse_url(text: str) -> EngineUrl:
 class _Connection(asyncio.Protocol):
     """Reads one answer after another from a connection. Chunks wait in a queue until they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: Counter[str]) -> None:
+        self._traffic = traffic
         self.alive = True
         self.status = 0
         self.headers: dict[str, str] = {}
@@ -79,6 +83,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.received += len(data)
+        self._traffic[RECEIVED] += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -238,6 +243,7 @@ class EngineHttp:
 
     def __init__(self, url: EngineUrl, key: str = "") -> None:
         self.url = url
+        self.traffic = Counter[str]()  # of all connections
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._tls = ssl.create_default_context() if url.secure else None
@@ -252,32 +258,40 @@ class EngineHttp:
         return any(connection.alive for connection in self._idle)
 
     async def request(
-        self, method: str, path: str, body: bytes = b"", seconds: float | None = None, headers: str = ""
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        seconds: float | None = None,
+        headers: str = "",
+        sent: Callable[[GiveUp], None] = lambda _: None,
     ) -> EngineAnswer:
         """Returns the answer once its headers have come, within so many seconds. `headers` are whole lines. Raises
-        EngineLost if there is none. A connection that the engine closed while it was idle is replaced."""
+        EngineLost if there is none. A connection that the engine closed while it was idle is replaced. Calls `sent`
+        with a function that gives the answer up."""
         head = f"{method} {self.url.path}{path} HTTP/1.1\r\n{self._lines}{headers}content-length: {len(body)}\r\n\r\n"
         data = head.encode("latin-1") + body
         try:
             async with asyncio.timeout(seconds):
-                return await self._exchange(data)
+                return await self._exchange(data, sent)
         except TimeoutError:
             raise EngineLost(f"the engine at {self.url} has not answered for {seconds:g} s") from None
 
-    async def _exchange(self, data: bytes) -> EngineAnswer:
+    async def _exchange(self, data: bytes, sent: Callable[[GiveUp], None]) -> EngineAnswer:
         while self._idle:
             connection = self._idle.pop()
             if connection.alive:
                 try:
-                    return await self._answer(connection, data)
+                    return await self._answer(connection, data, sent)
                 except EngineLost:
                     if connection.failure:
                         raise
                     continue  # it was closed while it was idle: nothing of an answer has come
-        return await self._answer(await self._connect(), data)
+        return await self._answer(await self._connect(), data, sent)
 
-    async def _answer(self, connection: _Connection, data: bytes) -> EngineAnswer:
+    async def _answer(self, connection: _Connection, data: bytes, sent: Callable[[GiveUp], None]) -> EngineAnswer:
         self._busy.add(connection)
+        sent(connection.fail)
         connection.send(data)
         try:
             await connection.head()
@@ -311,7 +325,9 @@ class EngineHttp:
         loop, url = asyncio.get_running_loop(), self.url
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, connection = await loop.create_connection(_Connection, url.host, url.port, ssl=self._tls)
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self.traffic), url.host, url.port, ssl=self._tls
+                )
         except TimeoutError:
             raise EngineLost(f"the engine at {url} accepts no connection within {CONNECT_SECONDS:g} s") from None
         except OSError as error:

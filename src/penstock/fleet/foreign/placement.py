@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
 
 from penstock.core.hashing import Chain
 from penstock.engine.chain_hash import chain_hash
-from penstock.fleet.foreign.engine import ForeignEngine
+from penstock.fleet.foreign.engine import MOST_REFUSED_SECONDS, ForeignEngine
 from penstock.fleet.foreign.guess import CHUNK_TOKENS, GuessedCache, chunk_hashes, prompt_text
-from penstock.fleet.foreign.http import EngineLost
+from penstock.fleet.foreign.http import RECEIVED, EngineLost, GiveUp
 from penstock.fleet.foreign.kv_events import KvSubscriber
+from penstock.fleet.foreign.mute import mute_requests
 from penstock.fleet.foreign.sse_stream import Said
 from penstock.fleet.holders import BlockChange, chain_hash_table
 from penstock.fleet.index import BlockIndex
@@ -49,6 +51,11 @@ class Placed:
     hashes: Sequence[Hashable]
     uncached: int
     answering: bool = False
+    sent: float = 0.0  # in the placement's seconds
+    whole: float = 0.0  # tokens of an answer that comes whole, infinite if it has no limit; 0: it is streamed
+    overtaken: int = 0  # later requests with longer prompts whose answers have begun
+    give_up: GiveUp | None = None
+    model: str = ""
 
 
 class _Holdings:
@@ -124,6 +131,8 @@ class EnginePlacement:
     _groups: dict[str, _Group] = field(default_factory=dict)
     _placed: dict[int, set[Placed]] = field(default_factory=dict)
     _lives: dict[int, int] = field(default_factory=dict)
+    _heard: dict[int, tuple[int, float]] = field(default_factory=dict)  # bytes of each engine, and since when
+    awake: float = 0.0  # seconds that this process was awake
     _chain: Chain = field(default_factory=chain_hash)
 
     def __post_init__(self) -> None:
@@ -149,6 +158,10 @@ class EnginePlacement:
         else:
             prompt, exact = await self._prompt(job, candidates)
             placed = self._choose(job.model, prompt, exact, candidates)
+        if not job.body.get("stream"):
+            limit = job.body.get("max_tokens") or job.body.get("max_completion_tokens")
+            placed.whole = limit if isinstance(limit, int) else inf
+        placed.sent, placed.model = self.awake, job.model
         placed.engine.in_flight += 1
         self._placed.setdefault(placed.engine.number, set()).add(placed)
         return placed
@@ -169,8 +182,26 @@ class EnginePlacement:
         return Placed(by_number[route.replica], why, prompt.tokens, prompt.hashes, route.uncached)
 
     def begun(self, placed: Placed) -> None:
-        """Takes note that an engine has begun to answer: its prompt is computed."""
+        """Notes that an engine has begun to answer: the prompt is computed."""
         placed.answering = True
+        for other in self._placed.get(placed.engine.number, ()):
+            other.overtaken += other.sent < placed.sent and other.tokens <= placed.tokens
+
+    def tick(self, seconds: float) -> None:
+        """Gives up requests that engines do not answer though they answer probes, where another engine can take them.
+        It is called again and again, with the seconds that this process was awake since."""
+        self.awake += seconds
+        for engine in self.engines:
+            received = engine.http.traffic[RECEIVED]
+            if received != self._heard.get(engine.number, (-1, 0.0))[0]:
+                self._heard[engine.number] = received, self.awake
+            waiting = [each for each in self._placed.get(engine.number, ()) if not each.answering]
+            for placed in mute_requests(waiting, self._heard[engine.number][1], self.awake):
+                if placed.give_up is not None and self.candidates(placed.model, [engine]):
+                    placed.give_up(
+                        f"it has not answered for {self.awake - placed.sent:.0f} s, though it answers probes"
+                    )
+                    engine.spare(MOST_REFUSED_SECONDS)
 
     def release(self, job: Job, placed: Placed, cached: float | None = None, computed: bool = True) -> None:
         """Takes a request off its engine. `cached` is the share of its prompt that was reused, if the answer told;

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import EngineUnavailable, InvalidRequest, ModelNotFound, PenstockError, RateLimited
 from penstock.fleet.foreign.engine import EngineHealth, ForeignEngine
-from penstock.fleet.foreign.http import EngineAnswer, EngineLost
+from penstock.fleet.foreign.http import EngineAnswer, EngineLost, GiveUp
 from penstock.fleet.foreign.kinds import TRAITS, Continuing, EngineKind
 from penstock.fleet.foreign.placement import EnginePlacement, Job, Placed
 from penstock.fleet.foreign.sse_stream import (
@@ -90,8 +90,17 @@ class RelayAccount:
         limit = self._job.body.get("max_tokens")
         standing = Request(0, (0,) * prompt, SamplingParams(), limit if isinstance(limit, int) else 0)
         now = perf_counter()
-        times = (self._began, self._first, now if self._first else 0.0, now)
-        finished = FinishedRequest(standing, self.reason, *times, generated, cached or 0, charged=prompt)
+        finished = FinishedRequest(
+            standing,
+            self.reason,
+            self._began,
+            self._first,
+            now if self._first else 0.0,
+            now,
+            generated,
+            cached or 0,
+            charged=prompt,
+        )
         self._metrics.end(self._context, finished)
 
 
@@ -110,6 +119,7 @@ class Relay:
         try:
             while True:
                 attempt = await self.open(job, context, tried)
+                self.placement.begun(attempt.placed)
                 try:
                     body = b"".join([chunk async for chunk in attempt.chunks])
                     break
@@ -205,9 +215,12 @@ class Relay:
         body = msgspec.json.encode(body_for(engine, job))
         told = {"x-request-id": context.id} | context.trace_headers()
         headers = "".join(f"{name}: {value}\r\n" for name, value in told.items())
-        answer = await engine.http.request("POST", job.path, body, SILENCE_SECONDS, headers)
+
+        def sent(give_up: GiveUp) -> None:
+            placed.give_up = give_up
+
+        answer = await engine.http.request("POST", job.path, body, SILENCE_SECONDS, headers, sent)
         if answer.status == 200:
-            self.placement.begun(placed)
             return _Attempt(placed, answer, answer.chunks(SILENCE_SECONDS))
         given = await answer.read(SILENCE_SECONDS)
         if answer.status in (429, 503):
@@ -313,6 +326,7 @@ class RelayedStream:
                 self._fit = Continuation(self._head, repeated, self.resumed_on)
             try:
                 async for data in attempt.chunks:
+                    self._relay.placement.begun(attempt.placed)
                     if whole := self._take(data):
                         return whole
                 self._reading.end()

@@ -139,6 +139,7 @@ class FleetCollector:
         for kind, help in DECISIONS:
             counter = CounterMetricFamily(f"penstock_fleet_{kind}", help, labels=["model", "reason"])
             for model, client in self._engines():
-                for reason, count in client.fleet_decisions.get(kind, {}).items():
+                decisions = {} if (figures := client.fleet_figures) is None else figures.decisions
+                for reason, count in decisions.get(kind, {}).items():
                     counter.add_metric([model, reason], count)
             yield counter
