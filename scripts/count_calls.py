@@ -1,6 +1,8 @@
-"""Counts the functions of Penstock, and their files, that a streamed chat calls between the bytes of its HTTP request and
-the engine: distinct functions, each counted once, of the second request, when all modules are loaded. --list names
-them in the order of their first calls."""
+"""Counts the functions of Penstock that a streamed chat calls between its HTTP request's bytes and the engine.
+
+Each function counts once. The second request is counted, when all modules are loaded. --list names the functions in the
+order of their first calls.
+"""
 
 from __future__ import annotations
 

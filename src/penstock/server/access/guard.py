@@ -69,7 +69,7 @@ def _warn(message: str) -> None:
 
 def guarded(app: ASGIApp, pool: ModelPool, rules: Rules, accounts: Accounts | None) -> ASGIApp:
     """Returns the application behind the guard, authentication (if there are accounts) and the check of origins."""
-    app = Guard(app, requests_in_flight(lambda: pool.rows, rules.max_waiting))
+    app = Guard(app, requests_in_flight(lambda: pool.models.rows, rules.max_waiting))
     if accounts is not None:
         pool.metrics.register(accounts)
         app = Authentication(app, accounts)

@@ -35,7 +35,7 @@ async def update_weights(
     place = pool.settings.paths.check(path)
     client = await client_of(pool, context, model)
     needed = await asyncio.to_thread(_file_bytes, place)
-    taken, budget = sum(each.bytes for each in pool.entries), pool.settings.budget.bytes
+    taken, budget = sum(each.bytes for each in pool.models.entries), pool.settings.budget.bytes
     if taken + needed > budget:
         raise WeightsError(
             f"the models that are loaded take {taken / 1e9:.2f} GB, and the new weights would take {needed / 1e9:.2f} "

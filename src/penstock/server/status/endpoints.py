@@ -30,18 +30,18 @@ async def list_models(pool: ModelPool, _: Request, context: RequestContext) -> R
 
 def listed(pool: ModelPool, context: RequestContext) -> list[tuple[ModelEntry, dict[str, Any]]]:
     """Returns every model that the request's key may use, by each of its names."""
-    return [(entry, _model(pool, entry, name)) for name, entry in pool.listed() if may_see(context, entry)]
+    return [(entry, _model(pool, entry, name)) for name, entry in pool.models.listed() if may_see(context, entry)]
 
 
 async def show_model(pool: ModelPool, request: Request, context: RequestContext) -> Response:
     name = request.path_params["id"]
-    if (foreign := pool.foreign_model(name, context)) is not None:
+    if (foreign := pool.models.foreign_model(name, context)) is not None:
         context.caller.check_allowed(foreign)
         return json_response(_foreign_model(pool, foreign))
-    entry = pool.get(name, context)
+    entry = pool.models.get(name, context)
     context.caller.check_allowed(entry.name)
-    if not context.caller.may_see(pool.derived(entry, name)):
-        raise unknown_model(pool, context, name)
+    if not context.caller.may_see(pool.models.derived(entry, name)):
+        raise unknown_model(pool.models, context, name)
     if adapter := entry.adapter_named(name):
         return json_response(_model(pool, entry, adapter))
     if name != entry.name:
@@ -52,7 +52,7 @@ async def show_model(pool: ModelPool, request: Request, context: RequestContext)
 def _foreign(pool: ModelPool, context: RequestContext) -> list[dict[str, Any]]:
     """Returns the models of other engines that the request's key may use, as they are listed."""
     models = [] if pool.foreign is None else pool.foreign.models()
-    own = {name for name, _ in pool.listed()}
+    own = {name for name, _ in pool.models.listed()}
     return [
         _foreign_model(pool, model.name) for model in models if model.name not in own and may_use(context, model.name)
     ]
@@ -74,25 +74,25 @@ async def health(pool: ModelPool, http: Request, context: RequestContext) -> Res
     """Tells of the default model's engine or, in a fleet, of its `replicas`; of other `engines`; and in `models` of all
     models that the request may know of. Without the key that others need it tells the status alone. With `generate=1`
     it has every engine that is awake generate a token first."""
-    pool.refresh()
+    pool.models.refresh()
     generate = http.query_params.get("generate", "0").lower() not in ("0", "false", "")
-    entries = [entry for entry in pool.entries if may_see(context, entry)]
+    entries = [entry for entry in pool.models.entries if may_see(context, entry)]
     models = [state_of(entry) for entry in entries]
-    fleet = _replicas(next((client for _, client in pool.clients()), None))
+    fleet = _replicas(next((client for _, client in pool.models.clients()), None))
     fleet |= {} if pool.foreign is None else {"engines": pool.foreign.engines()}
     try:
-        pool.check_health()
+        pool.models.check_health()
         if generate:
             await _generate(pool, entries, models)
     except EngineUnavailable as error:
-        lost = (client.state for _, client in pool.clients() if client.state is not EngineState.READY)
+        lost = (client.state for _, client in pool.models.clients() if client.state is not EngineState.READY)
         failed = {"status": next(lost, EngineState.FAILED), "engine": None, "message": error.message, "models": models}
         return _health(context, failed | fleet, 503)
-    first = next(pool.clients(), None)
+    first = next(pool.models.clients(), None)
     engine = None
     if first is not None and first[1].hello is not None and any(entry.name == first[0] for entry in entries):
         engine = {"pid": first[1].hello.pid, "model": first[0], **_unknown_fields(first[1].hello)}
-    down = not pool.entries and not any(each["state"] == EngineState.READY for each in fleet.get("engines", ()))
+    down = not pool.models.entries and not any(each["state"] == EngineState.READY for each in fleet.get("engines", ()))
     down = down and pool.foreign is not None
     status = EngineState.FAILED if down else "ok"
     return _health(context, {"status": status, "engine": engine, "models": models} | fleet, 503 if down else 200)

@@ -51,8 +51,8 @@ class EngineView(Endpoints):
         self._recent = services.recent
 
     async def show(self, pool: ModelPool, _: Request, context: RequestContext) -> Response:
-        pool.refresh()
-        clients = [client for _, client in pool.clients()]
+        pool.models.refresh()
+        clients = [client for _, client in pool.models.clients()]
         stats = sum_stats([client.stats for client in clients])
         seen = (
             None if context.caller.payer is not None and context.caller.payer.admin else context.caller.tenant or None
@@ -60,7 +60,7 @@ class EngineView(Endpoints):
         medians = self._recent.medians()
         told: dict[str, Any] = {"version": __version__, "time": time(), "stats": _figures(stats)}
         told["latency"] = medians._asdict()
-        told["models"] = [_model(entry) for entry in pool.entries if may_see(context, entry)]
+        told["models"] = [_model(entry) for entry in pool.models.entries if may_see(context, entry)]
         timers = [timer for timer in pool.metrics.open if seen is None or timer.context.caller.tenant == seen]
         told["requests"] = [_live(timer) for timer in timers]
         told["ended"] = self._recent.of(seen)

@@ -160,7 +160,7 @@ async def live(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Response:
 
 
 async def ready(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
-    pool.check_health()
+    pool.models.check_health()
     return Response()
 
 
