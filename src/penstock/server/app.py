@@ -52,7 +52,7 @@ CUT_SECONDS = 2.0  # that those which then end with an error have to be sent
 
 
 class Setup(NamedTuple):
-    """Says how models are served, beside the engines that compute them."""
+    """Holds the settings of the server, except those of engines."""
 
     data: str = ""  # name of the server's folder among those of all servers
     space: Space = SPACE  # for files and batches
@@ -68,7 +68,7 @@ DEFAULT_SETUP = Setup()
 
 
 def archive_of(pool: ModelPool, setup: Setup) -> Archive:
-    """Returns what keeps a server's files, batches and answers."""
+    """Returns the archive of a server's files, batches and answers."""
     return Archive(setup.space, setup.data or pool.models.default_name)
 
 
@@ -211,7 +211,7 @@ def _described(pool: ModelPool) -> str:
 
 
 def _processes(pool: ModelPool) -> str:
-    """Returns which engine processes run, for the line that says that the server is ready."""
+    """Describes the engine processes, for the log line about a ready server."""
     loaded = [client for _, client in pool.models.clients() if client.hello is not None]
     if replicas := [replica for client in loaded for replica in client.replicas]:
         return f" (replicas: {', '.join(replica.name for replica in replicas)})"

@@ -280,7 +280,7 @@ class LineLength(msgspec.Struct):
 
 
 def expected_tokens(body: bytes) -> int:
-    """Returns about how many tokens a line takes: those of its text, and the most that its answer may have."""
+    """Estimates the tokens of a line: its text, and the limit of its answer."""
     try:
         line = msgspec.json.decode(body, type=LineLength)
     except msgspec.MsgspecError:

@@ -94,7 +94,7 @@ class ModelDirectory:
 
     @property
     def rows(self) -> int:
-        """Returns how many sequences all engines compute at once; 0: there is no engine."""
+        """Returns how many sequences all engines compute at once; 0: without an engine."""
         return sum(client.hello.limits.max_rows for _, client in self.clients() if client.hello is not None)
 
     def check_health(self) -> None:
@@ -166,7 +166,7 @@ class ModelDirectory:
         raise unknown_model(self, context, name)
 
     def refresh(self) -> None:
-        """Takes note of models that have come or gone. A loaded one that is gone stays until it is unloaded."""
+        """Updates the list of models. A loaded one that is gone stays until it is unloaded."""
         if self._discover is None:
             return
         with self._refreshing:  # some routes look for models in threads

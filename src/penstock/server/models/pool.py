@@ -46,10 +46,10 @@ class PoolSettings(NamedTuple):
     """Says how models are kept."""
 
     budget: Budget = UNLIMITED
-    keep_alive: float = FOR_EVER  # seconds that a model stays loaded unused, unless a request says otherwise
+    keep_alive: float = FOR_EVER  # default seconds that an unused model stays loaded
     aliases: tuple[Alias, ...] = ()
     trust_templates: bool = False  # chat templates in requests are rendered
-    fallbacks: Fallbacks = MappingProxyType({})  # models that answer in place of others
+    fallbacks: Fallbacks = MappingProxyType({})  # models that answer instead of others
     paths: RequestPaths = RequestPaths()  # that requests may name
 
 
@@ -182,7 +182,7 @@ class ModelPool:
         return entry
 
     async def close(self) -> None:
-        """Unloads everything, whoever uses it."""
+        """Unloads everything, also models in use."""
         tasks = [task for task in (self._reaper, *(entry.loading for entry in self.models.entries)) if task is not None]
         for task in tasks:
             task.cancel()
@@ -193,7 +193,7 @@ class ModelPool:
             await self.foreign.close()
 
     async def _awake(self, entry: ModelEntry) -> ServedModel:
-        """Returns a model that is loaded. One load serves all who wait for it, and goes on if they leave."""
+        """Returns a model that is loaded. One load serves all requests that wait, and continues if they leave."""
         if entry.awake is not None:
             return entry.awake
         if entry.loading is None:
@@ -227,7 +227,7 @@ class ModelPool:
             self._notify()
 
     async def _put_to_sleep(self, entry: ModelEntry, client: EngineClient) -> bool:
-        """Has a model's engine give its memory back and stay; returns False where that is not possible."""
+        """Puts a model's engine to sleep, which frees its memory; returns False where that is not possible."""
         if client.hello is None or not client.hello.can_sleep:
             return False
         entry.state = ModelState.UNLOADING
@@ -252,7 +252,7 @@ class ModelPool:
         await asyncio.gather(*(self._unload(each) for each in leaving))
 
     def _leaving(self, entry: ModelEntry, needed: int) -> list[ModelEntry] | None:
-        """Returns the models that make room for one that needs so many bytes; None: there is no room now. Raises if
+        """Returns the models to unload for one that needs `needed` bytes; None: it has to wait. Raises if
         there will be none."""
         held = [each.loaded() for each in self.models.entries if each.bytes and each is not entry]
         decision = make_room(entry.name, needed, held, self.settings.budget)
@@ -261,7 +261,7 @@ class ModelPool:
         return [self.models.get(name) for name in decision.names] if isinstance(decision, Unload) else None
 
     async def make_room_for_adapter(self, entry: ModelEntry, needed: int) -> None:
-        """Has room for one more adapter of a loaded model in memory: idle models make room. Raises if there is none."""
+        """Makes room for one more adapter of a loaded model by unloading idle models. Raises if that is not enough."""
         leaving = self._leaving(entry, entry.reserved + max(needed, entry.bytes - entry.reserved))
         if leaving is None:
             raise EngineUnavailable(

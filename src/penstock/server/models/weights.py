@@ -30,7 +30,7 @@ async def client_of(pool: ModelPool, context: RequestContext, model: str | None)
 async def update_weights(
     pool: ModelPool, context: RequestContext, model: str | None, path: str, version: str, *, recompute: bool
 ) -> WeightState:
-    """Puts other weights in place of a model's. Old and new ones are in memory together for a while, which the budget
+    """Replaces a model's weights. Old and new ones are in memory together for a while, which the budget
     of all models must have room for."""
     place = pool.settings.paths.check(path)
     client = await client_of(pool, context, model)
@@ -46,7 +46,7 @@ async def update_weights(
 
 
 def _file_bytes(place: Path) -> int:
-    """Returns the size of the weight files at a path; 0 if there are none, which the engine says more about."""
+    """Returns the size of the weight files at a path; 0 if there are none, which the engine reports."""
     try:
         files = [*place.glob("*.safetensors"), *place.glob("*.gguf")] if place.is_dir() else [place]
         return sum(file.stat().st_size for file in files)

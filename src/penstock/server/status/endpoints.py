@@ -103,8 +103,8 @@ def _health(context: RequestContext, told: dict[str, Any], code: int) -> Respons
 
 
 async def _generate(pool: ModelPool, entries: Sequence[ModelEntry], models: Sequence[dict[str, Any]]) -> None:
-    """Has every engine that is awake generate a token, and says in `models` for whom it did: for the probe, or for
-    requests that it was busy with."""
+    """Generates a token on every engine that is awake, and records in `models` whose token it was: the probe's or
+    another request's."""
     probed = [(model, entry.awake.client) for model, entry in zip(models, entries, strict=True) if entry.awake]
     found = await asyncio.gather(*(pool.probes.check(client) for _, client in probed))
     for (model, _), generated in zip(probed, found, strict=True):
@@ -112,12 +112,12 @@ async def _generate(pool: ModelPool, entries: Sequence[ModelEntry], models: Sequ
 
 
 async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Response:
-    started = {"process-start-time-unix": str(pool.created)}  # as llama.cpp's server says it
+    started = {"process-start-time-unix": str(pool.created)}  # llama.cpp's name and form
     return Response(await pool.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def state_of(entry: ModelEntry) -> dict[str, Any]:
-    """Returns what is told of a model, loaded or not."""
+    """Returns the public state of a model, loaded or not."""
     hello = entry.served.client.hello if entry.served else None
     told = {"name": entry.name, "state": str(entry.state), "pid": hello.pid if hello else None, "bytes": entry.bytes}
     told |= {"host_bytes": entry.host_bytes} if entry.host_bytes else {}
@@ -161,7 +161,8 @@ def _listed_as(pool: ModelPool, name: str, owner: str) -> dict[str, Any]:
 
 
 def model_fields(entry: ModelEntry, created: int) -> dict[str, Any]:
-    """Returns what vLLM adds to an entry of /v1/models. The length is null while there is no engine to ask."""
+    """Returns the fields that vLLM adds to an entry of /v1/models. The length is null while there is no engine to
+    ask."""
     hello = entry.served.client.hello if entry.served else None
     return {
         "root": entry.name,

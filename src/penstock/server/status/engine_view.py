@@ -1,4 +1,4 @@
-"""Serves GET /engine: what the engines do now and where the time of the last requests went, for the page at /.
+"""Serves GET /engine: the state of the engines and the timing of recent requests, for the page at /.
 
 It tells nothing of what requests say. A key sees its own requests, and one made with --admin sees all. So does a tenant
 that a trusted proxy names, and who is known by nothing sees all. The figures of the engines are the same for everyone,
@@ -103,7 +103,7 @@ def _blocks(stats: Stats) -> dict[str, int]:
 
 
 def _figures(stats: Stats) -> dict[str, Any]:
-    """Returns what the page shows of the statistics of all engines."""
+    """Returns the statistics of all engines that the page shows."""
     names = ("running", "waiting", "steps", "busy_seconds", "prompt_tokens", "cached_tokens", "generated_tokens")
     told: dict[str, Any] = {name: getattr(stats, name) for name in (*names, "computed_tokens", "preemptions")}
     told |= {"kv_blocks": _blocks(stats), "reused_tokens": dict(stats.reused)}

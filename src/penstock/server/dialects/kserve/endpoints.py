@@ -39,7 +39,7 @@ KSERVE = Framing(EVENT_STREAM, event, b"", KSERVE_ERRORS.encode)
 NO_EFFECT: NoEffect = {
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
-    "stream": ANY_VALUE,  # the route says whether an answer is streamed
+    "stream": ANY_VALUE,  # the route decides whether an answer is streamed
 }
 
 

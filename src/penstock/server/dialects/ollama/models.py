@@ -158,7 +158,7 @@ async def _named(http: HttpRequest, context: RequestContext) -> NamedModel:
     return await read_body(http, context, NamedModel, NO_EFFECT)
 
 
-# -- what is here -------------------------------------------------------------------------------------------------
+# -- listing -----------------------------------------------------------------------------------------------------
 
 
 def all_known(pool: ModelPool, context: RequestContext) -> list[KnownModel]:
@@ -254,7 +254,7 @@ UNKNOWN = ModelFacts(
 
 @lru_cache(maxsize=256)
 def facts_of(path: Path | None) -> ModelFacts:
-    """Returns what a model's files say, or UNKNOWN if this engine does not support them."""
+    """Returns the facts in a model's files, or UNKNOWN if this engine does not support them."""
     try:
         return UNKNOWN if path is None else _read_facts(path)
     except (ModelError, OSError):
@@ -333,7 +333,7 @@ def modelfile(derived: DerivedModel) -> str:
 
 
 def _capabilities(template: str, served: ServedModel | None) -> list[str]:
-    """Returns what the model can do. `served` is given while it is loaded: then its vocabulary is known."""
+    """Returns the model's capabilities. `served` is given while it is loaded: then its vocabulary is known."""
     format = ChatTemplate({"default": template}, {}).format
     named = {
         "completion": served is None or served.generates,
@@ -376,7 +376,7 @@ def _source(ref: str) -> str:
     if ref in store.ALIASES:
         return ref
     if ref.startswith("hf:"):
-        parse(ref)  # raises for what is no reference
+        parse(ref)  # raises for a malformed reference
         return ref
     if source := catalogue_source(ref):
         return str(source)

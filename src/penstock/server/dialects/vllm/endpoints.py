@@ -98,7 +98,7 @@ async def load(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
 
 
 async def tokenizer_info(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
-    """Answers with what a client needs to count tokens and render chats as the server does: lm-eval asks for it."""
+    """Answers with the facts that a client needs to count tokens and render chats itself: lm-eval asks for them."""
     text = served.text
     special: dict[str, str | None] = {f"{kind}_token": None for kind in ("bos", "eos", "pad", "unk")}
     if text.tokenizer.eos_ids:

@@ -26,7 +26,7 @@ class SleepQuery(SleepingQuery, kw_only=True):
 
 
 class WakeUpQuery(SleepingQuery, kw_only=True):
-    tags: str | None = None  # what is woken, for vLLM; here it is everything
+    tags: str | None = None  # vLLM's parts to wake; here all are woken
 
 
 SLEEP = Operation(query=SleepQuery, answers=None)
