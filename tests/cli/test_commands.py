@@ -208,7 +208,7 @@ def test_serve_passes_on_what_it_is_told(penstock: Penstock, reciter: Path, monk
         setups.append(setup)
         pools.append(pool)
         rules.append(setup.rules)
-        pool.default.source.make_client()
+        pool.models.default.source.make_client()
 
     monkeypatch.setattr("penstock.server.serve", serve)
     penstock("serve", str(reciter))

@@ -19,9 +19,10 @@ from penstock.ipc.inprocess import InProcessClient
 from penstock.server import Setup, Space, create_app
 from penstock.server.context.request_context import RequestContext
 from penstock.server.context.service import Service
+from penstock.server.models.directory import Alias, client_aliases
 from penstock.server.models.entry import FOR_EVER, ModelState
 from penstock.server.models.ledger import Budget, Loaded, Refuse, Unload, Wait, excess, make_room
-from penstock.server.models.pool import Alias, ModelPool, PoolSettings, client_aliases
+from penstock.server.models.pool import ModelPool, PoolSettings
 from penstock.server.models.source import ModelSource
 from tests.server import conftest, toys
 
@@ -86,7 +87,7 @@ def run(pool: ModelPool, scenario: Callable[[ModelPool], Any]) -> None:
 
 
 def states(pool: ModelPool) -> dict[str, str]:
-    return {entry.name: str(entry.state) for entry in pool.entries}
+    return {entry.name: str(entry.state) for entry in pool.models.entries}
 
 
 def test_a_model_is_loaded_when_it_is_first_used_and_makes_room_when_another_is() -> None:
@@ -117,7 +118,7 @@ def test_what_cannot_be_loaded_makes_no_other_leave() -> None:
             await pool.use("b", second)
         second.end()
         assert states(pool) == {"a": "awake", "b": "stored"}
-        assert pool.get("b").error == "the file is cut off"
+        assert pool.models.get("b").error == "the file is cut off"
 
     sources = [source("a"), replace(source("b"), check=broken)]
     run(ModelPool(sources, PoolSettings(Budget(100, 1))), scenario)
@@ -157,7 +158,7 @@ def test_requests_that_wait_for_one_load_share_it_and_one_that_leaves_harms_no_o
         assert len(opened) == 1
         for context in contexts:
             context.end()
-        assert pool.get("a").users == 0
+        assert pool.models.get("a").users == 0
 
     run(ModelPool([source("a", 1, open), source("b")]), scenario)
 
@@ -169,19 +170,19 @@ def test_an_idle_model_is_unloaded_when_its_time_is_over_or_at_once_or_never() -
         context.end()
 
     async def until(pool: ModelPool, state: ModelState) -> None:
-        while pool.get("a").state is not state:
+        while pool.models.get("a").state is not state:
             await asyncio.sleep(0.01)
 
     async def scenario(pool: ModelPool) -> None:
         await after(pool, 0)
         await until(pool, ModelState.STORED)
         await after(pool, None)  # as the pool says: 0.2 seconds
-        assert pool.get("a").state is ModelState.AWAKE
+        assert pool.models.get("a").state is ModelState.AWAKE
         await until(pool, ModelState.STORED)
         await after(pool, FOR_EVER)
         await asyncio.sleep(0.5)
-        assert pool.get("a").state is ModelState.AWAKE
-        assert pool.get("a").pinned
+        assert pool.models.get("a").state is ModelState.AWAKE
+        assert pool.models.get("a").pinned
         assert await pool.unload("a")
         assert not await pool.unload("a")
 
@@ -208,7 +209,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_gives_its_memory_back() -> N
         with pytest.raises(ModelError, match="torn"):
             await pool.use("bad", context)
         context.end()
-        assert (pool.get("bad").error, pool.get("bad").bytes) == ("this file is torn", 0)
+        assert (pool.models.get("bad").error, pool.models.get("bad").bytes) == ("this file is torn", 0)
         good = RequestContext()
         assert (await pool.use("good", good)).name == "good"
         good.end()
@@ -219,11 +220,11 @@ def test_a_model_that_cannot_be_loaded_says_why_and_gives_its_memory_back() -> N
 def test_an_unknown_name_is_refused_with_those_that_are_near() -> None:
     models = [source("smollm2"), source("gemma"), source("llama3.2:3b")]
     pool = ModelPool(models, PoolSettings(aliases=(Alias("gpt-*", "gemma"),)))
-    assert pool.get("gpt-4o").name == "gemma"
-    assert pool.get("gemma:latest").name == "gemma"
-    assert pool.get("llama3.2").name == pool.get("llama3.2:latest").name == "llama3.2:3b"
+    assert pool.models.get("gpt-4o").name == "gemma"
+    assert pool.models.get("gemma:latest").name == "gemma"
+    assert pool.models.get("llama3.2").name == pool.models.get("llama3.2:latest").name == "llama3.2:3b"
     with pytest.raises(ModelNotFound, match="smollm2"):
-        pool.get("smolm2")
+        pool.models.get("smolm2")
 
 
 def grown(client: Any, bytes: int) -> None:
@@ -241,11 +242,11 @@ def test_adapters_in_memory_count_and_idle_models_make_room_for_them() -> None:
         context = RequestContext()
         await pool.use("b", context)
         grown(served.client, 3)
-        assert pool.get("b").bytes == 4 + 3
+        assert pool.models.get("b").bytes == 4 + 3
         context.end()
-        while pool.get("a").state is not ModelState.STORED:
+        while pool.models.get("a").state is not ModelState.STORED:
             await asyncio.sleep(0.01)
-        assert pool.get("b").state is ModelState.AWAKE
+        assert pool.models.get("b").state is ModelState.AWAKE
         context = RequestContext()
         pinned = RequestContext(service=Service(keep_alive=FOR_EVER))
         await pool.use("b", pinned)
@@ -263,13 +264,13 @@ def test_an_adapter_gets_room_if_another_model_is_idle_and_else_an_error() -> No
         await pool.use("a", first)
         await pool.use("b", second)
         with pytest.raises(EngineUnavailable, match="no other model is idle"):
-            await pool.make_room_for_adapter(pool.get("b"), 3)
-        await pool.make_room_for_adapter(pool.get("b"), 2)
+            await pool.make_room_for_adapter(pool.models.get("b"), 3)
+        await pool.make_room_for_adapter(pool.models.get("b"), 2)
         first.end()
-        await pool.make_room_for_adapter(pool.get("b"), 3)
+        await pool.make_room_for_adapter(pool.models.get("b"), 3)
         assert states(pool) == {"a": "stored", "b": "awake"}
         with pytest.raises(EngineUnavailable, match="all models together may take"):
-            await pool.make_room_for_adapter(pool.get("b"), 7)
+            await pool.make_room_for_adapter(pool.models.get("b"), 7)
         second.end()
 
     run(ModelPool([source("a", 4), source("b", 4)], PoolSettings(Budget(10, 0))), scenario)
@@ -311,21 +312,21 @@ def test_models_that_come_and_go_are_found_and_a_loaded_one_stays_until_it_is_un
         assert (await pool.use("c", other)).name == "c"
         other.end()
         changes.append([third])
-        assert [name for name, _ in pool.listed()] == ["b", "c"]
-        assert pool.default.name == "b"
-        assert pool.get("b").served is not None
-        assert pool.get("b").served.client is served.client
-        assert pool.get("gpt-4o").name == "b"
-        assert pool.get("b").served.stands_for_it("gpt-4o")
+        assert [name for name, _ in pool.models.listed()] == ["b", "c"]
+        assert pool.models.default.name == "b"
+        assert pool.models.get("b").served is not None
+        assert pool.models.get("b").served.client is served.client
+        assert pool.models.get("gpt-4o").name == "b"
+        assert pool.models.get("b").served.stands_for_it("gpt-4o")
         context.end()
         assert await pool.unload("b")
         assert states(pool) == {"c": "awake"}
         with pytest.raises(ModelNotFound):
-            pool.get("a")
-        assert pool.get("gpt-4o").name == "c"
+            pool.models.get("a")
+        assert pool.models.get("gpt-4o").name == "c"
         changes.append([])
         assert await pool.unload("c")
-        pool.refresh()
+        pool.models.refresh()
         with pytest.raises(ModelNotFound, match="no model left"):
             await pool.use(None, RequestContext())
 
@@ -373,7 +374,7 @@ def test_the_model_field_chooses_the_model_in_every_dialect(zoo: Any, path: str)
     for name in ("jack", "coco"):
         answer = zoo.post(path, model=name, **ASKED[path])
         assert answer.status_code == 200 or b"classif" in answer.content, answer.text
-        assert zoo.client.get(name).state is ModelState.AWAKE
+        assert zoo.client.models.get(name).state is ModelState.AWAKE
 
 
 def test_models_and_their_states_are_told(zoo: Any) -> None:
@@ -393,16 +394,16 @@ def test_models_and_their_states_are_told(zoo: Any) -> None:
 
 def test_an_empty_prompt_loads_and_a_keep_alive_of_nothing_unloads(zoo: Any) -> None:
     assert zoo.post("/api/generate", model="jack", stream=False).json()["done_reason"] == "load"
-    assert zoo.client.get("jack").state is ModelState.AWAKE
+    assert zoo.client.models.get("jack").state is ModelState.AWAKE
     told = zoo.post("/api/generate", model="jack", keep_alive=0, stream=False).json()
     assert told["done_reason"] == "unload"
-    zoo.until(lambda: zoo.client.get("jack").state is ModelState.STORED)
+    zoo.until(lambda: zoo.client.models.get("jack").state is ModelState.STORED)
     assert zoo.post("/v1/completions", model="jack", prompt="[hi]").json()["choices"][0]["text"] == "hi"
 
 
 def test_a_request_that_waited_for_its_model_says_so(zoo: Any) -> None:
     zoo.post("/api/generate", model="coco", keep_alive=0, stream=False)
-    zoo.until(lambda: zoo.client.get("coco").state is ModelState.STORED)
+    zoo.until(lambda: zoo.client.models.get("coco").state is ModelState.STORED)
     told = zoo.http.post(
         "/v1/completions", json={"model": "coco", "prompt": "[hi]"}, headers={"x-penstock-explain": "1"}
     ).json()

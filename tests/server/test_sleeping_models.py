@@ -66,7 +66,7 @@ def test_a_sleeping_model_takes_nothing_of_the_budget_and_wakes_when_there_is_ro
     async def scenario(pool: ModelPool) -> None:
         served = await using(pool, "a")
         await pool.sleep("a")
-        entry = pool.get("a")
+        entry = pool.models.get("a")
         assert (states(pool)["a"], entry.bytes, entry.host_bytes, a.slept) == ("asleep", 0, HOST_BYTES, 1)
         await using(pool, "b")
         assert states(pool) == {"a": "asleep", "b": "awake"}, "there was room for b"
@@ -86,16 +86,16 @@ def test_level_2_and_a_host_without_memory_end_the_engine() -> None:
     async def scenario(pool: ModelPool) -> None:
         first = await using(pool, "a")
         await pool.sleep("a", keep_weights=False)
-        assert (states(pool)["a"], pool.get("a").served, sleeper.slept) == ("asleep", None, 0)
+        assert (states(pool)["a"], pool.models.get("a").served, sleeper.slept) == ("asleep", None, 0)
         sleeper.host_is_full = True
         second = await using(pool, "a")
         await pool.sleep("a")
-        assert (states(pool)["a"], pool.get("a").served) == ("asleep", None)
+        assert (states(pool)["a"], pool.models.get("a").served) == ("asleep", None)
         assert len({id(first), id(second), id(await using(pool, "a"))}) == 3
         sleeper.host_is_full = False
         await pool.sleep("a")
         await pool.sleep("a", keep_weights=False)
-        assert (states(pool)["a"], pool.get("a").served, pool.get("a").host_bytes) == ("asleep", None, 0)
+        assert (states(pool)["a"], pool.models.get("a").served, pool.models.get("a").host_bytes) == ("asleep", None, 0)
 
     run(ModelPool([source("a", sleeper), source("b", sleeper)]), scenario)
 
@@ -109,10 +109,14 @@ def test_a_device_without_memory_refuses_the_request_and_the_next_one_wakes_the_
         sleeper.device_is_full = True
         with pytest.raises(OutOfMemory, match="the device is full"):
             await pool.load("a")
-        assert (states(pool)["a"], pool.get("a").bytes, pool.get("a").error) == ("asleep", 0, "the device is full")
+        assert (states(pool)["a"], pool.models.get("a").bytes, pool.models.get("a").error) == (
+            "asleep",
+            0,
+            "the device is full",
+        )
         sleeper.device_is_full = False
         assert await using(pool, "a") is served
-        assert pool.get("a").error == ""
+        assert pool.models.get("a").error == ""
 
     run(ModelPool([source("a", sleeper), source("b", sleeper)]), scenario)
 

@@ -55,7 +55,7 @@ def serving(make: Any, settings: PoolSettings | None = None) -> Iterator[Any]:
     with TemporaryDirectory() as folder:
         app = create_app(pool, Setup(space=Space(Path(folder))))
         for server in conftest._serving(None, app):
-            server.client = pool.default.served.client  # type: ignore[union-attr]
+            server.client = pool.models.default.served.client  # type: ignore[union-attr]
             yield server
 
 

@@ -29,7 +29,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.grammars.grammar import Constraint, Costs
 from penstock.ipc.host import host
 from penstock.ipc.launchers import SpawnLauncher
-from penstock.server.models.pool import Alias, ModelPool, PoolSettings, client_aliases
+from penstock.server.models.directory import Alias, client_aliases
+from penstock.server.models.pool import ModelPool, PoolSettings
 from penstock.server.models.source import ModelSource
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.text import ChatPrompt, ChatTemplate, Text

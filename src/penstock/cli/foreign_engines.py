@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from penstock.cli.framework.command import Option
 
 if TYPE_CHECKING:
+    from penstock.server.models.directory import Alias
     from penstock.server.models.fallbacks import Fallbacks
     from penstock.server.models.foreign import ForeignModels
-    from penstock.server.models.pool import Alias
 
 
 class ForeignOptions(NamedTuple):

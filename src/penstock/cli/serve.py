@@ -16,8 +16,8 @@ from penstock.cli.usage import UsageOptions
 if TYPE_CHECKING:
     from penstock.server import Space
     from penstock.server.access.guard import Rules
+    from penstock.server.models.directory import Alias
     from penstock.server.models.ledger import Budget
-    from penstock.server.models.pool import Alias
     from penstock.server.telemetry.tracing import Traces
     from penstock.service_levels import Profile, ServiceTerms
 
@@ -430,7 +430,8 @@ def run_server(
     finder = ModelFinder(models, pool.models_dir, listen.name, others=bool(foreign.engines), engine=engine)
 
     from penstock import server
-    from penstock.server.models.pool import ModelPool, PoolSettings, client_aliases
+    from penstock.server.models.directory import client_aliases
+    from penstock.server.models.pool import ModelPool, PoolSettings
     from penstock.server.models.request_paths import request_paths
     from penstock.server.streams.kept import KeepLimits
     from penstock.server.telemetry.access_log import LogSettings
@@ -465,7 +466,7 @@ def _data_name(found: list[FoundModel]) -> str:
 
 def _aliases(given: list[str], names: list[str], *, others: bool = False) -> tuple[Alias, ...]:
     """Parses the aliases; raises if one names a model that is not served. `others`: other engines may have it."""
-    from penstock.server.models.pool import Alias
+    from penstock.server.models.directory import Alias
 
     aliases = []
     for alias in given:

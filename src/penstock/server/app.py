@@ -52,7 +52,7 @@ CUT_SECONDS = 2.0  # that those which then end with an error have to be sent
 
 
 class Setup(NamedTuple):
-    """Says how models are served, beside the engines that compute them."""
+    """Holds the settings of the server, except those of engines."""
 
     data: str = ""  # name of the server's folder among those of all servers
     space: Space = SPACE  # for files and batches
@@ -68,8 +68,8 @@ DEFAULT_SETUP = Setup()
 
 
 def archive_of(pool: ModelPool, setup: Setup) -> Archive:
-    """Returns what keeps a server's files, batches and answers."""
-    return Archive(setup.space, setup.data or pool.default_name)
+    """Returns the archive of a server's files, batches and answers."""
+    return Archive(setup.space, setup.data or pool.models.default_name)
 
 
 def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP, archive: Archive | None = None) -> ASGIApp:
@@ -116,7 +116,7 @@ def create_app(pool: ModelPool, setup: Setup = DEFAULT_SETUP, archive: Archive |
         },
         lifespan=lifespan,
     )
-    inner: ASGIApp = app if traces is None else traces.around(app, pool.metrics, pool.default_name)
+    inner: ASGIApp = app if traces is None else traces.around(app, pool.metrics, pool.models.default_name)
     if setup.usage is not None:
         pool.metrics.listeners.append(setup.usage.add)
     inner = guarded(inner, pool, rules, accounts)
@@ -194,7 +194,7 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         reason = f"the server is stopping, and this answer took longer than {self._drain:g} seconds: send it again"
-        cutting = asyncio.get_running_loop().call_later(self._drain, self._pool.end_answers, reason)
+        cutting = asyncio.get_running_loop().call_later(self._drain, self._pool.models.end_answers, reason)
         try:
             await super().shutdown(sockets)
         finally:
@@ -202,7 +202,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _described(pool: ModelPool) -> str:
-    names = [entry.name for entry in pool.entries]
+    names = [entry.name for entry in pool.models.entries]
     if pool.foreign is not None:
         names += [model.name for model in pool.foreign.models()]
         if not names:
@@ -211,8 +211,8 @@ def _described(pool: ModelPool) -> str:
 
 
 def _processes(pool: ModelPool) -> str:
-    """Returns which engine processes run, for the line that says that the server is ready."""
-    loaded = [client for _, client in pool.clients() if client.hello is not None]
+    """Describes the engine processes, for the log line about a ready server."""
+    loaded = [client for _, client in pool.models.clients() if client.hello is not None]
     if replicas := [replica for client in loaded for replica in client.replicas]:
         return f" (replicas: {', '.join(replica.name for replica in replicas)})"
     pids = [str(client.hello.pid) for client in loaded if client.hello is not None]

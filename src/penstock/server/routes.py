@@ -117,7 +117,7 @@ def _route(
             return rest
         named = await named_model(request, context)
         answer = partial(_answer, pool, endpoint, request, context, named)
-        if generates and pool.settings.fallbacks and len(models := pool.with_fallbacks(named)) > 1:
+        if generates and pool.settings.fallbacks and len(models := pool.models.with_fallbacks(named)) > 1:
             return FallbackResponse(models, answer, context, pool.metrics)
         return await answer(None)
 
@@ -136,7 +136,7 @@ async def _answer(
 ) -> Response:
     """Answers a request by the model that it has named or, if that is given, by a fallback."""
     name = fallback or named
-    if pool.foreign is not None and (model := pool.foreign_model(name, context)) is not None:
+    if pool.foreign is not None and (model := pool.models.foreign_model(name, context)) is not None:
         context.caller.check_allowed(model)
         context.notes.model = model
         return await pool.foreign.answer(model, request, context)

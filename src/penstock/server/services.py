@@ -1,4 +1,4 @@
-"""Holds what endpoints share: the server's files, its batches and streams, and the endpoints that have state."""
+"""Holds the parts of a server that endpoints share: files, batches, streams, and endpoints with state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Endpoints:
     """Is the base of endpoints that share state. A server makes one instance, before the first call."""
 
     def __init__(self, services: Services) -> None:
-        """Takes what the server offers."""
+        """Takes the parts of the server."""
 
     async def open(self) -> None:
         """Prepares the state."""

@@ -283,7 +283,7 @@ def find_tool_format(template: str, override: str | None = None) -> ToolFormat:
 
 
 def _formats() -> Iterator[ToolFormat]:
-    """Yields our formats and those of other packages, for which no package is searched before they are needed."""
+    """Yields our formats, then the plug-ins, which are searched only if they are needed."""
     yield from TOOL_FORMATS
     for each in plugins("penstock.tool_formats"):
         yield each.load(ToolFormat)

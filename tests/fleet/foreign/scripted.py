@@ -23,8 +23,9 @@ from penstock.fleet.foreign.engine import parse_engine
 from penstock.fleet.foreign.gateway import ForeignGateway
 from penstock.server import Setup, Space, create_app
 from penstock.server.app import bind
+from penstock.server.models.directory import Alias
 from penstock.server.models.fallbacks import parse_fallbacks
-from penstock.server.models.pool import Alias, ModelPool, PoolSettings
+from penstock.server.models.pool import ModelPool, PoolSettings
 from tests.server.conftest import WAIT, Server, _serving
 
 PROBES: dict[str, dict[str, Any]] = {  # what each kind answers on the paths by which it is known

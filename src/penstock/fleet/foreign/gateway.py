@@ -44,8 +44,8 @@ from penstock.server.generation.explain import RelayReport
 from penstock.server.http.bodies import body_of, read_body, unsupported
 from penstock.server.http.errors import CLIENT_LEFT
 from penstock.server.http.sse import OPENAI, StreamResponse, json_response, reply, sent
+from penstock.server.models.directory import Alias
 from penstock.server.models.foreign import ForeignModel
-from penstock.server.models.pool import Alias
 from penstock.server.telemetry.metrics import Metrics
 
 TICK = 0.5  # seconds between two looks for requests that are not answered

@@ -1,4 +1,4 @@
-"""Keeps an account for each API key: what it has used, and whether its limits allow another request."""
+"""Keeps an account for each API key: its usage and its limits."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Account:
 
     @asynccontextmanager
     async def reserving(self, tokens: int) -> AsyncIterator[None]:
-        """Waits until the key has so many tokens left, or all that its limit allows, and sets them aside while the
+        """Waits until the key has `tokens` left, or its whole limit, and sets them aside while the
         block runs: work that can wait does not go into debt."""
         while (wait := self._seconds_to(tokens)) > 0:
             await asyncio.sleep(min(wait, RESERVE_SECONDS))
@@ -153,7 +153,7 @@ class Account:
         return allowance.seconds_to(min(tokens, allowance.limit)) if allowance else 0.0
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns what the limits leave, as the x-ratelimit headers that OpenAI's clients read."""
+        """Returns the remaining limits as x-ratelimit headers, which OpenAI's clients read."""
         values: dict[str, object] = {}
         for kind, allowance in self._allowances.items():
             values[f"limit-{kind}"] = allowance.limit
@@ -162,7 +162,7 @@ class Account:
         return [(f"x-ratelimit-{name}".encode(), str(value).encode()) for name, value in values.items()]
 
     def count_until_done(self, task: asyncio.Task[None]) -> None:
-        """Counts work that goes on after its HTTP request among what the key has in flight."""
+        """Counts work that outlives its HTTP request among the key's requests in flight."""
         if not task.done():
             self.__enter__()
             task.add_done_callback(lambda _: self.__exit__(None, None, None))

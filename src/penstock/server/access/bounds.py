@@ -1,4 +1,4 @@
-"""Limits what a body may contain, in every dialect."""
+"""Limits the contents of bodies, in every dialect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message's content
 MAX_STOPS = 32
-MAX_STOP = 1024  # characters of one stop string: so many are held back while it may have begun
+MAX_STOP = 1024  # characters of one stop string; text is held back while one may have begun
 
 
 def read_json(text: bytes | str, what: str, param: str | None = None, code: str = "invalid_json") -> Any:
@@ -32,7 +32,7 @@ def read_json(text: bytes | str, what: str, param: str | None = None, code: str 
 
 
 def _excess(text: bytes) -> str:
-    """Returns what a JSON text has too much of; empty: nothing. The text is not parsed for that: a value takes up to
+    """Returns the limit that a JSON text exceeds; empty: none. The text is not parsed for that: a value takes up to
     thirty times its bytes, and all others wait meanwhile."""
     if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and text.count(b'"') <= MAX_STRINGS:
         return ""  # which holds for almost all

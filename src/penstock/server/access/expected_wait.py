@@ -1,4 +1,4 @@
-"""Forecasts how long a request would wait for its first token, and refuses at once what would wait too long.
+"""Forecasts how long a request would wait for its first token, and refuses those that would wait too long.
 
 The server decides this without asking the engine, which may be in the middle of a step. It knows which prompts have no
 first token yet, and which of their tokens are to be computed (`known_prefixes`). The engine's statistics tell what
@@ -24,13 +24,13 @@ from penstock.server.access.waiting_lines import Place, WaitingLines, Work
 from penstock.types import PROMPT_PATIENCE, Claim, Limits, Request, Stats
 
 MARGIN = (1.25, 2.0)  # bounds of how many times the forecast a stated target or deadline has to allow
-SCATTER = 0.15  # share by which waits are beside their forecasts, until that is known
-SCATTERS = 3.0  # so many times that share is allowed for: more than 99 of 100 waits are within it
+SCATTER = 0.15  # relative error of forecasts, until it is measured
+SCATTERS = 3.0  # allowed multiple of that error: more than 99 of 100 waits are within it
 OWN_SHARE = 0.25  # of the allowed time that a prompt may wait which alone takes longer
 BIAS = (0.5, 2.0)  # bounds of how much longer than forecast waits turn out
 WEIGHT = 0.1  # of each request, in what is learned about forecasts
 WORTH_COMPARING = 0.2  # seconds: shorter waits tell nothing about the forecast
-CLOSE = 1.5  # a wait that is so many times as long as its forecast, or shorter by as much, was forecast wrongly
+CLOSE = 1.5  # a forecast is wrong if wait and forecast differ by more than this factor
 TOO_LOW, TOO_HIGH, RIGHT = "too_low", "too_high", "right"
 
 
@@ -51,7 +51,8 @@ class AnswerTime:
         self._count = keep * self._count + 1
 
     def beside(self, prompts: float, requests: float) -> float:
-        """Returns how many seconds answers take while so many seconds of prompts are computed for so many requests."""
+        """Returns the seconds that answers take while `prompts` seconds of prompts are computed for `requests`
+        requests."""
         if self._count < self.FEW:
             return 0.0
         by_prompts = prompts / self._prompts if self._prompts else inf
@@ -60,7 +61,7 @@ class AnswerTime:
 
 @dataclass(slots=True, eq=False)
 class ExpectedRequest:
-    """Describes a request that was admitted, and what was forecast for it."""
+    """Describes an admitted request and its forecast."""
 
     request: Request
     sender: object  # the HTTP request that it belongs to
@@ -75,7 +76,7 @@ class ExpectedRequest:
 
 
 class WaitOutcome(NamedTuple):
-    """Compares what was forecast and allowed with what has happened."""
+    """Compares the forecast and the allowed wait with the actual one."""
 
     late: bool  # the first token came later than allowed
     forecast: str  # too_low, too_high or right; empty: nothing was ahead, so nothing was forecast
@@ -133,7 +134,7 @@ class WaitForecast:
         return max(ceil(forecast - limit), 1) if limit < inf else 1
 
     def answer(self, expected: ExpectedRequest, now: float, cached: int) -> WaitOutcome:
-        """Takes note of a request's first token, and of how many tokens of its prompt were cached."""
+        """Records a request's first token, and the number of cached prompt tokens."""
         length, waited, forecast = len(expected.request.prompt), now - expected.sent, self._bias * expected.by_model
         self._prefixes.observe(length, expected.known, cached)
         if self._leave(expected):
@@ -146,7 +147,7 @@ class WaitForecast:
         return WaitOutcome(waited > expected.allowed, _compare(forecast, waited) if expected.by_model else "")
 
     def end(self, expected: ExpectedRequest, answer: Sequence[int], limits: Limits) -> None:
-        """Forgets a request that has ended, with or without an answer. The next prompt may go on from the answer."""
+        """Forgets a request that has ended, with or without an answer. The next prompt may continue the answer."""
         self._leave(expected)
         if answer:
             expected.chain.extend(answer, limits.block_size)
@@ -221,14 +222,14 @@ class WaitForecast:
 
 
 def _compare(forecast: float, waited: float) -> str:
-    """Returns what a forecast was. Fractions of a second are no error."""
+    """Compares a forecast with the wait. Fractions of a second do not count."""
     if waited > CLOSE * forecast + WORTH_COMPARING:
         return TOO_LOW
     return TOO_HIGH if forecast > CLOSE * waited + WORTH_COMPARING else RIGHT
 
 
 def limit_of(claim: Claim) -> str:
-    """Returns what says how long a request's first token may take: see `allowed_wait`."""
+    """Returns the limit that applies to a request's first token: see `allowed_wait`."""
     if claim.deadline is None and claim.ttft is None:
         return "patience"
     return "ttft" if claim.deadline is None or (claim.ttft is not None and claim.ttft < claim.deadline) else "deadline"

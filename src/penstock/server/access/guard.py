@@ -48,7 +48,7 @@ class Rules(NamedTuple):
 
 
 def check(rules: Rules, address: str) -> None:
-    """Raises if the rules are wrong, and warns about what is unsafe at this address."""
+    """Raises if the rules are wrong, and warns about unsafe ones at this address."""
     check_origins(rules.origins)
     if rules.keys is None:
         if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
@@ -69,7 +69,7 @@ def _warn(message: str) -> None:
 
 def guarded(app: ASGIApp, pool: ModelPool, rules: Rules, accounts: Accounts | None) -> ASGIApp:
     """Returns the application behind the guard, authentication (if there are accounts) and the check of origins."""
-    app = Guard(app, requests_in_flight(lambda: pool.rows, rules.max_waiting))
+    app = Guard(app, requests_in_flight(lambda: pool.models.rows, rules.max_waiting))
     if accounts is not None:
         pool.metrics.register(accounts)
         app = Authentication(app, accounts)
@@ -172,12 +172,12 @@ class TimedBody:
 
     def _count(self, size: int) -> None:
         self._deadline += size / BODY_RATE
-        kept = min(size, MAX_BODY - self._size)  # nobody keeps more: what is longer is refused, or goes to a file
+        kept = min(size, MAX_BODY - self._size)  # longer bodies are refused, or go to a file
         self._bodies.take(kept, self)
         self._size += kept
 
     def give_up(self) -> None:
-        """Frees its bytes and has whoever waits for it refused."""
+        """Frees its bytes and refuses the request that waits for it."""
         self._given_up, self._deadline = True, 0.0
         if self._timeout is not None:
             self._timeout.reschedule(self._deadline)

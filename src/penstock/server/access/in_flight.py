@@ -1,4 +1,4 @@
-"""Counts what is in flight, and refuses what exceeds a limit: the server's admission control."""
+"""Counts work in flight and refuses work beyond a limit: the server's admission control."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class InFlight:
 
     def __init__(self, what: str, limit: Callable[[], float], advice: str = "") -> None:
         self.count = 0
-        self.unread = 0  # of these, what is computed and only waits for its client to read
+        self.unread = 0  # those that are computed and wait for their clients to read
         self._what = what
         self._limit = limit
         self._advice = advice
 
     def full(self, count: int = 1) -> bool:
-        """Returns whether so many more exceed the limit. What only waits for its client does not count: clients that
+        """Returns whether `count` more exceed the limit. Answers that wait for their clients do not count: clients that
         do not read hold nobody up."""
         return self.count - self.unread + count > self._limit()
 
@@ -32,7 +32,7 @@ class InFlight:
         self.count += count
 
     def check(self, count: int = 1) -> None:
-        """Raises Overloaded if so many more exceed the limit."""
+        """Raises Overloaded if `count` more exceed the limit."""
         if self.full(count):
             counted = self.count - self.unread
             busy = f"{counted} {self._what} in flight" if counted else f"{count} {self._what} at once"
@@ -96,7 +96,7 @@ class Admission:
 
     @contextmanager
     def answer(self) -> Iterator[Callable[[], None]]:
-        """Holds a place for one answer, and yields what is to be called when the answer is computed; raises Overloaded
+        """Holds a place for one answer, and yields a function to call when the answer is computed; raises Overloaded
         if there is no place."""
         if self._answers or not self._open:
             self._in_flight.take()

@@ -1,8 +1,8 @@
-"""Remembers which prompts an engine has seen, to tell how much of the next one it has to compute.
+"""Remembers the prompts of an engine, to predict how much of the next one has to be computed.
 
 A block is remembered from the moment when a prompt with it is admitted: requests that wait together and share a prefix
-have it computed once. The engine says with each first token how much it has reused. From that the share of remembered
-tokens is learned that are still cached, and the share of others that are cached all the same (on disk, or because
+have it computed once. With each first token the engine reports the number of reused tokens. From that the share of
+remembered tokens is learned that are still cached, and the share of others that are cached all the same (on disk, or because
 another client of the engine has sent them).
 
 Everything here is pure: it has no clock.
@@ -66,7 +66,7 @@ class KnownPrefixes:
         return next((depth for depth, hash in enumerate(hashes) if hash not in self._blocks), len(hashes))
 
     def remember(self, chain: BlockChain, most: int) -> None:
-        """Takes note of a prompt's blocks, and forgets the least recently used ones beyond `most`. As in the engine's
+        """Remembers a prompt's blocks, and forgets the least recently used ones beyond `most`. As in the engine's
         cache, the deepest block of a prompt goes first."""
         blocks = self._blocks
         for hash in reversed(chain.hashes):
@@ -76,10 +76,10 @@ class KnownPrefixes:
             blocks.popitem(last=False)
 
     def uncached(self, tokens: int, known: int) -> float:
-        """Returns how many of a prompt's tokens are to be computed, by experience, if so many are remembered."""
+        """Returns how many of a prompt's tokens are expected to be computed, if `known` of them are remembered."""
         return tokens - self._kept.value * known - self._found.value * (tokens - known)
 
     def observe(self, tokens: int, known: int, cached: int) -> None:
-        """Learns from a prompt of which so many tokens were remembered, and so many reused."""
+        """Learns from a prompt of which `known` tokens were remembered and `cached` were reused."""
         self._kept.observe(min(cached, known), known)
         self._found.observe(max(cached - known, 0), tokens - known)

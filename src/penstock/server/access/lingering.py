@@ -19,7 +19,7 @@ class Sender(Protocol):
 
 
 class TurnWrites:
-    """Sends what was written to any connection in one turn of the event loop, when that has ended."""
+    """Collects the writes of one turn of the event loop, and sends them at its end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,7 +80,7 @@ class LingeringTransport:
         return True
 
     def send_collected(self) -> None:
-        """Sends what was written since the last time."""
+        """Sends the bytes written since the last call."""
         collected, self._collected, self._size = self._collected, [], 0
         if collected and not self._transport.is_closing():  # the client may have left since they were written
             self._transport.write(collected[0] if len(collected) == 1 else b"".join(collected))
@@ -103,7 +103,7 @@ class LingeringTransport:
         self._transport.abort()
 
     def discards(self, count: int) -> bool:
-        """Returns whether so many bytes that were read are of no use any more."""
+        """Returns whether the `count` bytes that were read are to be discarded."""
         if self._lingering is None:
             return False
         self._discarded += count

@@ -43,7 +43,7 @@ class Origins:
     """Refuses pages of other origins and requests for hosts of other names, unless there are keys."""
 
     def __init__(self, app: ASGIApp, allowed: tuple[str, ...], hosts: tuple[str, ...] = (), *, keyless: bool) -> None:
-        """Takes the origins that are allowed, and the names of the server: those of allowed origins are its own."""
+        """Takes the allowed origins, and the names of the server; hosts of allowed origins are names, too."""
         check_origins(allowed)
         self._allowed = set(allowed)
         self._hosts = {host.lower() for host in hosts} | {_without_port(urlsplit(each).netloc) for each in allowed}

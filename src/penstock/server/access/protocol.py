@@ -40,7 +40,7 @@ max_connections = 2**20  # of one server; `penstock serve` sets it to what the l
 
 @dataclass
 class SharedState:
-    """Holds what the connections of one server share."""
+    """Holds state that the connections of one server share."""
 
     turn: TurnWrites = field(default_factory=TurnWrites)
     idle: dict[BoundedProtocol, None] = field(default_factory=dict)  # without a request, the longest idle first
@@ -64,7 +64,7 @@ class TooManyHeaders(Exception):
 
 
 class TooManyPipelined(Exception):
-    """Ends the parsing of what a client has sent."""
+    """Ends the parsing of a client's bytes."""
 
 
 class PipelineFlow(FlowControl):

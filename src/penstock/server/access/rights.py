@@ -1,4 +1,4 @@
-"""Says what a route does, and so who may use it."""
+"""Defines the rights that routes need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.server.access.accounts import Account
 
 
 class Right(Enum):
-    """Names what a request needs, beside a key if there are keys."""
+    """Names the right that a request needs in addition to a valid key."""
 
     READ = auto()  # nothing: the route changes nothing, and tells what the key may know
     MONITOR = auto()  # a key made with --monitor or --admin: the route tells of all keys and models

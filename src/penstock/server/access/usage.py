@@ -45,19 +45,19 @@ _OVER = "SELECT day FROM usage ORDER BY day DESC LIMIT 1 OFFSET ?"
 
 
 class Price(NamedTuple):
-    """Says what a million tokens of a model cost, in the currency of whoever set it."""
+    """Gives the price of a million tokens of a model, in the operator's currency."""
 
     prompt: float
     generated: float
     cached: float  # prompt tokens whose KV was reused
 
     def cost(self, prompt: int, cached: int, generated: int) -> float:
-        """Returns what an answer costs; `cached` tokens are among the prompt's."""
+        """Returns the cost of an answer; `cached` tokens are among the prompt's."""
         return ((prompt - cached) * self.prompt + cached * self.cached + generated * self.generated) / MILLION
 
 
 class KeyUsage(NamedTuple):
-    """Says what one key has used of one model. `prompt` includes what was `cached`."""
+    """Gives one key's usage of one model. `prompt` includes `cached` tokens."""
 
     key: str  # empty: requests without a key
     model: str
@@ -80,7 +80,7 @@ class KeyUsage(NamedTuple):
 
 
 def parse_price(text: str) -> tuple[str, Price]:
-    """Returns the model and the price that MODEL=IN,OUT[,CACHED] says; raises ConfigError if it is wrong. Without a
+    """Parses MODEL=IN,OUT[,CACHED] into the model and its price; raises ConfigError if it is malformed. Without a
     price of their own, cached tokens cost what others do."""
     model, _, numbers = text.rpartition("=")
     try:
@@ -114,7 +114,7 @@ class UsageRecord:
             raise ConfigError(f"usage cannot be recorded in {path}: {error}; name another file with --usage") from error
 
     def add(self, context: RequestContext, finished: FinishedRequest) -> None:
-        """Takes note of an answer that has ended. An error before the first token is no answer."""
+        """Adds an answer that has ended. Errors before the first token do not count."""
         if finished.reason == "error" and not finished.first:
             return
         tokens, cached = finished.charged, min(finished.cached, finished.charged)
@@ -133,7 +133,7 @@ class UsageRecord:
             self._pending[place] = self._pending[place].plus(use) if place in self._pending else use
 
     def flush(self) -> None:
-        """Writes what is not written yet. What cannot be written is tried again; the log says so once."""
+        """Writes pending usage. After a failure the next call tries again; the log reports it once."""
         with self._lock:
             pending, self._pending = self._pending, {}
         if not pending:
@@ -186,7 +186,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def read_usage(path: Path, key: str | None = None, since: date | None = None) -> list[KeyUsage]:
-    """Returns what was used on each day, by key and model; of one key or since a day, if they are given."""
+    """Returns the usage of each day, by key and model; only of `key` and `since` a day, if they are given."""
     if not path.exists():
         return []
     try:

@@ -1,4 +1,4 @@
-"""Adds up what is ahead of a request: prompts without a first token, in the order in which the engine's policy begins
+"""Adds up the work ahead of a request: prompts without a first token, in the order in which the engine's policy begins
 them.
 
 Everything here is pure: it has no clock. Times come in as arguments.
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Says what goes before a request."""
+    """Describes the work ahead of a request."""
 
     first: Work  # of requests of better priority
     mine: Work  # of its tenant's requests of the same priority
@@ -75,7 +75,7 @@ class WaitingLine:
         return Work(sum(self._tokens), sum(self._pairs), len(self._places))
 
     def ahead(self, sender: object, place: Place, now: float) -> Work:
-        """Returns the work of those that go before a place, without those of one sender."""
+        """Returns the work ahead of a place, except for one sender's."""
         earliest = _earliest(place, now)
         begin = bisect_left(self._places, (earliest,))
         end = max(bisect_right(self._places, place), begin)
@@ -109,7 +109,7 @@ class WaitingLines:
             del self._lines[_line_of(request)]
 
     def ahead(self, request: Request, sender: object, place: Place, now: float) -> Ahead:
-        """Returns what goes before a request. What its own sender has sent does not count."""
+        """Returns the work ahead of a request, except for its own sender's."""
         first = mine = others = Work()
         weight = others_weight = request.claim.weight
         for (priority, tenant), line in self._lines.items():

@@ -1,4 +1,4 @@
-"""Stores what a server keeps across restarts, in one folder that is created when it is first used.
+"""Stores files, batches and answers across restarts, in one folder that is created at its first use.
 
 <folder>/archive.db        records, in SQLite
 <folder>/files/<id>        a file's contents, under an id made here

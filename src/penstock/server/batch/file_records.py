@@ -51,7 +51,7 @@ OWN = "(? IS NULL OR {} = ?)"  # a condition that holds for what is a tenant's o
 
 
 class FileRoom(NamedTuple):
-    """Says how much a tenant has, and may have: half of what others leave of the limits."""
+    """Gives a tenant's usage and limit: half of the space that others leave."""
 
     bytes: int
     files: int
@@ -59,7 +59,7 @@ class FileRoom(NamedTuple):
     most_files: int
 
     def check(self, bytes: int, files: int = 1) -> None:
-        """Raises if so much more does not fit."""
+        """Raises if `bytes` and `files` more do not fit."""
         if self.bytes + bytes > self.most_bytes:
             raise InvalidRequest(
                 f"your files would have {self.bytes + bytes} bytes; the limit is {self.most_bytes}: delete some",

@@ -46,7 +46,7 @@ class Form:
         return arrived
 
     def finish(self) -> None:
-        """Raises if the body ended before the form did, or if the form has no file."""
+        """Raises if the body ended before the form did, or if the form lacks a file."""
         if not self.ended:
             raise InvalidRequest("the form is incomplete: its last boundary is missing", code="invalid_form")
         if self.filename is None:

@@ -113,7 +113,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
 def _check(
     context: RequestContext, text: bytes, endpoint: str, seen: dict[str, int], number: int
 ) -> tuple[str | None, InvalidRequest | None]:
-    """Returns the line's custom_id, if it can be read, and what is wrong with the line."""
+    """Returns the line's custom_id, if it can be read, and the line's error."""
     id = None
     try:
         given = _object(text, number)

@@ -80,7 +80,7 @@ class BatchRunner:
     async def running(self, app: ASGIApp) -> AsyncIterator[None]:
         """Runs batches while the application runs, and first those that an earlier server left."""
         self._app = app
-        in_flight = max(LINES_WITHOUT_ENGINE, self._pool.rows // 2)
+        in_flight = max(LINES_WITHOUT_ENGINE, self._pool.models.rows // 2)
         self._lines = asyncio.Semaphore(in_flight)  # of batches in turn
         resuming = asyncio.create_task(self._with_retries(self._resume))
         try:
@@ -280,7 +280,7 @@ class LineLength(msgspec.Struct):
 
 
 def expected_tokens(body: bytes) -> int:
-    """Returns about how many tokens a line takes: those of its text, and the most that its answer may have."""
+    """Estimates the tokens of a line: its text, and the limit of its answer."""
     try:
         line = msgspec.json.decode(body, type=LineLength)
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""Defines what a dialect's writer needs to know of a turn, whoever computes its answer."""
+"""Defines the view of a turn that a dialect's writer has, for our engines and others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AnswerTurn(Protocol):
         """Returns how many tokens the prompt has, as far as is known."""
 
     def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
-        """Returns what a delta adds to its choice."""
+        """Returns the parts that a delta adds to its choice."""
 
     def calls(self, choice: int = 0) -> int:
         """Returns how many tools the choice has called so far."""

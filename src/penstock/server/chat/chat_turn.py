@@ -24,7 +24,7 @@ NO_TOOLS = ToolUse([])
 
 
 class ChatTurn:
-    """Holds the choices of one turn. A parser is None if the answer is content alone."""
+    """Holds the choices of one turn. A parser is None if the answer is plain content."""
 
     __slots__ = ("_parsers", "deltas", "reasoning_tokens", "requests")
 
@@ -44,7 +44,7 @@ class ChatTurn:
         return len(self.request.prompt)
 
     def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
-        """Returns what a delta adds to its choice."""
+        """Returns the parts that a delta adds to its choice."""
         parser = self._parsers[choice]
         if parser is None:
             return [Content(delta.text)] if delta.text else []
@@ -62,7 +62,7 @@ class ChatTurn:
 
 class TurnOptions(NamedTuple):
     param: str = "messages"  # the field that the prompt came in
-    max_tokens: int | None = None  # of an answer; None: as many as the context has room for
+    max_tokens: int | None = None  # None: limited by the context only
     thinking_budget: int | None = None  # tokens
     budget_param: str = "thinking.budget_tokens"  # the field that the budget came in
     shown: Collection[int] = frozenset()  # special tokens that are returned as text
@@ -158,7 +158,7 @@ def begin_turn(
 
 
 def _complete(text: Text, use: ToolUse, parser: AnswerParser | None) -> Complete | None:
-    """Returns what tells whether the parser has read all that counts; None if it never tells so before the end."""
+    """Returns a check that the parser needs no further text; None if it may need all."""
     may_end = use.calling or text.format.tool_format.content[1]
     return (lambda: parser.ended) if parser is not None and may_end else None
 

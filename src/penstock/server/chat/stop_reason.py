@@ -1,4 +1,4 @@
-"""Says what ended an answer, for the dialects that report more than a finish reason."""
+"""Finds the reason that ended an answer, for dialects that report more than a finish reason."""
 
 from __future__ import annotations
 

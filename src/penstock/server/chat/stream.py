@@ -204,7 +204,7 @@ async def _all_at_once(choices: Sequence[Deltas], take: TakeDelta) -> None:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns what `work` returns. If the client disconnects first, `work` is cancelled and the result is None. It runs
+    """Returns the result of `work`, or None if the client disconnects first: then `work` is cancelled. It runs
     in the caller's task: in one of its own, an answer would begin several turns of the event loop later."""
     task = asyncio.current_task()
     assert task is not None

@@ -31,7 +31,7 @@ class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """Is OpenAI's field. `schema` beside json_object is llama.cpp's older spelling; the rest of the fields belong to
+    """Is OpenAI's field. `schema` with json_object is llama.cpp's older spelling; the other fields belong to
     structural tags as vLLM and SGLang send them."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -43,7 +43,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """Is vLLM's field: exactly one constraint may be set, and how JSON is spaced beside it."""
+    """Is vLLM's field: exactly one constraint, and the white space of JSON."""
 
     json: Schema | str | None = None
     regex: str | None = None
@@ -85,7 +85,7 @@ class Structured(msgspec.Struct, kw_only=True):
 
 
 def grammar_of(fields: Structured) -> Grammar | None:
-    """Returns what answers must match, whichever field asks for it; raises if two do."""
+    """Returns the grammar that a field asks for; raises if two fields do."""
     if all(getattr(fields, name) is None for name in Structured.__struct_fields__):
         return None
     given = [(name, grammar) for name, grammar in _ways(fields) if grammar is not None]
@@ -144,7 +144,7 @@ def json_grammar(
 
 
 def rules_grammar(kind: str, text: str, param: str) -> Grammar:
-    """Returns a grammar of rules. Without a kind, the text's own notation tells Lark from GBNF."""
+    """Returns a grammar of rules. Without a kind, the notation decides between Lark and GBNF."""
     _check_size(param, len(text), MAX_RULES)
     return Grammar(kind, text, param=param) if kind else Grammar.of_rules(text, param)
 

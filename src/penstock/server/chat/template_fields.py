@@ -1,4 +1,4 @@
-"""Maps what a request says about thinking and verbosity, in every dialect, to what the model's chat template has."""
+"""Maps the fields about thinking and verbosity of all dialects to variables of the model's chat template."""
 
 from __future__ import annotations
 

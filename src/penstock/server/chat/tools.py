@@ -66,7 +66,7 @@ class ToolUse(NamedTuple):
         return bool(self.tools)
 
     def parser(self, format: AnswerFormat, opened: bool) -> AnswerParser | None:
-        """Returns a parser for one answer; None if the answer is content alone."""
+        """Returns a parser for one answer; None if the answer is plain content."""
         if format.plain(self.calling):
             return None
         return AnswerParser(
@@ -152,7 +152,7 @@ def for_template(name: str, description: str | None, parameters: dict[str, Any] 
 
 
 def left_out_text(kind: str) -> str:
-    """Returns what stands in a tool's result for a part that a text model cannot read."""
+    """Returns the text that replaces an unreadable part of a tool's result."""
     return f"[The tool returned a part of type {kind[:40]}, which this text model cannot read. It was left out.]"
 
 
@@ -197,7 +197,7 @@ def constrain_to_tools(context: RequestContext, text: Text, use: ToolUse, sampli
 
 
 def _tools_grammar(context: RequestContext, text: Text, use: ToolUse, format: Grammar | None) -> Grammar | None:
-    """Returns the grammar of calls alone, of calls or an answer in its format, or of calls after any text."""
+    """Returns the grammar of calls, of calls or a formatted answer, or of calls after any text."""
     if use.forced:
         return _calls(context, text, use)
     if format is None:

@@ -8,7 +8,7 @@ from penstock.server.access.accounts import Account
 from penstock.store import DerivedModel
 
 KNOWN = ("key ", "tenant ")  # owners that a key or a trusted proxy names begin so
-UNNAMED = "unnamed tenant"  # owns what comes through a trusted proxy without a name
+UNNAMED = "unnamed tenant"  # the owner of requests that a trusted proxy does not name
 
 
 def owner_of_key(name: str) -> str:
@@ -21,21 +21,21 @@ class Caller:
 
     owner: str = ""  # an explanation mentions recent prompts of the same owner only
     page: str = ""  # describes the foreign web page that the request comes from, if it does
-    anonymous: bool = False  # it has no key, where others need one: nothing but a probe's answer is for it
+    anonymous: bool = False  # without the key that other requests need: it gets the answers of probes only
     payer: Account | None = None  # the API key's account that is charged
     tenants: bool = False  # a trusted proxy names tenants
 
     @property
     def tenant(self) -> str:
-        """Returns whose share of the engine the request uses. All who are not known by a key or by a trusted proxy's
-        header are one tenant."""
+        """Returns the tenant that shares the engine with others. All requests without a key or a trusted proxy's header
+        are one tenant."""
         return self.owner if self.owner.startswith(KNOWN) else ""
 
     @property
     def owner_name(self) -> str | None:
-        """Returns who owns what this request stores, and whose things alone it finds: the API key or, without one, the
-        tenant that a trusted proxy names; those that it does not name are one. None: the server has neither keys nor
-        such a proxy, and everything is everyone's."""
+        """Returns the owner of everything that this request stores or finds: the API key or, without one, the tenant
+        that a trusted proxy names; unnamed tenants are one owner. None: the server has neither keys nor such a proxy,
+        and all requests share everything."""
         if self.payer is not None:
             return self.payer.name
         return (self.tenant or UNNAMED) if self.tenants else None

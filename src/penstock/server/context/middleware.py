@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.server.streams.kept import KeptStreams
 
 EXPLAIN = "x-penstock-explain"
-RESUME = "x-penstock-resume"  # asks that a stream goes on when its client loses the connection
+RESUME = "x-penstock-resume"  # asks to keep the stream when its client loses the connection
 PARENT_HEADERS = ("traceparent", "tracestate")
 CREDENTIALS = ("authorization", "x-api-key")
 NO = ("", "0", "false", "no")
@@ -42,7 +42,7 @@ class ContextMiddleware:
         lenient: bool,
         terms: ServiceTerms,
     ) -> None:
-        """Takes what finds the shape of a request's errors."""
+        """Takes the function that finds the shape of a request's errors."""
         self._app = app
         self._error_shape = error_shape
         self._streams = streams

@@ -10,7 +10,7 @@ from penstock.ipc.placement import RequestPlacement
 
 IGNORED = b"x-penstock-ignored"  # lists the ignored fields of a request
 MODEL = b"x-penstock-model"  # names the served model, in answers to requests that call it by another name
-ROUTE = b"x-penstock-route"  # says who answers a request, where several could
+ROUTE = b"x-penstock-route"  # names the engine that answers, if there are several
 MAX_HEADER = 1024  # characters of a list of ignored fields
 MAX_IGNORED = 256  # fields
 MAX_NAME = 128  # characters of one
@@ -35,20 +35,20 @@ class Outcome:
     reason: str = ""  # what the error said
 
     def fail(self, error: PenstockError) -> None:
-        """Takes note of the error that was the answer."""
+        """Records the error that was the answer."""
         self.error, self.reason = error.code, error.message
 
 
 @dataclass(slots=True, kw_only=True)
 class AnswerNotes:
-    """Collects the facts that an answer reports beside its text."""
+    """Collects the facts that an answer reports in addition to its text."""
 
     explain: bool = False  # the answer reports what happened to it
     model: str = ""  # that the request uses
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
     placements: list[tuple[int, RequestPlacement]] = field(default_factory=list)  # if several engines could answer
-    fallback: str = ""  # says which model answers in place of the one that was asked for, and why
+    fallback: str = ""  # the model that answers instead of the requested one, and the reason
     truncated: int = 0  # tokens that were cut from the prompt, as the request asked
     outcome: Outcome = field(default_factory=Outcome)
 
@@ -62,7 +62,7 @@ class AnswerNotes:
             )
 
     def ignore_kind(self, where: str, kind: str) -> None:
-        """Lists an entry of a list as ignored, by its kind in place of its index: tools[web_search]."""
+        """Lists an entry of a list as ignored, by its kind instead of its index: tools[web_search]."""
         self.ignore(f"{where[: where.rindex('[')]}[{kind[:MAX_NAME]}]")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -101,6 +101,6 @@ class AnswerNotes:
 
 
 def _header_text(text: str) -> bytes:
-    """Returns text that may be in a header: what is no printable ASCII character becomes a question mark."""
+    """Returns text for a header: non-printable characters are replaced by `?`."""
     kept = text if len(text) <= MAX_HEADER else f"{text[:MAX_HEADER]}..."
     return re.sub(r"[^ -~]", "?", kept).encode()

@@ -37,7 +37,7 @@ async def no_connection(_: Message) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class RequestContext:
-    """Holds the facts about one HTTP request beside its body. `send` is the HTTP server's own. The chunks of a stream
+    """Holds the facts about one HTTP request. `send` is the HTTP server's own. The chunks of a stream
     go through it and skip the middlewares, which only change an answer's headers: each middleware would cost a stream a
     microsecond per token. Where the HTTP server has it, `write` does so without a coroutine."""
 
@@ -50,7 +50,7 @@ class RequestContext:
     write: Write | None = None  # None: the HTTP server has only `send`
     body: bytes | None = None  # of the request, once it is read
     json: dict[str, Any] | None = None  # the body's fields, once they are decoded and until an endpoint reads them
-    streaming: bool = True  # what is sent as it comes cannot be tried again
+    streaming: bool = True  # a streamed answer cannot be tried again
     streams: KeptStreams | None = None  # where its stream is kept; None: it ends when its client leaves
     stream_id: str = ""  # under which it is kept; empty: a new one
     admission: Admission | None = None  # its places among the requests in flight; None: it needs none
@@ -60,11 +60,11 @@ class RequestContext:
     _endings: list[Callable[[], None]] = field(default_factory=list)
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """Has something called when the request has ended."""
+        """Registers a call for the end of the request."""
         self._endings.append(call)
 
     def end(self) -> None:
-        """Calls what was to be called at the end."""
+        """Makes the calls that were registered for the end."""
         while self._endings:
             self._endings.pop()()
 
@@ -86,7 +86,7 @@ class RequestContext:
         self.service.priority = asked
 
     def answer(self) -> AbstractContextManager[Callable[[], None]]:
-        """Holds a place for one answer, and yields what is to be called when the answer is computed; raises Overloaded
+        """Holds a place for one answer, and yields a function to call when the answer is computed; raises Overloaded
         if there is no place."""
         return nullcontext(lambda: None) if self.admission is None else self.admission.answer()
 

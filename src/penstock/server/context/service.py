@@ -1,4 +1,4 @@
-"""Describes the service that a request is due: how soon, beside whom, and with what it is computed."""
+"""Describes the service that a request is due: its deadline, its priority, its cache and its adapters."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def new_request_id() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Service:
-    """Collects the terms of one request: those of the server, and those that its headers and its body ask for."""
+    """Collects the terms of one request from the server, its headers and its body."""
 
     terms: ServiceTerms = STANDARD_TERMS
     arrived: float = field(default_factory=monotonic)
-    background: bool = False  # its answers may wait behind those of every foreground request
+    background: bool = False  # its answers wait behind all foreground requests
     priority: int = 0  # lower runs sooner
     deadline: float | None = None  # seconds from its arrival
     targets: Targets = NO_TARGETS  # that the request itself states
     salt: str = ""  # prompts share cached blocks only under the same salt
     unshared: bool = False  # its blocks are nobody else's
     adapters: tuple[AdapterUse, ...] = ()  # that the request is computed with
-    prediction: tuple[int, ...] = ()  # how the client expects the answer to go on
-    speculation: int | None = None  # the most tokens that a step may draft for it; 0: none; None: as the server says
-    keep_alive: float | None = None  # seconds that the model stays loaded after this request; None: as the server says
+    prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer
+    speculation: int | None = None  # most tokens that a step drafts for it; 0: none; None: the server's default
+    keep_alive: float | None = None  # seconds that the model stays loaded afterwards; None: the server's default
     loading_seconds: float = 0.0  # that the request waited for its model to be loaded
 
     def read_headers(self, headers: Headers) -> None:

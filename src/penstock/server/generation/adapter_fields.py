@@ -1,4 +1,4 @@
-"""Reads the fields by which requests name adapters (LoRA) beside their model, for every dialect."""
+"""Reads the fields by which requests name adapters (LoRA), for every dialect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Scale = Annotated[float, Meta(ge=-1000, le=1000)]
 
 
 class NamedAdapter(msgspec.Struct, forbid_unknown_fields=True):
-    """Names an adapter, and what its update is multiplied by beside the scale that it was loaded with."""
+    """Names an adapter, and a factor for its update on top of the scale that it was loaded with."""
 
     name: str
     scale: Scale = 1.0
@@ -53,7 +53,7 @@ def choose_adapters(
 
 
 def with_uses(served: ServedModel, uses: Sequence[AdapterUse], param: str) -> tuple[AdapterUse, ...]:
-    """Returns adapters beside those that the model's name stands for; raises if one is unknown or named twice."""
+    """Adds adapters to those of the model's name; raises if one is unknown or named twice."""
     for use in uses:
         if use.name not in served.client.adapters:
             known = ", ".join(info.name for info in served.listed_adapters[:8]) or "none"

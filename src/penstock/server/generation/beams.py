@@ -38,7 +38,7 @@ WITHOUT_EFFECT = (  # beam search does not sample
 
 
 def check_beams(context: RequestContext, fields: GenerationFields, params: SamplingParams) -> None:
-    """Raises if beam search cannot do what a request asks for; lists the fields that it ignores."""
+    """Raises if beam search does not support a request's fields; lists the fields that it ignores."""
     if params.grammar is not None:
         raise InvalidRequest(
             "use_beam_search cannot be combined with structured output: send one of them", param="use_beam_search"

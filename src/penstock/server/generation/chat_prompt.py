@@ -16,7 +16,7 @@ from penstock.text import ChatPrompt, ChatTemplate, Text, Tokenizer
 from penstock.text.continuation import continue_last
 
 MAX_TEMPLATE = 2**16  # characters of a template in a request
-REQUESTED = RenderProcess()  # renders the templates that come in requests: not those of models
+REQUESTED = RenderProcess()  # renders the templates of requests, not of models
 
 
 class PromptFields(msgspec.Struct, kw_only=True):

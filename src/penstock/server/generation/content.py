@@ -1,4 +1,4 @@
-"""Reads the content of chat messages as text. A part that is no text is refused, or named in its place if a tool
+"""Reads the content of chat messages as text. A part other than text is refused, or replaced by a note if a tool
 returned it."""
 
 from __future__ import annotations

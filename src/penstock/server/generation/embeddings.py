@@ -83,7 +83,7 @@ async def pooled(
     requests: Sequence[Request],
     spell: Callable[[bytes], T],
 ) -> list[T] | None:
-    """Returns what `spell` makes of the pooled state of each request, or None if the client left. If one request fails,
+    """Applies `spell` to the pooled state of each request; returns None if the client left. If one request fails,
     all do."""
     return await last_deltas(served, http, context, requests, lambda delta: spell(delta.pooled))
 
@@ -95,7 +95,7 @@ async def last_deltas(
     requests: Sequence[Request],
     read: Callable[[Delta], T],
 ) -> list[T] | None:
-    """Returns what `read` makes of the last delta of each request, or None if the client left. If one request fails,
+    """Applies `read` to the last delta of each request; returns None if the client left. If one request fails,
     all do."""
     return await while_connected(http.receive, _all(served, context, requests, read))
 

@@ -71,7 +71,7 @@ class WeightUse(msgspec.Struct):
 
 
 class ChoiceExplanation(msgspec.Struct):
-    """Says what happened to one choice."""
+    """Explains one choice."""
 
     index: int
     finish: FinishCause
@@ -122,7 +122,7 @@ def _route(context: RequestContext) -> list[str] | UnsetType:
 
 
 class RelayReport:
-    """Reports on an answer that another engine computes: what was ignored here, and who continued it."""
+    """Reports on an answer that another engine computes: ignored fields, and the engines that continued it."""
 
     def __init__(self, context: RequestContext, resumed_on: Sequence[str]) -> None:
         self._context = context

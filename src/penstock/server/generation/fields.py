@@ -130,7 +130,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     deadline_ms: int | None = None  # from the request's arrival: what cannot have begun by then is refused
     ttft_target_ms: int | None = None  # for the time to the first token
     itl_target_ms: int | None = None  # for the time between two tokens
-    adapters: NamedAdapters | None = None  # LoRA, beside those that the model's name stands for; their updates add up
+    adapters: NamedAdapters | None = None  # LoRA, added to those of the model's name
     lora: NumberedAdapters | None = None  # llama.cpp's way to name them
     penstock: bool | None = None  # asks for a report of what happened to the answer
     speculation: SpeculationWish | None = None  # the most tokens that a step drafts for an answer
@@ -142,7 +142,7 @@ class GenerationFields(SamplingFields, kw_only=True):
 
     @property
     def unlimited(self) -> bool:
-        """True if the request says that only the context limits an answer, as llama.cpp's clients do."""
+        """True if only the context limits an answer, as llama.cpp's clients may ask."""
         return self.n_predict == NO_LIMIT
 
     @property
@@ -153,7 +153,7 @@ class GenerationFields(SamplingFields, kw_only=True):
 async def read_fields(
     served: ServedModel, http: HttpRequest, context: RequestContext, kind: type[F], no_effect: NoEffect
 ) -> F:
-    """Returns the request's body, and takes over into the context what it says about the request as a whole."""
+    """Returns the request's body, and copies the fields about the whole request into the context."""
     fields = await read_body(http, context, kind, no_effect)
     if fields.stream_options is not None and not fields.stream:
         if not context.lenient:
@@ -205,7 +205,7 @@ def shown_special(served: ServedModel, fields: GenerationFields) -> frozenset[in
 def truncate(
     served: ServedModel, context: RequestContext, fields: GenerationFields, prompt: list[int], max_tokens: int | None
 ) -> list[int]:
-    """Returns the end of a prompt that is longer than truncate_prompt_tokens, and counts what was cut. The context must
+    """Cuts a prompt to its last truncate_prompt_tokens, and counts the tokens cut. The context must
     have room for `max_tokens` after it."""
     if fields.truncate_prompt_tokens is None:
         return prompt
@@ -320,7 +320,8 @@ class TokenTally:
         return CompletionUsage(prompt, self._generated, prompt + self._generated, PromptTokensDetails(cached))
 
     def details(self, reasoning: int) -> CompletionTokensDetails | UnsetType:
-        """Returns what the generated tokens were, given how many were reasoning; UNSET if there is nothing to tell."""
+        """Returns the kinds of the generated tokens, of which `reasoning` were reasoning; UNSET if they are all
+        plain."""
         predicted = [each for each in self._predictions if each is not None]
         if not predicted:
             return CompletionTokensDetails(reasoning) if reasoning else UNSET

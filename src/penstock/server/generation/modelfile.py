@@ -88,7 +88,7 @@ def check_options(context: RequestContext, given: dict[str, Any]) -> OllamaOptio
 
 
 def sampling_of(options: OllamaOptions) -> dict[str, Any]:
-    """Returns what the options say about sampling."""
+    """Returns the sampling settings among the options."""
     named = {name: getattr(options, name) for name in _SAMPLING}
     return {name: value for name, value in named.items() if value is not None} | sampler_settings(options)
 

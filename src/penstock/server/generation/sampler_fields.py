@@ -50,7 +50,7 @@ NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_p
 
 
 def sampler_settings(fields: object) -> dict[str, Any]:
-    """Returns the settings of SamplingParams that a body asks for with those of SAMPLER_FIELDS that it has: `chain`
+    """Returns the settings of SamplingParams that a body's SAMPLER_FIELDS ask for: `chain`
     (only if the usual three cuts cannot do it), `dry`, `repetition_penalty` and `penalty_window`. What is not asked for
     is left out. What is there replaces settings of the same name: an order without penalties turns these off."""
     named = ((name, getattr(fields, name, None)) for name in SAMPLER_FIELDS)

@@ -68,7 +68,7 @@ def read_object(
 
 
 def _drop(context: RequestContext, given: dict[str, Any], kind: type[S], refusal: InvalidRequest, where: str) -> bool:
-    """Removes what was refused and lists it as ignored: all unknown fields, or one setting with an unknown value. It
+    """Removes the refused fields and lists them as ignored: all unknown ones, or one with an unknown value. It
     returns False if it can remove nothing."""
     param = str(refusal.param)
     if refusal.code == "unknown_parameter":

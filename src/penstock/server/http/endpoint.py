@@ -1,7 +1,7 @@
 """Defines a dialect: its routes, the shape of its errors and its metric names.
 
 A dialect is declared by light code and implemented by modules that are imported when they are first needed. References
-name what is in them: `.chat:chat` is `chat` in the module `chat` of the dialect's package. In `.files:Files.create` the
+name their contents: `.chat:chat` is `chat` in the module `chat` of the dialect's package. In `.files:Files.create` the
 first name is a class of `Endpoints`, of which each server has one instance.
 """
 
@@ -44,7 +44,8 @@ class RouteEntry(NamedTuple):
 
 
 class ServerRouteEntry(NamedTuple):
-    """Lists a route that is about the server, and works while no model is loaded. A GET that only reads says so."""
+    """Lists a route that is about the server, and works while no model is loaded. A GET that only reads has
+    Right.READ."""
 
     method: str
     path: str
@@ -85,7 +86,7 @@ class Dialect(NamedTuple):
         return found
 
     async def endpoint(self, entry: AnyRouteEntry, services: Services) -> Callable[..., Awaitable[Response]]:
-        """Returns what answers a route's requests."""
+        """Returns the function that answers a route's requests."""
         if not isinstance(entry.endpoint, str):
             return entry.endpoint
         module, _, name = entry.endpoint.partition(":")

@@ -73,7 +73,7 @@ def headers_of(error: PenstockError) -> dict[str, str]:
         case 401:
             return {"www-authenticate": "Bearer"}
         case 408 | 413:
-            return {"connection": "close"}  # what is left of the body is not waited for
+            return {"connection": "close"}  # the rest of the body is not read
         case 503:
             return {"retry-after": RETRY_AFTER}
     if isinstance(error, PoisonedRequest):
@@ -84,7 +84,7 @@ def headers_of(error: PenstockError) -> dict[str, str]:
 
 
 class Refusal(NamedTuple):
-    """Holds what an error's body is made of: the error, its HTTP status and the id of the request."""
+    """Holds the facts for an error's body: the error, its HTTP status and the id of the request."""
 
     error: PenstockError
     status: int
@@ -156,7 +156,7 @@ async def on_bug(request: Request, _: Exception) -> Response:
 
 
 async def on_missing_package(request: Request, error: Exception) -> Response:
-    """Refuses what needs a package that is not installed."""
+    """Refuses a request that needs a missing package."""
     assert isinstance(error, ModuleNotFoundError)
     return error_response(
         request,

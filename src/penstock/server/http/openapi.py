@@ -31,7 +31,7 @@ Schema = dict[str, Any]
 
 
 class Operation(NamedTuple):
-    """Says what a route reads and answers: its body, the fields accepted without effect, its answer, whole and
+    """Describes a route's input and output: its body, the fields accepted without effect, its answer, whole and
     streamed, and its query. A string instead of a struct is a media type; a tuple lists the kinds of answer that there
     are."""
 

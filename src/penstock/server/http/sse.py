@@ -26,7 +26,7 @@ encode = _encoder.encode
 
 
 class ChunkTemplate:
-    """Encodes chunks that differ by their text alone: everything else is encoded once."""
+    """Encodes chunks that differ only in their text: everything else is encoded once."""
 
     __slots__ = ("_after", "_before")
 
@@ -45,10 +45,10 @@ class Framing(NamedTuple):
     frame: Callable[[bytes], bytes]
     end: bytes  # after the last chunk
     error: Callable[[PenstockError], bytes]  # the chunk that reports an error in the middle of a stream
-    lost: Callable[[PenstockError], bytes] | None = None  # that which tells a reader why it gets no more, if it differs
+    lost: Callable[[PenstockError], bytes] | None = None  # the chunk for a reader that fell behind
 
     def for_reader(self) -> Framing:
-        """Returns the framing for one of several readers: what keeps it from reading is no error of the answer."""
+        """Returns the framing for one of several readers, whose own errors are not the answer's."""
         return self if self.lost is None else self._replace(error=self.lost)
 
 
@@ -138,7 +138,7 @@ async def _write_chunks(writer: AnswerWriter, deltas: Deltas, framing: Framing, 
 
 
 def sent(chunks: AsyncGenerator[bytes, None]) -> Chunks:
-    """Returns what writes the chunks of a generator, each when its client has read those before."""
+    """Returns a writer of a generator's chunks, which waits until the client has read each one."""
 
     async def write(sink: ChunkSink) -> None:
         async with aclosing(chunks):
@@ -149,7 +149,7 @@ def sent(chunks: AsyncGenerator[bytes, None]) -> Chunks:
 
 
 async def collected(chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    """Yields what is written, for a reader that takes its time."""
+    """Yields the chunks, for a reader that takes its time."""
     arrived = _Queue()
     writing = asyncio.create_task(chunks(arrived))
     writing.add_done_callback(lambda _: arrived.put_nowait(b""))

@@ -79,10 +79,10 @@ async def register(
         )
     served = await pool.use(model, context)
     served.check_model(model, context)
-    entry = pool.get(context.notes.model)
-    if any(option.name == each.name for each in pool.entries) or store.derived_model(option.name) is not None:
+    entry = pool.models.get(context.notes.model)
+    if any(option.name == each.name for each in pool.models.entries) or store.derived_model(option.name) is not None:
         raise AdapterError(f"{option.name!r} is the name of a model: take another", param="lora_name")
-    owner = next((each for each in pool.entries if option.name in each.adapters), None)
+    owner = next((each for each in pool.models.entries if option.name in each.adapters), None)
     if owner is not None and not (replace and owner is entry):
         raise AdapterError(
             f"the adapter {option.name!r} of {owner.name!r} is loaded already: set load_inplace to replace it, unload "
@@ -103,7 +103,7 @@ def _exists(path: Path) -> bool:
 
 async def unregister(pool: ModelPool, name: str, model: str | None = None) -> None:
     """Takes an adapter from its model; requests that have begun keep it. Raises AdapterNotFound if there is none."""
-    entries = pool.entries if model is None else [pool.get(model)]
+    entries = pool.models.entries if model is None else [pool.models.get(model)]
     entry = next((each for each in entries if name in each.adapters), None)
     if entry is None:
         known = [adapter.name for each in entries for adapter in each.listed_adapters]

@@ -1,4 +1,4 @@
-"""Represents one model of the server in whatever state it is."""
+"""Represents one model of the server, loaded or not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ModelState(StrEnum):
 
 @dataclass(slots=True)
 class ModelEntry:
-    """Holds a model's state and who uses it. The pool alone changes it."""
+    """Holds a model's state and its users. Only the pool changes it."""
 
     source: ModelSource
     state: ModelState = ModelState.STORED
@@ -67,7 +67,7 @@ class ModelEntry:
 
     @property
     def listed_adapters(self) -> list[AdapterInfo | AdapterOption]:
-        """Returns the adapters that clients are told of, in the order of their registration."""
+        """Returns the adapters that clients can list, in the order of their registration."""
         return [adapter for name, adapter in self.adapters.items() if not name.startswith(UNLISTED)]
 
     @property
@@ -96,7 +96,7 @@ class ModelEntry:
 
     @property
     def needed(self) -> int:
-        """Returns the bytes that it takes once it is awake: what its engine has said, or what is expected."""
+        """Returns the bytes that it takes once it is awake: its engine's figure, or an estimate."""
         hello = self.served.client.hello if self.served is not None else None
         return (hello.limits.memory if hello is not None else 0) or self.source.expected_bytes()
 
@@ -113,7 +113,7 @@ class ModelEntry:
         return self.busy or self.served is not None
 
     def loaded(self) -> Loaded:
-        """Returns what the ledger needs to know of it."""
+        """Returns its entry for the ledger."""
         return Loaded(self.name, self.bytes, self.last_used, self.busy, self.pinned)
 
     def keep(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Has other models answer a request whose own cannot, before the first byte of an answer."""
+"""Asks other models if a request's own cannot answer, before the first byte of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says which models answer in place of one that cannot."""
+"""Lists the models that answer instead of an unavailable one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Fallbacks = Mapping[str, tuple[str, ...]]  # by model, in the order in which the
 
 
 def parse_fallbacks(options: Sequence[str]) -> Fallbacks:
-    """Returns what options such as big=small,tiny say; raises ConfigError if one is wrong, or if a model would be its
+    """Parses options such as big=small,tiny; raises ConfigError if one is wrong, or if a model would be its
     own fallback, be it over others."""
     fallbacks: dict[str, tuple[str, ...]] = {}
     for option in options:
@@ -26,7 +26,7 @@ def parse_fallbacks(options: Sequence[str]) -> Fallbacks:
 
 
 def fallbacks_of(fallbacks: Fallbacks, model: str) -> list[str]:
-    """Returns the models to try in place of one: each of its fallbacks, and after each those of that one."""
+    """Returns the models to try instead of one: its fallbacks, each followed by its own fallbacks."""
     return list(dict.fromkeys(_all_of(fallbacks, model)))
 
 

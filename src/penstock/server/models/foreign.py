@@ -22,7 +22,7 @@ class ForeignModel(NamedTuple):
 
 
 class ForeignModels(Protocol):
-    """Serves the models of other engines beside a pool's own."""
+    """Serves the models of other engines."""
 
     def use_metrics(self, metrics: Metrics) -> None:
         """Takes the metrics of the server, which count these requests, too."""
@@ -39,10 +39,10 @@ class ForeignModels(Protocol):
         """Returns the models that clients may ask for."""
 
     def engines(self) -> list[dict[str, Any]]:
-        """Returns what /health tells of every engine."""
+        """Returns the entries of all engines in /health."""
 
     def collect(self) -> Iterable[Metric]:
         """Returns metrics of the engines."""
 
     async def answer(self, model: str, http: Request, context: RequestContext) -> Response:
-        """Answers a request for one of these models, on whatever route it came."""
+        """Answers a request for one of these models, on any route."""

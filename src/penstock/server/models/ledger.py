@@ -33,7 +33,7 @@ class Unload(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Says that there is no room until one of these models has nothing to do."""
+    """Asks to wait until one of these models is idle."""
 
     names: tuple[str, ...]
 

@@ -9,34 +9,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from functools import partial
-from threading import Lock
 from types import MappingProxyType
 from typing import NamedTuple
 
-from penstock import store
-from penstock.errors import EngineUnavailable, ModelNotFound, PenstockError
-from penstock.ipc.client import EngineClient, EngineState
+from penstock.errors import EngineUnavailable, PenstockError
+from penstock.ipc.client import EngineClient
 from penstock.server.access.expected_wait import WaitForecast
 from penstock.server.context.request_context import RequestContext
 from penstock.server.models.adapters import adapted, kept, restore
-from penstock.server.models.derived import base_of, derive, serves
+from penstock.server.models.derived import derive
+from penstock.server.models.directory import Alias, ModelDirectory
 from penstock.server.models.entry import FOR_EVER, ModelEntry, ModelState
-from penstock.server.models.fallbacks import Fallbacks, fallbacks_of
+from penstock.server.models.fallbacks import Fallbacks
 from penstock.server.models.foreign import ForeignModels
 from penstock.server.models.ledger import Budget, Refuse, Unload, excess, make_room
 from penstock.server.models.request_paths import RequestPaths
-from penstock.server.models.served_model import CLIENTS_NAMES, ServedModel
+from penstock.server.models.served_model import ServedModel
 from penstock.server.models.source import Discover, ModelSource
 from penstock.server.models.visible import may_see, unknown_model
 from penstock.server.models.weights import restore_weights
 from penstock.server.status.health_probe import GenerateProbes
 from penstock.server.telemetry.compat_metrics import DEFAULT_SETS
 from penstock.server.telemetry.metrics import Metrics
-from penstock.store import DerivedModel
 from penstock.text import Text
 from penstock.types.messages import Sleep, Wake
 
@@ -45,26 +42,14 @@ UNLIMITED = Budget(2**62, 0)
 POLL_SECONDS = 0.1  # until it is asked again whether an answer that nobody waits for has ended
 
 
-class Alias(NamedTuple):
-    """Gives a model further names: those that match the pattern."""
-
-    pattern: str
-    model: str  # empty: the default one
-
-
-def client_aliases() -> tuple[Alias, ...]:
-    """Returns aliases for the names that clients insist on: they mean the default model, whichever it is."""
-    return tuple(Alias(pattern, "") for pattern in CLIENTS_NAMES)
-
-
 class PoolSettings(NamedTuple):
     """Says how models are kept."""
 
     budget: Budget = UNLIMITED
-    keep_alive: float = FOR_EVER  # seconds that a model stays loaded unused, unless a request says otherwise
+    keep_alive: float = FOR_EVER  # default seconds that an unused model stays loaded
     aliases: tuple[Alias, ...] = ()
     trust_templates: bool = False  # chat templates in requests are rendered
-    fallbacks: Fallbacks = MappingProxyType({})  # models that answer in place of others
+    fallbacks: Fallbacks = MappingProxyType({})  # models that answer instead of others
     paths: RequestPaths = RequestPaths()  # that requests may name
 
 
@@ -87,171 +72,28 @@ class ModelPool:
         self.created = int(time.time())
         self.settings = settings
         self.foreign = foreign
-        self.metrics = Metrics(self.clients, sources[0].name if sources else "", metric_sets)
+        self.models = ModelDirectory(sources, settings.aliases, settings.fallbacks, discover, foreign)
+        self.metrics = Metrics(self.models.clients, sources[0].name if sources else "", metric_sets)
         self.probes = GenerateProbes()
         if foreign is not None:
             foreign.use_metrics(self.metrics)
-        self._entries = {source.name: ModelEntry(source) for source in sources}  # replaced, never changed
-        self._discover = discover
-        self._refreshing = Lock()
         self._changed = asyncio.Event()  # the next change sets it; then there is a new one
         self._reaper: asyncio.Task[None] | None = None
-
-    # -- what is here ------------------------------------------------------------------------------------------------
-
-    @property
-    def entries(self) -> list[ModelEntry]:
-        """Returns all models, the default one first."""
-        return list(self._entries.values())
-
-    @property
-    def default(self) -> ModelEntry:
-        """Returns the model that is meant where none is named: the first one."""
-        for entry in self._entries.values():
-            return entry
-        raise ModelNotFound("this server has no model left: pull one, or copy one into its folder")
-
-    @property
-    def default_name(self) -> str:
-        """Returns the name of the default model, or one for a server that has only models of other engines."""
-        return self.default.name if self._entries or self.foreign is None else "gateway"
-
-    def clients(self) -> Iterator[tuple[str, EngineClient]]:
-        """Yields the name and the client of every loaded model."""
-        for entry in self._entries.values():
-            if entry.served is not None:
-                yield entry.name, entry.served.client
-
-    def end_answers(self, reason: str) -> None:
-        """Ends every answer in flight with an error."""
-        for _, client in self.clients():
-            client.end_answers(reason)
-
-    def listed(self) -> Iterator[tuple[str, ModelEntry]]:
-        """Yields every name that a client may ask for, without those that only patterns describe, and its model."""
-        self.refresh()
-        for entry in self._entries.values():
-            yield entry.name, entry
-        for pattern, model in self.settings.aliases:
-            if pattern not in CLIENTS_NAMES and not set(pattern) & set("*?[") and model in self._entries:
-                yield pattern, self._entries[model]
-        for entry in self._entries.values():
-            for adapter in entry.listed_adapters:
-                yield adapter.name, entry
-
-    @property
-    def rows(self) -> int:
-        """Returns how many sequences all engines compute at once; 0: there is no engine."""
-        return sum(client.hello.limits.max_rows for _, client in self.clients() if client.hello is not None)
-
-    def check_health(self) -> None:
-        """Raises if a loaded model has no engine that answers requests now."""
-        for _, client in self.clients():
-            if client.state is not EngineState.READY:
-                raise EngineUnavailable(client.unavailable_reason)
-
-    def find(self, name: str) -> ModelEntry | None:
-        """Returns the model of this name, the one with an adapter so named, the one that the name stands for, or the
-        one that it is derived from. What is not loaded is looked for among the models that are there now."""
-        entry = self._find(name)
-        if entry is None or entry.served is None:
-            self.refresh()
-            entry = self._find(name)
-        return entry
-
-    def _find(self, name: str) -> ModelEntry | None:
-        plain = name.removesuffix(":latest")
-        for each in (name, plain):
-            if each in self._entries:
-                return self._entries[each]
-        full = store.full_name(plain)  # of the catalogue, with its tag
-        if full in self._entries and store.derived_model(plain) is None:
-            return self._entries[full]
-        for entry in self._entries.values():
-            if entry.adapter_named(name):
-                return entry
-        for pattern, model in self.settings.aliases:
-            if fnmatchcase(name, pattern) and (not model or model in self._entries):
-                return self._entries[model] if model else self.default
-        derived = store.derived_model(plain)
-        return None if derived is None else base_of(self._entries.values(), derived)
-
-    def foreign_model(self, name: str | None, context: RequestContext | None = None) -> str | None:
-        """Returns the model of other engines that a name means; None: it means one of the pool's own. Those have
-        precedence by their very names, but not by patterns."""
-        if self.foreign is None or (name is None and self._entries):
-            return None
-        if name is not None and {name, name.removesuffix(":latest")} & self._entries.keys():
-            return None
-        found = self.foreign.find(name)
-        if found is None and not self._entries:
-            raise unknown_model(self, context, name or "")
-        return found
-
-    def with_fallbacks(self, name: str | None) -> list[str]:
-        """Returns the model that a name means and those that answer in its place, in their order; none: it has no
-        fallback."""
-        fallbacks = self.settings.fallbacks
-        meant = name if name in fallbacks or not fallbacks else self._meant(name)
-        return [] if meant is None else [meant, *fallbacks_of(fallbacks, meant)]
-
-    def _meant(self, name: str | None) -> str | None:
-        """Returns the model that a name means, of the pool's own or of other engines; the name itself if none has
-        it."""
-        with suppress(ModelNotFound):
-            if (foreign := self.foreign_model(name)) is not None:
-                return foreign
-            entry = self.find(name) if name else self.default
-            return name if entry is None else entry.name
-        return name
-
-    def get(self, name: str, context: RequestContext | None = None) -> ModelEntry:
-        """Returns the model of this name; raises if there is none."""
-        entry = self.find(name)
-        if entry is not None:
-            return entry
-        raise unknown_model(self, context, name)
-
-    def refresh(self) -> None:
-        """Takes note of models that have come or gone. A loaded one that is gone stays until it is unloaded."""
-        if self._discover is None:
-            return
-        with self._refreshing:  # some routes look for models in threads
-            sources = self._discover()
-            if sources is None:
-                return
-            entries = dict(self._entries)
-            for source in sources:
-                entry = entries.setdefault(source.name, ModelEntry(source))
-                entry.source, entry.removed = source, False
-            for name in entries.keys() - {source.name for source in sources}:
-                entries[name].removed = True
-            self._entries = {
-                name: entry for name, entry in entries.items() if not entry.removed or entry.busy_or_loaded
-            }
-            for entry in self._entries.values():
-                if entry.served is not None:  # the default model may be another one
-                    entry.served = entry.served._replace(aliases=self._aliases_of(entry.name))
-                    entry.variants.clear()
-
-    def _forget_removed(self, entry: ModelEntry) -> None:
-        if entry.removed and not entry.busy_or_loaded:
-            self._entries = {name: each for name, each in self._entries.items() if each is not entry}
 
     # -- using -------------------------------------------------------------------------------------------------------
 
     async def use(self, name: str | None, context: RequestContext) -> ServedModel:
         """Returns a request's model, loaded; it stays so until the context ends. A name that no model has means the
         default one, if that is loaded: the dialect says what it thinks of the name."""
-        if not name and self.default.served is None:
-            self.refresh()
-        context.unknown_model = partial(unknown_model, self, context)
-        entry = self.find(name) if name else self.default
+        if not name and self.models.default.served is None:
+            self.models.refresh()
+        context.unknown_model = partial(unknown_model, self.models, context)
+        entry = self.models.find(name) if name else self.models.default
         if entry is None:
-            stands_in = self.default.awake is not None and may_see(context, self.default)
-            entry = self.default if stands_in else self.get(name or "", context)
+            stands_in = self.models.default.awake is not None and may_see(context, self.models.default)
+            entry = self.models.default if stands_in else self.models.get(name or "", context)
         context.caller.check_allowed(entry.name)
-        if not context.caller.may_see(self.derived(entry, name)):
+        if not context.caller.may_see(self.models.derived(entry, name)):
             raise context.unknown_model(name or entry.name)
         context.notes.model = entry.name
         entry.users += 1
@@ -266,18 +108,10 @@ class ModelPool:
         context.service.adapters = served.adapters or entry.default_adapters
         return served
 
-    def derived(self, entry: ModelEntry, name: str | None) -> DerivedModel | None:
-        """Returns the derived model that a name means, of those that the model is under another name; None: it means
-        the model itself."""
-        derived = store.derived_model((name or entry.name).removesuffix(":latest"))
-        if derived is None or not serves(entry.name, entry.source.path, derived):
-            return entry.source.derived
-        return derived
-
     def _variant(self, entry: ModelEntry, name: str | None) -> ServedModel:
         """Returns the loaded model as this name means it: with the settings of a derived model, if it is one's."""
         assert entry.awake is not None
-        derived = self.derived(entry, name)
+        derived = self.models.derived(entry, name)
         if derived is None:
             return entry.awake
         if derived.digest not in entry.variants:
@@ -286,7 +120,7 @@ class ModelPool:
 
     def _release(self, entry: ModelEntry, keep_alive: float | None) -> None:
         entry.users -= 1
-        self._forget_removed(entry)
+        self.models.forget_removed(entry)
         if keep_alive is not None:
             entry.pinned = keep_alive == FOR_EVER
         entry.keep(FOR_EVER if entry.pinned else self.settings.keep_alive if keep_alive is None else keep_alive)
@@ -300,12 +134,12 @@ class ModelPool:
             self._reaper = asyncio.create_task(self._reap())
             if self.foreign is not None:
                 await self.foreign.start()
-            if len(self._entries) == 1:
-                await self.load(self.default.name)
+            if len(self.models.entries) == 1:
+                await self.load(self.models.default.name)
 
     async def load(self, name: str) -> ServedModel:
         """Returns a model, which is loaded now if it was not."""
-        entry = self.get(name)
+        entry = self.models.get(name)
         entry.users += 1
         try:
             return await self._awake(entry)
@@ -322,8 +156,8 @@ class ModelPool:
 
     async def discard(self, name: str) -> None:
         """Unloads a model whose files were deleted, unless it answers requests: then it stays until it is unloaded."""
-        self.refresh()
-        entry = self._entries.get(name)
+        self.models.refresh()
+        entry = next((each for each in self.models.entries if each.name == name), None)
         if entry is not None and entry.removed and not entry.busy:
             await self._unload(entry)
 
@@ -340,7 +174,7 @@ class ModelPool:
 
     async def _idle(self, name: str) -> ModelEntry:
         """Returns a model once it has nothing to do."""
-        entry = self.get(name)
+        entry = self.models.get(name)
         if entry.loading is not None:
             await asyncio.wait({entry.loading})
         while entry.busy:
@@ -348,18 +182,18 @@ class ModelPool:
         return entry
 
     async def close(self) -> None:
-        """Unloads everything, whoever uses it."""
-        tasks = [task for task in (self._reaper, *(entry.loading for entry in self.entries)) if task is not None]
+        """Unloads everything, also models in use."""
+        tasks = [task for task in (self._reaper, *(entry.loading for entry in self.models.entries)) if task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await asyncio.gather(*(client.close() for _, client in self.clients()))
+        await asyncio.gather(*(client.close() for _, client in self.models.clients()))
         if self.foreign is not None:
             await self.foreign.close()
 
     async def _awake(self, entry: ModelEntry) -> ServedModel:
-        """Returns a model that is loaded. One load serves all who wait for it, and goes on if they leave."""
+        """Returns a model that is loaded. One load serves all requests that wait, and continues if they leave."""
         if entry.awake is not None:
             return entry.awake
         if entry.loading is None:
@@ -372,13 +206,13 @@ class ModelPool:
         try:
             if entry.engine_died:
                 await self._unload(entry)
-            if entry.served is None and any(each.served is not None for each in self._entries.values()):
+            if entry.served is None and any(each.served is not None for each in self.models.entries):
                 await asyncio.to_thread(entry.source.check)  # nobody makes room for what cannot be loaded
             await self._make_room(entry)
             if entry.served is not None:
                 await entry.served.client.ask(Wake())
             else:
-                others = any(each.busy for each in self._entries.values() if each is not entry)
+                others = any(each.busy for each in self.models.entries if each is not entry)
                 client, text = await _open(entry, yielding=others)
                 entry.served = self._served(entry.source, client, text)
         except BaseException as error:
@@ -393,7 +227,7 @@ class ModelPool:
             self._notify()
 
     async def _put_to_sleep(self, entry: ModelEntry, client: EngineClient) -> bool:
-        """Has a model's engine give its memory back and stay; returns False where that is not possible."""
+        """Puts a model's engine to sleep, which frees its memory; returns False where that is not possible."""
         if client.hello is None or not client.hello.can_sleep:
             return False
         entry.state = ModelState.UNLOADING
@@ -418,16 +252,16 @@ class ModelPool:
         await asyncio.gather(*(self._unload(each) for each in leaving))
 
     def _leaving(self, entry: ModelEntry, needed: int) -> list[ModelEntry] | None:
-        """Returns the models that make room for one that needs so many bytes; None: there is no room now. Raises if
+        """Returns the models to unload for one that needs `needed` bytes; None: it has to wait. Raises if
         there will be none."""
-        held = [each.loaded() for each in self._entries.values() if each.bytes and each is not entry]
+        held = [each.loaded() for each in self.models.entries if each.bytes and each is not entry]
         decision = make_room(entry.name, needed, held, self.settings.budget)
         if isinstance(decision, Refuse):
             raise EngineUnavailable(f"{decision.reason}: raise --memory, or unload a model")
-        return [self._entries[name] for name in decision.names] if isinstance(decision, Unload) else None
+        return [self.models.get(name) for name in decision.names] if isinstance(decision, Unload) else None
 
     async def make_room_for_adapter(self, entry: ModelEntry, needed: int) -> None:
-        """Has room for one more adapter of a loaded model in memory: idle models make room. Raises if there is none."""
+        """Makes room for one more adapter of a loaded model by unloading idle models. Raises if that is not enough."""
         leaving = self._leaving(entry, entry.reserved + max(needed, entry.bytes - entry.reserved))
         if leaving is None:
             raise EngineUnavailable(
@@ -444,14 +278,10 @@ class ModelPool:
             self.created,
             self.metrics,
             path=source.path,
-            aliases=self._aliases_of(source.name),
+            aliases=self.models.aliases_of(source.name),
             trust_templates=self.settings.trust_templates,
             waits=WaitForecast(),
         )
-
-    def _aliases_of(self, name: str) -> tuple[str, ...]:
-        names = (name, "") if name == self.default.name else (name,)
-        return tuple(pattern for pattern, model in self.settings.aliases if model in names)
 
     async def _unload(self, entry: ModelEntry) -> None:
         entry.kept_adapters = kept(entry)
@@ -465,7 +295,7 @@ class ModelPool:
         finally:
             entry.state, entry.reserved, entry.host_bytes = ModelState.STORED, 0, 0
             entry.expires, entry.pinned = FOR_EVER, False
-            self._forget_removed(entry)
+            self.models.forget_removed(entry)
             self._notify()
 
     async def _reap(self) -> None:
@@ -473,11 +303,13 @@ class ModelPool:
         beyond the budget."""
         while True:
             now = time.monotonic()
-            over = excess([entry.loaded() for entry in self.entries if entry.bytes], self.settings.budget)
-            leaving = [entry for entry in self.entries if entry.expires <= now or entry.name in over]
+            over = excess([entry.loaded() for entry in self.models.entries if entry.bytes], self.settings.budget)
+            leaving = [entry for entry in self.models.entries if entry.expires <= now or entry.name in over]
             expired = [entry for entry in leaving if entry.served is not None]
             await asyncio.gather(*(self._unload(entry) for entry in expired if not entry.busy))
-            nearest = min((entry.expires for entry in self.entries if entry.served is not None), default=FOR_EVER)
+            nearest = min(
+                (entry.expires for entry in self.models.entries if entry.served is not None), default=FOR_EVER
+            )
             await self._change(None if nearest == FOR_EVER else max(nearest - now, POLL_SECONDS))
 
     async def _change(self, seconds: float | None) -> None:

@@ -112,7 +112,7 @@ class ServedModel(NamedTuple):
 
     @property
     def listed_adapters(self) -> list[AdapterInfo]:
-        """Returns the adapters that clients are told of, in the order of their registration."""
+        """Returns the adapters that clients can list, in the order of their registration."""
         return [info for name, info in self.client.adapters.items() if not name.startswith(UNLISTED)]
 
     def stands_for_it(self, name: str) -> bool:
@@ -120,8 +120,8 @@ class ServedModel(NamedTuple):
         return any(fnmatchcase(name, pattern) for pattern in self.aliases)
 
     def check_model(self, name: str | None, context: RequestContext) -> None:
-        """Raises if no model has the name. No name means the served model. Of a name that only stands for it, the
-        answer's headers take note."""
+        """Raises if no model has the name. No name means the served model. An alias is reported in
+        the `x-penstock-model` header."""
         if name is None or name == self.name:
             return
         if not self.stands_for_it(name):

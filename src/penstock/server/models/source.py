@@ -27,4 +27,4 @@ class ModelSource:
     expected_bytes: Callable[[], int] = lambda: 0  # that it will take when it is loaded, by its files as they are now
     adapters: tuple[AdapterOption, ...] = ()  # that its engine has when it starts
     fixed: bool = True  # the server has it to its end; else it may go while the server runs
-    check: Callable[[], None] = lambda: None  # raises what is wrong with its files, by their headers
+    check: Callable[[], None] = lambda: None  # raises if the headers of its files are wrong

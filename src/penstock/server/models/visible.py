@@ -16,7 +16,7 @@ from penstock.server.context.request_context import RequestContext
 from penstock.server.models.entry import ModelEntry
 
 if TYPE_CHECKING:
-    from penstock.server.models.pool import ModelPool
+    from penstock.server.models.directory import ModelDirectory
 
 MOST_NAMED = 10  # models in an error
 
@@ -31,16 +31,16 @@ def may_use(context: RequestContext | None, name: str) -> bool:
     return context is None or context.caller.payer is None or context.caller.payer.may_use(name)
 
 
-def visible_names(pool: ModelPool, context: RequestContext | None) -> list[str]:
+def visible_names(models: ModelDirectory, context: RequestContext | None) -> list[str]:
     """Returns the names that a request can ask for."""
-    own = [name for name, entry in pool.listed() if may_see(context, entry)]
-    foreign = [] if pool.foreign is None else pool.foreign.models()
+    own = [name for name, entry in models.listed() if may_see(context, entry)]
+    foreign = [] if models.foreign is None else models.foreign.models()
     return list(dict.fromkeys([*own, *(model.name for model in foreign if may_use(context, model.name))]))
 
 
-def unknown_model(pool: ModelPool, context: RequestContext | None, name: str) -> ModelNotFound:
+def unknown_model(models: ModelDirectory, context: RequestContext | None, name: str) -> ModelNotFound:
     """Returns the error for a name that no model has which the request may know of. It names those that there are."""
-    here = f"this server serves {named(name, visible_names(pool, context))}"
+    here = f"this server serves {named(name, visible_names(models, context))}"
     plain = name.removesuffix(":latest")
     if (context is None or context.caller.payer is None) and plain in store.stored_names():
         return ModelNotFound(f"the model {plain!r} is in the store, but {here}: run `penstock serve {plain}`")

@@ -30,12 +30,12 @@ async def client_of(pool: ModelPool, context: RequestContext, model: str | None)
 async def update_weights(
     pool: ModelPool, context: RequestContext, model: str | None, path: str, version: str, *, recompute: bool
 ) -> WeightState:
-    """Puts other weights in place of a model's. Old and new ones are in memory together for a while, which the budget
+    """Replaces a model's weights. Old and new ones are in memory together for a while, which the budget
     of all models must have room for."""
     place = pool.settings.paths.check(path)
     client = await client_of(pool, context, model)
     needed = await asyncio.to_thread(_file_bytes, place)
-    taken, budget = sum(each.bytes for each in pool.entries), pool.settings.budget.bytes
+    taken, budget = sum(each.bytes for each in pool.models.entries), pool.settings.budget.bytes
     if taken + needed > budget:
         raise WeightsError(
             f"the models that are loaded take {taken / 1e9:.2f} GB, and the new weights would take {needed / 1e9:.2f} "
@@ -46,7 +46,7 @@ async def update_weights(
 
 
 def _file_bytes(place: Path) -> int:
-    """Returns the size of the weight files at a path; 0 if there are none, which the engine says more about."""
+    """Returns the size of the weight files at a path; 0 if there are none, which the engine reports."""
     try:
         files = [*place.glob("*.safetensors"), *place.glob("*.gguf")] if place.is_dir() else [place]
         return sum(file.stat().st_size for file in files)

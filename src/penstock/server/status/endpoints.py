@@ -32,18 +32,18 @@ async def list_models(pool: ModelPool, _: Request, context: RequestContext) -> R
 
 def listed(pool: ModelPool, context: RequestContext) -> list[tuple[ModelEntry, dict[str, Any]]]:
     """Returns every model that the request's key may use, by each of its names."""
-    return [(entry, _model(pool, entry, name)) for name, entry in pool.listed() if may_see(context, entry)]
+    return [(entry, _model(pool, entry, name)) for name, entry in pool.models.listed() if may_see(context, entry)]
 
 
 async def show_model(pool: ModelPool, request: Request, context: RequestContext) -> Response:
     name = request.path_params["id"]
-    if (foreign := pool.foreign_model(name, context)) is not None:
+    if (foreign := pool.models.foreign_model(name, context)) is not None:
         context.caller.check_allowed(foreign)
         return json_response(_foreign_model(pool, foreign))
-    entry = pool.get(name, context)
+    entry = pool.models.get(name, context)
     context.caller.check_allowed(entry.name)
-    if not context.caller.may_see(pool.derived(entry, name)):
-        raise unknown_model(pool, context, name)
+    if not context.caller.may_see(pool.models.derived(entry, name)):
+        raise unknown_model(pool.models, context, name)
     if adapter := entry.adapter_named(name):
         return json_response(_model(pool, entry, adapter))
     if name != entry.name:
@@ -54,7 +54,7 @@ async def show_model(pool: ModelPool, request: Request, context: RequestContext)
 def _foreign(pool: ModelPool, context: RequestContext) -> list[dict[str, Any]]:
     """Returns the models of other engines that the request's key may use, as they are listed."""
     models = [] if pool.foreign is None else pool.foreign.models()
-    own = {name for name, _ in pool.listed()}
+    own = {name for name, _ in pool.models.listed()}
     return [
         _foreign_model(pool, model.name) for model in models if model.name not in own and may_use(context, model.name)
     ]
@@ -76,26 +76,26 @@ async def health(pool: ModelPool, http: Request, context: RequestContext) -> Res
     """Tells of the default model's engine or, in a fleet, of its `replicas`; of other `engines`; and in `models` of all
     models that the request may know of. Without the key that others need it tells the status alone. With `generate=1`,
     which needs a key, it has every engine that is awake generate a token first."""
-    pool.refresh()
+    pool.models.refresh()
     if generate := wants_generation(http.scope):
         check_right(Right.USE, "generate=1", context.caller.payer, context.caller.page)
-    entries = [entry for entry in pool.entries if may_see(context, entry)]
+    entries = [entry for entry in pool.models.entries if may_see(context, entry)]
     models = [state_of(entry) for entry in entries]
-    fleet = _replicas(next((client for _, client in pool.clients()), None))
+    fleet = _replicas(next((client for _, client in pool.models.clients()), None))
     fleet |= {} if pool.foreign is None else {"engines": pool.foreign.engines()}
     try:
-        pool.check_health()
+        pool.models.check_health()
         if generate:
             await _generate(pool, entries, models)
     except EngineUnavailable as error:
-        lost = (client.state for _, client in pool.clients() if client.state is not EngineState.READY)
+        lost = (client.state for _, client in pool.models.clients() if client.state is not EngineState.READY)
         failed = {"status": next(lost, EngineState.FAILED), "engine": None, "message": error.message, "models": models}
         return _health(context, failed | fleet, 503)
-    first = next(pool.clients(), None)
+    first = next(pool.models.clients(), None)
     engine = None
     if first is not None and first[1].hello is not None and any(entry.name == first[0] for entry in entries):
         engine = {"pid": first[1].hello.pid, "model": first[0], **_unknown_fields(first[1].hello)}
-    down = not pool.entries and not any(each["state"] == EngineState.READY for each in fleet.get("engines", ()))
+    down = not pool.models.entries and not any(each["state"] == EngineState.READY for each in fleet.get("engines", ()))
     down = down and pool.foreign is not None
     status = EngineState.FAILED if down else "ok"
     return _health(context, {"status": status, "engine": engine, "models": models} | fleet, 503 if down else 200)
@@ -106,8 +106,8 @@ def _health(context: RequestContext, told: dict[str, Any], code: int) -> Respons
 
 
 async def _generate(pool: ModelPool, entries: Sequence[ModelEntry], models: Sequence[dict[str, Any]]) -> None:
-    """Has every engine that is awake generate a token, and says in `models` for whom it did: for the probe, or for
-    requests that it was busy with."""
+    """Generates a token on every engine that is awake, and records in `models` whose token it was: the probe's or
+    another request's."""
     probed = [(model, entry.awake.client) for model, entry in zip(models, entries, strict=True) if entry.awake]
     found = await asyncio.gather(*(pool.probes.check(client) for _, client in probed))
     for (model, _), generated in zip(probed, found, strict=True):
@@ -115,12 +115,12 @@ async def _generate(pool: ModelPool, entries: Sequence[ModelEntry], models: Sequ
 
 
 async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Response:
-    started = {"process-start-time-unix": str(pool.created)}  # as llama.cpp's server says it
+    started = {"process-start-time-unix": str(pool.created)}  # llama.cpp's name and form
     return Response(await pool.metrics.render(), headers=started, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def state_of(entry: ModelEntry) -> dict[str, Any]:
-    """Returns what is told of a model, loaded or not."""
+    """Returns the public state of a model, loaded or not."""
     hello = entry.served.client.hello if entry.served else None
     told = {"name": entry.name, "state": str(entry.state), "pid": hello.pid if hello else None, "bytes": entry.bytes}
     told |= {"host_bytes": entry.host_bytes} if entry.host_bytes else {}
@@ -164,7 +164,8 @@ def _listed_as(pool: ModelPool, name: str, owner: str) -> dict[str, Any]:
 
 
 def model_fields(entry: ModelEntry, created: int) -> dict[str, Any]:
-    """Returns what vLLM adds to an entry of /v1/models. The length is null while there is no engine to ask."""
+    """Returns the fields that vLLM adds to an entry of /v1/models. The length is null while there is no engine to
+    ask."""
     hello = entry.served.client.hello if entry.served else None
     return {
         "root": entry.name,

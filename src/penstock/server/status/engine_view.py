@@ -1,4 +1,4 @@
-"""Serves GET /engine: what the engines do now and where the time of the last requests went, for the page at /.
+"""Serves GET /engine: the state of the engines and the timing of recent requests, for the page at /.
 
 It tells nothing of what requests say. A key sees its own requests, and one made with --admin sees all. So does a tenant
 that a trusted proxy names, and who is known by nothing sees all. The figures of the engines are the same for everyone,
@@ -51,8 +51,8 @@ class EngineView(Endpoints):
         self._recent = services.recent
 
     async def show(self, pool: ModelPool, _: Request, context: RequestContext) -> Response:
-        pool.refresh()
-        clients = [client for _, client in pool.clients()]
+        pool.models.refresh()
+        clients = [client for _, client in pool.models.clients()]
         stats = sum_stats([client.stats for client in clients])
         seen = (
             None if context.caller.payer is not None and context.caller.payer.admin else context.caller.tenant or None
@@ -60,7 +60,7 @@ class EngineView(Endpoints):
         medians = self._recent.medians()
         told: dict[str, Any] = {"version": __version__, "time": time(), "stats": _figures(stats)}
         told["latency"] = medians._asdict()
-        told["models"] = [_model(entry) for entry in pool.entries if may_see(context, entry)]
+        told["models"] = [_model(entry) for entry in pool.models.entries if may_see(context, entry)]
         timers = [timer for timer in pool.metrics.open if seen is None or timer.context.caller.tenant == seen]
         told["requests"] = [_live(timer) for timer in timers]
         told["ended"] = self._recent.of(seen)
@@ -103,7 +103,7 @@ def _blocks(stats: Stats) -> dict[str, int]:
 
 
 def _figures(stats: Stats) -> dict[str, Any]:
-    """Returns what the page shows of the statistics of all engines."""
+    """Returns the statistics of all engines that the page shows."""
     names = ("running", "waiting", "steps", "busy_seconds", "prompt_tokens", "cached_tokens", "generated_tokens")
     told: dict[str, Any] = {name: getattr(stats, name) for name in (*names, "computed_tokens", "preemptions")}
     told |= {"kv_blocks": _blocks(stats), "reused_tokens": dict(stats.reused)}

@@ -20,7 +20,7 @@ PROBE, REQUESTS = "probe", "requests"  # whose token it was
 
 
 class ProbeResult(NamedTuple):
-    """Says what came of a probe, and when by the monotonic clock."""
+    """Holds the result of a probe, and its time by the monotonic clock."""
 
     when: float
     generated: str  # PROBE or REQUESTS
@@ -40,7 +40,7 @@ class GenerateProbes:
         probe = self._probes.get(client)
         if probe is None or (probe.done() and not _is_fresh(probe)):
             probe = self._probes[client] = asyncio.create_task(_probe(client))
-        result = await asyncio.shield(probe)  # whoever leaves ends it for nobody else
+        result = await asyncio.shield(probe)  # a client that leaves does not end it
         if result.failure:
             raise EngineUnavailable(result.failure)
         return result.generated

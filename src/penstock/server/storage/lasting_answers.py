@@ -1,4 +1,4 @@
-"""Keeps stored answers on disk beside memory, so that they outlive their server: --keep-answers.
+"""Keeps stored answers on disk, so that they outlive their server: --keep-answers.
 
 Memory answers every question. What it stores and drops is written behind it, in the same order, and is read once, when
 a server starts. A process that is killed loses the writes of its last moments at most.

@@ -1,4 +1,4 @@
-"""Keeps what clients ask to store, in memory and, if the server is told so, on disk too, with limits on its number and
+"""Stores answers for clients, in memory and with --keep-answers on disk too, with limits on their number and
 size.
 
 Everything belongs to an owner and exists for that one alone. Each owner has limits, and all together have limits. An
@@ -17,7 +17,7 @@ from penstock.server.storage.lasting_answers import LastingAnswers
 
 MAX_KEPT = 1024  # of one owner
 MAX_BYTES = 64 * 2**20  # of one owner, as JSON
-FULL_OWNERS = 8  # whose limits together are those of all
+FULL_OWNERS = 8  # the limit of all owners together is this many times the limit of one
 
 
 class StoredAnswer(Protocol):

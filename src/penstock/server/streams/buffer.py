@@ -93,7 +93,7 @@ class EventBuffer:
             )
 
     def end(self) -> None:
-        """Lets readers leave when they have read all."""
+        """Marks the end: readers leave when they have read all."""
         self.ended = True
         self._notify()
 

@@ -1,5 +1,5 @@
-"""Keeps the streams of requests that ask for it: such a stream goes on when its client loses the connection, and the
-client reads on where it was.
+"""Keeps the streams of requests that ask for it: such a stream continues when its client loses the connection, and the
+client can resume reading.
 
 Nobody can wait for ever, and nobody can fill the memory: a stream that has no reader for some seconds is ended, its
 events have a limit, and all streams together have one.
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class KeepLimits(NamedTuple):
-    """Says what may be kept."""
+    """Limits the kept streams."""
 
     seconds: float = RESUME_SECONDS  # without a reader; 0: nothing is kept
     stream: int = STREAM_BYTES
@@ -48,7 +48,7 @@ class KeepLimits(NamedTuple):
 
 
 class KeptStream:
-    """Reads an answer into a buffer, whoever reads the buffer. Its events are numbered: server-sent events have an `id`
+    """Reads an answer into a buffer for any number of readers. Its events are numbered: server-sent events have an `id`
     of the stream's id and their number, lines of other dialects are counted."""
 
     def __init__(self, id: str, tenant: str | None, framing: Framing, buffer: EventBuffer) -> None:
@@ -85,7 +85,7 @@ class KeptStream:
 
 
 def numbered(stream: str, number: int, event: bytes) -> bytes:
-    """Returns a server-sent event with the id by which a client says that it has it."""
+    """Returns a server-sent event with its id, which clients send back as the last one they have."""
     return f"id: {stream}:{number}\n".encode() + event
 
 
@@ -138,7 +138,7 @@ class KeptStreams:
         return self._response(context, stream, after)
 
     async def delete(self, stream: KeptStream) -> None:
-        """Ends a stream and forgets its events. Whoever reads it gets an error."""
+        """Ends a stream and forgets its events. Its readers get an error."""
         self._drop(stream, DELETED)
         assert stream.task is not None
         await asyncio.wait({stream.task})
@@ -198,7 +198,7 @@ class KeptStreams:
             stream.buffer.end()
 
     async def _add_error(self, stream: KeptStream) -> None:
-        """Adds the event that tells why a stream failed, unless nothing was sent: then it has an HTTP status."""
+        """Adds the event that reports why a stream failed. If nothing was sent, the HTTP status does so."""
         error, framing = stream.error, stream.framing
         if error is None or not stream.buffer.count:
             return

@@ -34,7 +34,7 @@ access = logging.getLogger("penstock.access")
 
 
 class LogSettings(NamedTuple):
-    """Says what a server logs, and how."""
+    """Configures the log of a server."""
 
     level: str = "info"  # the least severe that is logged, one of LEVELS
     format: str = "text"  # one of FORMATS
@@ -56,7 +56,7 @@ def set_up_logging(settings: LogSettings) -> None:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Returns the fields that a record carries beside its message."""
+    """Returns the fields of a record."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     return fields
 
@@ -163,7 +163,7 @@ def _count(context: RequestContext, finished: FinishedRequest) -> None:
 
 
 def _fields(context: RequestContext, status: int, began: float, ended: float) -> dict[str, Any]:
-    """Returns what a request's line says beside its method and path. What does not apply is left out."""
+    """Returns the fields of a request's log line. Those that do not apply are left out."""
     outcome, fields = context.notes.outcome, dict[str, Any]()
     fields |= {"status": status, "seconds": round(ended - began, 4), "id": context.id}
     fields |= {"model": context.notes.model} if context.notes.model else {}

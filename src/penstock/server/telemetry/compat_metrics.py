@@ -32,7 +32,7 @@ REQUEST = (
 TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 
 DEFAULT_SETS = ("vllm", "llamacpp")
-BUCKETS = {  # only those of our buckets that theirs have
+BUCKETS = {  # the buckets of theirs that we have
     "penstock_time_to_first_token_seconds": FIRST_TOKEN,
     "penstock_inter_token_seconds": INTER_TOKEN,
     "penstock_request_token_seconds": INTER_TOKEN,
@@ -71,7 +71,7 @@ class MetricNames(NamedTuple):
 
 
 def metric_sets() -> dict[str, Callable[[str], MetricNames]]:
-    """Returns what makes each set of names, which takes the default model's name."""
+    """Returns a function for each set of names, which makes it for a default model."""
     from penstock.server.dialects import dialects  # which import the metrics
     from penstock.server.telemetry import dynamo_metrics
 

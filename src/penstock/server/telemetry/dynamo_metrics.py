@@ -1,4 +1,4 @@
-"""Exports the metrics of NVIDIA Dynamo, for its dashboards: it has no dialect of its own."""
+"""Exports the metrics of NVIDIA Dynamo, for its dashboards."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class FleetCollector:
             yield reasons
 
     def _decisions(self) -> Iterator[Metric]:
-        """Yields what the gateways of all models have decided beside where requests go, and who waits there."""
+        """Yields the other decisions of all models' gateways, and their waiting requests."""
         for family, name, help, value_of in WHOLE:
             whole = family(f"penstock_fleet_{name}", help, labels=["model"])
             for model, client in self._engines():

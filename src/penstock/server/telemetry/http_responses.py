@@ -1,4 +1,4 @@
-"""Counts every HTTP answer by route, status and reason. What is refused before it is a request counts too."""
+"""Counts every HTTP answer by route, status and reason, also those to malformed requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-NO_ROUTE = "none"  # the route of what is no valid request, or asks for a path that does not exist
+NO_ROUTE = "none"  # the route of malformed requests and of unknown paths
 CLIENT_LEFT = 499  # the status of a request whose client left before there was an answer
 
 refused_connections: Counter[tuple[int, str]] = Counter()  # by status and reason: those that the protocol refused

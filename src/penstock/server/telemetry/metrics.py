@@ -91,7 +91,7 @@ class Metrics:
     """Holds all metrics of a server. `listeners` are called with every request that has ended."""
 
     def __init__(self, engines: Engines, model: str, sets: Collection[str] = compat_metrics.DEFAULT_SETS) -> None:
-        """Takes what lists the engines, the default model, and the other engines whose metric names are exported
+        """Takes a function that lists the engines, the default model, and the sets of metric names that are exported
         beside our own."""
         self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
         self.open: dict[RequestTimer, None] = {}  # those of requests in flight, the oldest first
@@ -216,7 +216,7 @@ class RequestTimer:
 
     @property
     def phase(self) -> str:
-        """Returns what the engine does for the request, as of its last step: decode, prefill, or let it wait."""
+        """Returns the request's phase in the last step: decode, prefill or waiting."""
         if self.generated:
             return "decode"
         return "prefill" if self.request.id in self._client.stats.prefilling else "waiting"
@@ -369,7 +369,7 @@ def _adapters(stats: Stats) -> Iterator[Metric]:
 
 
 def _disk(counts: DiskCounts) -> Iterator[Metric]:
-    """Yields what is known of KV blocks on disk."""
+    """Yields the metrics of KV blocks on disk."""
     yield GaugeMetricFamily("penstock_kv_disk_blocks", "KV blocks on disk that can be reused", counts.blocks)
     yield GaugeMetricFamily("penstock_kv_disk_bytes", "Bytes that they take", counts.bytes)
     for name, help, value in (
@@ -388,7 +388,7 @@ def _disk(counts: DiskCounts) -> Iterator[Metric]:
 
 
 def sum_stats(every: Sequence[Stats]) -> Stats:
-    """Returns what several engines did, added up."""
+    """Adds up the statistics of several engines."""
     sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
     drafts = add_drafts(counts for each in every for counts in each.drafts)
     adapters = tuple(chain.from_iterable(each.adapters for each in every))

@@ -10,7 +10,7 @@ from penstock.types import PeerCounts
 
 
 def peer_metrics(counts: PeerCounts) -> Iterator[Metric]:
-    """Yields what is known of pulls and offers."""
+    """Yields the metrics of pulls and offers."""
     for name, help, value in (
         ("pulls", "Requests for which KV blocks were read from another engine", counts.pulls),
         ("pulled_blocks", "KV blocks read from other engines", counts.pulled_blocks),

@@ -58,7 +58,7 @@ class RecentRequests:
         self._ended.append((context.caller.tenant, _ended(context, finished)))
 
     def of(self, tenant: str | None) -> list[EndedRequest]:
-        """Returns those of a tenant, the latest first; None: those of all."""
+        """Returns a tenant's requests, the latest first; None: all requests."""
         return [ended for whose, ended in reversed(self._ended) if tenant is None or whose == tenant]
 
     def medians(self) -> LatencyMedians:

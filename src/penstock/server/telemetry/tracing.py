@@ -85,7 +85,7 @@ class RequestSpan:
         return self._tracer.start_span(name, set_span_in_context(self.span), kind, start_time=began)
 
     def fall_back(self, model: str, to: str, why: str) -> None:
-        """Ends the spans of engines that could not answer, and says which model is asked in place of another."""
+        """Ends the spans of engines that could not answer, and records the fallback model."""
         for id in list(self._engines):
             self._interrupt(id)
         told = {"penstock.fallback.model": model, "penstock.fallback.to": to, "penstock.fallback.why": why}
@@ -112,7 +112,7 @@ class RequestSpan:
             span.end()
 
     def end(self) -> None:
-        """Ends the span, and those of engines."""
+        """Ends the span and the spans of engines."""
         for span in self._engines.values():
             span.end()
         set_answer(self.span, self.finished)
@@ -192,7 +192,7 @@ class Traces:
 
 
 def _route_attributes(placement: RequestPlacement) -> dict[str, Any]:
-    """Returns what is known of a decision."""
+    """Returns the attributes of a routing decision."""
     names = {"source": placement.source, "computing": placement.computing}
     return {
         "penstock.replica": placement.replica,

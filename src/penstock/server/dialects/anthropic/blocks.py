@@ -137,7 +137,7 @@ class BlockReader:
         return block
 
     def _unread(self, kind: object, role: str, where: str) -> AnthropicText | None:
-        """Returns what stands for a block that cannot be read: a text in a tool's result, nothing in an answer, where
+        """Returns the replacement of an unreadable block: a text in a tool's result, nothing in an answer, where
         such blocks tell what a service did by itself. Elsewhere the block is refused."""
         if self._context.lenient and isinstance(kind, str) and role in ("assistant", "tool"):
             self._context.notes.ignore_kind(where, kind)
@@ -157,5 +157,5 @@ class BlockReader:
         return AnthropicText("text", "\n".join([*filter(None, (document.title, document.context)), *texts]))
 
     def _texts(self, content: str | list[dict[str, Any]], where: str) -> list[str]:
-        """Returns the texts of content that has no other blocks."""
+        """Returns the texts of content that consists of text blocks only."""
         return [block.text for block in self.read(content, "system", where) if isinstance(block, AnthropicText)]

@@ -48,7 +48,7 @@ NO_EFFECT: NoEffect = {
 
 class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
     type: str  # enabled, disabled or adaptive
-    budget_tokens: Annotated[int, Meta(ge=1)] | None = None  # thinking is ended after so many
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None  # tokens after which thinking ends
     display: Literal["summarized"] | None = None
 
 
@@ -108,7 +108,8 @@ def read_grammar(body: MessagesConversation) -> Grammar | None:
 
 
 def template_fields(served: ServedModel, context: RequestContext, body: MessagesConversation) -> dict[str, Any]:
-    """Returns the template's fields beside messages and tools. Without `thinking` in the body the model does not think,
+    """Returns the template's fields other than messages and tools. Without `thinking` in the body the model does not
+    think,
     if it can be told so."""
     text, given = served.text, body.thinking
     if given is not None and given.type not in THINKING:
@@ -164,7 +165,7 @@ class _Renderer:
         return rendered
 
     def _results(self, blocks: Sequence[Block], where: str) -> Iterator[Rendered]:
-        """Yields each tool result as a message of its own, and then the user's text beside them."""
+        """Yields each tool result as a message of its own, and then the user's text."""
         for index, block in enumerate(blocks):
             if isinstance(block, AnthropicToolResult):
                 yield self._result(block, f"{where}.content[{index}]")

@@ -39,7 +39,7 @@ KSERVE = Framing(EVENT_STREAM, event, b"", KSERVE_ERRORS.encode)
 NO_EFFECT: NoEffect = {
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
-    "stream": ANY_VALUE,  # the route says whether an answer is streamed
+    "stream": ANY_VALUE,  # the route decides whether an answer is streamed
 }
 
 
@@ -160,7 +160,7 @@ async def live(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Response:
 
 
 async def ready(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
-    pool.check_health()
+    pool.models.check_health()
     return Response()
 
 

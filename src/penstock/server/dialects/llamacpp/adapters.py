@@ -58,6 +58,6 @@ async def scale_adapters(pool: ModelPool, http: HttpRequest, context: RequestCon
 
 def _model(pool: ModelPool, http: HttpRequest, context: RequestContext) -> ModelEntry:
     query = read_object(context, dict(http.query_params), AdapterQuery, {}, strict=False)
-    entry = pool.default if query.model is None else pool.get(query.model, context)
+    entry = pool.models.default if query.model is None else pool.models.get(query.model, context)
     context.caller.check_allowed(entry.name)
     return entry

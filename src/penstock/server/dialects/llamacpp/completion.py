@@ -37,7 +37,7 @@ from penstock.types import Request, SamplingParams
 LLAMACPP = Framing(
     EVENT_STREAM, event, b"", LLAMACPP_ERRORS.encode
 )  # a stream ends with its last chunk, without [DONE]
-NO_SLOT = -1  # as llama.cpp says that any slot may be taken
+NO_SLOT = -1  # llama.cpp's value for any slot
 
 
 class NativeChunk(msgspec.Struct, kw_only=True):
@@ -110,7 +110,7 @@ async def answer(
 
 
 def when_late(limit: int, request: Request) -> Cut:
-    """Returns what ends an answer once it has a line break and has taken `limit` milliseconds since its first token."""
+    """Returns a check that ends an answer with a line break `limit` milliseconds after its first token."""
     stopwatch, broken = Stopwatch(request), False
 
     def cut(delta: Delta) -> Delta:
@@ -124,7 +124,7 @@ def when_late(limit: int, request: Request) -> Cut:
 
 
 class _Progress(NamedTuple):
-    """Holds what an answer has so far."""
+    """Holds the state of an unfinished answer."""
 
     stopwatch: Stopwatch
     text: list[str]

@@ -16,7 +16,7 @@ LLAMACPP_TYPES = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
-PATHS = (  # those that have no dialect beside llama.cpp's
+PATHS = (  # used by llama.cpp's clients only
     "/apply-template",
     "/chat/",
     "/completion",

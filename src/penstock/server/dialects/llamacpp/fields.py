@@ -19,13 +19,13 @@ from penstock.server.http.bodies import ANY_VALUE, NoEffect
 from penstock.server.models.served_model import ServedModel
 from penstock.types import SAMPLERS, DryPenalty, SamplerChain, SamplingParams
 
-MAX_LOGPROBS = 20  # as many as the engine returns
+MAX_LOGPROBS = 20  # the engine's limit
 RANDOM_SEED = 2**32 - 1  # as which llama.cpp writes -1
 PENALTIES = ("penalties", "dry")  # samplers that are applied before all others
 LOOKED_UP = "ngram-simple"  # as llama.cpp calls drafts that are looked up in the text so far
 
 NO_EFFECT: NoEffect = OPENAI_NO_EFFECT | {
-    "model": ANY_VALUE,  # llama.cpp serves one model, under whatever name
+    "model": ANY_VALUE,  # llama.cpp serves one model, under any name
     "adaptive_decay": ANY_VALUE,  # without a target it does nothing
     "adaptive_target": (-1, -1.0),
     "backend_sampling": ANY_VALUE,
@@ -77,7 +77,7 @@ class CompletionFields(NativeFields):
 def sampling_of(
     served: ServedModel, context: RequestContext, body: NativeFields, ends: Sequence[int] = ()
 ) -> list[SamplingParams]:
-    """Returns sampling for each choice; `ends` are tokens that end an answer beside the model's own."""
+    """Returns sampling for each choice; `ends` are tokens that end an answer in addition to the model's own."""
     context.notes.explain |= bool(body.penstock)
     limit_drafts(served, context, body.speculation, (N_MAX, body.speculative_n_max))
     if body.cache_prompt is False:
@@ -174,8 +174,7 @@ _CHAIN_FIELDS = [name for name in SamplerChain._fields if name in GenerationSett
 
 
 def settings_of(served: ServedModel, params: SamplingParams, speculation: int | None = None) -> GenerationSettings:
-    """Returns what `generation_settings` says about an answer with this sampling, for which a step may draft so many
-    tokens."""
+    """Returns `generation_settings` for this sampling, with at most `speculation` drafted tokens per step."""
     chain, dry = params.chain or SamplerChain(), params.dry or DryPenalty(0.0)
     limit = -1 if params.max_tokens is None else params.max_tokens
     banned = sorted(served.text.tokenizer.eos_ids) if params.ignore_eos else []

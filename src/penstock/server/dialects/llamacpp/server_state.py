@@ -22,7 +22,7 @@ BUILD_INFO = f"b0-penstock-{__version__}"  # llama.cpp's clients expect b, a num
 
 
 class ChangedProps(msgspec.Struct, forbid_unknown_fields=True):
-    """Has no fields: nothing can be changed."""
+    """Is empty: nothing can be changed."""
 
 
 class SlotQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -17,13 +17,13 @@ STATES = {ModelState.LOADING: "starting", ModelState.AWAKE: "ready", ModelState.
 
 
 async def running(pool: ModelPool, _: HttpRequest, context: RequestContext) -> Response:
-    entries = [entry for entry in pool.entries if entry.state in STATES and may_see(context, entry)]
+    entries = [entry for entry in pool.models.entries if entry.state in STATES and may_see(context, entry)]
     here = [{"model": entry.name, "state": STATES[entry.state]} for entry in entries]
     return json_response({"running": here})
 
 
 async def unload_all(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
-    await asyncio.gather(*(pool.unload(entry.name) for entry in pool.entries if entry.served is not None))
+    await asyncio.gather(*(pool.unload(entry.name) for entry in pool.models.entries if entry.served is not None))
     return PlainTextResponse("OK")
 
 

@@ -268,7 +268,8 @@ class OllamaWriter:
             self._explanation.end(0, delta)
 
     def _messages(self, delta: Delta) -> list[OllamaAssistantMessage]:
-        """Returns what a delta adds. A call is added when it is complete: its arguments are an object here."""
+        """Returns the messages that a delta adds. A call comes when it is complete: its arguments are an object
+        here."""
         return [added for part in self._turn.parts(delta) if (added := self._added(part)) is not None]
 
     def _added(self, part: AnswerPart) -> OllamaAssistantMessage | None:

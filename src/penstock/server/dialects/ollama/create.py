@@ -73,7 +73,7 @@ UPLOAD_BLOB = Operation("application/octet-stream", answers=None)
 
 async def create(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, CreateModel, CREATE_NO_EFFECT)
-    pool.refresh()
+    pool.models.refresh()
     steps = [await asyncio.to_thread(_create, pool, context, body), "writing manifest", "success"]
     if body.stream is False:
         return json_response({"status": steps[-1]})
@@ -82,7 +82,7 @@ async def create(pool: ModelPool, http: HttpRequest, context: RequestContext) ->
 
 async def copy(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     body = await read_body(http, context, CopyModel, {})
-    pool.refresh()
+    pool.models.refresh()
     await asyncio.to_thread(_copy, pool, context, _plain(body.source), _plain(body.destination))
     return Response()
 
@@ -149,7 +149,7 @@ def _settings(pool: ModelPool, context: RequestContext, body: CreateModel, root:
 
 def _template(pool: ModelPool, template: str, root: DerivedModel) -> str:
     """Returns the template, or "" if it is the model's own, which is a Jinja template."""
-    base = base_of(pool.entries, root)
+    base = base_of(pool.models.entries, root)
     own = facts_of(base.source.path if base else store.derived_path(root)).template
     if template in ("", own):
         return ""
@@ -164,7 +164,7 @@ def _store(pool: ModelPool, context: RequestContext, derived: DerivedModel) -> N
         raise InvalidRequest(f"{derived.name!r} is taken: choose another name", param="model")
     if any(known.derived is None and known.name == derived.name for known in all_known(pool, RequestContext())):
         raise InvalidRequest(f"{derived.name!r} is a model that is not derived: choose another name", param="model")
-    same = pool.find(derived.name)
+    same = pool.models.find(derived.name)
     other = same is not None and same.name == derived.name and not serves(same.name, same.source.path, derived)
     if other and same is not None and (same.source.fixed or same.served is not None):
         raise InvalidRequest(

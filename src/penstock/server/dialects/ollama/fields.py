@@ -84,7 +84,7 @@ def check(context: RequestContext, body: OllamaFields) -> None:
 
 
 def note_keep_alive(context: RequestContext, keep_alive: float | str | None) -> None:
-    """Notes how long the model stays loaded after this request. A key without --admin has no say in that: others use
+    """Notes how long the model stays loaded after this request. A key without --admin cannot change that: others use
     the model too."""
     if keep_alive is None:
         return
@@ -103,7 +103,7 @@ def unloads(body: OllamaFields) -> bool:
 
 
 def template_fields(served: ServedModel, context: RequestContext, body: OllamaFields) -> dict[str, Any]:
-    """Returns the template's fields beside messages and tools."""
+    """Returns the template's fields other than messages and tools."""
     if body.think is None or isinstance(body.think, str):
         return think_with_effort(context, served.text, body.think, "think")
     return switch_thinking(context, served.text, body.think, "think", body.think)

@@ -84,7 +84,7 @@ async def version(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Respons
 
 
 async def list_stored(pool: ModelPool, _: HttpRequest, context: RequestContext) -> Response:
-    pool.refresh()
+    pool.models.refresh()
 
     def look() -> list[dict[str, Any]]:
         return [_listed(known) | {"modified_at": known.modified} for known in all_known(pool, context)]
@@ -94,7 +94,7 @@ async def list_stored(pool: ModelPool, _: HttpRequest, context: RequestContext) 
 
 async def running(pool: ModelPool, _: HttpRequest, context: RequestContext) -> Response:
     """Lists the loaded models and those derived from them. How much of a model is on a GPU is not known here."""
-    loaded = {entry.name: entry for entry in pool.entries if entry.awake is not None}
+    loaded = {entry.name: entry for entry in pool.models.entries if entry.awake is not None}
 
     def look() -> list[dict[str, Any]]:
         here = [(known, loaded[known.served]) for known in all_known(pool, context) if known.served in loaded]
@@ -115,9 +115,9 @@ def _kept(entry: ModelEntry) -> dict[str, Any]:
 
 async def show(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     ref = (await _named(http, context)).ref
-    pool.refresh()
+    pool.models.refresh()
     known = {each.name for each in all_known(pool, context)}
-    if ref not in known and not store.derived_model(ref) and (stands_for := pool.find(ref)) is not None:
+    if ref not in known and not store.derived_model(ref) and (stands_for := pool.models.find(ref)) is not None:
         ref = stands_for.name
     return json_response(await asyncio.to_thread(lambda: _shown(pool, find_known(pool, ref, context))))
 
@@ -126,12 +126,16 @@ async def delete(pool: ModelPool, http: HttpRequest, context: RequestContext) ->
     """Deletes a model. One that the server found in the store itself is unloaded, too, unless it answers requests: then
     it stays until it is unloaded. One that the server was started with cannot be deleted."""
     ref = (await _named(http, context)).ref
-    pool.refresh()
+    pool.models.refresh()
 
     def work() -> str:
         known = find_known(pool, ref, context)
         own = _owns_files(known)
-        if known.served and (known.name == known.served or own) and (not own or pool.get(known.served).source.fixed):
+        if (
+            known.served
+            and (known.name == known.served or own)
+            and (not own or pool.models.get(known.served).source.fixed)
+        ):
             raise InvalidRequest(
                 f"{known.name!r} is being served and cannot be deleted: stop the server first", param="model"
             )
@@ -154,7 +158,7 @@ async def _named(http: HttpRequest, context: RequestContext) -> NamedModel:
     return await read_body(http, context, NamedModel, NO_EFFECT)
 
 
-# -- what is here -------------------------------------------------------------------------------------------------
+# -- listing -----------------------------------------------------------------------------------------------------
 
 
 def all_known(pool: ModelPool, context: RequestContext) -> list[KnownModel]:
@@ -164,7 +168,7 @@ def all_known(pool: ModelPool, context: RequestContext) -> list[KnownModel]:
         for entry in store.entries()
     }
     began = datetime.fromtimestamp(pool.created, UTC).isoformat()
-    served = [_served(entry, stored.get(entry.source.path), began) for entry in pool.entries]
+    served = [_served(entry, stored.get(entry.source.path), began) for entry in pool.models.entries]
     names, paths = {known.name for known in served}, {known.path for known in served}
     others = [known for known in stored.values() if known.path not in paths and known.name not in names]
     taken = names | {known.name for known in others}
@@ -197,7 +201,7 @@ def _served(entry: ModelEntry, same: KnownModel | None, began: str) -> KnownMode
 
 
 def _derived(pool: ModelPool, derived: DerivedModel) -> KnownModel:
-    base = base_of(pool.entries, derived)
+    base = base_of(pool.models.entries, derived)
     path = base.source.path if base else store.derived_path(derived)
     served = base.name if base else ""
     return KnownModel(derived.name, path, derived.digest, derived.made, bool(derived.blob), derived, served)
@@ -250,7 +254,7 @@ UNKNOWN = ModelFacts(
 
 @lru_cache(maxsize=256)
 def facts_of(path: Path | None) -> ModelFacts:
-    """Returns what a model's files say, or UNKNOWN if this engine does not support them."""
+    """Returns the facts in a model's files, or UNKNOWN if this engine does not support them."""
     try:
         return UNKNOWN if path is None else _read_facts(path)
     except (ModelError, OSError):
@@ -294,7 +298,7 @@ def _count(parameters: int) -> str:
 def _shown(pool: ModelPool, known: KnownModel) -> dict[str, Any]:
     facts, derived = facts_of(known.path), known.derived or DerivedModel(name=known.name)
     info = dict(facts.info)
-    served = pool.get(known.served).served if known.served else None
+    served = pool.models.get(known.served).served if known.served else None
     if served is not None and served.client.hello is not None:  # clients ask for as much context as they read here
         info[f"{facts.details['family'] or 'general'}.context_length"] = served.limits.max_len
     settings = {"system": derived.system, "messages": derived.messages, "license": "\n".join(derived.license)}
@@ -329,7 +333,7 @@ def modelfile(derived: DerivedModel) -> str:
 
 
 def _capabilities(template: str, served: ServedModel | None) -> list[str]:
-    """Returns what the model can do. `served` is given while it is loaded: then its vocabulary is known."""
+    """Returns the model's capabilities. `served` is given while it is loaded: then its vocabulary is known."""
     format = ChatTemplate({"default": template}, {}).format
     named = {
         "completion": served is None or served.generates,
@@ -372,7 +376,7 @@ def _source(ref: str) -> str:
     if ref in store.ALIASES:
         return ref
     if ref.startswith("hf:"):
-        parse(ref)  # raises for what is no reference
+        parse(ref)  # raises for a malformed reference
         return ref
     if source := catalogue_source(ref):
         return str(source)

@@ -1,6 +1,6 @@
-"""Pulls models for clients: each model once at a time, however many clients ask, and few models at once.
+"""Pulls models for clients: one pull per model, shared by all clients that ask, and few models at once.
 
-A pull goes on when its clients have left: the next one finds it done.
+A pull continues when its clients have left: the next one finds it done.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Batches(Endpoints):
         batch = BatchJob(
             id=f"batch_{secrets.token_hex(12)}",
             endpoint=body.endpoint,
-            model=pool.default.name,
+            model=pool.models.default.name,
             input_file_id=body.input_file_id,
             completion_window=WINDOW,
             created_at=now,

@@ -102,14 +102,14 @@ class ChatBody(GenerationFields):
     thinking_budget: Annotated[int, Meta(ge=1)] | None = None  # tokens
     thinking: ThinkingWish | None = None
     reasoning: ThinkingWish | None = None
-    prediction: Prediction | None = None  # how the client expects the answer to go on: it is drafted
+    prediction: Prediction | None = None  # text that the client expects in the answer: it is drafted
     verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
     store: bool | None = None  # the answer can be retrieved later, see stored_chats.py
     metadata: Any = None  # of a stored answer
 
 
 class ChatStyle(NamedTuple):
-    """Lists the differences between clients of OpenAI's route and of llama.cpp's, which has no version."""
+    """Lists the differences between OpenAI's route and llama.cpp's unversioned one."""
 
     any_name: bool = False  # the server has one model, and a request may call it anything
     own_seeds: bool = False  # a seed gives the same text as in llama.cpp
@@ -181,7 +181,7 @@ async def _prompt(
 
 
 def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
-    """Returns the template's fields beside messages and tools."""
+    """Returns the template's fields other than messages and tools."""
     fields: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         fields |= think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
@@ -223,7 +223,7 @@ CHAT_COMPLETIONS = Operation(ChatBody, CHAT_NO_EFFECT, ChatCompletion, ChatCompl
 
 
 class AnswerTokens:
-    """Writes the tokens of a chat's answer, next to its text: their logprobs, their ids and those of the prompt."""
+    """Writes the logprobs and the ids of an answer's tokens and its prompt's."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], body: ChatBody) -> None:
         self._tokenizer = tokenizer
@@ -251,22 +251,21 @@ class ChatWriter:
     def __init__(
         self, served: ServedModel, context: RequestContext, turn: ChatTurn, body: ChatBody, style: ChatStyle
     ) -> None:
-        self._opening = style.opening
+        echo = _last_answer(body) if body.echo else ""
+        self._opening = echo or style.opening  # the content of the first chunk
         self._stopwatches = [Stopwatch(each) for each in turn.requests] if style.timed or body.timings_per_token else []
         self._timed_chunks = bool(body.timings_per_token)
         self._tokens = AnswerTokens(served.text.tokenizer, turn.request.prompt, body)
         self._verbose = VerboseReport(_spelled_prompt(served, turn)) if body.verbose else UNSET
         self._head = new_head("chatcmpl", served.name, body.service_tier, body.request_id)
         self._reasons = body.include_reasoning is not False
-        self._echo = _last_answer(body) if body.echo else ""
         self._turn = turn
         self._tally = TokenTally(turn.requests, body.choices)
         self._explanation = Explanation(served, context, turn.requests)
         self._plain = not (body.logprobs or self._timed_chunks or body.return_token_ids)  # chunks have only text
         self._usage = None if body.wants_usage else UNSET
         self._choices = [
-            ChatChoice(index, AssistantMessage(self._echo), self._tokens.logprobs([]))
-            for index in range(len(turn.requests))
+            ChatChoice(index, AssistantMessage(echo), self._tokens.logprobs([])) for index in range(len(turn.requests))
         ]
         self._templates: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
         self.on_end: Callable[[ChatCompletion], None] | None = None  # is called with the whole answer, streamed or not
@@ -325,7 +324,7 @@ class ChatWriter:
     def _all_chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
         """Yields the chunks of any delta: the first, the last, and those in between."""
         if choice not in self._templates:
-            first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", self._echo or self._opening)))
+            first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", self._opening)))
             first.prompt_token_ids = self._tokens.prompt_ids
             yield encode(first)
             self._templates[choice] = ChunkTemplate(
@@ -372,7 +371,7 @@ class ChatWriter:
             entries, ids = [], ids and []
 
     def _parts(self, choice: int, delta: Delta) -> list[AnswerPart]:
-        """Returns what a delta adds to its choice, without reasoning that is not wanted."""
+        """Returns the parts that a delta adds to its choice, without unwanted reasoning."""
         parts = self._turn.parts(delta, choice)
         return parts if self._reasons else [part for part in parts if not isinstance(part, Reasoning)]
 

@@ -114,7 +114,7 @@ def add_part(message: AssistantMessage, part: AnswerPart) -> None:
 
 
 def chat_delta(part: AnswerPart) -> ChatDelta | None:
-    """Returns what a chunk says of a part; None for the end of a call, which has no chunk."""
+    """Returns a part's chunk; None for the end of a call."""
     match part:
         case Content(text):
             return ChatDelta(content=text)

@@ -309,7 +309,7 @@ class CompletionWriter:
         return added
 
     def _add_scores(self, answer: CompletionChoice, delta: Delta) -> None:
-        """Adds the scores of the prompt's tokens, with as many alternatives as were asked for."""
+        """Adds the scores of the prompt's tokens, with the requested number of alternatives."""
         scores = [each._replace(top=each.top[: self._prompt_logprobs]) for each in delta.scores]
         answer.prompt_logprobs = [*(answer.prompt_logprobs or [None]), *prompt_entries(self._tokenizer, scores)]
 

@@ -81,7 +81,7 @@ class Files(Endpoints):
         return json_response(await self._find(http, context))
 
     async def content(self, _: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
-        """Returns the file as plain bytes, whatever they are, so that no browser shows them as a page."""
+        """Returns the file as plain bytes of no type, so that no browser shows them as a page."""
         file = await self._find(http, context)
         path = self._archive.path(file.id)
         try:

@@ -28,7 +28,7 @@ NO_EFFECT: NoEffect = {"user": ANY_VALUE, "priority": [0], "truncation_direction
 
 
 class ClassifyParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Holds the options that Hugging Face's client sends beside its input. It then expects a list of lists."""
+    """Holds the options that Hugging Face's client sends with its input. It then expects a list of lists."""
 
     function_to_apply: str | None = None  # sigmoid, softmax or none
     top_k: int | None = None

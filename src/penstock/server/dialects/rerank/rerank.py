@@ -38,7 +38,7 @@ NO_EFFECT: NoEffect = {
 
 
 class Document(msgspec.Struct):
-    """Is a document of Jina's and Cohere's: other fields than its text are left alone."""
+    """Is a document of Jina's and Cohere's: only its text is read."""
 
     text: str
 
@@ -162,7 +162,7 @@ def _texts(body: RerankBody, context: RequestContext) -> list[str]:
 
 
 def _cutting(body: RerankBody, cohere: bool) -> Cutting:
-    """Returns what is cut. Cohere cuts documents that are too long; others refuse them unless a request asks for it."""
+    """Returns the cutting. Cohere cuts documents that are too long; others refuse them unless a request asks for it."""
     if body.truncate_prompt_tokens is not None:
         return cutting_of(body.truncate_prompt_tokens)
     asked = body.truncate if body.truncate is not None else body.truncation
@@ -177,7 +177,7 @@ def _ranked(scored: Scored, texts: list[str], activation: str) -> list[Ranked]:
 
 
 def _tei(body: RerankBody, served: ServedModel, scored: Scored, texts: list[str]) -> list[TeiRank]:
-    """Returns the ranks in TEI's shape. Its scores are sigmoids of logits, whatever the model's own activation is."""
+    """Returns the ranks in TEI's shape. Its scores are sigmoids of logits for every model."""
     activation = "identity" if body.raw_scores or not served.limits.labels else "sigmoid"
     ranked = _ranked(scored, texts, activation)
     return [TeiRank(index, score, text if body.return_text else UNSET) for index, score, text in ranked]

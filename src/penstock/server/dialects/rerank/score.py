@@ -28,7 +28,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.text.pairs import scores
 
 NO_EFFECT: NoEffect = {"user": ANY_VALUE, "encoding_format": ["float"], "priority": [0], "mm_processor_kwargs": []}
-Tokens = Annotated[int, Meta(ge=-1)]  # -1: as many as the context holds
+Tokens = Annotated[int, Meta(ge=-1)]  # -1: the size of the context
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -76,12 +76,12 @@ async def score(served: ServedModel, http: HttpRequest, context: RequestContext)
 
 
 def cutting_of(tokens: int | None) -> Cutting:
-    """Returns what vLLM's truncate_prompt_tokens asks for."""
+    """Returns the cutting for vLLM's truncate_prompt_tokens."""
     return Cutting(None if tokens in (None, -1, 0) else tokens, cut=bool(tokens))
 
 
 def _pairs(body: ScoreBody) -> list[Pair]:
-    """Returns the pairs: one text with each of several, or several with as many."""
+    """Returns the pairs: one text with each of several, or two lists of equal length."""
     left, right = body.text_1, body.text_2
     names = ("text_1", "text_2") if body.queries is None and body.documents is None else ("queries", "documents")
     if names[0] == "queries":

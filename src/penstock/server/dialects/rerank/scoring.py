@@ -37,15 +37,15 @@ class Single(NamedTuple):
 
 
 class Cutting(NamedTuple):
-    """Says what happens to texts that are too long."""
+    """Describes how long texts are cut."""
 
-    longest: int | None = None  # tokens of a pair or a text; None: as many as the model's context holds
+    longest: int | None = None  # tokens of a pair or a text; None: the size of the context
     cut: bool = False  # else they are refused
-    document: int | None = None  # tokens of a pair's second text; None: as many as there is room for
+    document: int | None = None  # tokens of a pair's second text; None: limited by the context only
 
 
 class Scored(NamedTuple):
-    """Holds what was computed for some pairs or texts."""
+    """Holds the results for some pairs or texts."""
 
     logits: list[Vector]  # of each: one for each label, or the cosine similarity of the two embeddings
     tokens: int  # of all prompts
@@ -67,7 +67,7 @@ def usage_of(scored: Scored) -> ScoreUsage:
 
 
 def activation_of(limits: Limits) -> str:
-    """Returns what turns logits into scores. A cosine similarity is a score as it is."""
+    """Returns the function that turns logits into scores. A cosine similarity is a score already."""
     return limits.activation or "identity"
 
 

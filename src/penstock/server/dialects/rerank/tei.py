@@ -23,7 +23,7 @@ NO_EFFECT: NoEffect = {"truncation_direction": ["Right", "right"], "prompt_name"
 
 class TeiEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     inputs: str | list[str]
-    normalize: bool | None = None  # True unless it says otherwise
+    normalize: bool | None = None  # default: true
     truncate: bool | None = None
     dimensions: int | None = None
 

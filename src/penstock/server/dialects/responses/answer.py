@@ -376,7 +376,7 @@ class OpenShellCall(OpenToolCall):
         try:
             self._call.action = msgspec.convert(call_input(text) or {}, ShellAction)
         except msgspec.ValidationError:
-            self._call.action = ShellAction([text])  # the client's shell says what is wrong with it
+            self._call.action = ShellAction([text])  # the client's shell reports errors in it
         return iter(())
 
 

@@ -1,4 +1,4 @@
-"""Generates a response in the background: it goes on when its client leaves, and can be cancelled."""
+"""Generates a response in the background: it continues when its client leaves, and can be cancelled."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class CustomInputDone(ItemEvent, tag="response.custom_tool_call_input.done"):
 
 
 class ReadingFailed(ResponseEvent, tag="error"):
-    """Tells one reader why it gets no more events. The response itself may go on."""
+    """Reports to one reader why its events end. The response itself may continue."""
 
     code: str
     message: str

@@ -65,7 +65,7 @@ REASONING_NO_EFFECT: NoEffect = {  # reasoning is always returned in full: nothi
 
 
 class ResponsesConversation(SamplingFields, kw_only=True):
-    """Declares the fields that the prompt depends on. Those of sampling are accepted beside them."""
+    """Declares the fields that the prompt depends on. Sampling fields are accepted, too."""
 
     model: str | None = None
     input: str | list[dict[str, Any]] | None = None

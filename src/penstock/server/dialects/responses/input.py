@@ -126,7 +126,7 @@ def _refusal(part: object) -> object:
 
 
 def _output(context: RequestContext, output: object, where: str) -> object:
-    """Returns a tool's output. An image or a file in it is replaced by a text that says so."""
+    """Returns a tool's output. An image or a file in it is replaced by a note."""
     if not isinstance(output, list):
         return output
     check_count(output, MAX_PARTS, where)

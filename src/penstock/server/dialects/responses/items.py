@@ -86,7 +86,7 @@ class LocalShellItem(msgspec.Struct, tag_field="type", tag="local_shell_call", f
 
 
 class CallOutput(msgspec.Struct, forbid_unknown_fields=True):
-    """Is what a tool returned for a call."""
+    """Is a tool's result for a call."""
 
     id: str
     call_id: str

@@ -39,12 +39,12 @@ class StoredResponse:
         return len(encode(self.response)) + len(encode(self.input)) + events
 
     def record(self) -> AnswerRecord:
-        """Returns what is kept on disk, which is all but the events."""
+        """Returns the record for the disk, which lacks the events."""
         return AnswerRecord(self.id, self.tenant, encode((self.response, self.input)))
 
     @classmethod
     def of(cls, record: AnswerRecord) -> Self:
-        """Returns what was kept. A response that had not ended has failed: its server ended before it could say so."""
+        """Returns the response in a record. One that had not ended has failed: its server was killed."""
         response, input = _decoder.decode(record.body)
         if response.status in UNENDED:
             response.status, response.error = "failed", ResponseError("server_error", CUT_OFF)

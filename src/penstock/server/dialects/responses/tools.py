@@ -146,7 +146,7 @@ class _ToolReader:
         return read_object(self._context, {**given}, kind, TOOL_NO_EFFECT, where)
 
     def _input_rule(self, tool: CustomTool, where: str, namespace: str) -> str:
-        """Returns a sentence about the input. The model is told of a grammar, which the answer is held to."""
+        """Returns a sentence about the input. It mentions the grammar that the answer has to match."""
         if tool.format is None or tool.format.type == "text":
             return "The input is plain text."
         syntax, definition = tool.format.syntax, tool.format.definition

@@ -57,4 +57,4 @@ async def unload_adapter(pool: ModelPool, http: HttpRequest, context: RequestCon
 
 
 def _loaded(pool: ModelPool) -> SglangAdapters:
-    return SglangAdapters({each.name: each.path for entry in pool.entries for each in entry.listed_adapters})
+    return SglangAdapters({each.name: each.path for entry in pool.models.entries for each in entry.listed_adapters})

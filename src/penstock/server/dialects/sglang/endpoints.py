@@ -1,4 +1,4 @@
-"""Serves SGLang's routes beside /generate: what the server and its model are, embeddings, and the prefix cache."""
+"""Serves SGLang's routes other than /generate: information, embeddings, and the prefix cache."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def given_prompts(text: str | list[str] | None, ids: list[int | list[int]] | Non
 
 
 def _each(given: Any, count: int, param: str) -> list[Any]:
-    """Returns a setting for each prompt: the same for all, or those of a list."""
+    """Returns a setting for each prompt: the same for all, or one from a list."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
@@ -212,7 +212,7 @@ GENERATE = Operation(SglangBody, NO_EFFECT, (SglangAnswer, list[SglangAnswer]), 
 
 
 class SglangOutput:
-    """Builds one answer. What is streamed is always the whole text so far."""
+    """Builds one answer. Each chunk of a stream has the whole text so far."""
 
     def __init__(self, id: str, request: Request, logprobs: SglangLogprobs, tokenizer: Tokenizer) -> None:
         self.answer = SglangAnswer("", [], SglangMeta(id, len(request.prompt)))

@@ -33,7 +33,7 @@ CONTINUE_NO_EFFECT: NoEffect = {"torch_empty_cache": ANY_VALUE}
 
 
 class PauseGeneration(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Says what becomes of running requests. `in_place` and `retract` keep them; whether their KV is computed again is
+    """Declares the fate of running requests. `in_place` and `retract` keep them; whether their KV is computed again is
     said by the update of weights that follows."""
 
     mode: Literal["abort", "retract", "in_place"] | None = None  # left out: in_place

@@ -63,7 +63,7 @@ class TgiParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate: Annotated[int, Meta(ge=1)] | None = None  # tokens of the prompt's end that are used
     details: bool | None = None
     decoder_input_details: bool | None = None  # details have the prompt's tokens
-    top_n_tokens: int | None = None  # details have so many alternatives for each token
+    top_n_tokens: int | None = None  # number of alternatives for each token in the details
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     grammar: TgiGrammar | None = None
     adapter_id: str | None = None  # an adapter that is loaded
@@ -184,7 +184,7 @@ def _sampling(served: ServedModel, given: TgiParameters, scored: bool) -> list[S
 
 
 def _structured(given: TgiGrammar | None) -> dict[str, Any]:
-    """Returns the field that asks for a grammar. The value of a json_schema may have the schema's name beside it."""
+    """Returns the field that asks for a grammar. The value of a json_schema may contain the schema's name."""
     if given is None:
         return {}
     where, value = "parameters.grammar.value", given.value

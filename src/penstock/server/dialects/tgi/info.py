@@ -1,4 +1,4 @@
-"""Serves GET /info: what Text Generation Inference says of itself and its model."""
+"""Serves GET /info: facts about the server and its model."""
 
 from __future__ import annotations
 

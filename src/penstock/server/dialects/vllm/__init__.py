@@ -1,4 +1,4 @@
-"""Serves the routes that clients of vLLM use beside OpenAI's."""
+"""Serves the routes that vLLM adds to OpenAI's."""
 
 from __future__ import annotations
 

@@ -86,17 +86,19 @@ async def version(_: ModelPool, __: HttpRequest, ___: RequestContext) -> Respons
 
 
 async def ping(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
-    pool.check_health()
+    pool.models.check_health()
     return Response()
 
 
 async def load(pool: ModelPool, _: HttpRequest, __: RequestContext) -> Response:
     """Answers with the number of requests in all engines."""
-    return json_response({"server_load": sum(each.stats.running + each.stats.waiting for _, each in pool.clients())})
+    return json_response(
+        {"server_load": sum(each.stats.running + each.stats.waiting for _, each in pool.models.clients())}
+    )
 
 
 async def tokenizer_info(served: ServedModel, _: HttpRequest, __: RequestContext) -> Response:
-    """Answers with what a client needs to count tokens and render chats as the server does: lm-eval asks for it."""
+    """Answers with the facts that a client needs to count tokens and render chats itself: lm-eval asks for them."""
     text = served.text
     special: dict[str, str | None] = {f"{kind}_token": None for kind in ("bos", "eos", "pad", "unk")}
     if text.tokenizer.eos_ids:

@@ -26,7 +26,7 @@ class SleepQuery(SleepingQuery, kw_only=True):
 
 
 class WakeUpQuery(SleepingQuery, kw_only=True):
-    tags: str | None = None  # what is woken, for vLLM; here it is everything
+    tags: str | None = None  # vLLM's parts to wake; here all are woken
 
 
 SLEEP = Operation(query=SleepQuery, answers=None)
@@ -37,18 +37,18 @@ SLEEPING = Operation(query=SleepingQuery)
 async def sleep(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     """Answers when the model sleeps, which is after its answers have ended."""
     query = read_object(context, dict(http.query_params), SleepQuery, {})
-    await pool.sleep(query.model or pool.default.name, keep_weights=query.level != "2")
+    await pool.sleep(query.model or pool.models.default.name, keep_weights=query.level != "2")
     return Response()
 
 
 async def wake_up(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     query = read_object(context, dict(http.query_params), WakeUpQuery, {})
-    await pool.load(query.model or pool.default.name)
+    await pool.load(query.model or pool.models.default.name)
     return Response()
 
 
 async def is_sleeping(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     query = read_object(context, dict(http.query_params), SleepingQuery, {})
-    entry = pool.get(query.model or pool.default.name, context)
+    entry = pool.models.get(query.model or pool.models.default.name, context)
     context.caller.check_allowed(entry.name)
     return json_response({"is_sleeping": entry.state is ModelState.ASLEEP})

@@ -26,7 +26,7 @@ class WeightsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class PauseQuery(WeightsQuery, kw_only=True):
     mode: Literal["abort", "wait", "keep"] | None = None  # left out: keep
-    clear_cache: str | None = None  # KV of other weights is never reused, whatever is said here
+    clear_cache: str | None = None  # no effect: KV of other weights is never reused
     wait_for_inflight_requests: Literal["true", "false", "1", "0"] | None = None  # the older name of mode=wait
 
 
