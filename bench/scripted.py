@@ -38,17 +38,18 @@ class Script(Feature):
     def __init__(self) -> None:
         self.answers: dict[int, tuple[int, Sequence[int]]] = {}  # by request: the length of its prompt, and its answer
         self._plans: dict[Ticket, StepPlan] = {}
-
-    def join(self, engine: Engine) -> None:
-        super().join(engine)
-        self._waited = engine.backend.wait
-        engine.backend.wait = self._wait  # type: ignore[method-assign]
+        self._waited: Any = None  # the backend's own method
 
     def launched(self, plan: StepPlan, gap: float) -> None:
+        backend = self.engine.backend
+        if self._waited is None:
+            self._waited = backend.wait
+            backend.wait = self._wait  # type: ignore[method-assign]
         self._plans[self.engine.pipeline.in_flight[-1].ticket] = plan
 
     def close(self) -> None:
-        self.engine.backend.wait = self._waited  # type: ignore[method-assign]
+        if self._waited is not None:
+            self.engine.backend.wait = self._waited  # type: ignore[method-assign]
 
     def _wait(self, ticket: Ticket) -> Any:
         result, plan = self._waited(ticket), self._plans.pop(ticket, None)

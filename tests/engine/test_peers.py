@@ -690,7 +690,7 @@ def test_counts_add_up_and_are_exported() -> None:
 def test_a_state_that_finds_no_room_leaves_nothing_to_offer(free: int) -> None:
     """Its parts may take more places than all blocks of the chain: the search for a shorter chain never ended."""
     offers = BlockOffers.__new__(BlockOffers)
-    offers._cache = SimpleNamespace(reusable=len, groups=1)  # type: ignore[assignment]
+    offers._cache = SimpleNamespace(prefixes=SimpleNamespace(reusable=len), groups=1)  # type: ignore[assignment]
     offers._area = SimpleNamespace(state_parts=9)  # type: ignore[assignment]
     offers._wanted = lambda nodes, first, count: count  # type: ignore[method-assign]
     assert offers._that_fit([None] * 5, 0, free) == max(min(free - 9, 5), 0)  # type: ignore[list-item]

@@ -35,7 +35,7 @@ def conversations(interval: float) -> Trace:
             at = (user + 12 * turn) * 3 * interval + random.uniform(0, interval)
             prompt = len(path) * BLOCK + random.randint(1, BLOCK - 1)
             requests.append(TracedRequest(at, prompt, random.randint(5, 40), tuple(path)))
-    return Trace(BLOCK, sorted(requests, key=lambda each: each.standing.arrival))
+    return Trace(BLOCK, sorted(requests, key=lambda each: each.arrival))
 
 
 class EngineOnAVirtualClock:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from penstock.core import Scheduler
+from penstock.core import Scheduler, SequenceParams
 from penstock.core import Sequence as Stream
 from penstock.core.policy import StandardPolicy
 from penstock.core.step_cost import CostModel
@@ -142,9 +142,9 @@ class VirtualServer:
         sent = Sent(request, self.now)
         self.all.append(sent)
         engine = min(self.engines, key=lambda each: len(each.scheduler.sequences))
-        stream = Stream(request.id, request.prompt, answer, claim=stated)
+        stream = Stream(request.id, request.prompt, answer, SequenceParams(claim=stated))
         self._measure()
-        cached = engine.scheduler.cache.held(stream) if self._indexed else 0
+        cached = engine.scheduler.cache.prefixes.held(stream) if self._indexed else 0
         try:
             sent.expected = self.forecast.admit(request, self._patience, self.now, LIMITS, sender, cached)
         except WaitTooLong as error:

@@ -14,7 +14,7 @@ from penstock.core.kvcache import KvCache
 from penstock.core.step_cost import PromptCost
 from penstock.engine.feature import End, Feature
 from penstock.engine.host_blocks import HostMemory
-from penstock.engine.kv_transfer.pulls import NO_ROOM, BlockPulls, PullCounts
+from penstock.engine.kv_transfer.pulls import BlockPulls, NoPulls, PullCounts
 from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import Need
 from penstock.types import (
@@ -43,6 +43,30 @@ class TransferOptions(NamedTuple):
 NO_TRANSFER = TransferOptions(b"")
 
 
+class NoOffers:
+    """Offers nothing."""
+
+    def offer(self, message: Offer) -> Offered:
+        """Returns the offer of a prompt's blocks; without blocks if none can be offered."""
+        return Offered(message.id)
+
+    def end(self, id: bytes) -> None:
+        """Ends an offer."""
+
+    def clear(self) -> None:
+        """Ends all offers."""
+
+    def release_device(self) -> None:
+        """Ends the offers on the device, and gives their memory back."""
+
+    def count(self, counts: PeerCounts) -> PeerCounts:
+        """Returns the counts completed by the counts of offers."""
+        return counts
+
+    def close(self) -> None:
+        """Ends all offers and stops listening."""
+
+
 class PeerBlocks(Feature):
     """Answers Offers, Releases and Prefills, and has the blocks read that were offered for requests."""
 
@@ -61,7 +85,7 @@ class PeerBlocks(Feature):
         self._size = limits.block_size
         self._device = "" if backend.sharing is None else backend.sharing.name
         self._counts = PullCounts()
-        self._pulls: BlockPulls | None = None
+        self._pulls = NoPulls(self._counts)
         movable = host.states is not None or not limits.states
         direct = not limits.states and (backend.sharing is not None or isinstance(backend.kv, BlockRows))
         if movable and (host.blocks is not None or direct):
@@ -78,7 +102,7 @@ class PeerBlocks(Feature):
                 lambda: self.engine.pipeline.distrust_cache(),
             )
         self._prefills: dict[int, Prefill] = {}  # in progress; afterwards with the request that computed the prompt
-        self._offers: BlockOffers | None = None
+        self._offers: BlockOffers | NoOffers = NoOffers()
         if options.listen and movable and not limits.encoder:
             from penstock.engine.kv_transfer.offers import open_offers  # imports sockets, which take long
 
@@ -88,12 +112,12 @@ class PeerBlocks(Feature):
 
     def answer(self, message: Any) -> Sequence[Event]:
         if isinstance(message, Offer):
-            return [self._offer(message)]
+            return [self._offers.offer(message)]
         if isinstance(message, Prefill):
             if self._offers is None:
                 return [Offered(message.id)]
             self.engine.handle(Add(self.prefill(message)))
-        if isinstance(message, Release) and self._offers is not None:
+        if isinstance(message, Release):
             self._offers.end(message.offer)
         return ()
 
@@ -135,37 +159,25 @@ class PeerBlocks(Feature):
 
     def _offer_prefilled(self, message: Prefill) -> Offered:
         prompt, salt = message.request.prompt, message.request.salt
-        return self._offer(Offer(prompt, salt, message.first, message.seconds, message.device, id=message.id))
-
-    def _offer(self, message: Offer) -> Offered:
-        return Offered(message.id) if self._offers is None else self._offers.offer(message)
+        return self._offers.offer(Offer(prompt, salt, message.first, message.seconds, message.device, id=message.id))
 
     def reads(self, record: RequestRecord) -> Sequence[Need]:
-        if record.request.pull is None:
-            return ()
-        if self._pulls is not None:
-            return self._pulls.needs(record, self.engine.weights)
-        record.request = record.request._replace(pull=None)
-        self._counts.failures[NO_ROOM] += 1
-        return ()
+        return self._pulls.needs(record, self.engine.weights)
 
     def ended(self, record: RequestRecord, event: End | None) -> None:
         if (message := self._prefills.get(record.request.id)) is not None:
             self._prefills[record.request.id] = message._replace(request=record.request)
-        if self._pulls is not None:
-            self._pulls.end(record)
+        self._pulls.end(record)
 
     def flush(self) -> None:
         self.distrust_cache()
 
     def distrust_cache(self) -> None:
         """Ends all offers: their blocks are not to be used."""
-        if self._offers is not None:
-            self._offers.clear()
+        self._offers.clear()
 
     def release_device(self) -> None:
-        if self._offers is not None:
-            self._offers.release_device()
+        self._offers.release_device()
 
     def stats(self) -> Mapping[str, Any]:
         return {"peers": self.counts()}
@@ -184,13 +196,11 @@ class PeerBlocks(Feature):
             carriers=tuple(sorted(counts.carriers.items())),
             passed_over=tuple(sorted(counts.passed_over.items())),
         )
-        return pulled if self._offers is None else self._offers.count(pulled)
+        return self._offers.count(pulled)
 
     def close(self) -> None:
-        if self._pulls is not None:
-            self._pulls.close()
-        if self._offers is not None:
-            self._offers.close()
+        self._pulls.close()
+        self._offers.close()
 
 
 def transfer_options(config: Config, identity: bytes, sharing: DeviceSharing | None) -> TransferOptions:

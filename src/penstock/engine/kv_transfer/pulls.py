@@ -85,7 +85,27 @@ class PullCounts:
         self.seconds = 0.0
 
 
-class BlockPulls:
+class NoPulls:
+    """Reads nothing: offers cannot be used for lack of memory to read into."""
+
+    def __init__(self, counts: PullCounts) -> None:
+        self._counts = counts
+
+    def needs(self, record: RequestRecord, weights: WeightState) -> list[Need]:
+        """Returns the wait of a ready request for the blocks that were offered for it. An offer is tried once."""
+        if record.request.pull is not None:
+            record.request = record.request._replace(pull=None)
+            self._counts.failures[NO_ROOM] += 1
+        return []
+
+    def end(self, record: RequestRecord) -> None:
+        """Stops reading for a request that has ended."""
+
+    def close(self) -> None:
+        """Ends all reads."""
+
+
+class BlockPulls(NoPulls):
     """Reads the blocks of offers into places of the `host`, where `cache` finds them, or straight into `memory` if it
     has rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may
     be wrong."""
@@ -103,7 +123,7 @@ class BlockPulls:
         counts: PullCounts,
         distrust: Callable[[], None],
     ) -> None:
-        self._counts = counts
+        super().__init__(counts)
         self._cache = cache
         self._host = host.blocks
         self._block_bytes = len(memory.export_blocks([0]))
@@ -121,7 +141,6 @@ class BlockPulls:
         self._reading: dict[int, _Pull] = {}  # by request
 
     def needs(self, record: RequestRecord, weights: WeightState) -> list[Need]:
-        """Returns the wait of a ready request for the blocks that were offered for it. An offer is tried once."""
         offer, request = record.request.pull, record.request
         if offer is None:
             return []
