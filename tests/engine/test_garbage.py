@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.system import garbage
-from penstock.system.garbage import Pauses
+from penstock.system.runtime import Pauses
 
 
 class Collector:

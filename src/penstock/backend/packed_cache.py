@@ -20,7 +20,7 @@ from penstock import __version__
 from penstock.config import MTP, Config, Device, packed_folder, packed_home
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
-from penstock.system.file_locks import try_lock
+from penstock.system.files import try_lock
 
 LAYOUT = 2  # of packed weights: a change of what any weight is packed into needs another number
 SUFFIX = ".packed"

@@ -22,7 +22,7 @@ from penstock.config import (
     log_to_stderr,
     parse_adapter,
 )
-from penstock.config.kv_formats import is_kv_quantized
+from penstock.config.values import is_kv_quantized
 from penstock.core.drafting.depths import DraftDepths
 from penstock.core.drafting.lengths import StepCost
 from penstock.core.step_cost import CostModel
@@ -44,9 +44,9 @@ from penstock.model.adapters import AdapterBase
 from penstock.model.classifier import limits_of_labels
 from penstock.model.draft import group_of, open_draft
 from penstock.model.eagle import EagleHead
-from penstock.model.heads import beside, is_head, load_head
 from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, load_text, open_checkpoint, unknown_line
 from penstock.model.low_rank import Placement
+from penstock.model.mtp_head import beside, is_head, load_head
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
 from penstock.planning.limits import resolve

@@ -22,7 +22,7 @@ from penstock.backend.base import Backend, Batch, CacheSize, Ints, Model
 from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.packed_cache import identity
 from penstock.config import AUTO, Config, Device, packed_folder
-from penstock.config.kv_formats import ANY, is_kv_quantized
+from penstock.config.values import ANY, is_kv_quantized
 from penstock.errors import ConfigError, InvalidRequest, KvLossTooLarge, ModelError
 from penstock.model.load import Checkpoint
 from penstock.planning.evaluation import (

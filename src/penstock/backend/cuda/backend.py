@@ -69,7 +69,7 @@ from penstock.backend.cuda.sleeper import CudaSleeper, LastMemory
 from penstock.backend.cuda.weights import Weight, pack, stacked_values
 from penstock.backend.synchronous import program_of, time_step
 from penstock.backend.weight_exchange import PackedWeight
-from penstock.config.kv_formats import kv_parts
+from penstock.config.values import kv_parts
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.model.dequantize import dequantize
 from penstock.model.ops import ExpertWeights

@@ -14,7 +14,7 @@ from penstock.backend.cuda.inputs import SPARE_SPLITS, DeviceInputs, Shape, most
 from penstock.backend.cuda.program import CudaProgram
 from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
-from penstock.system.garbage import no_collection
+from penstock.system.runtime import no_collection
 from penstock.types import prefill_budget
 
 log = logging.getLogger(__name__)
