@@ -26,8 +26,8 @@ from penstock.fleet.route import RoutingWeights
 from penstock.fleet.timing import EngineTiming
 from penstock.tools.bench.load import RequestTiming, run
 from penstock.tools.bench.targets import UrlTarget
-from penstock.tools.replay import ReplayOptions, ReplayReport, prompt_of, replay
 from penstock.tools.sim.simulation import FleetOptions, FleetReport, simulate
+from penstock.tools.trace_replay import ReplayOptions, ReplayReport, prompt_of, replay
 from penstock.tools.traces import Trace, TracedRequest, read_trace
 
 REPLICAS = 3

@@ -11,7 +11,7 @@ from generated_blocks import write
 
 from penstock.cli.app import command
 from penstock.cli.framework.command import declarations
-from penstock.cli.other_engines import AS_MODEL, AS_PROMPT, NO_EFFECT, RENAMED, SEVERAL_NAMES, TOLD
+from penstock.cli.framework.flag_aliases import AS_MODEL, AS_PROMPT, NO_EFFECT, RENAMED, SEVERAL_NAMES, TOLD
 
 FOLDER = Path(__file__).parents[1] / "docs" / "moving"
 FLAGS = {  # those of each engine that the command line knows

@@ -38,7 +38,7 @@ from penstock.engine.drafts.drafting import Drafting
 from penstock.engine.samplers.sampler import Sampler
 from penstock.model.families import mtp
 from penstock.model.families.llama import build
-from penstock.model.heads import head_spec
+from penstock.model.mtp_head import head_spec
 from penstock.model.rope import plain
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.types import Limits, Request, RowResult, SamplingParams, TokenLogprob

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from penstock.errors import ConfigError
 from penstock.service_levels import Targets
-from penstock.system.private_files import make_private_folder
+from penstock.system.files import make_private_folder
 
 PREFIX = "sk-penstock-"  # marks a key for people and secret scanners
 

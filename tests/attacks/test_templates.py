@@ -72,7 +72,7 @@ def isolated(source: str) -> ChatTemplate:
 
 def test_a_process_renders_the_same() -> None:
     source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.arguments }}{% endfor %}"
-    from penstock.templates.call_arguments import CallArguments
+    from penstock.templates import CallArguments
 
     call = {"function": {"name": "f", "arguments": CallArguments({"é": "\ud800"})}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, HELLO[0] | {"tool_calls": [call]}]

@@ -19,7 +19,7 @@ RECITED = "abcdefghijklménopqrstuvwxyz"
 LESS = """
 import asyncio, concurrent.futures, faulthandler, mmap, multiprocessing.util, os, signal, subprocess, sys, tempfile
 import zmq
-import penstock.system.file_locks
+import penstock.system.files
 
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "readline", "uvloop"):
     sys.modules[name] = None

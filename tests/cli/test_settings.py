@@ -15,7 +15,7 @@ import pytest
 
 from penstock.cli.app import COMMANDS
 from penstock.cli.framework.command import UsageError
-from penstock.cli.other_engines import KnownFlags, translate
+from penstock.cli.framework.flag_aliases import KnownFlags, translate
 from penstock.store import DerivedModel, save_derived
 
 Penstock = Callable[..., tuple[int, str, str]]

@@ -27,8 +27,8 @@ from penstock.engine.drafts.draft_model import EAGLE3_HEAD, MTP_HEAD, DraftModel
 from penstock.engine.drafts.drafting import Drafting
 from penstock.model.eagle import EagleHead, observed
 from penstock.model.families import llama, mtp
-from penstock.model.heads import ends_of, head_spec
 from penstock.model.load import load_model, open_checkpoint
+from penstock.model.mtp_head import ends_of, head_spec
 from penstock.model.packer import Packer
 from penstock.planning.memory_plan import footprint_of
 from penstock.types import DraftCounts, Limits, Request, RowResult, SamplingParams, Tokens

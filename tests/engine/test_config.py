@@ -18,9 +18,8 @@ from penstock.config import (
     draft_limit,
     total_memory,
 )
-from penstock.config.byte_sizes import read_bytes, written_bytes
-from penstock.config.kv_formats import is_kv_quantized
 from penstock.config.speculative import speculation_in, speculation_in_json
+from penstock.config.values import is_kv_quantized, read_bytes, written_bytes
 from penstock.errors import ConfigError
 from penstock.planning.limits import resolve
 from penstock.types import Limits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.system import garbage
-from penstock.system.garbage import Pauses
+from penstock.system import runtime
+from penstock.system.runtime import Pauses
 
 
 class Collector:
@@ -27,14 +27,14 @@ class Collector:
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Collector:
     stand_in = Collector()
-    monkeypatch.setattr(garbage, "gc", stand_in)
-    monkeypatch.setattr(garbage, "_pauses", Pauses())
+    monkeypatch.setattr(runtime, "gc", stand_in)
+    monkeypatch.setattr(runtime, "_pauses", Pauses())
     return stand_in
 
 
 def test_a_pause_outlives_those_that_began_before_it(collector: Collector) -> None:
     """A tokenizer is read in a thread when a graph is to be captured, and is ready before the graph is."""
-    reading, capturing = garbage.no_collection(), garbage.no_collection()
+    reading, capturing = runtime.no_collection(), runtime.no_collection()
     with reading:
         capturing.__enter__()
     assert not collector.on
@@ -43,12 +43,12 @@ def test_a_pause_outlives_those_that_began_before_it(collector: Collector) -> No
 
 
 def test_errors_and_pauses_within_pauses_end_them_once(collector: Collector) -> None:
-    @garbage.no_collection()
+    @runtime.no_collection()
     def fail() -> None:
         assert not collector.on
         raise ValueError
 
-    with garbage.no_collection():
+    with runtime.no_collection():
         for _ in range(2):
             with pytest.raises(ValueError):  # noqa: PT011
                 fail()
@@ -58,6 +58,6 @@ def test_errors_and_pauses_within_pauses_end_them_once(collector: Collector) -> 
 
 def test_a_collector_that_was_off_stays_off(collector: Collector) -> None:
     collector.disable()
-    with garbage.no_collection():
+    with runtime.no_collection():
         pass
     assert not collector.on

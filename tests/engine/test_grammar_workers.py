@@ -17,7 +17,7 @@ from penstock.engine.grammars import grammar as grammar_module
 from penstock.engine.grammars.grammar import Compiled, Compiling, Grammars
 from penstock.errors import Overloaded
 from penstock.server.chat import schema_check
-from penstock.system.thread_stacks import large_stacks
+from penstock.system.runtime import large_stacks
 from penstock.types import Grammar
 
 

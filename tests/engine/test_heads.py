@@ -19,7 +19,7 @@ from penstock.engine.assemble import assemble
 from penstock.engine.drafts.draft_model import MTP_HEAD, DraftModel
 from penstock.engine.engine import Engine
 from penstock.model.families import llama, mtp
-from penstock.model.heads import ends_of, head_spec
+from penstock.model.mtp_head import ends_of, head_spec
 from penstock.model.packer import Packer
 from penstock.model.spec import AttentionSpec, ModelSpec, RopeSpec
 from penstock.model.tensor import FORMATS, Tensor

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.core import Scheduler, Sequence
 from penstock.fleet.timing import EngineTiming
-from penstock.tools.replay import prompt_of
 from penstock.tools.sim.simulation import FleetOptions, FleetReport, simulate
+from penstock.tools.trace_replay import prompt_of
 from penstock.tools.traces import Trace, TracedRequest
 from penstock.types import Limits, RowResult, StepResult, Tokens
 

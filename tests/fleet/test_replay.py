@@ -15,7 +15,7 @@ from penstock.cli.app import run_command
 from penstock.errors import EngineUnavailable
 from penstock.fleet.scale import ServiceTargets
 from penstock.tools.bench import DraftTotals, RequestTiming, UrlTarget
-from penstock.tools.replay import ReplayOptions, replay
+from penstock.tools.trace_replay import ReplayOptions, replay
 from penstock.tools.traces import Trace, TracedRequest
 from tests.cli.test_bench import Stub
 

@@ -18,10 +18,10 @@ from penstock.fleet.scale import ServiceTargets
 from penstock.fleet.timing import EngineTiming
 from penstock.fleet.timing_fit import fit_timing
 from penstock.planning.roofline import MachineProfile, MatmulTimes, ModelCosts, WeightGroup, decode_time, prefill_time
+from penstock.tools.fleet_tuning import GOOD, TIER, TunedFleet, plain_fleet, tune
 from penstock.tools.plot import ttft_chart
 from penstock.tools.sim.simulation import FleetOptions, FleetSimulation
 from penstock.tools.traces import Trace, TracedRequest
-from penstock.tools.tune import GOOD, TIER, TunedFleet, plain_fleet, tune
 from tests.core.world import limits
 
 TIMING = EngineTiming()

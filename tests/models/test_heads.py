@@ -25,8 +25,8 @@ from penstock.model.draft import open_draft
 from penstock.model.families.mtp import MtpHead
 from penstock.model.gguf.reader import read_gguf
 from penstock.model.gguf.writer import PendingTensor, encoded, write_gguf
-from penstock.model.heads import FOLDER_PARTS, GGUF_PARTS, beside, ends_of, load_head, open_mtp
 from penstock.model.load import Checkpoint, load_model, open_checkpoint
+from penstock.model.mtp_head import FOLDER_PARTS, GGUF_PARTS, beside, ends_of, load_head, open_mtp
 from penstock.model.registry import family
 from penstock.model.safetensors import read_safetensors
 from penstock.planning.forecast import make_forecasts

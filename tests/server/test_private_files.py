@@ -14,7 +14,7 @@ from penstock.server.access.usage import UsageRecord
 from penstock.server.batch.archive import Space
 from penstock.store.blobs import Upload
 from penstock.store.derived import DerivedModel, save_derived
-from penstock.system.private_files import make_private_file
+from penstock.system.files import make_private_file
 from tests.server import toys
 from tests.server.conftest import serving
 

@@ -6,8 +6,7 @@ from datetime import datetime
 import pytest
 
 from penstock.errors import ContextTooLong, InvalidRequest, MalformedFile
-from penstock.templates import template
-from penstock.templates.call_arguments import CallArguments
+from penstock.templates import CallArguments, template
 from penstock.text import ChatTemplate, Text
 from penstock.text.tool_formats import PLAIN
 

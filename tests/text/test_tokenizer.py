@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ContextTooLong, MalformedFile, UnsupportedModel
 from penstock.model.gguf.reader import read_gguf
-from penstock.templates.limits import MAX_CHARACTERS
+from penstock.templates import MAX_CHARACTERS
 from penstock.text import Text, Tokenizer
 from penstock.text.pretokenize import PRETOKENIZERS
 

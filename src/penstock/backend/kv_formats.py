@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.backend.base import Floats
 from penstock.config import AUTO
-from penstock.config.kv_formats import kv_parts
+from penstock.config.values import kv_parts
 from penstock.errors import ConfigError
 from penstock.model.spec import AttentionSpec
 

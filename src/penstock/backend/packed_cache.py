@@ -21,7 +21,7 @@ from penstock.backend.devices import device_kind
 from penstock.config import MTP, Config, packed_folder, packed_home
 from penstock.errors import ConfigError
 from penstock.model.load import Checkpoint
-from penstock.system.file_locks import try_lock
+from penstock.system.files import try_lock
 
 LAYOUT = 2  # a change to the layout of any packed weight needs another number
 SUFFIX = ".packed"

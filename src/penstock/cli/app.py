@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from penstock import __version__
 from penstock.backend.devices import possible_kinds
-from penstock.cli import other_engines
-from penstock.cli.framework import settings
+from penstock.cli.framework import flag_aliases, settings
 from penstock.cli.framework.command import (
     Exit,
     Option,
@@ -171,7 +170,7 @@ def _run_command(name: str, words: Sequence[str]) -> int:
     words, rest = split_rest(function, words)
     parse = parser.parse_args if "--" in words else parser.parse_intermixed_args  # it does not support --
     try:
-        meant = other_engines.translate(words, known_flags(function))
+        meant = flag_aliases.translate(words, known_flags(function))
         given = complete(name, function, vars(parse(meant.words)), _settings())
         for note in meant.notes:
             print_to_stderr(f"note: {note}")
@@ -204,7 +203,7 @@ def _settings() -> settings.Settings:
     return loaded
 
 
-def known_flags(function: Callable[..., None]) -> other_engines.KnownFlags:
+def known_flags(function: Callable[..., None]) -> flag_aliases.KnownFlags:
     valued, bare = [], ["-h", "--help"]
     for declared in declarations(function):
         if isinstance(declared.annotation, Option):
@@ -214,7 +213,7 @@ def known_flags(function: Callable[..., None]) -> other_engines.KnownFlags:
                 bare += [flag, f"--no-{flag.removeprefix('--')}"]
             else:
                 valued += [flag, *short]
-    return other_engines.KnownFlags(valued, bare)
+    return flag_aliases.KnownFlags(valued, bare)
 
 
 def command(name: str) -> Callable[..., None]:

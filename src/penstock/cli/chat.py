@@ -12,7 +12,7 @@ from penstock.cli.fitting import MemoryAdvisor, with_stored_quantize
 from penstock.cli.framework import options
 from penstock.cli.framework.command import OptionGroup
 from penstock.cli.terminal import note, obtain
-from penstock.system.private_files import make_private_file, make_private_folder
+from penstock.system.files import make_private_file, make_private_folder
 
 QUOTES = '"' * 3
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from penstock.cli.framework import options
 from penstock.cli.framework.command import Option, OptionGroup, UsageError
 from penstock.cli.terminal import counting, obtain, print_json
-from penstock.config.kv_formats import is_kv_quantized
+from penstock.config.values import is_kv_quantized
 from penstock.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from penstock.cli.framework.command import Exit, Option, UsageError
 from penstock.cli.terminal import note, print_json
 
 if TYPE_CHECKING:
-    from penstock.tools.replay import ReplayOptions, ReplayReport
+    from penstock.tools.trace_replay import ReplayOptions, ReplayReport
     from penstock.tools.traces import Trace
 
 
@@ -39,7 +39,7 @@ def replay(
     """
     import asyncio
 
-    from penstock.tools.replay import ReplayOptions
+    from penstock.tools.trace_replay import ReplayOptions
 
     if not url:
         raise UsageError("--url URL is needed: the server to send the trace to")
@@ -59,7 +59,7 @@ def replay(
 
 async def _replay(trace: Trace, urls: list[str], access: tuple[str, str], options: ReplayOptions) -> ReplayReport:
     from penstock.tools.bench import UrlTarget
-    from penstock.tools.replay import replay
+    from penstock.tools.trace_replay import replay
 
     targets = [UrlTarget(url, *access) for url in urls]
     for target in targets:

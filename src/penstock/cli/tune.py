@@ -10,8 +10,8 @@ from penstock.cli.framework.command import Argument, Exit, Option
 from penstock.cli.terminal import note, print_json
 
 if TYPE_CHECKING:
+    from penstock.tools.fleet_tuning import TunedFleet
     from penstock.tools.sim.simulation import FleetOptions
-    from penstock.tools.tune import TunedFleet
 
 BYTES = "BYTES"  # placeholder of an unknown number
 
@@ -44,7 +44,7 @@ def tune(
     exits with 1. A split of prefill and decode is not tried.
     """
     from penstock.fleet.scale import ServiceTargets
-    from penstock.tools.tune import plain_fleet, tune
+    from penstock.tools.fleet_tuning import plain_fleet, tune
 
     requests = open_trace(trace, speed, limit, scale)
     replica = planned_replica(model, engine, requests)

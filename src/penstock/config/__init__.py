@@ -16,8 +16,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.config.byte_sizes import EXAMPLES, read_bytes
-from penstock.config.kv_formats import read_kv, read_kv_loss
+from penstock.config.values import EXAMPLES, read_bytes, read_kv, read_kv_loss
 from penstock.errors import ConfigError
 from penstock.system.printing import escaped_json, print_to_stderr
 

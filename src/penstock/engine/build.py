@@ -17,7 +17,7 @@ from penstock.config import (
     draft_limit,
     log_to_stderr,
 )
-from penstock.config.kv_formats import is_kv_quantized
+from penstock.config.values import is_kv_quantized
 from penstock.engine.assemble import MOST_DRAFTED, assemble
 from penstock.engine.chain_hash import chain_hash
 from penstock.engine.control.weight_reader import WeightReader, open_update
@@ -32,8 +32,8 @@ from penstock.engine.lora.feature import open_adapters
 from penstock.engine.model_loading import load_weights, open_configured
 from penstock.model.adapters import AdapterBase
 from penstock.model.draft import open_draft
-from penstock.model.heads import beside
 from penstock.model.load import Checkpoint
+from penstock.model.mtp_head import beside
 from penstock.model.registry import PackedModel
 from penstock.planning.memory_plan import (
     footprint_of,

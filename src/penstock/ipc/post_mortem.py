@@ -21,7 +21,7 @@ from penstock import __version__
 from penstock.config import TOKENS, Config, home
 from penstock.engine.flight_recorder import FlightRecord
 from penstock.ipc.request_shapes import without_text
-from penstock.system.private_files import make_private_folder
+from penstock.system.files import make_private_folder
 from penstock.types import Hello, Limits, Request
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,6 @@ from penstock.llm.outputs import (
     ScoringOutput,
 )
 from penstock.llm.pending import PendingOutput
-from penstock.llm.progress import ShowProgress
 from penstock.llm.requests import (
     ChatOptions,
     PromptLike,
@@ -35,7 +34,7 @@ from penstock.llm.requests import (
     params_list,
     prompt_list,
 )
-from penstock.llm.shared_engine import SharedEngine
+from penstock.llm.shared_engine import SharedEngine, ShowProgress
 from penstock.llm.tokenizer import ModelTokenizer
 from penstock.model.load import text_of
 from penstock.service_levels import NO_TARGETS, Targets

@@ -23,7 +23,7 @@ from penstock.text import (
     new_seed,
     seed_of_choice,
 )
-from penstock.text.continuation import continue_last
+from penstock.text.chat import continue_last
 from penstock.text.embedding import pooling_of
 from penstock.text.pairs import PairPrompts, classify_request
 from penstock.text.tools import MessageDict

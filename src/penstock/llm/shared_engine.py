@@ -5,17 +5,38 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from penstock.errors import DeviceLost, EngineUnavailable, error_of
 from penstock.ipc.inprocess_engine import InProcessEngine
 from penstock.llm.pending import PendingChoice, PendingOutput
-from penstock.llm.progress import ShowProgress, progress_bar
 from penstock.types import Event, Failed
 from penstock.types.messages import Abort, Add, Answer, Control
+
+ShowProgress = bool | Callable[..., Any]  # a callable makes a bar like tqdm
+
+
+@contextmanager
+def progress_bar(wanted: ShowProgress, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function that adds completed prompts, and shows the count on stderr, unless it is turned off or stderr
+    is not a terminal. A callable `wanted` makes the bar itself.
+    """
+    if not wanted or not total:
+        yield lambda _: None
+        return
+    given: dict[str, Any] = {"total": total, "desc": "Processed prompts", "dynamic_ncols": True}
+    if callable(wanted):
+        bar = wanted(**given)
+    else:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # comes with huggingface-hub
+
+        bar = tqdm(**given, disable=None)
+    with bar:
+        yield bar.update
 
 
 class SharedEngine:

@@ -10,8 +10,8 @@ from penstock.config import MTP, OFF, Config
 from penstock.errors import ConfigError, PenstockError
 from penstock.model import eagle
 from penstock.model.eagle import EagleHead
-from penstock.model.heads import is_head, open_mtp
 from penstock.model.load import CONFIG, Checkpoint, open_checkpoint, text_of
+from penstock.model.mtp_head import is_head, open_mtp
 from penstock.model.open_files import read_json
 
 if TYPE_CHECKING:

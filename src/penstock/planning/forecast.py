@@ -12,8 +12,8 @@ from penstock.backend.quantize_at_load import quantized
 from penstock.config import Config
 from penstock.errors import ConfigError
 from penstock.model.draft import open_draft
-from penstock.model.heads import beside
 from penstock.model.load import Checkpoint
+from penstock.model.mtp_head import beside
 from penstock.model.tensor import PLAIN
 from penstock.planning.memory_plan import MemoryPlan, footprint_of, plan_memory
 from penstock.planning.roofline import MachineProfile, ModelCosts, decode_time, model_costs, prefill_time

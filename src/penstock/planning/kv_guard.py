@@ -23,7 +23,7 @@ from penstock.backend.batches import Chunk, greedy_batch
 from penstock.backend.devices import device_kind
 from penstock.backend.packed_cache import identity
 from penstock.config import AUTO, Config, packed_folder
-from penstock.config.kv_formats import ANY, is_kv_quantized
+from penstock.config.values import ANY, is_kv_quantized
 from penstock.errors import ConfigError, InvalidRequest, KvLossTooLarge, ModelError
 from penstock.model.load import Checkpoint
 from penstock.planning.evaluation import (

@@ -17,8 +17,7 @@ from penstock.store.derived import (
 )
 from penstock.store.fitting import Advisor, PlannedFit
 from penstock.store.modelfile import Modelfile, read_modelfile
-from penstock.store.packed import packed_size
-from penstock.store.paths import Entry, sha256_of, size_of
+from penstock.store.paths import Entry, packed_size, sha256_of, size_of
 from penstock.store.progress import Progress
 from penstock.store.quantizations import fit
 from penstock.store.refs import ALIASES, DEFAULT, full_name, nearest_names

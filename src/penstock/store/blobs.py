@@ -18,9 +18,8 @@ from typing import Self
 
 from penstock.config import home
 from penstock.errors import DownloadError, InvalidRequest
-from penstock.store.packed import delete_packed
-from penstock.store.paths import size_of
-from penstock.system.private_files import make_private_file, make_private_folder
+from penstock.store.paths import delete_packed, size_of
+from penstock.system.files import make_private_file, make_private_folder
 
 MAX_BYTES = 2**38  # per file
 MAX_FILES = 64

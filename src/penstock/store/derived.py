@@ -22,7 +22,7 @@ from penstock.errors import DownloadError, InvalidRequest, MalformedFile, ModelN
 from penstock.store.blobs import blob_path, delete_blob, delete_unused
 from penstock.store.paths import locked
 from penstock.store.refs import ALIASES
-from penstock.system.private_files import make_private_file, make_private_folder
+from penstock.system.files import make_private_file, make_private_folder
 
 MAX_DERIVED = 1000
 MAX_RECORD = 2**20  # bytes

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass
 from glob import escape
 from pathlib import Path
 
+from penstock.config import packed_folder, packed_home
 from penstock.errors import DownloadError, MalformedFile
-from penstock.system.file_locks import try_lock
+from penstock.system.files import try_lock
 
 SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # a model split over several files
 _BESIDE = re.compile(r"mmproj|imatrix", re.IGNORECASE)
@@ -144,3 +145,16 @@ def are_shards(name: str, other: str) -> bool:
     """Returns True if two files are shards of one GGUF model, such as `model-00001-of-00003.gguf`."""
     one, another = SHARD.fullmatch(name), SHARD.fullmatch(other)
     return one is not None and another is not None and one.groups() == another.groups()
+
+
+def packed_size() -> int:
+    return size_of(packed_home())
+
+
+def delete_packed(model: Path) -> int:
+    """Deletes the packed weights of a model file or of all files in a folder; returns the freed bytes."""
+    folders = [packed_folder(path) for path in (model, *model.rglob("*"))]
+    freed = sum(map(size_of, folders))
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    return freed

@@ -15,8 +15,7 @@ from penstock.errors import DownloadError, ModelNotFound
 from penstock.store.blobs import blob_path
 from penstock.store.derived import DerivedModel, delete_derived, derived_model, derived_models
 from penstock.store.fitting import Advisor
-from penstock.store.packed import delete_packed
-from penstock.store.paths import Entry, ModelPaths, locked, read_record, sha256_of, size_of, write_record
+from penstock.store.paths import Entry, ModelPaths, delete_packed, locked, read_record, sha256_of, size_of, write_record
 from penstock.store.progress import Progress, silent
 from penstock.store.refs import HubRepo, Source, is_spelled_like_model, name_of, parse
 

@@ -18,8 +18,8 @@ from threading import Lock
 from typing import Any
 
 from penstock.errors import ContextTooLong, InvalidRequest
+from penstock.templates import CPU_SECONDS, WALL_SECONDS
 from penstock.templates import render_worker as child
-from penstock.templates.limits import CPU_SECONDS, WALL_SECONDS
 
 COMMAND = (sys.executable, "-m", child.__name__)
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.templates.limits import CPU_SECONDS, MEMORY
+from penstock.templates import CPU_SECONDS, MEMORY
 from penstock.templates.template import Template
 
 HEADER = struct.Struct("<BI")  # message type and the size of its data

@@ -21,7 +21,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from penstock.templates.limits import CPU_SECONDS
+from penstock.templates import CPU_SECONDS
 
 MAX_TEXT = 2**22  # characters
 MAX_ITEMS = 2**17  # per list

@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.templates.limits import MAX_CHARACTERS
+from penstock.templates import MAX_CHARACTERS
 from penstock.templates.sandbox import BoundedEnvironment
 
 MAX_INDENT = 64  # a larger JSON indentation could fill any memory

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from penstock.errors import MalformedFile, UnsupportedModel
-from penstock.system.garbage import no_collection
+from penstock.system.runtime import no_collection
 from penstock.text import wordpiece
 from penstock.text.pretokenize import PRETOKENIZERS, PreTokenizer
 from penstock.text.tokenizer_spec import SPACE, TokenizerSpec, byte_level, characters, end_ids, sentencepiece

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import ContextTooLong, InvalidRequest
-from penstock.templates.limits import MAX_CHARACTERS
+from penstock.templates import MAX_CHARACTERS
 from penstock.text.chat import ChatTemplate
 from penstock.text.tools import MessageDict
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from penstock.errors import ContextTooLong, MalformedFile
-from penstock.templates.limits import MAX_CHARACTERS
+from penstock.templates import MAX_CHARACTERS
 from penstock.text.gguf_tokenizer import spec_from_gguf
 from penstock.text.hf_tokenizer import spec_from_folder
 from penstock.text.panics import panics_as, refusal

@@ -52,7 +52,7 @@ from penstock.backend.cuda.steps import Steps
 from penstock.backend.cuda.weights import PackTarget, Weight
 from penstock.backend.synchronous import program_of, time_step
 from penstock.backend.weight_exchange import PackedWeight
-from penstock.config.kv_formats import kv_parts
+from penstock.config.values import kv_parts
 from penstock.errors import ConfigError
 from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec

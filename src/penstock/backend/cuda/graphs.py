@@ -15,7 +15,7 @@ from penstock.backend.cuda.program import CudaProgram
 from penstock.backend.cuda.segments import most_splits
 from penstock.backend.cuda.shared_prefixes import SPLITS as SHARED_SPLITS
 from penstock.backend.cuda.step_layout import DeviceInputs
-from penstock.system.garbage import no_collection
+from penstock.system.runtime import no_collection
 from penstock.types import prefill_budget
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import torch
 
 from penstock.backend.cuda.quant_blocks import Array, Coding, QuantBlocks, fields_of_runs, half_at, line, one_each
 from penstock.model.gguf import iquants
-from penstock.model.gguf.code_books import code_books
+from penstock.model.gguf.iquants import code_books
 
 
 def tabled(name: str, group: int) -> Coding:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from penstock.backend.devices import option_help
 from penstock.cli.framework.settings import Setting, Settings
 from penstock.config import DEFAULTS, OPTIONS
-from penstock.config.byte_sizes import EXAMPLES, read_bytes, written_bytes
+from penstock.config.values import EXAMPLES, read_bytes, written_bytes
 from penstock.errors import ConfigError
 
 WIDTH = 100  # largest width of help lines

@@ -18,8 +18,8 @@ from penstock.config import Config, available_memory
 from penstock.engine.background_reader import Reader, Reading
 from penstock.errors import PenstockError, WeightsError
 from penstock.model.classifier import ClassifierHead, DenseHead
-from penstock.model.heads import beside
 from penstock.model.load import CONFIG, Checkpoint, load_model, open_checkpoint
+from penstock.model.mtp_head import beside
 from penstock.model.spec import ModelSpec
 
 MAX_VERSION = 256  # characters

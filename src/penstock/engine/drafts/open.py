@@ -13,8 +13,8 @@ from penstock.engine.drafts.drafting import Drafting
 from penstock.engine.kv_reservation import weight_bytes
 from penstock.model.draft import group_of
 from penstock.model.eagle import EagleHead
-from penstock.model.heads import is_head, load_head
 from penstock.model.load import Checkpoint, load_model
+from penstock.model.mtp_head import is_head, load_head
 from penstock.model.registry import PackedModel
 from penstock.planning.memory_plan import gigabytes
 from penstock.types import Limits

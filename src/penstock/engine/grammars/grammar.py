@@ -21,7 +21,7 @@ from penstock.backend.base import Ints
 from penstock.engine.grammars.lazy_triggers import PatternTrigger, TriggerWatch, compile_patterns
 from penstock.engine.grammars.thinking_budget import ThinkingBudget
 from penstock.errors import InvalidGrammar, InvalidRequest, Overloaded, PenstockError, UnsupportedModel
-from penstock.system.thread_stacks import large_stacks
+from penstock.system.runtime import large_stacks
 from penstock.text.grammar import gbnf, structural_tag
 from penstock.text.grammar.json_schema import guaranteed
 from penstock.types import Grammar, Thinking

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.engine.kv_disk.segment import BadSegment, BlockLayout, BlockRecord, Segment, block_crc
-from penstock.system.file_locks import try_lock
-from penstock.system.private_files import make_private_folder
+from penstock.system.files import make_private_folder, try_lock
 
 SUFFIX = ".kv"
 LOCK = "lock"

@@ -9,11 +9,10 @@ import numpy as np
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import SIZES, ConfigReader
-from penstock.model.formats.bits import unpack, unpack_range
 from penstock.model.formats.fp4 import mxfp4, mxfp8, nvfp4
 from penstock.model.formats.fp8_checkpoint import Fp8Scheme
 from penstock.model.formats.gptq import check_places, group_size, places_of
-from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values
+from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values, unpack, unpack_range
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.tensor import Tensor
 

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import MalformedFile
 from penstock.model.dequantize import FP4_VALUES, LAYOUTS
-from penstock.model.formats.bits import unpack
 from penstock.model.formats.fp8 import TABLES
-from penstock.model.formats.grouped import BLOCK, Floats
+from penstock.model.formats.grouped import BLOCK, Floats, unpack
 from penstock.model.formats.modules import check_shape, integers, matrix_shape
 from penstock.model.tensor import FORMATS, Bytes, Format, Scales, Tensor
 

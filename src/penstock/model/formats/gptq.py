@@ -12,8 +12,7 @@ import numpy as np
 
 from penstock.errors import MalformedFile
 from penstock.model.config_reader import ConfigReader, size_or_all
-from penstock.model.formats.bits import unpack_columns, unpack_range
-from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values
+from penstock.model.formats.grouped import Array, Factors, Grouped, plain_values, unpack_columns, unpack_range
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.tensor import Tensor
 

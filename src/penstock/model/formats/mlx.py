@@ -12,9 +12,8 @@ import numpy as np
 
 from penstock.errors import MalformedFile
 from penstock.model.config_reader import ConfigReader
-from penstock.model.formats.bits import unpack
 from penstock.model.formats.fp4 import mxfp4, mxfp8, nvfp4
-from penstock.model.formats.grouped import Factors, Grouped, plain_values
+from penstock.model.formats.grouped import Factors, Grouped, plain_values, unpack
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.tensor import FP8, INTEGERS, Tensor
 

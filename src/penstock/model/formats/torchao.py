@@ -15,9 +15,8 @@ import numpy as np
 
 from penstock.errors import MalformedFile, UnsupportedModel
 from penstock.model.config_reader import ConfigReader
-from penstock.model.formats.bits import unpack
 from penstock.model.formats.fp8_checkpoint import scales_of as fp8_scales
-from penstock.model.formats.grouped import PLAIN, Array, Factors, Grouped, plain_values
+from penstock.model.formats.grouped import PLAIN, Array, Factors, Grouped, plain_values, unpack
 from penstock.model.formats.modules import ModuleScheme, ModuleTensors, Scheme, check_shape, integers, matrix_shape
 from penstock.model.tensor import FP8, Scales, Tensor
 

@@ -14,8 +14,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.model.formats.bits import unpack
-from penstock.model.formats.grouped import Array, Factors, Grouped
+from penstock.model.formats.grouped import Array, Factors, Grouped, unpack
 from penstock.model.tensor import Tensor
 
 BITS = {"Q1_0": 1, "Q2_0": 2}

@@ -8,12 +8,12 @@ Each format reduces to a table of at most 16 numbers and a small integer scale f
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from penstock.model.gguf.code_books import code_books
 
 Array = Any  # an ndarray; NumPy's types do not cover structured fields
 
@@ -28,6 +28,11 @@ LAYOUTS = {
     "TQ1_0": np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")]),
     "TQ2_0": np.dtype([("qs", "u1", 64), ("d", "<f2")]),
 }
+
+TEXT = Path(__file__).with_name("code_books.inc")
+
+# In the text's order: levels per value, values per point
+BOOKS = {"IQ2_XXS": (3, 8), "IQ2_XS": (3, 8), "IQ2_S": (3, 8), "IQ1_S": (3, 8), "IQ3_XXS": (8, 4), "IQ3_S": (8, 4)}
 
 TWO_BITS = (8, 25, 43, 0, -8, -25, -43, 0)  # level and sign
 ONE_BIT = (-7, 1, 9, 0, -9, -1, 7, 0)  # eight times -1, 0 or 1, plus or minus an eighth
@@ -164,3 +169,17 @@ SPLIT: dict[str, Callable[[Array], tuple[Array, Array, Array]]] = {
     "TQ1_0": tq1_0,
     "TQ2_0": tq2_0,
 }
+
+
+@lru_cache(maxsize=1)
+def code_books() -> dict[str, NDArray[np.uint8]]:
+    """Returns the levels of each book's points, in order: [points, values]."""
+    lines = TEXT.read_text().splitlines()
+    words = [int(word, 16) for line in lines if line.startswith("0x") for word in line.replace(",", "").split()]
+    bits = np.unpackbits(np.array(words, "<u8").view(np.uint8), bitorder="little")
+    books, at = {}, 0
+    for name, (levels, values) in BOOKS.items():
+        points = np.flatnonzero(bits[at : at + levels**values])
+        books[name] = (points[:, None] // levels ** np.arange(values) % levels).astype(np.uint8)
+        at += -(-(levels**values) // 64) * 64
+    return books

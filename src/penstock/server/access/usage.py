@@ -20,7 +20,7 @@ from typing import NamedTuple
 from penstock.errors import ConfigError, StorageFailed
 from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import FinishedRequest
-from penstock.system.private_files import make_private_file, make_private_folder
+from penstock.system.files import make_private_file, make_private_folder
 
 log = logging.getLogger(__name__)
 

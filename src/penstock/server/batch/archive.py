@@ -24,7 +24,7 @@ from urllib.parse import quote
 from penstock.config import home
 from penstock.errors import ConfigError, StorageFailed
 from penstock.store.paths import locked
-from penstock.system.private_files import make_private_file, make_private_folder
+from penstock.system.files import make_private_file, make_private_folder
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import ignore_unsupported
 from penstock.server.models.served_model import ServedModel, off_loop
 from penstock.text import ChatPrompt, Delta, Text
-from penstock.text.continuation import continue_last
+from penstock.text.chat import continue_last
 from penstock.text.parse import AnswerParser, AnswerPart, Content
 from penstock.types import Grammar, Request, SamplingParams, Thinking
 

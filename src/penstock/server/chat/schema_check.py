@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import InvalidGrammar, Overloaded
 from penstock.server.context.request_context import RequestContext
-from penstock.system.thread_stacks import large_stacks
+from penstock.system.runtime import large_stacks
 from penstock.text import Delta
 from penstock.text.grammar.json_schema import RewrittenSchema, check_enforced, rewrite
 from penstock.text.grammar.schema_validator import first_problem

@@ -13,7 +13,7 @@ from penstock.server.access.bounds import check_count, read_json
 from penstock.server.context.request_context import RequestContext
 from penstock.server.http.bodies import leave_out, read_object, unsupported
 from penstock.server.http.openapi import read_as
-from penstock.templates.call_arguments import CallArguments
+from penstock.templates import CallArguments
 from penstock.text import Text
 from penstock.text.grammar.call_grammar import NO_INPUTS, call_grammar
 from penstock.text.grammar.json_schema import check_enforced, rewrite

@@ -13,7 +13,7 @@ from penstock.server.http.bodies import ignore_unsupported
 from penstock.server.models.served_model import ServedModel, off_loop
 from penstock.templates.process import RenderProcess
 from penstock.text import ChatPrompt, ChatTemplate, Text, Tokenizer
-from penstock.text.continuation import continue_last
+from penstock.text.chat import continue_last
 
 MAX_TEMPLATE = 2**16  # characters of a template in a request
 REQUESTED = RenderProcess()  # renders the templates of requests, not of models

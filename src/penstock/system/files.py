@@ -1,12 +1,37 @@
-"""Creates folders and files that only this user can read, for prompts, keys and usage records."""
+"""Locks files between processes, and creates folders and files that only this user can read, for prompts and keys.
+
+The system releases a lock when its holder closes the file or dies.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 FOLDER, FILE = 0o700, 0o600  # modes
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def try_lock(fd: int) -> bool:
+        """Locks an open file; returns False if another process has it."""
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+else:
+    import fcntl
+
+    def try_lock(fd: int) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def make_private_folder(path: Path) -> None:
