@@ -1,7 +1,7 @@
 """Reads and writes files of packed weights.
 
 A file begins with MAGIC, the number of bytes of its description and the checksum of its weights. The description names
-what was packed and how. The weights begin at the next multiple of PAGE, in the order in which they were packed.
+the weights and their layouts. The weights begin at the next multiple of PAGE, in the order in which they were packed.
 
 They are read into memory and not mapped: mapped files have no huge pages, and decoding from them took 7 % longer. While
 they are read they are summed, so a damaged file is never computed with.
@@ -47,8 +47,8 @@ class PackedFile:
         return sum(weight.nbytes for weight in self._weights)
 
     def read(self, threads: int) -> bool:
-        """Fills all weights. Returns False, with all of them empty, if there is no file of just these; one that is
-        damaged is deleted."""
+        """Fills all weights. Returns False, with all of them empty, without a file of exactly these; a damaged file is
+        deleted."""
         try:
             with self._cache.path.open("rb", buffering=0) as file:
                 return self._read(file.fileno(), threads)
@@ -63,7 +63,7 @@ class PackedFile:
             return False
         magic, length, expected = HEAD.unpack_from(head)
         if (magic, length, head[HEAD.size :]) != (MAGIC, len(description), description):
-            return False  # of another version, or of a model that has changed: it will be written anew
+            return False  # another version, or a changed model: it will be written anew
         if not read_packed(file, start, self._weights, expected, threads):
             import logging  # takes longer than packing most models
 
@@ -72,7 +72,7 @@ class PackedFile:
             )
             self._cache.path.unlink(missing_ok=True)
             return False
-        with suppress(OSError):  # of a folder that is not ours to write
+        with suppress(OSError):  # the folder may not be writable
             os.utime(self._cache.path)
         return True
 

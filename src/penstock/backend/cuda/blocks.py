@@ -42,7 +42,7 @@ class CudaMemory(ABC):
 
     @abstractmethod
     def _caches(self) -> list[LayerCache]:
-        """Returns what blocks consist of, once they are reserved."""
+        """Returns the parts of blocks, once they are reserved."""
 
     @abstractmethod
     def _layouts(self) -> list[str]:
@@ -109,7 +109,7 @@ class CudaBlocks(CudaMemory):
         return [*layouts, *hidden]
 
     def _caches(self) -> list[LayerCache]:
-        """Returns what blocks consist of, program by program, and then hidden states."""
+        """Returns the parts of blocks: of each program, then hidden states."""
         kv = [cache for program in self._programs.values() for cache in program.memory.kv.planes]
         return [*kv, *self._hidden.planes]
 

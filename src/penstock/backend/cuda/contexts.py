@@ -13,8 +13,8 @@ import numpy as np
 from penstock.backend.base import Batch, Ints
 
 BLOCK = 128  # positions that a program expands
-MOST_BLOCKS = 4096  # of all contexts of a step; longer ones are not expanded
-CONTEXT_COLUMNS = 3  # of a block: row of tables, first position, how many positions
+MOST_BLOCKS = 4096  # per step; longer contexts are not expanded
+CONTEXT_COLUMNS = 3  # row of tables, first position, number of positions of a block
 
 
 class ExpandedContexts(NamedTuple):
@@ -31,7 +31,7 @@ NO_CONTEXTS = ExpandedContexts(np.zeros((0, CONTEXT_COLUMNS), np.int32), np.zero
 class PromptSizes(NamedTuple):
     """Holds the sizes of a step's rows with prompts."""
 
-    counts: Ints  # of tokens
+    counts: Ints  # tokens
     lengths: Ints  # positions that they reach
 
     @classmethod
@@ -58,7 +58,7 @@ class PromptSizes(NamedTuple):
 
 
 def place_contexts(batch: Batch, rows: Ints, sizes: PromptSizes, room: int) -> ExpandedContexts:
-    """Returns where the contexts of these rows are expanded, in a step that has room for so many blocks."""
+    """Places the contexts of these rows in a step with `room` blocks."""
     blocks = sizes.blocks
     first = np.cumsum(blocks) - blocks
     starts = np.zeros(len(batch.row_start) - 1, np.int32)

@@ -1,4 +1,5 @@
-"""Chooses the tilings of one GPU: measured ones (`penstock doctor --tune`) first, else those of the source code."""
+"""Chooses the tilings of one GPU: measured ones (`penstock doctor --tune`) first, else the defaults of the source
+code."""
 
 from __future__ import annotations
 

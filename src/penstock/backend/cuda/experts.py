@@ -101,7 +101,7 @@ class QuantizedExperts:
 
     weight: QuantizedWeight
     bias: Any | None  # [experts * rows] float32
-    factors: Any | None = None  # of products, where matrices have a factor each: [experts * rows] float32
+    factors: Any | None = None  # [experts * rows] float32, if matrices have factors
 
     def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
         quant_expert_gemv(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated, self.factors)

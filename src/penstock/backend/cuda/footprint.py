@@ -1,4 +1,4 @@
-"""Predicts how much memory a model takes on a GPU, from its file headers alone. It imports no torch."""
+"""Predicts how much memory a model takes on a GPU, only from its file headers. It imports no torch."""
 
 from __future__ import annotations
 

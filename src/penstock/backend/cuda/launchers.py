@@ -1,7 +1,7 @@
 """Maps each op of a recorded program (model/program.py) to a function that launches it on the device.
 
-A launcher is called as `launcher(context, step, *buffers, **attributes)`: the buffers are those of the node's inputs,
-outputs and scratch, the attributes are the node's own.
+A launcher is called as `launcher(context, step, *buffers, **attributes)`: the buffers of the node's inputs, outputs and
+scratch, and the node's attributes.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def bind(node: OpNode, context: Context) -> Callable[..., None]:
         constants["frequencies"] = context.frequencies(index.rope, index.head_dim // 2)
     if node.op == "attend":
         options = node.attributes["spec"].options | node.attributes["vectors"]
-        whole_rows = {"causal", "distance_bias"}  # a row of one token sees itself alone, whatever these are
+        whole_rows = {"causal", "distance_bias"}  # a row of one token sees only itself
         constants["whole_rows"] = {name: options.pop(name) for name in whole_rows.intersection(options)}
-        del options["shares_kv"]  # the width of a row tells it
+        del options["shares_kv"]  # the width of a row implies it
         constants["options"] = options
     if node.op in ("linear", "gated_linear"):
         sampled, gated = node.inputs[0].symbol == "S", node.op == "gated_linear"

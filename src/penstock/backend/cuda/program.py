@@ -95,9 +95,8 @@ class CudaProgram:
         self.spare_splits = spare_splits(max((split_programs(spec, shared) for spec in layers), default=1))
         shared.hidden.declare(recorded.hidden_widths)
         shared.arena.adopt([node.attributes for node in recorded.nodes])
-        expansion = expansion_of(recorded, sizes.tokens)
-        if shared.expands_kv:
-            expansion = expansion or kv_expansion_of(layers, sizes.tokens, tilings)
+        copying = kv_expansion_of(layers, sizes.tokens, tilings) if shared.expands_kv else None
+        expansion = expansion_of(recorded, sizes.tokens) or copying
         self._buffers, copies = self._activations(shared, expansion)
         self.memory = Memory(
             last=torch.zeros(sizes.rows + 1, dtype=torch.int32, device=device),
