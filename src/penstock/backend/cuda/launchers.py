@@ -109,7 +109,7 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
         return mla_scratch(node)
     if node.op in ("delta_net", "mamba2"):
         spec, read = node.attributes["spec"], node.outputs[0].width
-        pairs = [spec.pairs_width] * 2 if isinstance(spec, DeltaSpec) else []  # of tokens of one chunk
+        pairs = [spec.pairs_width] * 2 if isinstance(spec, DeltaSpec) else []  # pairs of tokens of one chunk
         return tuple(Buffer("T", width, "float32") for width in (spec.width, read, *pairs))
     return ()
 
@@ -122,7 +122,7 @@ CAPABILITIES = Capabilities(
 
 
 def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
-    """Returns a view of the rows as FP8 activations, if that is how a product with the weight wants so many."""
+    """Returns a view of the rows as FP8 activations, if a product of this size takes them."""
     return fp8_view(rows) if weight is not None and weight.takes_fp8(len(rows)) else None
 
 
@@ -291,7 +291,7 @@ def prompt_kv(context: Context, step: DeviceInputs, cache: Any, scales: Any | No
 def attend_shared(
     context: Context, step: DeviceInputs, qkv: Any, out: Any, spec: AttentionSpec, kv: tuple[Any, Any]
 ) -> SharedPlaces:
-    """Attends to the prefixes that rows have in common; returns where what was found is."""
+    """Attends to the prefixes that rows share; returns the place of the results."""
     cache, scales = kv
     group = spec.heads // spec.kv_heads
     tokens = tile_tokens(group)

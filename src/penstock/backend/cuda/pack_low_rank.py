@@ -17,18 +17,18 @@ from penstock.model.low_rank import LowRankPart, LowRankUpdate
 class UpdateSizes(NamedTuple):
     """Says how many programs the update of one weight takes."""
 
-    chunks: int  # of the ranks of all parts
-    blocks: int  # of the rows of B
+    chunks: int  # all chunks of ranks
+    blocks: int  # blocks of rows of B
     aligned: bool  # all blocks begin and end at multiples of 16
     depth: int  # the most chunks that one block has
     tiled: bool  # block i has rows i * COLUMNS to (i + 1) * COLUMNS: of each half, where the weight is gated
 
 
 class LowRankSegment(NamedTuple):
-    """Is what is added to consecutive rows of a weight."""
+    """Is an update of consecutive rows of a weight."""
 
     first: int
-    chunk: int  # of h, where its ranks begin
+    chunk: int  # the first chunk of its ranks in h
     b: Floats  # [rows, chunks * RANKS]
 
     @property
@@ -107,7 +107,7 @@ def pack_update(update: LowRankUpdate, gated: bool) -> PackedUpdate:
 
 
 def joined(parts: Sequence[LowRankPart], starts: Sequence[int], first: int, rows: int) -> LowRankSegment:
-    """Returns what parts, whose ranks begin at chunks `starts` of h, add to rows of a weight from `first` on."""
+    """Returns the update of rows of a weight, from `first` on. The ranks of its parts begin at chunks `starts` of h."""
     touching = [i for i, part in enumerate(parts) if part.first < first + rows and first < part.first + len(part.b)]
     if not touching:
         return LowRankSegment(first, 0, np.zeros((rows, 0), np.float32))

@@ -1,4 +1,4 @@
-"""Packs quantized matrices for the GPU: codes lie in the order in which tensor cores read them, scales beside them.
+"""Packs quantized matrices for the GPU: codes and scales lie in the order in which tensor cores read them.
 
 A matrix is divided into tiles of 16 rows and 64 columns, in four steps c of 16 columns. In each step, lane 4 * g + t of
 a warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1).
@@ -76,7 +76,7 @@ class QuantizedWeight:
     high: Array | None
     scales: Array
     supers: Array | None
-    factor: float = 1.0  # multiplies all values, besides that of the coding
+    factor: float = 1.0  # multiplies all values, in addition to the coding's
 
     @property
     def tiles(self) -> int:
@@ -195,7 +195,7 @@ def split_mxfp4(blocks: Array) -> QuantBlocks:
 
 
 def split_nvfp4(blocks: Array) -> QuantBlocks:
-    """Splits NVFP4, whose scales have no sign, and stand for 0 where e4m3 has no number."""
+    """Splits NVFP4, whose scales are unsigned; the code of NaN in e4m3 means 0."""
     scales = torch.where(blocks[..., :4] == 0x7F, 0, blocks[..., :4] & 0x7F)
     return QuantBlocks(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales))
 
@@ -289,8 +289,8 @@ def arrange_codes(codes: Array, bits: int) -> tuple[Array, Array | None]:
 
 
 def arrange_pairs(codes: Array) -> Array:
-    """Returns words of codes that index a table, those of each e side by side: two that are looked up together give one
-    word of values."""
+    """Returns words of codes that index a table. Codes of one e are neighbours: two, looked up together, give one word
+    of values."""
     return together(codes.flatten(5, 6), [8 * pair + 4 * e for pair in range(4) for e in range(2)])
 
 

@@ -1,6 +1,6 @@
 """Multiplies some tens of rows of FP8 with a matrix of FP8, on the tensor cores.
 
-cuBLAS is slow for few rows when every row has a scale. Columns are split over programs as split_k.py says.
+cuBLAS is slow for few rows when every row has a scale. Columns are split over programs as in split_k.py.
 """
 
 from __future__ import annotations

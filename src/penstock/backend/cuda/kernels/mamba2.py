@@ -20,7 +20,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import silu
 from penstock.model.ops import Mamba2Weights
 from penstock.model.recurrence import Mamba2Spec
 
-COLUMNS = 16  # of a state, in one program
+COLUMNS = 16  # state columns per program
 CHUNK = 64  # tokens
 CHUNK_COLUMNS = 32
 PART = 64  # rows of a state that are multiplied together
@@ -40,7 +40,7 @@ class ScanSizes(NamedTuple):
 
 
 class Mamba2Scratch(NamedTuple):
-    """Holds what the kernels of one step leave for each other, in float32."""
+    """Holds intermediate results of one step's kernels, in float32."""
 
     mixed: Any  # [T, x + B + C] convolved
     raw: Any  # [T, x] read from states
@@ -160,7 +160,7 @@ def _load_keys(keys, count, part, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK
 
 @triton.jit
 def _read_chunk(x, keys, count, decays, state, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns what the tokens of a chunk read from the state and from each other. The state is in parts of PART rows,
+    """Returns the output of a chunk's tokens, from the state and from each other. The state is in parts of PART rows,
     since the operands of all together would not fit into registers."""
     steps, at, _ = decays
     READS: tl.constexpr = SIZES.groups * SIZES.state_dim  # where C is, after B
@@ -261,7 +261,7 @@ def _gate_and_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gates what was read from states by silu(z), and norms `width` values of one token."""
+    """Gates the states' output by silu(z), and norms `width` values of one token."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)

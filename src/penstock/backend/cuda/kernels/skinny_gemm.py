@@ -20,7 +20,7 @@ from penstock.backend.cuda.kernels.split_k import SplitKScratch, sum_splits
 class Tiling(NamedTuple):
     """Says how a product is tiled: each program takes `rows` rows of the matrix."""
 
-    rows: int  # of the matrix, in one program
+    rows: int  # per program
     width: int  # columns at a time
     split: int  # programs that share the columns
     warps: int
