@@ -65,7 +65,6 @@ class CpuProgram:
         self._pools = other._pools
 
     def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        """Runs one step and answers its rows."""
         rows = batch.sample
         if batch.moves:
             self.native.move_states(list(batch.moves))
@@ -175,7 +174,6 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._packing = self._new_packing()
 
     def _new_packing(self) -> Packing:
-        """Returns a packing for the weights of the next program."""
         cache = next(self._caches, None)
         return Packing(self._first.threads, PackedFile(cache) if cache else None)
 

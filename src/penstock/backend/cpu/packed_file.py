@@ -43,7 +43,6 @@ class PackedFile:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all weights."""
         return sum(weight.nbytes for weight in self._weights)
 
     def read(self, threads: int) -> bool:
@@ -118,12 +117,10 @@ class PackedFile:
 
 
 def weights_start(description: bytes) -> int:
-    """Returns where the weights of a file begin."""
     return -(-(HEAD.size + len(description)) // PAGE) * PAGE
 
 
 def write_whole(file: int, data: memoryview, offset: int) -> None:
-    """Writes all of the data at an offset."""
     while data:
         done = os.pwrite(file, data, offset)
         data, offset = data[done:], offset + done

@@ -72,8 +72,6 @@ def record(model: Model, native: NativeProgram, kv: KvFormats) -> tuple[Value, V
 
 
 def capabilities(native: NativeProgram) -> Capabilities:
-    """Returns the capabilities of the native kernels."""
-
     def prepares(weight: Weight | ExpertWeights | MlaWeights) -> bool:
         return any(map(native.prepares, matrices_of(weight)))
 
@@ -92,7 +90,6 @@ def fuses_gate(weight: Weight, act: str) -> bool:
 
 
 def matrices_of(weight: Weight | ExpertWeights | MlaWeights) -> list[Weight]:
-    """Returns the matrices that rows are multiplied by first."""
     if isinstance(weight, ExpertWeights):
         return list(weight.up)
     return [weight.k_b.weight if isinstance(weight, MlaWeights) else weight]
@@ -193,7 +190,6 @@ def numbers_of(spec: AttentionSpec) -> dict[str, float]:
 
 
 def picked(spec: Any, *names: str) -> dict[str, Any]:
-    """Returns these attributes by name."""
     return {name: getattr(spec, name) for name in names}
 
 

@@ -77,7 +77,6 @@ class Packing:
         return weight
 
     def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
-        """Packs the matrices of all experts of a layer."""
         bias = np.zeros(0, np.float32) if choice_bias is None else pack_vector(choice_bias)
         return ExpertWeights(self._experts(up), self._experts(down), bias)
 
@@ -86,7 +85,6 @@ class Packing:
         return [self._matrix(*stack, in_trellis) for stack in stacks]
 
     def heads(self, tensor: Tensor) -> HeadWeights:
-        """Packs a matrix for each head."""
         count, rows, width = tensor.shape
         whole = replace(tensor, shape=(count * rows, width))
         if width % BLOCK and whole.format.name not in ("F32", "F16"):

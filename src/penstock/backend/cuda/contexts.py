@@ -36,13 +36,11 @@ class PromptSizes(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, rows: Ints) -> PromptSizes:
-        """Returns the sizes of these rows."""
         ends = batch.row_start[rows + 1]
         return cls((ends - batch.row_start[rows]).astype(np.int64), (batch.positions[ends - 1] + 1).astype(np.int64))
 
     @classmethod
     def of_one(cls, tokens: int) -> PromptSizes:
-        """Returns the sizes of one whole prompt."""
         return cls(np.array([tokens], np.int64), np.array([tokens], np.int64))
 
     @property

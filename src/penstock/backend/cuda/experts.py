@@ -55,8 +55,7 @@ class ExpertMatrices(Protocol):
     """Holds a matrix for each expert. For each token-expert pair, `out` [pairs, rows of one matrix] gets a row of x
     times the matrix of the pair's expert (+ bias)."""
 
-    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
-        """Computes each pair by itself."""
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None: ...
 
     def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
         """Computes blocks of `size` pairs that have the same expert."""
@@ -169,7 +168,6 @@ def activate(both: Any, hidden: Any, spec: ExpertSpec) -> None:
 
 
 def pack_matrices(stacks: Sequence[Stack], target: PackTarget) -> ExpertMatrices:
-    """Packs the matrices of all experts, in the layout that they have in common."""
     parts, workspace = [part for stack in stacks for part in stack.parts], target.workspace
     layout = common_layout(parts, target.rules, experts=True)
     parts = [as_near_blocks(part) or part for part in parts]
@@ -203,7 +201,6 @@ def log_values(parts: Sequence[Tensor], target: PackTarget) -> None:
 
 
 def pack_quantized_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> QuantizedExperts:
-    """Packs parts in one quantized format, each of which may have a factor."""
     matrices = [packed(part, workspace.transfer) for part in parts]
     factors = None
     if any(part.scales is not None for part in parts):

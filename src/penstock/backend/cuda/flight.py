@@ -37,7 +37,6 @@ class Flight:
     masks: Bitmasks | None
 
     def wait(self) -> StepResult:
-        """Returns the step's answer once it is there."""
         if self.done is not None:
             self.done.synchronize()
         logprobs = [entry for asked in self.asked for entry in asked.read()]

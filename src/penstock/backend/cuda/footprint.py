@@ -13,7 +13,6 @@ ALLOCATION_OVERHEAD = 1.02  # the device gives memory in large pieces
 
 
 def weight_bytes(tensors: Iterable[Tensor], rules: StorageRules) -> int:
-    """Returns the bytes of all packed weights."""
     stored = [storage_of(tensor, rules) for tensor in tensors]
     vectors = sum(each.bytes for each in stored if each.layout is Layout.VECTOR)
     return int(vectors + ALLOCATION_OVERHEAD * sum(each.bytes for each in stored if each.layout is not Layout.VECTOR))

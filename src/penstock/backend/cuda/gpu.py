@@ -33,7 +33,6 @@ class Gpu:
         self._answering: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Makes the stream of steps, and with it the device, the current one."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def on_device(self) -> AbstractContextManager[Any]:

@@ -186,7 +186,6 @@ class Graphs:
         return self._program.run_sampled(step, len(step.sampled))
 
     def has(self, shape: Shape) -> bool:
-        """Returns True if the shape has a graph."""
         return shape in self._graphs
 
     def forget(self) -> None:

@@ -37,7 +37,6 @@ class HiddenStates:
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the bytes of one token's hidden states."""
         return sum(self._widths.values()) * int(self._dtype.itemsize)
 
     def reserve(self, size: tuple[int, int]) -> None:
@@ -45,12 +44,10 @@ class HiddenStates:
         self._arrays = {kind: self._arena.zeros((*size, width), self._dtype) for kind, width in self._widths.items()}
 
     def free(self) -> None:
-        """Gives the memory back."""
         self._arrays.clear()
 
     @property
     def planes(self) -> list[LayerCache]:
-        """Returns their parts of blocks."""
         return [LayerCache(self._arrays[kind], None) for kind in sorted(self._arrays)]
 
     def rows(self, number: int) -> Any:

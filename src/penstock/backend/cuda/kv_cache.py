@@ -32,7 +32,6 @@ class LayerCache(NamedTuple):
             yield part.view(torch.uint8).reshape(len(part), -1)
 
     def parts(self) -> list[Any]:
-        """Returns its arrays."""
         sides = [part if isinstance(part, tuple) else (part,) for part in self]
         return [part for pair in sides for part in pair if part is not None]
 
@@ -51,7 +50,6 @@ class KvLayout(NamedTuple):
         return self.scaled and self.apart is None
 
     def bytes_per_token(self, spec: AttentionSpec) -> int:
-        """Returns the bytes of one token in one layer."""
         if self.apart:
             self.apart.check(spec)
             return spec.kv_heads * sum(self._side_bytes(side, spec.head_dim) for side in self.apart)
@@ -75,7 +73,6 @@ class KvLayout(NamedTuple):
         return LayerCache(tuple(lines), tuple(scales))
 
     def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, arena: Arena) -> LayerCache:
-        """Makes an empty cache for layers of this shape."""
         if self.apart:
             return self._reserve_sides(self.apart, spec, (num_blocks, block_size), arena)
         size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)

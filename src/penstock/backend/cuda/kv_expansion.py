@@ -60,7 +60,6 @@ class KvExpansion:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of copies and their tables."""
         return self.room * self.width * VALUE_BYTES + 4 * TABLE_WORDS
 
     @property

@@ -97,7 +97,6 @@ def check_activation(act: str, supported: Collection[str]) -> None:
 
 
 def scratch(node: OpNode) -> tuple[Buffer, ...]:
-    """Returns the buffers that a node needs while it runs."""
     if node.op == "gated_linear":
         return (Buffer(node.outputs[0].symbol, node.attributes["weight"].rows),)  # the product before its gate
     if node.op == "moe":

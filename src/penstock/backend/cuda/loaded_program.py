@@ -66,11 +66,9 @@ class LoadedProgram:
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of all recurrent states."""
         return sum(int(states.nbytes) for states in self.memory.states.layers.values())
 
     def bytes_per_token(self, layout: KvLayout) -> int:
-        """Returns the bytes of one token in the KV cache."""
         return sum(layout.bytes_per_token(spec) for spec in self.program.layers.values())
 
     def check_groups(self, groups: Sequence[KvGroup]) -> None:

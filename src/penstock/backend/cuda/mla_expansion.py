@@ -36,7 +36,6 @@ class MlaDims(NamedTuple):
 
     @classmethod
     def of(cls, node: OpNode) -> MlaDims:
-        """Returns the dimensions of an attend_mla node."""
         spec, weights = node.attributes["spec"], node.attributes["weights"]
         return cls(spec.heads, weights.k_b.shape[2], spec.head_dim - spec.v_dim, spec.v_dim, weights.v_b.shape[1])
 
@@ -63,7 +62,6 @@ class MlaExpansion:
 
     @property
     def piece_blocks(self) -> int:
-        """Returns how many blocks a piece has."""
         return self.room // BLOCK
 
     def usual_blocks(self, tokens: int) -> int:

@@ -47,7 +47,6 @@ class LowRankSegment(NamedTuple):
         return np.stack([self.first + begin, columns, *same, at + begin * self.chunks], axis=1).astype(np.int32)
 
     def write(self, into: Any) -> None:
-        """Writes B block by block."""
         whole = np.zeros((self.padded_rows, self.b.shape[1]), np.float32)
         whole[: len(self.b)] = self.b
         blocks = whole.reshape(self.padded_rows // COLUMNS, COLUMNS, self.chunks, RANKS).swapaxes(1, 2)
@@ -75,7 +74,6 @@ class PackedUpdate(NamedTuple):
         return UpdateSizes(chunks, len(blocks), not (blocks[:, :2] % 16).any(), depth, tiled)
 
     def write(self, into: Any) -> None:
-        """Writes A and B to a vector of zeros."""
         lines, first = into[: self.b_at].view(self.sizes.chunks * RANKS, -1), 0
         for part in self.a:
             lines[first : first + len(part)].copy_(torch.from_numpy(np.ascontiguousarray(part)))

@@ -80,12 +80,10 @@ class QuantizedWeight:
 
     @property
     def tiles(self) -> int:
-        """Returns the number of tiles in a row of tiles."""
         return -(-self.width // COLUMNS)
 
     @property
     def bytes(self) -> int:
-        """Returns the size in bytes."""
         return sum(4 * words.numel() for words in (self.low, self.high, self.scales, self.supers) if words is not None)
 
 
@@ -250,13 +248,11 @@ def pack_blocks(split: Callable[[int, int], QuantBlocks], coding: Coding, rows: 
 
 
 def runs(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows that are packed together."""
     step = max(CHUNK_VALUES // width // ROWS, 1) * ROWS
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def join(pieces: list[Array]) -> Array:
-    """Concatenates arrays, unless there are none."""
     return None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 

@@ -177,7 +177,6 @@ class PinnedRoom:
                 self._more.notify_all()
 
     def _pin_segments(self) -> None:
-        """Pins one segment after the other."""
         first, total = self.array.ctypes.data, self.array.nbytes
         for at in range(0, total, SEGMENT):
             if self._closing:

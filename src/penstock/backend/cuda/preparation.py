@@ -60,7 +60,6 @@ class Preparation:
         self._work.close()
 
     def capture(self, program: LoadedProgram, shape: Shape) -> None:
-        """Captures a graph that a step of this shape fits in."""
         shape = self._steps.shape_for(program, shape)
         for _ in range(2):
             self.rehearse(program, shape, graph=True)

@@ -32,7 +32,6 @@ SMALL_GEMM_TILINGS: dict[tuple[str, int], Tilings] = {
 
 
 def shape_of(rows: int, width: int) -> str:
-    """Returns the kind of shape by which tilings are listed."""
     if rows >= TALL:
         return "tall"
     if width > 2 * rows:

@@ -182,7 +182,6 @@ def stack(parts: Sequence[QuantizedWeight]) -> tuple[QuantizedWeight, ...]:
 
 
 def runs(parts: Sequence[QuantizedWeight]) -> Iterator[list[QuantizedWeight]]:
-    """Yields runs of matrices that can be joined."""
     for _, group in groupby(parts, key=lambda part: (part.coding, part.factor)):
         run: list[QuantizedWeight] = []
         for part in group:

@@ -34,7 +34,6 @@ class RecurrentStates:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of one sequence's state."""
         return 4 * sum(spec.state_floats for spec in self._specs.values())
 
     def reserve(self, count: int, arena: Arena) -> None:

@@ -156,7 +156,6 @@ def places_of(rows: Ints, tokens: Ints, counts: Any, vocab: int) -> Any:
 
 
 def to_device(array: Any, device: torch.device) -> Any:
-    """Copies an array to the device and does not wait for it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -103,7 +103,6 @@ class KvRows:
         return torch.cat([part[index] for part in self._parts], dim=1)
 
     def scatter(self, rows: Any, blocks: Sequence[int]) -> None:
-        """Writes rows to blocks."""
         index = self.index(blocks)
         for part, columns in zip(self._parts, rows.split(self._sizes, dim=1), strict=True):
             part.index_copy_(0, index, columns)

@@ -58,7 +58,6 @@ class DeviceInputs:
     decodes: int = 0  # tokens that come first and attend as decoding rows do, with padding, where MLA expands contexts
 
     def of(self, group: int) -> DeviceInputs:
-        """Returns the inputs that the layers of one group read."""
         return self.groups[group] if self.groups else self
 
 

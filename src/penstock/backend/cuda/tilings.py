@@ -152,7 +152,6 @@ def segmented_attention_tiling(device: DeviceProperties, dims: int, itemsize: in
 
 
 def mla_prefill_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:
-    """Returns the fastest tiling of MLA that fits."""
     return first_fitting(device, MLA_PREFILL_TILINGS, dims, itemsize)
 
 

@@ -62,7 +62,6 @@ class Transfer:
             self._under_way.append(self._threads.submit(self._send, data[part], flat[part], allocated))
 
     def fetch(self, data: Bytes) -> Any:
-        """Returns the bytes as a tensor on the device, once they are there."""
         target = torch.empty(len(data), dtype=torch.uint8, device=self._device)
         self.send(data, target)
         self.finish()

@@ -69,7 +69,6 @@ def pack_trellis(parts: Sequence[Trellis], bias: Any | None, workspace: Workspac
 
 
 def packed(part: Trellis, workspace: Workspace) -> TrellisWeight:
-    """Moves one part to the device."""
     down, across, words = part.tiles.shape
     arena = workspace.arena
     tiles = arena.empty((down, across, words // 2), torch.int32)

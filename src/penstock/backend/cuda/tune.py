@@ -85,7 +85,6 @@ def tune(device: str = "cuda", path: Path | None = None, report: Callable[[str],
 def measure(
     bench: Bench, shapes: Sequence[tuple[int, int]], report: Callable[[str], None] = log.info
 ) -> list[tuple[Product, tuple[int, ...]]]:
-    """Returns the fastest tiling of each product."""
     best = []
     for product in products(bench.properties, shapes):
         if times := list(timed(bench, product)):
@@ -147,7 +146,6 @@ def lines_of(product: Product) -> int:
 
 
 def matrix(bench: Bench, product: Product) -> Any:
-    """Returns a random matrix of the product's kind."""
     if product.kind == "more bits":
         tensor = random_tensor(np.random.default_rng(0), "Q8_0", product.rows, product.width)
         return pack(tensor.data, "Q8_0", product.rows, product.width, Transfer(bench.device))
@@ -195,7 +193,6 @@ def splits(device: DeviceProperties, product: Product, tile: int, block: int) ->
 
 
 def call_of(product: Product, x: Any, weight: Any, out: Any, tiling: Any, scratch: SplitKScratch) -> Call:
-    """Returns a call that computes the product with one tiling."""
     if product.kernel == "gemv":
         return lambda: gemv.gemv(x, weight, None, out, tiling=tiling)
     if product.kernel == "expert_gemv":

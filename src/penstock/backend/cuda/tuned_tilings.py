@@ -63,7 +63,6 @@ def default_path() -> Path:
 
 
 def entry_name(device_name: str) -> str:
-    """Returns the name of the entry for this GPU and these versions."""
     try:
         triton = version("triton")
     except PackageNotFoundError:

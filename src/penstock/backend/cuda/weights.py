@@ -157,7 +157,6 @@ class PackTarget(NamedTuple):
 
 
 def pack(parts: Sequence[Tensor], bias: Sequence[Tensor | None], target: PackTarget) -> Weight:
-    """Packs parts as one matrix, in the layout that they have in common."""
     workspace, layout = target.workspace, common_layout(parts, target.rules, experts=False)
     parts = [as_near_blocks(part) or part for part in parts]
     vector = stacked_bias(parts, bias, workspace.arena.device)
@@ -178,7 +177,6 @@ def pack(parts: Sequence[Tensor], bias: Sequence[Tensor | None], target: PackTar
 
 
 def values_to_quantize(parts: Sequence[Tensor], target: PackTarget) -> Any:
-    """Returns the values of all parts on the device, for a moment."""
     values = stacked_values(parts, target.dtype, target.workspace, kept=False)
     target.workspace.transfer.finish()
     return values
@@ -212,7 +210,6 @@ def log_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
 
 
 def names(formats: set[str]) -> str:
-    """Lists formats for a message."""
     return " and ".join(sorted(formats))
 
 
@@ -224,7 +221,6 @@ def log_once(workspace: Workspace, message: str) -> None:
 
 
 def packed(part: Tensor, transfer: Transfer) -> QuantizedWeight:
-    """Packs one part that stays quantized."""
     rows, width = part.shape
     return pack_codes(part.data, part.format.name, rows, width, transfer, factor_of(part) or 0.0)
 

@@ -71,7 +71,6 @@ class RefProgram:
         self.forward(replace(nothing, tables=nothing.tables.repeat(max(len(groups), 1), 0)))
 
     def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        """Runs one step and answers its rows."""
         logits, states = self.forward(batch)
         result = sample(logits, batch, masks)
         if batch.sample.chains:

@@ -81,7 +81,6 @@ class OneOp:
 
 
 def run(trial: Trial, backend: Shows) -> list[Floats]:
-    """Returns the answer of each step of the trial."""
     backend.load(OneOp(trial.forward, [pack(weight, backend) for weight in trial.weights]))
     backend.reserve_kv(trial.num_blocks, BLOCK_SIZE, trial.states)
     return [pooled(backend, batch) if batch.pools else backend.logits(batch) for batch in trial.steps]

@@ -38,7 +38,6 @@ class RefCache:
         self.hidden_group = next((number for number, group in enumerate(groups) if not group.window), 0)
 
     def group(self, layer: int) -> int:
-        """Returns the number of the KV group that a layer is in."""
         return self._places.get(layer, (0, layer))[0]
 
     def layer(self, layer: int, spec: AttentionSpec) -> tuple[Floats, ...]:

@@ -298,7 +298,6 @@ class RefOps(RefStreamOps):
 
 
 def write(states: State, index: int, state: State) -> None:
-    """Writes one state into the arrays of all."""
     for each, one in zip(states, state, strict=True):
         each[index] = one
 

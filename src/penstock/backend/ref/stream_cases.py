@@ -29,8 +29,6 @@ TOKENS = 9
 
 
 def of_tables(rng: Random, *, op: Callable[..., Any], widths: Sequence[int], gain: int = 0) -> Trial:
-    """Computes an op of rows with these widths and, if it has one, a gain."""
-
     def forward(ops: Ops[Any], *weights: Any) -> Any:
         tables, gains = weights[: len(widths)], weights[len(widths) :]
         return op(ops, *map(ops.embed, tables), *gains)

@@ -34,7 +34,6 @@ class HeadSizes(NamedTuple):
 
     @classmethod
     def of(cls, spec: DeltaSpec) -> HeadSizes:
-        """Returns the constants of a delta net."""
         heads, padded_taps = (spec.k_heads, spec.v_heads), triton.next_power_of_2(spec.conv_width)
         return cls(*heads, spec.k_dim, spec.v_dim, spec.conv_width, padded_taps, spec.tiled, spec.channel_decay)
 
@@ -55,7 +54,6 @@ class Gates(NamedTuple):
 
 @triton.jit
 def key_head_of(head, SIZES: tl.constexpr):
-    """Returns the head whose keys and queries a value head has."""
     return head % SIZES.k_heads if SIZES.tiled else head // (SIZES.v_heads // SIZES.k_heads)
 
 

@@ -55,7 +55,6 @@ def fp8_room(rows: int) -> int:
 
 
 def empty_fp8(rows: int, width: int, device: Any) -> Fp8Weight:
-    """Returns a weight in memory for whole tiles."""
     values = torch.empty((fp8_room(rows), width), dtype=torch.float8_e4m3fn, device=device)
     return Fp8Weight(values[:rows], torch.empty(fp8_room(rows), device=device)[:rows])
 

@@ -28,7 +28,6 @@ class Fp8Operand(NamedTuple):
 
 
 def matrix_of(weight: Fp8Weight) -> Fp8Operand:
-    """Returns a weight's arrays and sizes."""
     return Fp8Operand(weight.values, weight.scales, weight.rows, weight.width)
 
 

@@ -159,7 +159,6 @@ def packed_pairs(weight, KIND: gl.constexpr):
 
 @gluon.jit
 def unpacked_pairs(weight, KIND: gl.constexpr, DIMS: gl.constexpr):
-    """Returns the weights of pairs as the product with values takes them."""
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
     kinds: gl.constexpr = (gl.int16, gl.int16)
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [weight], kinds, True, 1)
@@ -318,14 +317,12 @@ def _consume(qkv, out, sinks, span, buffers, scale, cap, WHICH: gl.constexpr, CO
 
 @gluon.jit
 def _first_half(qkv, out, sinks, span, buffers, scale, cap, CONFIG: gl.constexpr):
-    """Attends with the first half of a tile, if there is a tile."""
     if span.count > 0:
         _consume(qkv, out, sinks, span, buffers, scale, cap, 0, CONFIG)
 
 
 @gluon.jit
 def _second_half(qkv, out, sinks, span, buffers, scale, cap, CONFIG: gl.constexpr):
-    """Attends with the second half of a tile, if there is a tile."""
     if span.count > 0:
         _consume(qkv, out, sinks, span, buffers, scale, cap, 1, CONFIG)
 
@@ -347,7 +344,6 @@ def _task_of(header, count, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _span_of(kv_head, at, CONFIG: gl.constexpr):
-    """Returns the span of the tile that is described at an address."""
     TILE: gl.constexpr = CONFIG.tile
     token, first, count = gl.load(at), gl.load(at + 2), gl.load(at + 3)
     count = gl.where(token < 0, 0, count)  # padding

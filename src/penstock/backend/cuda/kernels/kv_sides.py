@@ -68,7 +68,6 @@ def paged(cache: Any, scales: Any | None, tables: Any, header: Any) -> PagedKv |
 
 
 def heads_of(cache: Any, qkv: Any, out: Any) -> KvShape:
-    """Returns the constants of a layer's heads and cache."""
     if not is_apart(cache):
         return shape_of(cache, qkv, out)
     kv_heads, block_size, width = cache[0].shape[1:]
@@ -79,7 +78,6 @@ def heads_of(cache: Any, qkv: Any, out: Any) -> KvShape:
 
 @triton.jit
 def key_side(kv, SHAPE: tl.constexpr, KINDS: tl.constexpr):
-    """Returns where keys and their scales begin."""
     if KINDS.apart:
         return kv.key_lines, kv.key_scales
     else:
@@ -88,7 +86,6 @@ def key_side(kv, SHAPE: tl.constexpr, KINDS: tl.constexpr):
 
 @triton.jit
 def value_side(kv, SHAPE: tl.constexpr, KINDS: tl.constexpr):
-    """Returns where values and their scales begin."""
     if KINDS.apart:
         return kv.value_lines, kv.value_scales
     else:

@@ -36,7 +36,6 @@ class KvShape(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Returns how many query heads there are."""
         return self.group * self.kv_heads
 
     @property
@@ -63,7 +62,6 @@ def shape_of(cache: Any, qkv: Any, out: Any) -> KvShape:
 
 @triton.jit
 def table_of(kv, row):
-    """Returns where the block table of a row begins."""
     return kv.tables + row.to(tl.int64) * tl.load(kv.header)
 
 

@@ -63,7 +63,6 @@ class Layout(NamedTuple):
 
 @triton.jit
 def rows_of(tiles, order, tile, LAYOUT: tl.constexpr):
-    """Returns the slot of a tile, its rows, and which of them are there."""
     SIZE: tl.constexpr = LAYOUT.size
     item = tl.arange(0, SIZE)
     if LAYOUT.ordered:

@@ -48,7 +48,6 @@ class Mamba2Scratch(NamedTuple):
 
 @triton.jit
 def _time_step(x, least, most):
-    """Returns softplus(x), clamped."""
     dt = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     return tl.minimum(tl.maximum(dt, least), most)
 
@@ -115,7 +114,6 @@ def _selective_scan(
 
 @triton.jit
 def _state_part(part, column, head, SIZES: tl.constexpr, PART: tl.constexpr):
-    """Returns where a part of a head's state is, and what of it there is."""
     i = part * PART + tl.arange(0, PART)[:, None]
     place = head * SIZES.state_dim * SIZES.head_dim + i * SIZES.head_dim + column
     return place, (i < SIZES.state_dim) & (column < SIZES.head_dim)
@@ -179,7 +177,6 @@ def _read_chunk(x, keys, count, decays, state, SIZES: tl.constexpr, PART: tl.con
 
 @triton.jit
 def _move_on(x, keys, count, decays, state, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the state after a chunk."""
     steps, at, whole = decays
     after = ()
     for part in tl.static_range(len(state)):

@@ -54,7 +54,6 @@ class QuantMatrix(NamedTuple):
 
 
 def format_of(weight: QuantizedWeight) -> QuantFormat:
-    """Returns the constants of a weight's coding."""
     coding = weight.coding
     zero = coding.zero + coding.shift
     numbers = coding.groups * (2 if coding.minima else 1)

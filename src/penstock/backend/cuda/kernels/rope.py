@@ -45,7 +45,6 @@ def rotation_of(
 
 @triton.jit
 def rotate_pair(a, b, cos, sin):
-    """Returns a pair of values rotated by an angle."""
     return a * cos - b * sin, b * cos + a * sin
 
 

@@ -52,7 +52,6 @@ def mass_of(weight):
 
 @triton.jit
 def row_maximum(maxima, row, chunks, CHUNKS: tl.constexpr):
-    """Returns the highest logit of a row from those of its chunks."""
     chunk = tl.arange(0, CHUNKS)
     return tl.max(tl.load(maxima + row * chunks + chunk, chunk < chunks, -float("inf")), 0)
 

@@ -33,7 +33,6 @@ class ThresholdScratch(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device, rows: int, vocab: int) -> ThresholdScratch:
-        """Returns scratch memory for so many rows on a device."""
         chunks = triton.cdiv(vocab, CHUNK)
         sizes = ((rows, vocab), (rows, chunks, LEVELS), (rows, chunks), (rows, 2), (rows, CANDIDATES))
         kinds = (torch.float32, torch.int32, torch.int64, torch.int32, torch.float32)

@@ -199,7 +199,6 @@ def select_positions(
 
 
 def shape_of(q: Any, dims: int, pairs: int, top_k: int, cache: Any, tokens: int, columns: int) -> IndexShape:
-    """Returns the constants of a launch."""
     heads = q.shape[1] // dims
     block_h, block_d, block_p = (max(triton.next_power_of_2(count), 16) for count in (heads, dims, pairs))
     return IndexShape(heads, dims, pairs, top_k, cache.shape[1], block_h, block_d, block_p, tokens, columns)

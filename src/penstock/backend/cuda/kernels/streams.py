@@ -19,7 +19,6 @@ LEAST_SQUARE = 1e-5  # of a stream that is scaled
 
 @triton.jit
 def activated(x, ACT: tl.constexpr):
-    """Returns the activation of x that ACT names."""
     if ACT == "gelu":
         return gelu(x)
     elif ACT == "gelu_tanh":

@@ -60,7 +60,6 @@ class Tiling(NamedTuple):
 
 
 def code_book_of(kind: str, bits: int) -> CodeBook:
-    """Returns the code book of this name."""
     return CodeBook(bits, FACTORS[kind], 64248484 if kind == PLAIN else 0, kind == MUL1)
 
 
