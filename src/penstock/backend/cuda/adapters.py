@@ -43,7 +43,7 @@ class CudaAdapter:
 
     memory: Any  # all matrices, then the blocks that `expand` reads
     records: Any  # [weights, RECORD] on the host
-    sizes: dict[int, UpdateSizes]  # by weight number
+    sizes: dict[int, UpdateSizes]  # key: weight number
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +93,7 @@ class CudaAdapters:
         self._on_stream = on_stream
         self._weights: dict[int, int] = {}  # numbers by identity
         self._known: list[WeightSizes] = []
-        self._loaded: dict[int, CudaAdapter] = {}  # by slot
+        self._loaded: dict[int, CudaAdapter] = {}  # key: slot
         self._records: Any = None  # [slots, weights, RECORD]
         self._low_rank: Any = None  # what `shrink` leaves for `expand`
         self._lane: Lane | None = None

@@ -20,7 +20,7 @@ from penstock.config import available_memory
 from penstock.errors import OutOfMemory
 
 ALIGNMENT = 512  # bytes, as torch's own
-SHARED_BYTES = 16 << 20  # of a segment that small tensors share
+SHARED_BYTES = 16 << 20  # a segment for small tensors
 SMALL_BYTES = 1 << 20  # tensors below this are small
 MOVED_BYTES = 1 << 30  # torch gives memory back after so much of it was moved
 HOST_SPARE = 1 << 30  # host memory that sleeping leaves to others

@@ -145,7 +145,7 @@ def draft_shapes(
 
 
 def of_each_kind(shapes: Sequence[Shape]) -> list[Shape]:
-    """Returns some of the shapes that launch all kernels which the others launch. Products differ by the number of
+    """Returns some of the shapes, which launch the kernels of all. Products differ by the number of
     tokens, up to twice as many; attention by the parts of a step; and Triton compiles a kernel twice if an argument
     is a multiple of 16 only in some steps."""
     kinds: dict[tuple[object, ...], list[Shape]] = {}

@@ -1,8 +1,8 @@
 """Plans which prompts attend to a copy of their context in 16 bits, where the KV cache has 8.
 
 Hopper's prefill kernel reads only 16 bits. A copy takes time for every position of a context, and the kernel saves
-time for every pair of a token and a position that it sees. All layers use the same memory for their copies. Contexts
-that it has no room for are attended to in 8 bits, by the kernel for every GPU.
+time for every pair of a token and a position that it sees. All layers use the same memory for their copies. Longer
+contexts are attended to in 8 bits, by the kernel for every GPU.
 
 The figures are for an H200.
 """

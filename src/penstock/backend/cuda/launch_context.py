@@ -63,7 +63,7 @@ class Context:
     device: torch.device
     tilings: Tilings
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
-    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by (experts, top_k)
+    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # key: experts, top_k
 
     def frequencies(self, rope: RopeSpec, pairs: int) -> Any:
         """Returns the frequencies of RoPE on the device, for a head with `pairs` pairs."""

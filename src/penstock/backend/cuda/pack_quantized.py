@@ -2,7 +2,7 @@
 
 A matrix is divided into tiles of 16 rows and 64 columns, in four steps c of 16 columns. In each step, lane 4 * g + t of
 a warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1).
-    low     4 words for each lane: word c has 4 bits of each code of step c, those of (side, half, e) from bit
+    low     4 words for each lane: word c has 4 bits of each code of step c, for (side, half, e) from bit
             8 * side + 4 * half + 16 * e on, or 16 * side + 8 * half + 4 * e if a table has their values.
             Codes of 8 bits have 8 words (c, side) of bytes (half, e), in two runs of 4.
     high    a word for each lane with the fifth bits, or two words with the fifth and sixth bits, in the same order

@@ -19,7 +19,7 @@ from penstock.backend.cuda.programs import Programs
 from penstock.backend.cuda.steps import Steps
 from penstock.backend.cuda.transfer import Transfer
 
-FIRST_SHAPES = (Shape(128, 1, 0, 0, 1), Shape(1, 1, 1, 1, 0))  # of a first answer
+FIRST_SHAPES = (Shape(128, 1, 0, 0, 1), Shape(1, 1, 1, 1, 0))  # a prompt, then an answer
 
 
 class Preparation:

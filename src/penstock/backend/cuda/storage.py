@@ -15,7 +15,7 @@ from penstock.model.formats.trellis import trellis_of
 from penstock.model.roles import EXPERTS, MLA
 from penstock.model.tensor import AFFINE, PLAIN, Tensor, factor_of
 
-ROWS, COLUMNS = 16, 64  # of a tile, as pack_quantized.py packs them
+ROWS, COLUMNS = 16, 64  # per tile: see pack_quantized.py
 FP8, FP8_COLUMNS = "F8_E4M3", 128  # columns that share a scale, in kernels that read FP8
 # Bits of one value, its share of scales included, in formats that stay quantized.
 CODE_BITS = {
@@ -41,20 +41,20 @@ class Layout(Enum):
 
 
 class StorageRules(NamedTuple):
-    """Says what a device can store, and what plain weights become."""
+    """Describes a device's storage, and the format for plain weights."""
 
     quantize: str = ""  # fp8 or int4
-    value_bytes: int = 2  # of activations; tests use 4
+    value_bytes: int = 2  # per activation; tests use 4
     has_fp8: bool = True  # tensor cores read FP8
 
 
 class Storage(NamedTuple):
-    """Says how one weight is stored."""
+    """Describes how one weight is stored."""
 
     layout: Layout
     kind: str  # the name of its format
-    bits: float  # of one value, its share of scales included
-    bytes: int  # with rows and columns that fill the last tile
+    bits: float  # per value, including scales
+    bytes: int  # including padding
 
     def as_stored(self) -> StoredAs:
         """Returns the part that other backends have too."""

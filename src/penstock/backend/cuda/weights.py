@@ -42,7 +42,7 @@ from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)
 CHUNK_VALUES = 1 << 26  # dequantized together
-NOTED_GROWTH = 1.1  # times as many bits as in the file: more is logged
+NOTED_GROWTH = 1.1  # ratio to the bits in the file above which growth is logged
 
 
 class Weight(Protocol):
@@ -65,8 +65,8 @@ class Weight(Protocol):
         `fp8_out`, the result is quantized into it instead of being written to `out`."""
 
     def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
-        """Computes a product, or a gated one, with the updates of adapters. Returns False, and does nothing, where no
-        kernel for this matrix and so many rows adds them."""
+        """Computes a product, or a gated one, with the updates of adapters. Returns False, and does nothing,
+        if the kernel for this number of rows does not add them."""
 
     def gather(self, tokens: Any, out: Any) -> None:
         """Sets out[t] to row tokens[t] of the matrix."""
@@ -148,7 +148,7 @@ class PackTarget(NamedTuple):
     """Says where weights are packed, and what plain ones become."""
 
     workspace: Workspace
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # type of activations
     quantize: str = ""
 
     @property

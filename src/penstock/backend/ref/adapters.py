@@ -10,7 +10,7 @@ import numpy as np
 from penstock.backend.base import Batch, Floats
 from penstock.model.low_rank import LowRankUpdate
 
-LoadedAdapters = Mapping[int, "RefAdapter"]  # by slot
+LoadedAdapters = Mapping[int, "RefAdapter"]  # key: slot
 
 
 class RefAdapter:
